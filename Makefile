@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`.
+PYTHON ?= python3
+# Any torch >= 2.6 works; this is the version that the numbers in the documents were made with.
+TORCH ?= torch==2.13.0
+MEGATRON ?= megatron-core==0.16.1
+# The later megatron-core asks for Python 3.12; its wheel also runs unpacked on 3.11, beside triton.
+MEGATRON_LATER ?= megatron-core==0.19.2
+
+VENV := .venv
+BIN := $(VENV)/bin
+LATER := $(VENV)/megatron-core-later
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: quickstart test lint format clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install '$(TORCH)'
+	$(PIP) install '$(MEGATRON)' -e '.[plots]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install '$(TORCH)' '$(MEGATRON)' -e '.[dev]' triton
+	$(PIP) install --no-deps --ignore-requires-python --upgrade --target $(LATER) --only-binary=:all: --implementation cp \
+	    --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 \
+	    '$(MEGATRON_LATER)'
+	@touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/megatron-offload compare --config configs/quickstart.yaml
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs

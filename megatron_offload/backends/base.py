@@ -1,0 +1,140 @@
+"""The contract between the engine and the machine that really copies.
+
+Owns the six waits (`Wait`) and the interface `Backend`. Must not know groups, chunks or pools: it
+sees streams, events and flat byte regions only.
+
+The ordering contract. Three streams run side by side: *compute*, which belongs to the user's
+program, *d2h* and *h2d*. Each row is one `Backend.wait` call, at one place in the package:
+
+====  ==========================================  =======================================
+wait  must happen before                          after
+====  ==========================================  =======================================
+W1    D2H reads the source                        its producer on the compute stream
+W2    device memory of the source is reused       D2H done
+W3    H2D reads the host buffer                   D2H done
+W4    the consumer reads the reloaded tensor      H2D done
+W5    the host buffer is reused                   H2D done
+W6    the reload target's memory is reused        its last consumer on the compute stream
+====  ==========================================  =======================================
+
+Read next: `megatron_offload.backends.simulated`, which finds the wait that is missing, and
+`megatron_offload.backends.cuda`.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = ["Backend", "Event", "Pair", "Stream", "Wait"]
+
+Stream: TypeAlias = Any
+"""A queue of device work; opaque outside its backend."""
+
+Event: TypeAlias = Any
+"""A point in a stream; opaque outside its backend. Waiting on it covers all that came before."""
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Destination and source of one copy: flat uint8 tensors of the same size."""
+
+
+class Wait(enum.Enum):
+    """The six waits; the value says what breaks without it."""
+
+    W1 = "D2H reads the source before its producer on the compute stream has finished"
+    W2 = "device memory of the source is reused before D2H has finished"
+    W3 = "H2D reads the host buffer before D2H has finished"
+    W4 = "the reloaded tensor is used before H2D has finished"
+    W5 = "the host buffer is reused before H2D has finished"
+    W6 = "the reload target's memory is reused before its last consumer has finished"
+
+
+class Backend(abc.ABC):
+    """Streams, events, memory and copies of one device.
+
+    All regions are flat ``torch.uint8`` tensors. Nothing here blocks the host except the two
+    ``sync_`` calls.
+    """
+
+    name: str
+    observes: bool = False
+    """Whether the ``note_`` calls do anything; where they don't, the engine leaves them out."""
+    d2h_stream: Stream
+    h2d_stream: Stream
+
+    @abc.abstractmethod
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lives in this backend's device memory."""
+
+    @abc.abstractmethod
+    def compute_stream(self) -> Stream:
+        """Return the stream that the calling program computes on now. Never cache it."""
+
+    @abc.abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """Return a new event behind all work queued on ``stream`` so far."""
+
+    @abc.abstractmethod
+    def wait(self, stream: Stream, event: Event, why: Wait) -> None:
+        """Make later work on ``stream`` run after ``event``; ``why`` names the contract's row."""
+
+    @abc.abstractmethod
+    def copy(self, pairs: Sequence[Pair], stream: Stream, label: str) -> None:
+        """Queue copies on ``stream``, in order.
+
+        Args:
+            pairs: destinations and sources; one side of each is host memory.
+            stream: `d2h_stream` or `h2d_stream`.
+            label: what is moved, for traces and hazard reports.
+        """
+
+    @abc.abstractmethod
+    def is_done(self, event: Event) -> bool:
+        """Whether the work before ``event`` has finished, without waiting."""
+
+    @abc.abstractmethod
+    def sync_event(self, event: Event) -> None:
+        """Block the host until the work before ``event`` has finished."""
+
+    @abc.abstractmethod
+    def sync_copies(self) -> None:
+        """Block the host until both copy streams are empty."""
+
+    @abc.abstractmethod
+    def empty_device(self, num_bytes: int) -> torch.Tensor:
+        """Allocate device memory in the order of the compute stream.
+
+        Its previous owner may still be in use there: the first write from another stream has to
+        wait for the compute stream's present point (W6).
+        """
+
+    @abc.abstractmethod
+    def empty_host(self, num_bytes: int) -> torch.Tensor:
+        """Allocate page-locked host memory, which the device copies to and from by itself.
+
+        Raises:
+            RuntimeError: the memory can't be had or can't be pinned.
+        """
+
+    # What the engine tells a backend that checks; a real device has no use for it.
+
+    def note_produced(self, region: torch.Tensor, label: str) -> None:  # noqa: B027 - optional
+        """The compute stream has written ``region``."""
+
+    def note_consumed(self, region: torch.Tensor, label: str) -> None:  # noqa: B027 - optional
+        """The compute stream reads ``region`` from here on."""
+
+    def note_freed(  # noqa: B027 - optional
+        self, region: torch.Tensor, label: str, *, sole_owner: bool
+    ) -> None:
+        """Whatever comes next on the compute stream may overwrite ``region``.
+
+        Args:
+            region: the bytes given back.
+            label: whose they were.
+            sole_owner: nothing but the engine holds this memory, so it really is given back.
+        """

@@ -1,0 +1,117 @@
+"""The contract on a CUDA device.
+
+Owns the two copy streams, and the only uses of ``torch.cuda`` in the package. Must not know groups
+or pools.
+
+Invariants: nothing here blocks the host except the two ``sync_`` calls; the compute stream is asked
+for at every use, and never from inside a copy stream's context. Read next:
+`megatron_offload.backends.base`.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from megatron_offload.backends.base import Backend, Pair, Wait
+from megatron_offload.errors import IntegrationError
+
+__all__ = ["CudaBackend", "is_available"]
+
+
+def is_available() -> bool:
+    """Whether this process can use a CUDA device."""
+    return torch.cuda.is_available()
+
+
+class CudaBackend(Backend):
+    """Streams, events, pinned memory and copies of the current CUDA device.
+
+    Raises:
+        IntegrationError: there is no CUDA device.
+    """
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        if not is_available():
+            raise IntegrationError(
+                "backend 'cuda' needs a CUDA device and torch sees none; "
+                "use backend: simulated, or auto"
+            )
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.d2h_stream = torch.cuda.Stream(self.device)
+        self.h2d_stream = torch.cuda.Stream(self.device)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lives on this device."""
+        return tensor.device == self.device
+
+    def compute_stream(self) -> torch.cuda.Stream:
+        """Return the stream that is current for the calling thread."""
+        return torch.cuda.current_stream(self.device)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return a new event behind all work queued on ``stream`` so far."""
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event, why: Wait) -> None:
+        """Make later work on ``stream`` run after ``event``."""
+        stream.wait_event(event)
+
+    def copy(self, pairs: Sequence[Pair], stream: torch.cuda.Stream, label: str) -> None:
+        """Queue copies on ``stream``, in order."""
+        with torch.cuda.stream(stream):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        """Whether the work before ``event`` has finished, without waiting."""
+        return bool(event.query())
+
+    def sync_event(self, event: torch.cuda.Event) -> None:
+        """Block the host until the work before ``event`` has finished."""
+        event.synchronize()
+
+    def sync_copies(self) -> None:
+        """Block the host until both copy streams are empty."""
+        self.d2h_stream.synchronize()
+        self.h2d_stream.synchronize()
+
+    def empty_device(self, num_bytes: int) -> torch.Tensor:
+        """Allocate device memory from the caching allocator, in the order of the compute stream."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def empty_host(self, num_bytes: int) -> torch.Tensor:
+        """Allocate page-locked host memory of exactly this size.
+
+        PyTorch's own pinned allocator rounds up to a power of two, so the pages are allocated
+        plainly and registered with the driver.
+
+        Raises:
+            RuntimeError: the memory can't be had or can't be pinned.
+        """
+        return torch.frombuffer(_PinnedPages(num_bytes), dtype=torch.uint8)[:num_bytes]
+
+
+class _PinnedPages(mmap.mmap):
+    """Anonymous pages, page-locked for as long as anything refers to them."""
+
+    _address = 0
+
+    def __new__(cls, num_bytes: int) -> _PinnedPages:
+        pages = super().__new__(cls, -1, num_bytes)
+        address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+        if int(error) != 0:
+            raise RuntimeError(f"pinning {num_bytes} bytes of host memory failed: {error}")
+        pages._address = address
+        return pages
+
+    def __del__(self) -> None:
+        if self._address:
+            torch.cuda.cudart().cudaHostUnregister(self._address)

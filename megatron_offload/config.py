@@ -1,0 +1,317 @@
+"""What a user may set, checked before anything starts.
+
+Owns `OffloadConfig` (all sizes in bytes) and the strict reading of YAML and ``key=value`` overrides
+into any model derived from `StrictModel`. Must not know torch, so that bad input fails at once.
+
+Invariant: whatever is wrong ends in one `ConfigError` that names the key, what was given, and the
+nearest valid name. Read next: `megatron_offload.engine.manager`, which is configured with it.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
+
+from megatron_offload.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "EXTRA_MODULES",
+    "MEGATRON_MODULES",
+    "MODULES",
+    "CopyTiming",
+    "OffloadConfig",
+    "SimulatedConfig",
+    "StrictModel",
+    "apply_overrides",
+    "load_yaml",
+    "split_modules",
+    "validate",
+]
+
+MEGATRON_MODULES: tuple[str, ...] = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+    "fused_group_mlp",
+)
+"""Names that Megatron-core's own call sites mark."""
+
+EXTRA_MODULES: tuple[str, ...] = (
+    "mlp_fc1",
+    "mlp_act",
+    "mlp_fc2",
+    "expert_fc2",
+    "shared_experts",
+    "router",
+    "layer",
+)
+"""Names that this package adds, reached by module hooks (`megatron_offload.frontends.modules`)."""
+
+MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
+
+CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
+
+
+def _not_negative(value: Any) -> Any:
+    """Say "negative" in plain words: `ByteSize` alone would call ``-1`` an unreadable size."""
+    if isinstance(value, bool):
+        raise ValueError("a size is a number of bytes or a text such as '64MiB', not true or false")
+    if isinstance(value, (int, float)) and value < 0:
+        raise ValueError(f"a size can't be negative, got {value}")
+    if isinstance(value, str) and value.strip().startswith("-"):
+        raise ValueError(f"a size can't be negative, got {value!r}")
+    return value
+
+
+Bytes = Annotated[ByteSize, BeforeValidator(_not_negative)]
+"""A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
+
+
+class StrictModel(BaseModel):
+    """A configuration section: immutable, and every unknown key is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+    )
+
+
+class SimulatedConfig(StrictModel):
+    """The simulated device that stands in where there is no GPU."""
+
+    copy_timing: CopyTiming = "late"
+    """When a queued copy really happens: at once, as late as any wait allows, or in between."""
+
+    seed: int = 0
+    """Seed of ``copy_timing: random``."""
+
+    d2h_gbps: float = Field(default=40.0, gt=0)
+    """Virtual device-to-host bandwidth, in 10^9 bytes a second."""
+
+    h2d_gbps: float = Field(default=40.0, gt=0)
+    """Virtual host-to-device bandwidth, in 10^9 bytes a second."""
+
+    poison: bool = True
+    """Overwrite fresh and freed memory, so that a read at a wrong time can't go unnoticed."""
+
+    check_hazards: bool = True
+    """Keep a vector clock per stream and name the missing wait behind any unordered access."""
+
+
+class OffloadConfig(StrictModel):
+    """What moves, how late memory is released, and how far ahead it comes back. Sizes in bytes."""
+
+    enabled: bool = False
+    """Whether anything is offloaded at all (``--fine-grained-activation-offloading``)."""
+
+    modules: tuple[str, ...] = ("core_attn", "attn_proj")
+    """Which groups move: names out of `MODULES`, or module name patterns holding a dot or ``*``."""
+
+    fraction: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of each chunk's groups that moves, earliest first (``--activation-offload-fraction``)."""
+
+    min_tensor_bytes: Bytes = ByteSize(1024 * 1024)
+    """Blocks smaller than this stay on the device."""
+
+    min_tensor_elements: int = Field(default=0, ge=0)
+    """The same in elements: Megatron's ``--min-offloaded-tensor-size``. Both must hold."""
+
+    delta_bytes_across_pp_ranks: Bytes = ByteSize(0)
+    """Pipeline rank r keeps r times this many bytes on the device: later ranks need less relief."""
+
+    max_inflight_bytes: Bytes | None = None
+    """How many bytes of later groups may pass before a group's device memory is released. Larger
+    hides slower copies; smaller frees memory sooner. None: an eighth of what the step could
+    offload at its peak, and at least its largest group."""
+
+    prefetch_bytes: Bytes | None = None
+    """Budget of bytes that are reloaded and not yet consumed. One group is always allowed. None: as
+    for ``max_inflight_bytes``."""
+
+    host_memory_bytes: Bytes | None = None
+    """Cap of pinned host memory in this process; over it tensors stay on the device. None: half of
+    what the machine has free, shared by its local ranks."""
+
+    host_slab_bytes: Annotated[Bytes, Field(ge=4096)] = ByteSize(256 * 1024**2)
+    """Pinned host memory is taken in slabs of at least this size."""
+
+    retained_device_bytes: Bytes = ByteSize(0)
+    """Reload targets kept for reuse instead of handed back to the allocator (CUDA graphs need fixed
+    addresses)."""
+
+    backend: Literal["auto", "cuda", "simulated"] = "auto"
+    """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""
+
+    simulated: SimulatedConfig = SimulatedConfig()
+
+    @field_validator("modules")
+    @classmethod
+    def _known_modules(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        split_modules(names)
+        return names
+
+
+def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Sort module names by who marks them.
+
+    Returns:
+        Megatron's own call sites, names that module hooks serve, and free name patterns.
+
+    Raises:
+        ConfigError: a plain word that is none of `MODULES`.
+    """
+    core, extra, patterns = [], [], []
+    for name in names:
+        if name in MEGATRON_MODULES:
+            core.append(name)
+        elif name in EXTRA_MODULES:
+            extra.append(name)
+        elif "." in name or "*" in name:
+            patterns.append(name)
+        else:
+            raise ConfigError(f"unknown offload module {name!r}{did_you_mean(name, MODULES)}")
+    return tuple(core), tuple(extra), tuple(patterns)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """`yaml.SafeLoader` that refuses a key given twice instead of keeping the last one."""
+
+
+def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
+    seen: set[Hashable] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            raise ConfigError(f"line {key_node.start_mark.line + 1}: a key must be a plain value")
+        if key in seen:
+            raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
+        seen.add(key)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file that holds one mapping; no tags, no repeated keys.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read the configuration {path}: {error}") from error
+    try:
+        data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derived from SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not plain YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path} must hold a mapping of keys to values, got a {type(data).__name__}"
+        )
+    return data
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Set ``section.key=value`` pairs in a nested mapping; values are read as YAML scalars or lists.
+
+    Raises:
+        ConfigError: a pair without ``=``, an empty key, or a value that is not YAML.
+    """
+    result: dict[str, Any] = dict(data)
+    for item in overrides:
+        key, separator, text = item.partition("=")
+        parts = key.strip().split(".")
+        if not separator or not all(parts):
+            raise ConfigError(f"--set wants section.key=value, got {item!r}")
+        try:
+            value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derived from SafeLoader
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {key}: the value {text!r} is not YAML: {error}") from error
+        section = result
+        for part in parts[:-1]:
+            inner = section.get(part, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--set {key}: {part!r} is a value, not a section")
+            section[part] = dict(inner)
+            section = section[part]
+        section[parts[-1]] = value
+    return result
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(model: type[Model], data: Mapping[str, Any], source: str) -> Model:
+    """Build ``model`` from plain data.
+
+    Args:
+        model: the section's class.
+        data: nested plain values.
+        source: what to call the input in an error, such as the file's path.
+
+    Raises:
+        ConfigError: all that is wrong, one line each, with the nearest valid key.
+    """
+    try:
+        return model.model_validate(data)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    except ValidationError as error:
+        lines = [_explain(model, issue) for issue in error.errors()]
+        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+
+
+def _explain(model: type[BaseModel], issue: Any) -> str:
+    where = ".".join(str(part) for part in issue["loc"])
+    if issue["type"] == "extra_forbidden":
+        section = _section_at(model, issue["loc"][:-1])
+        fields = section.model_fields if section is not None else {}
+        return f"unknown key {where!r}{did_you_mean(str(issue['loc'][-1]), fields)}"
+    if issue["type"] == "missing":
+        return f"{where!r} is required"
+    message = issue["msg"].removeprefix("Value error, ")
+    given = repr(issue["input"])
+    got = "" if given in message or len(given) > 80 else f" (got {given})"
+    return f"{where!r}: {message[0].lower()}{message[1:]}{got}"
+
+
+def _section_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel] | None:
+    for part in path:
+        field = model.model_fields.get(str(part))
+        inner = _model_in(field.annotation) if field is not None else None
+        if inner is None:
+            return None
+        model = inner
+    return model
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
+    return None

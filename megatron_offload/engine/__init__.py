@@ -1,0 +1,1 @@
+"""The engine: manager, chunks, groups, saved tensors, boundaries, transfers and prefetch."""

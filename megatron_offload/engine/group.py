@@ -1,0 +1,172 @@
+"""A layer group: the saved tensors between `group_start` and `group_commit`.
+
+Owns the state of a group, as one table and one `advance()`, and the pack hook. Must not know
+streams or pools; see `megatron_offload.engine.transfers` for those.
+
+Invariants: a move that is not in `MOVES` raises and changes nothing; a group refers to its blocks
+weakly, so that it never keeps memory alive. Read next: `megatron_offload.engine.chunk`.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_offload.engine.saved_tensor import Block, BlockRef, SavedTensor
+from megatron_offload.errors import StateError
+from megatron_offload.planning.profile import GroupKey
+
+if TYPE_CHECKING:
+    from megatron_offload.engine.chunk import ChunkOffloadHandler
+    from megatron_offload.engine.transfers import Transfers
+
+__all__ = ["MOVES", "GroupState", "OffloadGroup"]
+
+
+class GroupState(enum.Enum):
+    """Where a group's tensors are."""
+
+    RECORDING = "forward runs between start and commit; tensors are on the device, unmoved"
+    RESIDENT = "the tensors stay on the device until backward has used them"
+    OFFLOADING = "copies to the host are issued; device memory is still held"
+    ON_HOST = "device memory is released; the host holds the data"
+    RELOADING = "copies to the device are issued; host memory is given back behind them"
+    RELOADED = "the compute stream is ordered behind the reload"
+    DONE = "backward has left the group; what is left goes with the autograd graph"
+
+
+MOVES: dict[GroupState, frozenset[GroupState]] = {
+    GroupState.RECORDING: frozenset(
+        {GroupState.RESIDENT, GroupState.OFFLOADING, GroupState.DONE},
+    ),
+    GroupState.RESIDENT: frozenset({GroupState.DONE}),
+    # Back to RESIDENT: backward came before the release, the source is still there.
+    GroupState.OFFLOADING: frozenset(
+        {GroupState.ON_HOST, GroupState.RESIDENT, GroupState.DONE},
+    ),
+    GroupState.ON_HOST: frozenset({GroupState.RELOADING, GroupState.DONE}),
+    GroupState.RELOADING: frozenset({GroupState.RELOADED, GroupState.DONE}),
+    GroupState.RELOADED: frozenset({GroupState.DONE}),
+    GroupState.DONE: frozenset(),
+}
+"""The whole state table: from each state, the states it may move to."""
+
+
+class OffloadGroup:
+    """One layer group of one chunk.
+
+    Attributes:
+        key: position in the step, a hint for prefetch and planning only.
+        name: the module's name, such as ``core_attn``; groups of one name are counted together.
+        num_bytes: bytes that moving the group copies; set at commit.
+        held_bytes: what it takes of the prefetch budget just now.
+        delayed: its commit waits for `PipelineOffloadManager.flush_delayed_groups`.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "chunk",
+        "delayed",
+        "held_bytes",
+        "key",
+        "moves",
+        "name",
+        "num_bytes",
+        "state",
+        "transfers",
+    )
+
+    def __init__(
+        self, chunk: ChunkOffloadHandler, key: GroupKey, name: str, transfers: Transfers
+    ) -> None:
+        self.chunk = chunk
+        self.key = key
+        self.name = name
+        self.transfers = transfers
+        self.state = GroupState.RECORDING
+        self.moves = [GroupState.RECORDING]
+        self.num_bytes = 0
+        self.held_bytes = 0
+        self.delayed = False
+        self._blocks: list[BlockRef] = []
+
+    @property
+    def label(self) -> str:
+        """What to call the group in messages and traces."""
+        return f"{self.name}[chunk {self.key.chunk}, group {self.key.order}]"
+
+    def advance(self, to: GroupState) -> None:
+        """Move to state ``to``.
+
+        Raises:
+            StateError: the table has no such move; nothing has changed.
+        """
+        if to not in MOVES[self.state]:
+            past = " -> ".join(state.name for state in self.moves)
+            raise StateError(f"group {self.label} can't move to {to.name}; its moves were {past}")
+        self.state = to
+        self.moves.append(to)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks that some record still needs."""
+        for reference in self._blocks:
+            block = reference()
+            if block is not None:
+                yield block
+
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
+        """Record a tensor that autograd saves; the pack hook.
+
+        Returns:
+            The record that autograd keeps; `SavedTensor.unpack` gives the tensor back.
+        """
+        chunk = self.chunk
+        chunk.observe(tensor)
+        if not chunk.may_move(tensor):
+            return SavedTensor(tensor, None, self.name)
+        storage_key = tensor.untyped_storage()._cdata
+        low = int(tensor.storage_offset()) * tensor.itemsize
+        high = low + _span_bytes(tensor)
+        block = chunk.find_block(storage_key)
+        if block is not None:
+            if block.d2h is None:
+                record = SavedTensor(tensor, block, self.name)
+                block.add(record.alias, low, high)
+                self._adopt(block)
+                return record
+            if block.covers(low, high) and block.version == tensor._version:
+                record = SavedTensor(tensor, block, self.name)
+                if block.released:
+                    block.group.transfers.empty(record.alias)
+                else:
+                    block.aliases.append(record.alias)
+                self._adopt(block)
+                return record
+        block = Block(self, storage_key, tensor._version)
+        reference = weakref.ref(block)
+        chunk.blocks[storage_key] = reference
+        self._blocks.append(reference)
+        record = SavedTensor(tensor, block, self.name)
+        block.add(record.alias, low, high)
+        return record
+
+    def _adopt(self, block: Block) -> None:
+        """Make a shared block one of this group's too: whoever needs it first reloads it."""
+        if block.group is self:
+            return
+        if not any(reference() is block for reference in self._blocks):
+            self._blocks.append(weakref.ref(block))
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last, in its storage."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.itemsize
+    span = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        span += int((size - 1) * stride)
+    return span * tensor.itemsize

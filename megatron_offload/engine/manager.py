@@ -1,0 +1,431 @@
+"""The one manager of a process: it knows the step, and asks the parts to move.
+
+Owns the singleton, the current chunk, the saved-tensor hooks, and what is learned from step to
+step. Must not know megatron-core or any model. Who does what:
+
+    boundary -> manager -> policy      keep or offload this group?
+                        -> transfers   copies, waits, releases
+                        -> prefetcher  what comes back next
+
+Invariant: every entry point works in any order. Backwards that never come, resets in the middle and
+exceptions leave a manager whose next step is right.
+Read next: `megatron_offload.engine.chunk`, then `megatron_offload.engine.transfers`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_offload.backends import create_backend
+from megatron_offload.backends.base import Backend, Stream
+from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.boundary import is_in_backward
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.prefetch import Prefetcher, keep_resident
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.stats import StepStats, TensorObserver
+from megatron_offload.engine.transfers import Transfers
+from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.memory.tensor_pool import TensorPool
+from megatron_offload.planning.policy import ModulesPolicy
+from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
+
+__all__ = ["PipelineOffloadManager"]
+
+_AUTO_SHARE = 8
+"""Budgets that are not set are this fraction of what a step could offload at its peak."""
+
+
+class PipelineOffloadManager:
+    """Holds one `ChunkOffloadHandler` per microbatch and virtual pipeline stage in flight.
+
+    As a context manager it catches the tensors that autograd saves inside, for the group that was
+    started last.
+
+    Args:
+        config: what moves and within which bounds.
+        backend: where tensors live; by default what ``config.backend`` names.
+    """
+
+    _instance: PipelineOffloadManager | None = None
+
+    @classmethod
+    def get_instance(cls) -> PipelineOffloadManager:
+        """Return the process's manager, made at the first call."""
+        if PipelineOffloadManager._instance is None:
+            PipelineOffloadManager._instance = cls()
+        return PipelineOffloadManager._instance
+
+    @classmethod
+    def reset_instance(cls) -> None:
+        """Replace the process's manager by a new one of the same configuration."""
+        old = PipelineOffloadManager._instance
+        if old is None:
+            return
+        old.close()
+        PipelineOffloadManager._instance = cls(old.config)
+
+    def __init__(
+        self, config: OffloadConfig | None = None, *, backend: Backend | None = None
+    ) -> None:
+        self.last_step = StepStats()
+        """Counters of the last finished step."""
+        self.last_profile: StepProfile | None = None
+        """Groups and backward order of the last finished step."""
+        self.kept: dict[GroupKey, str] = {}
+        """Groups that the plan keeps on the device in this step, each with the reason."""
+        self._opted_out: dict[int, StorageWeakRef] = {}
+        self._parameters: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self._parameter_storages: set[int] | None = set()
+        self._build(config or OffloadConfig(), backend)
+
+    def configure(self, config: OffloadConfig, *, backend: Backend | None = None) -> None:
+        """Start anew with other settings; between steps only.
+
+        Args:
+            config: the new settings.
+            backend: where tensors live; by default what ``config.backend`` names.
+        """
+        self.close()
+        observer = self.meter
+        self._build(config, backend)
+        self.meter = observer
+
+    def _build(self, config: OffloadConfig, backend: Backend | None) -> None:
+        self.config = config
+        self.backend = backend or create_backend(config)
+        self.host_pool = HostPool(
+            self.backend,
+            slab_bytes=config.host_slab_bytes,
+            cap_bytes=config.host_memory_bytes,
+        )
+        self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
+        self.transfers = Transfers(
+            self.backend,
+            self.host_pool,
+            self.tensor_pool,
+            max_inflight_bytes=config.max_inflight_bytes or 0,
+        )
+        self.prefetcher = Prefetcher(self.transfers, budget_bytes=config.prefetch_bytes or 0)
+        self.policy = ModulesPolicy(fraction=config.fraction)
+        self.do_offload = True
+        self.last_profile = None
+        self.kept = {}
+        self._hooks: list[saved_tensors_hooks | None] = []
+        self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
+        self._chunk: ChunkOffloadHandler | None = None
+        self._committed: list[OffloadGroup] = []
+        self._num_chunks = 0
+        self._live_bytes = 0
+        self._peak_live_bytes = 0
+        self._largest_group_bytes = 0
+        self._begin_step()
+
+    # The step
+
+    def begin_chunk(
+        self,
+        *,
+        vp_stage: int | None = None,
+        pp_rank: int = 0,
+        min_tensor_elements: int | None = None,
+    ) -> ChunkOffloadHandler:
+        """Begin the forward of one microbatch on one virtual pipeline stage.
+
+        Args:
+            vp_stage: virtual pipeline stage; None is 0.
+            pp_rank: pipeline rank, for ``delta_bytes_across_pp_ranks``.
+            min_tensor_elements: smallest tensor that moves, in elements, where a caller has its
+                own limit. The default of ``min_tensor_bytes`` does not apply then, a value that
+                was set does.
+        """
+        config = self.config
+        keep_bytes = pp_rank * config.delta_bytes_across_pp_ranks
+        if keep_bytes != self.policy.keep_bytes:
+            self.policy = ModulesPolicy(config.fraction, keep_bytes)
+        min_tensor_bytes = int(config.min_tensor_bytes)
+        if min_tensor_elements is None:
+            min_tensor_elements = config.min_tensor_elements
+        elif "min_tensor_bytes" not in config.model_fields_set:
+            min_tensor_bytes = 0
+        self._chunk = ChunkOffloadHandler(
+            self,
+            vp_stage=vp_stage or 0,
+            min_tensor_bytes=min_tensor_bytes,
+            min_tensor_elements=min_tensor_elements,
+        )
+        return self._chunk
+
+    def enter_chunk(self, chunk: ChunkOffloadHandler) -> int:
+        """Give a chunk its position in the step, now that it has a group."""
+        position = self._num_chunks
+        self._num_chunks += 1
+        return position
+
+    def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
+        """Return the chunk whose forward runs, if any."""
+        return self._chunk
+
+    def records(self) -> bool:
+        """Whether groups are recorded here and now: with grad, and not in a recompute."""
+        return self.do_offload and torch.is_grad_enabled() and not is_in_backward()
+
+    def reset(self) -> None:
+        """End the training step: release what is in flight, learn, and count from zero.
+
+        Holds no collective. Graphs that are still alive keep their data.
+        """
+        self.flush_delayed_groups()
+        self.transfers.drain_window()
+        self.last_step = self.transfers.stats
+        self.last_step.num_groups = len(self._committed)
+        if self.prefetcher.backward_order:
+            self._learn()
+        self._begin_step()
+
+    @contextmanager
+    def step(self) -> Iterator[PipelineOffloadManager]:
+        """Run one training step inside; ends with `reset`, or with `abort` on an exception."""
+        try:
+            yield self
+        except BaseException:
+            self.abort()
+            raise
+        self.reset()
+
+    def abort(self) -> None:
+        """Leave a failed step: copies drain, references drop, the next step begins clean."""
+        while self._hooks:
+            self.__exit__()
+        self._delayed.clear()
+        self.transfers.abandon()
+        for group in self._committed:
+            if group.state is not GroupState.DONE:
+                group.advance(GroupState.DONE)
+        self._begin_step()
+
+    def close(self) -> None:
+        """Abort what runs and give all host memory back; a second call does nothing more."""
+        self.abort()
+        self.tensor_pool.clear()
+        self.host_pool.close()
+
+    def _begin_step(self) -> None:
+        self._chunk = None
+        self._committed = []
+        self._num_chunks = 0
+        self._live_bytes = 0
+        self._parameter_storages = None
+        self.transfers.begin_step(StepStats())
+        self.prefetcher.begin_step(self.last_profile)
+
+    def _learn(self) -> None:
+        self.last_profile = StepProfile(
+            groups=tuple(GroupProfile(g.key, g.name, g.num_bytes) for g in self._committed),
+            backward_order=tuple(self.prefetcher.backward_order),
+        )
+        self.kept = self.policy.plan(self.last_profile)
+
+    # Boundaries
+
+    def commit(
+        self,
+        group: OffloadGroup,
+        forced_released_tensors: Iterable[torch.Tensor] = (),
+        *,
+        delay: bool = False,
+    ) -> None:
+        """Decide about a group whose forward is over, and issue its copies."""
+        if delay:
+            group.delayed = True
+            self._delayed.append((group, tuple(forced_released_tensors)))
+            return
+        transfers, prefetcher = self.transfers, self.prefetcher
+        group.num_bytes = sum(block.num_bytes for block in group.blocks() if block.d2h is None)
+        self._committed.append(group)
+        self._size_budgets(group.num_bytes)
+        if group.num_bytes == 0:
+            group.advance(GroupState.RESIDENT)
+        elif self.policy.keeps_everything() or group.key in self.kept:
+            self._keep(group)
+        elif prefetcher.is_needed_soon(group):
+            self._keep(group)
+            prefetcher.hold(group)
+        else:
+            for tensor in forced_released_tensors:
+                self._force_release(group, tensor)
+            transfers.offload(group)
+        transfers.stats.of(group.name).num_groups += 1
+        transfers.pass_boundary(group.num_bytes)
+        prefetcher.advance()
+
+    def _size_budgets(self, num_bytes: int) -> None:
+        """Follow the step's sizes with the budgets that were left to the package."""
+        self._live_bytes += num_bytes
+        self._peak_live_bytes = max(self._peak_live_bytes, self._live_bytes)
+        self._largest_group_bytes = max(self._largest_group_bytes, num_bytes)
+        seen_bytes = self._peak_live_bytes if self.last_profile is not None else 0
+        budget_bytes = max(self._largest_group_bytes, seen_bytes // _AUTO_SHARE)
+        if self.config.max_inflight_bytes is None:
+            self.transfers.max_inflight_bytes = budget_bytes
+        if self.config.prefetch_bytes is None:
+            self.prefetcher.budget_bytes = budget_bytes
+
+    def _keep(self, group: OffloadGroup) -> None:
+        self.transfers.stats.of(group.name).kept_bytes += group.num_bytes
+        group.advance(GroupState.RESIDENT)
+
+    def _force_release(self, group: OffloadGroup, tensor: torch.Tensor) -> None:
+        block = group.chunk.find_block(tensor.untyped_storage()._cdata)
+        if block is not None and not block.released and any(b is block for b in group.blocks()):
+            block.forced_release = True
+
+    def push_delayed(self, group: OffloadGroup) -> None:
+        """Put off a group's copies until `flush_delayed_groups`."""
+        self.commit(group, delay=True)
+
+    def flush_delayed_groups(self) -> None:
+        """Issue the copies of all groups that were put off, in the order of their commits."""
+        delayed, self._delayed = self._delayed, []
+        for group, forced_released_tensors in delayed:
+            group.delayed = False
+            if group.state is GroupState.RECORDING:
+                self.commit(group, forced_released_tensors)
+
+    def enter_backward(self, group: OffloadGroup) -> None:
+        """Backward has reached a group's end: bring it back if no one did, and look ahead."""
+        transfers, prefetcher = self.transfers, self.prefetcher
+        prefetcher.enter_backward(group)
+        if group.state is GroupState.ON_HOST:
+            stats = transfers.stats
+            stats.num_late_reloads += 1
+            stats.of(group.name).num_late_reloads += 1
+            transfers.reload(group)
+            prefetcher.hold(group)
+        elif group.state is GroupState.OFFLOADING:
+            transfers.stats.num_early_returns += 1
+            keep_resident(group)
+        prefetcher.advance()
+
+    def leave_backward(self, group: OffloadGroup) -> None:
+        """Backward has left a group."""
+        if group.state is not GroupState.DONE:
+            group.advance(GroupState.DONE)
+            self.prefetcher.leave_backward(group)
+            self._live_bytes -= group.num_bytes
+            self.transfers.pass_boundary(group.num_bytes)
+        self.prefetcher.advance()
+
+    # Hooks
+
+    def __enter__(self) -> PipelineOffloadManager:
+        hooks = None
+        chunk = self._chunk
+        if chunk is not None and chunk.open_groups and self.records():
+            hooks = saved_tensors_hooks(chunk.open_groups[-1].pack, SavedTensor.unpack)
+            hooks.__enter__()
+        self._hooks.append(hooks)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        hooks = self._hooks.pop()
+        if hooks is not None:
+            hooks.__exit__(exc_type, exc, traceback)
+
+    def on_save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
+        """Record a tensor for the group that was started last; the pack hook.
+
+        Raises:
+            RuntimeError: no group is open.
+        """
+        if self._chunk is None or not self._chunk.open_groups:
+            raise RuntimeError("on_save_for_backward outside a group: call group_start first")
+        return self._chunk.open_groups[-1].pack(tensor)
+
+    @staticmethod
+    def on_get_saved_tensor(saved_state: SavedTensor) -> torch.Tensor:
+        """Return a recorded tensor; the unpack hook."""
+        return saved_state.unpack()
+
+    # Switches and marks
+
+    def disable_offload(self) -> None:
+        """Record no groups from here on; what is under way finishes."""
+        self.do_offload = False
+
+    def enable_offload(self) -> None:
+        """Record groups again."""
+        self.do_offload = True
+
+    def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
+        """Keep a tensor, and all that shares its storage, on the device."""
+        if tensor is None:
+            return
+        if isinstance(tensor, torch.nn.Parameter):
+            self._parameters.add(tensor)
+            self._parameter_storages = None
+            return
+        storage = tensor.untyped_storage()
+        self._opted_out[storage._cdata] = StorageWeakRef(storage)
+
+    def is_opted_out(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage belongs to a parameter or was marked."""
+        if self._parameter_storages is None:
+            # Parameters move to other storages between steps (flat buffers), hardly within one.
+            self._parameter_storages = {p.untyped_storage()._cdata for p in self._parameters}
+            self._opted_out = {k: ref for k, ref in self._opted_out.items() if not ref.expired()}
+        key = storage._cdata
+        return key in self._parameter_storages or key in self._opted_out
+
+    # What is asked for
+
+    @property
+    def d2h_stream(self) -> Stream:
+        """The stream that copies to the host."""
+        return self.backend.d2h_stream
+
+    @property
+    def h2d_stream(self) -> Stream:
+        """The stream that copies to the device."""
+        return self.backend.h2d_stream
+
+    @property
+    def meter(self) -> TensorObserver | None:
+        """Who is shown every saved and every reloaded tensor."""
+        return self.transfers.observer
+
+    @meter.setter
+    def meter(self, observer: TensorObserver | None) -> None:
+        self.transfers.observer = observer
+
+    @property
+    def offload_summary_bytes(self) -> dict[str, int]:
+        """Bytes held on the host at the last step's peak, per group name."""
+        return {k: v for k, v in self.last_step.peak_host_bytes_by_name.items() if v}
+
+    @property
+    def offload_summary_total_bytes(self) -> int:
+        """Bytes held on the host at the last step's peak."""
+        return self.last_step.peak_host_bytes
+
+    def state_of(self) -> dict[str, Any]:
+        """Return counts that must all be zero between steps, for leak checks."""
+        return {
+            "groups in flight": self.transfers.num_inflight,
+            "host bytes": self.transfers.host_bytes,
+            "prefetched bytes": self.prefetcher.held_bytes,
+        }

@@ -1,0 +1,173 @@
+"""What autograd is handed in place of a saved tensor, and the storage region behind it.
+
+Owns `SavedTensor`, the record that a pack hook returns, and `Block`, a region of one storage that
+moves as one. Must not know which chunk is current, nor any order: a record finds its data through
+its own block, never by position.
+
+Lifetimes are the memory management. A record holds its block, a group refers to its blocks weakly,
+so memory on host and device goes with the last record, whatever became of the backward:
+
+    autograd graph -> SavedTensor -> Block -> host region | reload target
+    in-flight window -> aliases of the source, until the compute stream has waited for the copy
+
+Invariants: a block is *released* (its source dropped) only after its copy was issued; a released
+block has a host region or a reload target. Read next: `megatron_offload.engine.transfers`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_offload.backends.base import Event, Stream
+from megatron_offload.errors import InPlaceModificationError
+
+if TYPE_CHECKING:
+    from megatron_offload.engine.group import OffloadGroup
+    from megatron_offload.engine.transfers import Transfers
+    from megatron_offload.memory.host_pool import HostRegion
+
+__all__ = ["Block", "Reload", "SavedTensor"]
+
+_ALIGNMENT_BYTES = 512
+"""A block starts at a multiple of this within its storage, so that a reloaded tensor has the same
+alignment as its source: kernels choose their code path, and so their rounding, by alignment."""
+
+
+class Reload:
+    """One bulk reload: its event, and the streams that have waited for it already."""
+
+    __slots__ = ("event", "waited_streams")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.waited_streams: list[Stream] = []
+
+
+class Block:
+    """A region of one storage: moved once, whoever shares it.
+
+    Attributes:
+        group: the group that saved it first and moves it.
+        low, high: the region's byte range within the storage; grows until the copy is issued.
+        aliases: one detached alias per record, sharing storage and version counter with the
+            tensor that was saved. Emptying them is what releases the source.
+        region: flat uint8 view of the source, from issue to release.
+        version: version counter of the source when it was first saved.
+        d2h: the event behind the copy to the host, once issued.
+        reload: the bulk reload that brings or brought it back.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "aliases",
+        "cancelled",
+        "d2h",
+        "forced_release",
+        "group",
+        "high",
+        "host",
+        "low",
+        "region",
+        "released",
+        "reload",
+        "storage_key",
+        "storage_ref",
+        "target",
+        "version",
+    )
+
+    def __init__(self, group: OffloadGroup, storage_key: int, version: int) -> None:
+        self.group = group
+        self.storage_key = storage_key
+        self.version = version
+        self.low = 0
+        self.high = 0
+        self.aliases: list[torch.Tensor] = []
+        self.region: torch.Tensor | None = None
+        self.host: HostRegion | None = None
+        self.target: torch.Tensor | None = None
+        self.d2h: Event | None = None
+        self.reload: Reload | None = None
+        self.storage_ref: object | None = None
+        self.cancelled = False
+        self.released = False
+        self.forced_release = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the region."""
+        return self.high - self.low
+
+    def covers(self, low: int, high: int) -> bool:
+        """Whether the byte range lies inside the region."""
+        return self.low <= low and high <= self.high
+
+    def add(self, alias: torch.Tensor, low: int, high: int) -> None:
+        """Make room for one more alias of the storage; only before the copy is issued."""
+        low -= low % _ALIGNMENT_BYTES
+        if self.aliases:
+            self.low = min(self.low, low)
+            self.high = max(self.high, high)
+        else:
+            self.low, self.high = low, high
+        self.aliases.append(alias)
+
+    def __del__(self) -> None:
+        if self.host is not None or self.target is not None:
+            self.group.transfers.forget(self)
+
+
+class SavedTensor:
+    """The record that stands for one saved tensor in the autograd graph.
+
+    It knows the tensor's own size, stride, offset and dtype, so that a transposed, expanded or
+    overlapping view comes back exactly as it was.
+    """
+
+    __slots__ = ("alias", "block", "dtype", "group_name", "offset", "size", "stride", "version")
+
+    def __init__(self, tensor: torch.Tensor, block: Block | None, group_name: str) -> None:
+        # Detached, because holding a node's own output from that node would be a cycle.
+        self.alias = tensor.detach()
+        self.version = tensor._version
+        self.block = block
+        self.group_name = group_name
+        if block is not None:
+            self.size = tensor.shape
+            self.stride = tensor.stride()
+            self.offset = tensor.storage_offset()
+            self.dtype = tensor.dtype
+
+    def unpack(self) -> torch.Tensor:
+        """Return the saved tensor; the compute stream waits for its reload where there is one.
+
+        Raises:
+            InPlaceModificationError: the tensor was changed in place since it was saved. With
+                hooks set autograd skips this check of its own, so it is made here.
+        """
+        alias = self.alias
+        if alias._version != self.version:
+            raise InPlaceModificationError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor saved in group {self.group_name!r} is at version "
+                f"{alias._version}; expected version {self.version} instead"
+            )
+        block = self.block
+        if block is None:
+            return alias
+        transfers: Transfers = block.group.transfers
+        if block.released:
+            target = transfers.ready_target(block)
+            itemsize = self.dtype.itemsize
+            offset = self.offset + (target.storage_offset() - block.low) // itemsize
+            view = torch.empty(0, dtype=self.dtype, device=target.device)
+            return view.set_(target.untyped_storage(), offset, self.size, self.stride)
+        if block.d2h is not None and not block.cancelled:
+            transfers.cancel(block)
+        return alias
+
+
+BlockRef = weakref.ref[Block]

@@ -1,0 +1,72 @@
+"""Counters of a step: what moved, what stayed, what came late.
+
+Owns plain numbers. Must not know streams or pools. Read next: `megatron_offload.reporting`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__ = ["GroupStats", "StepStats", "TensorObserver"]
+
+
+class TensorObserver(Protocol):
+    """Whoever wants to see each tensor that is saved, and each that is reloaded."""
+
+    def observe(self, tensor: Any) -> None:
+        """Take note of a tensor in device memory."""
+
+
+@dataclass(slots=True)
+class GroupStats:
+    """All groups of one name in one step."""
+
+    name: str
+    num_groups: int = 0
+    offloaded_bytes: int = 0
+    """Bytes copied to the host."""
+    reloaded_bytes: int = 0
+    """Bytes copied back."""
+    kept_bytes: int = 0
+    """Bytes that could have moved and stayed: by plan, for want of host memory, or needed soon."""
+    num_late_reloads: int = 0
+    """Groups whose backward began before their reload was issued."""
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One training step on one rank."""
+
+    num_groups: int = 0
+    num_late_reloads: int = 0
+    num_early_returns: int = 0
+    """Groups whose backward came before their device memory had been released: copied for
+    nothing."""
+    num_refused_blocks: int = 0
+    """Blocks that stayed on the device because the host pool was full."""
+    refused_bytes: int = 0
+    held_elsewhere_bytes: int = 0
+    """Released bytes whose storage something else kept alive, so that nothing was freed."""
+    peak_host_bytes: int = 0
+    """Most bytes held on the host at one time."""
+    peak_host_bytes_by_name: dict[str, int] = field(default_factory=dict)
+    """The same moment, by group name."""
+    by_name: dict[str, GroupStats] = field(default_factory=dict)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes copied to the host."""
+        return sum(group.offloaded_bytes for group in self.by_name.values())
+
+    @property
+    def reloaded_bytes(self) -> int:
+        """Bytes copied back to the device."""
+        return sum(group.reloaded_bytes for group in self.by_name.values())
+
+    def of(self, name: str) -> GroupStats:
+        """Return the counters of the groups called ``name``."""
+        stats = self.by_name.get(name)
+        if stats is None:
+            stats = self.by_name[name] = GroupStats(name)
+        return stats

@@ -1,0 +1,331 @@
+"""The copies: when they are issued, when memory is released, and the six waits that order them.
+
+Owns the in-flight window (copies issued, device memory still held) and every `Backend.wait` of the
+package, one call each. Must not know autograd, chunks' order, or why a group moves.
+
+Release without ``record_stream``: a source is held until a known later point of the program, where
+the compute stream waits for its copy and the last reference is dropped. The caching allocator can
+hand the memory on at once, in stream order, and does so the same way in every run.
+
+Invariant: the window is released in the order of issue, so one wait covers all before it.
+Read next: `megatron_offload.backends.base` for the contract, `megatron_offload.engine.prefetch`
+for who reloads when.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_offload.backends.base import Backend, Event, Wait
+from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.saved_tensor import Block, BlockRef, Reload
+from megatron_offload.engine.stats import StepStats, TensorObserver
+from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.memory.tensor_pool import TensorPool
+
+__all__ = ["Transfers"]
+
+
+class _InFlight:
+    """A group whose copy to the host is issued and whose device memory is still held."""
+
+    __slots__ = ("d2h", "due_bytes", "group", "sources")
+
+    def __init__(self, group: OffloadGroup, d2h: Event, due_bytes: int, blocks: Sequence[Block]):
+        self.group = group
+        self.d2h = d2h
+        self.due_bytes = due_bytes
+        # Holding the aliases keeps the memory even where the graph is dropped before its copy ends.
+        self.sources: list[tuple[BlockRef, list[torch.Tensor]]] = [
+            (weakref.ref(block), block.aliases) for block in blocks
+        ]
+
+
+class Transfers:
+    """Moves blocks between device and host for all groups of one manager.
+
+    Args:
+        backend: streams, events and copies.
+        host_pool: where offloaded bytes live.
+        tensor_pool: where reloaded bytes live.
+        max_inflight_bytes: how many bytes of later boundaries pass before a release.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        host_pool: HostPool,
+        tensor_pool: TensorPool,
+        *,
+        max_inflight_bytes: int,
+    ) -> None:
+        self.backend = backend
+        self.host_pool = host_pool
+        self.tensor_pool = tensor_pool
+        self.max_inflight_bytes = max_inflight_bytes
+        self.stats = StepStats()
+        self.observer: TensorObserver | None = None
+        self._window: deque[_InFlight] = deque()
+        self._passed_bytes = 0
+        self._host_bytes: Counter[str] = Counter()
+        self._host_bytes_total = 0
+        self._empty: torch.Tensor | None = None
+
+    # Device to host
+
+    def offload(self, group: OffloadGroup) -> None:
+        """Issue the copies of a group's blocks that no one has moved yet.
+
+        A block for which the host has no room stays on the device. Moves the group to OFFLOADING,
+        or to RESIDENT where nothing is left to move.
+        """
+        backend = self.backend
+        issued: list[Block] = []
+        pairs = []
+        reused: dict[int, Event] = {}
+        for block in group.blocks():
+            if block.d2h is not None:
+                continue
+            host = self.host_pool.allocate(block.num_bytes)
+            if host is None:
+                self.stats.num_refused_blocks += 1
+                self.stats.refused_bytes += block.num_bytes
+                self.stats.of(group.name).kept_bytes += block.num_bytes
+                continue
+            block.host = host
+            block.region = _region(block)
+            if host.ready_event is not None:
+                reused[id(host.ready_event)] = host.ready_event
+            backend.note_produced(block.region, group.label)
+            pairs.append((host.tensor, block.region))
+            issued.append(block)
+        if not issued:
+            group.advance(GroupState.RESIDENT)
+            return
+        d2h_stream = backend.d2h_stream
+        backend.wait(d2h_stream, backend.record(backend.compute_stream()), Wait.W1)
+        for event in reused.values():
+            backend.wait(d2h_stream, event, Wait.W5)
+        backend.copy(pairs, d2h_stream, group.label)
+        d2h = backend.record(d2h_stream)
+        num_bytes = 0
+        for block in issued:
+            block.d2h = d2h
+            num_bytes += block.num_bytes
+        self.stats.of(group.name).offloaded_bytes += num_bytes
+        self._count_host(group.name, num_bytes)
+        due_bytes = self._passed_bytes + self.max_inflight_bytes
+        self._window.append(_InFlight(group, d2h, due_bytes, issued))
+        group.advance(GroupState.OFFLOADING)
+
+    def pass_boundary(self, num_bytes: int) -> None:
+        """Note that the program has gone by a group of this size; release what is due."""
+        self._passed_bytes += num_bytes
+        while self._window and self._window[0].due_bytes < self._passed_bytes:
+            self._release(self._window.popleft())
+
+    def drain_window(self) -> None:
+        """Release everything in flight, in order."""
+        while self._window:
+            self._release(self._window.popleft())
+
+    def _release(self, entry: _InFlight) -> None:
+        backend = self.backend
+        backend.wait(backend.compute_stream(), entry.d2h, Wait.W2)
+        group = entry.group
+        for reference, aliases in entry.sources:
+            block = reference()
+            if block is None:
+                self._free_source(aliases, group.label)
+            elif block.cancelled:
+                block.region = None
+            else:
+                self._release_block(block)
+        if group.state is GroupState.OFFLOADING:
+            group.advance(GroupState.ON_HOST)
+
+    def _release_block(self, block: Block) -> None:
+        block.region = None
+        storage = block.aliases[0].untyped_storage()
+        if storage.nbytes() < block.high:
+            # Someone resized the storage meanwhile, so the copy may have read memory that was no
+            # longer its own. Whoever did it restores the contents before backward.
+            self.cancel(block)
+            return
+        sole_owner = self._free_source(block.aliases, block.group.label)
+        block.released = True
+        if block.forced_release:
+            storage.resize_(0)
+        if sole_owner or block.forced_release:
+            block.group.chunk.blocks.pop(block.storage_key, None)
+        else:
+            self.stats.held_elsewhere_bytes += block.num_bytes
+            block.storage_ref = StorageWeakRef(storage)
+
+    def _free_source(self, aliases: list[torch.Tensor], label: str) -> bool:
+        """Empty all aliases of one storage; return whether that was the last of its owners."""
+        storage = aliases[0].untyped_storage()
+        for alias in aliases:
+            self.empty(alias)
+        aliases.clear()
+        sole_owner = _num_owners(storage) == 1  # the Python handle of this frame
+        if self.backend.observes:
+            region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self.backend.note_freed(region, label, sole_owner=sole_owner)
+        return sole_owner
+
+    def cancel(self, block: Block) -> None:
+        """Keep a block whose copy is in flight on the device after all.
+
+        Its source stays in the window until the copy is done, its host memory goes back now: the
+        next copy into it is queued on the same stream.
+        """
+        block.cancelled = True
+        self._free_host(block, None)
+
+    # Host to device
+
+    def reload(self, group: OffloadGroup) -> None:
+        """Issue the reload of a group that is on the host."""
+        group.advance(GroupState.RELOADING)
+        self._reload_blocks(list(group.blocks()), group)
+
+    def _reload_blocks(self, blocks: Iterable[Block], group: OffloadGroup) -> None:
+        backend = self.backend
+        pairs = []
+        moving: list[Block] = []
+        written: dict[int, Event] = {}
+        ready: dict[int, Event] = {}
+        fresh = False
+        for block in blocks:
+            if block.host is None or not block.released:
+                continue
+            block.target, last_use = self.tensor_pool.allocate(block.num_bytes)
+            if last_use is None:
+                fresh = True
+            else:
+                ready[id(last_use)] = last_use
+            written[id(block.d2h)] = block.d2h
+            pairs.append((block.target, block.host.tensor))
+            moving.append(block)
+            if self.observer is not None:
+                self.observer.observe(block.target)
+        if not moving:
+            return
+        h2d_stream = backend.h2d_stream
+        if fresh:
+            now = backend.record(backend.compute_stream())
+            ready[id(now)] = now
+        for event in ready.values():
+            backend.wait(h2d_stream, event, Wait.W6)
+        for event in written.values():
+            backend.wait(h2d_stream, event, Wait.W3)
+        backend.copy(pairs, h2d_stream, group.label)
+        reload = Reload(backend.record(h2d_stream))
+        num_bytes = 0
+        for block in moving:
+            block.reload = reload
+            num_bytes += block.num_bytes
+            self._free_host(block, reload.event)
+        self.stats.of(group.name).reloaded_bytes += num_bytes
+
+    def ready_target(self, block: Block) -> torch.Tensor:
+        """Return a released block's reload target, ordered before what the program does next.
+
+        Reloads on the spot where no one did before: the whole group if it is on the host.
+        """
+        if block.target is None:
+            group = block.group
+            if group.state is GroupState.ON_HOST:
+                self.stats.num_late_reloads += 1
+                self.stats.of(group.name).num_late_reloads += 1
+                self.reload(group)
+            if block.target is None:
+                self._reload_blocks([block], group)
+        assert block.target is not None
+        self._wait_reloaded(block)
+        if self.backend.observes:
+            self.backend.note_consumed(block.target, block.group.label)
+        return block.target
+
+    def _wait_reloaded(self, block: Block) -> None:
+        assert block.reload is not None
+        compute_stream = self.backend.compute_stream()
+        if compute_stream not in block.reload.waited_streams:
+            self.backend.wait(compute_stream, block.reload.event, Wait.W4)
+            block.reload.waited_streams.append(compute_stream)
+        if block.group.state is GroupState.RELOADING:
+            block.group.advance(GroupState.RELOADED)
+
+    # The end of a block
+
+    def forget(self, block: Block) -> None:
+        """Give back what a block without records still holds."""
+        if block.host is not None:
+            self._free_host(block, None)
+        if block.target is not None:
+            # Also where nobody read it: the copy must not write into memory that was handed on.
+            self._wait_reloaded(block)
+            target, block.target = block.target, None
+            if self.backend.observes:
+                sole_owner = _num_owners(target.untyped_storage()) == 2  # target and the handle
+                self.backend.note_freed(target, block.group.label, sole_owner=sole_owner)
+            self.tensor_pool.free(target)
+
+    def abandon(self) -> None:
+        """Wait for all copies on the host and drop the window: the way out of a failed step."""
+        self.backend.sync_copies()
+        self.drain_window()
+
+    def empty(self, alias: torch.Tensor) -> None:
+        """Take the storage out of an alias; its version counter stays, for the in-place check."""
+        if self._empty is None:
+            self._empty = torch.empty(0, dtype=torch.uint8, device=alias.device)
+        alias.data = self._empty
+
+    def begin_step(self, stats: StepStats) -> None:
+        """Count into ``stats`` from here on; what is still on the host stays counted."""
+        self.stats = stats
+        stats.peak_host_bytes = self._host_bytes_total
+        stats.peak_host_bytes_by_name = dict(self._host_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes held on the host now."""
+        return self._host_bytes_total
+
+    @property
+    def num_inflight(self) -> int:
+        """Groups whose copies are issued and whose sources are still held."""
+        return len(self._window)
+
+    def _free_host(self, block: Block, after: Event | None) -> None:
+        assert block.host is not None
+        self.host_pool.free(block.host, after)
+        block.host = None
+        self._host_bytes[block.group.name] -= block.num_bytes
+        self._host_bytes_total -= block.num_bytes
+
+    def _count_host(self, name: str, num_bytes: int) -> None:
+        self._host_bytes[name] += num_bytes
+        self._host_bytes_total += num_bytes
+        if self._host_bytes_total > self.stats.peak_host_bytes:
+            self.stats.peak_host_bytes = self._host_bytes_total
+            self.stats.peak_host_bytes_by_name = dict(self._host_bytes)
+
+
+def _region(block: Block) -> torch.Tensor:
+    """Return the flat bytes of a block's source."""
+    source = block.aliases[0]
+    view = torch.empty(0, dtype=torch.uint8, device=source.device)
+    return view.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
+
+
+def _num_owners(storage: torch.UntypedStorage) -> int:
+    """Count the owners of a storage: tensors, and the Python handle itself."""
+    return int(torch._C._storage_Use_Count(storage._cdata))

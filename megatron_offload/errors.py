@@ -1,0 +1,65 @@
+"""Every error that the package raises on purpose.
+
+Owns the exception types and the one helper that finds the nearest valid name. Knows nothing of
+torch, so that configuration can fail before anything heavy is imported.
+
+Invariant: the text says what happened, the numbers, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ConfigError",
+    "HazardError",
+    "InPlaceModificationError",
+    "IntegrationError",
+    "OffloadError",
+    "StateError",
+    "UnsupportedCallError",
+    "did_you_mean",
+]
+
+
+class OffloadError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """A user's input (YAML, flag, argument) is wrong; nothing was started."""
+
+
+class StateError(OffloadError, RuntimeError):
+    """A group was asked for a move that its state table does not have: a bug in the caller."""
+
+
+class InPlaceModificationError(OffloadError, RuntimeError):
+    """A tensor needed for backward was changed in place after it was saved."""
+
+
+class HazardError(OffloadError, RuntimeError):
+    """The simulated backend saw two accesses that no wait orders."""
+
+
+class IntegrationError(OffloadError, RuntimeError):
+    """Another library is absent, or of a version that the package can't work with."""
+
+
+class UnsupportedCallError(OffloadError, RuntimeError):
+    """A name of another implementation that has no meaning here; the text says what replaces it."""
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest valid name, or the list of all of them.
+
+    Args:
+        name: what the user wrote.
+        valid: the names that would have been right.
+    """
+    names = sorted({str(v) for v in valid})
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if nearest:
+        return f"; did you mean {nearest[0]!r}?"
+    return f"; valid names are {', '.join(names)}" if names else ""

@@ -1,0 +1,1 @@
+"""Decisions about what moves: pure Python, no torch, runs anywhere."""

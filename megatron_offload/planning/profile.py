@@ -1,0 +1,49 @@
+"""What one training step showed: which groups there were, how large, and when each came back.
+
+Owns plain data. Must not know torch, streams or tensors, so that a profile can be read, replayed
+and planned with anywhere.
+
+Invariant: groups stand in the order of their commits. Read next:
+`megatron_offload.planning.policy`, which turns a profile into choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["GroupKey", "GroupProfile", "StepProfile"]
+
+
+class GroupKey(NamedTuple):
+    """Which group of a step: the same program gives the same keys in every step.
+
+    A key is a hint for prefetching and planning. No tensor is ever found by it.
+    """
+
+    chunk: int
+    """Position of the chunk among the step's chunks that saved something, in forward order."""
+
+    order: int
+    """Position of the group in its chunk, in the order of the group starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProfile:
+    """One group of a step."""
+
+    key: GroupKey
+    name: str
+    num_bytes: int
+    """Bytes that offloading the group moves; zero where it holds nothing worth moving."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """One training step as far as planning needs it."""
+
+    groups: tuple[GroupProfile, ...]
+    """In the order of their commits."""
+
+    backward_order: tuple[GroupKey, ...]
+    """In the order in which backward reached the groups' ends."""
