@@ -1,0 +1,1 @@
+"""Ways to mark groups without touching model code."""

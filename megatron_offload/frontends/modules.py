@@ -1,0 +1,258 @@
+"""Layer groups for any ``nn.Module``, chosen by name, with no change to model code.
+
+Owns the mapping from names and patterns to forward hooks. Must not know megatron-core: the named
+groups below are patterns over the module names that its models happen to have.
+
+Two kinds of groups: a *module* (what autograd saves while it runs), and a *span* between two
+modules (what is saved after one has returned and before the other is called), which reaches
+functions that are no modules, such as the activation inside a dense MLP.
+
+Invariant: every hook restores what it found, also where the forward raises.
+Read next: `megatron_offload.engine.boundary`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_offload.config import split_modules
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import ConfigError, did_you_mean
+
+__all__ = ["ModuleOffload", "offload_modules"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """Whatever matches one of the patterns is a group."""
+
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Between two children of whatever matches the pattern is a group."""
+
+    pattern: str
+    after: str
+    before: str
+
+
+_NAMED: dict[str, _Modules | _Span] = {
+    "mlp_fc1": _Modules(("**.mlp.linear_fc1",)),
+    "mlp_act": _Span("**.mlp", after="linear_fc1", before="linear_fc2"),
+    "mlp_fc2": _Modules(("**.mlp.linear_fc2",)),
+    "expert_fc2": _Modules(("**.experts.linear_fc2", "**.local_experts.*.linear_fc2")),
+    "shared_experts": _Modules(("**.shared_experts",)),
+    "router": _Modules(("**.mlp.router",)),
+    "layer": _Modules(("**.layers.*",)),
+}
+
+
+class ModuleOffload:
+    """The hooks that `offload_modules` has set; `remove` takes them off again."""
+
+    def __init__(self, manager: PipelineOffloadManager) -> None:
+        self.manager = manager
+        self.groups: dict[str, list[str]] = {}
+        """For each requested name, the modules that it marks."""
+        self._handles: list[RemovableHandle] = []
+
+    def remove(self) -> None:
+        """Take all hooks off; a second call does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> ModuleOffload:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def offload_modules(
+    model: nn.Module | Sequence[nn.Module],
+    names: Iterable[str],
+    *,
+    manager: PipelineOffloadManager | None = None,
+    pp_rank: int = 0,
+) -> ModuleOffload:
+    """Make groups of the chosen modules of a model, or of all chunks of a pipeline rank.
+
+    Every forward of a chunk is one microbatch. Call `PipelineOffloadManager.reset`, or run the
+    step inside `PipelineOffloadManager.step`, after each training step.
+
+    Args:
+        model: the model, or the rank's virtual pipeline stages in order.
+        names: names of `megatron_offload.config.EXTRA_MODULES`, or patterns over dotted module
+            names: ``*`` stands for anything within one part, ``**`` for any number of parts.
+        manager: by default the process's.
+        pp_rank: pipeline rank, for ``delta_bytes_across_pp_ranks``.
+
+    Raises:
+        ConfigError: a name that only Megatron's call sites serve, or that matches no module.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    manager = manager or PipelineOffloadManager.get_instance()
+    result = ModuleOffload(manager)
+    core, extra, patterns = split_modules(tuple(names))
+    if core:
+        raise ConfigError(
+            f"{core[0]!r} is marked by megatron-core's own call sites: list it in "
+            "TransformerConfig.offload_modules and call "
+            "megatron_offload.integrations.megatron_core.install()"
+        )
+    wanted = {name: _NAMED[name] for name in extra} | {name: _Modules((name,)) for name in patterns}
+    try:
+        for stage, chunk in enumerate(chunks):
+            _begin_chunks(result, chunk, stage, pp_rank)
+        # Spans last: their ends lie inside the boundaries of the modules beside them.
+        for name, kind in sorted(wanted.items(), key=lambda item: isinstance(item[1], _Span)):
+            marked = [_mark(result, chunk, name, kind) for chunk in chunks]
+            result.groups[name] = [module for found in marked for module in found]
+            if not result.groups[name]:
+                known = {key for chunk in chunks for key, _ in chunk.named_modules() if key}
+                raise ConfigError(f"no module matches {name!r}{did_you_mean(name, known)}")
+    except BaseException:
+        result.remove()
+        raise
+    return result
+
+
+def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: int) -> None:
+    manager = result.manager
+    vp_stage = getattr(chunk, "vp_stage", None)
+    for tensor in (*chunk.parameters(), *chunk.buffers()):
+        manager.mark_not_offload(tensor)
+
+    def begin(module: nn.Module, args: Any) -> None:
+        manager.begin_chunk(vp_stage=stage if vp_stage is None else vp_stage, pp_rank=pp_rank)
+
+    result._handles.append(chunk.register_forward_pre_hook(begin, prepend=True))
+
+
+def _mark(result: ModuleOffload, chunk: nn.Module, name: str, kind: _Modules | _Span) -> list[str]:
+    modules = dict(chunk.named_modules())
+    if isinstance(kind, _Span):
+        found = []
+        for path in _matching((kind.pattern,), modules):
+            first = modules.get(f"{path}.{kind.after}")
+            last = modules.get(f"{path}.{kind.before}")
+            if first is not None and last is not None:
+                _mark_span(result, modules[path], first, last, name)
+                found.append(path)
+        return found
+    found = _matching(kind.patterns, modules)
+    for path in found:
+        _mark_module(result, modules[path], name)
+    return found
+
+
+def _mark_module(result: ModuleOffload, module: nn.Module, name: str) -> None:
+    manager = result.manager
+
+    def start(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        marked = _start(manager, args, kwargs, name)
+        manager.__enter__()
+        return marked
+
+    def commit(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        manager.__exit__()
+        return _commit_output(manager, output, name)
+
+    result._handles += (
+        module.register_forward_pre_hook(start, with_kwargs=True),
+        module.register_forward_hook(commit, with_kwargs=True, always_call=True),
+    )
+
+
+def _mark_span(
+    result: ModuleOffload, parent: nn.Module, first: nn.Module, last: nn.Module, name: str
+) -> None:
+    manager = result.manager
+    num_open = 0
+
+    def start(module: nn.Module, args: Any, output: Any) -> Any:
+        nonlocal num_open
+        marked = _map_values(output, lambda values: start_group(manager, values, name))
+        manager.__enter__()
+        num_open += 1
+        return marked
+
+    def commit(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal num_open
+        if num_open == 0:
+            return args, kwargs
+        num_open -= 1
+        manager.__exit__()
+        return _split(args, kwargs, lambda values: commit_group(manager, values, name))
+
+    def close(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal num_open
+        while num_open:  # the forward ended without calling the last module, or raised
+            num_open -= 1
+            manager.__exit__()
+            commit_group(manager, (), name)
+
+    result._handles += (
+        first.register_forward_hook(start),
+        last.register_forward_pre_hook(commit, with_kwargs=True, prepend=True),
+        parent.register_forward_hook(close, always_call=True),
+    )
+
+
+def _start(manager: PipelineOffloadManager, args: Any, kwargs: Any, name: str) -> Any:
+    return _split(args, kwargs, lambda values: start_group(manager, values, name))
+
+
+def _split(args: Any, kwargs: Any, mark: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:
+    """Apply ``mark`` to all arguments as one tuple and take them apart again."""
+    marked = mark((*args, *kwargs.values()))
+    positional, by_name = marked[: len(args)], marked[len(args) :]
+    return positional, dict(zip(kwargs, by_name, strict=True))
+
+
+def _commit_output(manager: PipelineOffloadManager, output: Any, name: str) -> Any:
+    return _map_values(output, lambda values: commit_group(manager, values, name))
+
+
+def _map_values(output: Any, mark: Callable[[Any], Any]) -> Any:
+    """Apply ``mark`` to a module's output, whatever holds its tensors."""
+    if isinstance(output, dict):
+        return dict(zip(output, mark(tuple(output.values())), strict=True))
+    if isinstance(output, (tuple, list)):
+        return mark(output)
+    return mark((output,))[0]
+
+
+def _matching(patterns: Sequence[str], modules: Iterable[str]) -> list[str]:
+    expressions = [_expression(pattern) for pattern in patterns]
+    return [path for path in modules if path and any(e.fullmatch(path) for e in expressions)]
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    """Translate a pattern over dotted names: ``*`` stays within a part, ``**`` crosses parts."""
+    regex = ""
+    for index, part in enumerate(pattern.split(".")):
+        if part == "**":
+            regex += r"(?:[^.]+\.)*" if index == 0 else r"(?:\.[^.]+)*"
+            continue
+        if index and not (index == 1 and pattern.startswith("**.")):
+            regex += r"\."
+        regex += "".join(
+            "[^.]*" if c == "*" else "[^.]" if c == "?" else re.escape(c) for c in part
+        )
+    return re.compile(regex)
