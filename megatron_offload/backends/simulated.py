@@ -1,0 +1,576 @@
+"""A device made of CPU memory, built to expose a missing wait.
+
+Owns the simulated streams: when a queued copy really happens (`_Stream`, the copy timings), what a
+read at a wrong time sees (poison), which wait is missing (`_Shadow`, a vector clock), and how long
+it would have taken (the virtual clock). Must not know groups, chunks or pools.
+
+The compute stream is the host program itself: its work is done when it returns. The two copy
+streams are queues, run by the configured timing or when something waits for them. Queued copies
+hold their tensors, so while a copy is pending its storage has one more user.
+
+Invariants:
+
+- Everything is deterministic: the same calls with the same seed do the same copies at the same
+  moments. Nothing sleeps, and no real time is read.
+- Hazards and virtual times depend on the calls and the addresses, never on the timing. (One
+  exception: `SimulatedBackend.is_done` answering True orders what the host queues afterwards.)
+- A wait can only name an event recorded earlier, so forcing one always ends, at a depth of two.
+
+Two accesses conflict when they touch the same byte, one of them writes, they come from different
+streams, and no chain of events and waits leads from the first to the second. Read next:
+`tests/backends/test_simulated.py`, where each wait is left out in turn.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from megatron_offload.backends.base import Backend, Pair, Wait
+from megatron_offload.config import SimulatedConfig
+from megatron_offload.errors import HazardError
+
+__all__ = ["Access", "Hazard", "SimulatedBackend", "SimulatedEvent", "SimulatedStream"]
+
+_POISON = 0xFF
+
+_COMPUTE, _D2H, _H2D = 0, 1, 2
+
+_START = (0, 0, 0)
+
+
+class Access(NamedTuple):
+    """One use of a region of memory, numbered in the order of the calls."""
+
+    order: int
+    stream: str
+    writes: bool
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.stream} {'write' if self.writes else 'read'} [{self.label}] (#{self.order})"
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """Two accesses of the same bytes that nothing orders, and the wait that would have."""
+
+    wait: Wait
+    earlier: Access
+    later: Access
+
+    def __str__(self) -> str:
+        return (
+            f"{self.wait.name} is missing: {self.wait.value}: "
+            f"{self.later} is not ordered after {self.earlier}"
+        )
+
+
+class SimulatedEvent:
+    """A point in a simulated stream."""
+
+    __slots__ = ("_clock", "_position", "_stream", "time_us")
+
+    def __init__(
+        self, stream: SimulatedStream, position: int, clock: tuple[int, int, int], time_us: float
+    ) -> None:
+        self._stream = stream
+        self._position = position
+        self._clock = clock
+        self.time_us = time_us
+        """Virtual time at which the work before the event has finished."""
+
+
+class SimulatedStream:
+    """A queue of copies and waits, with its vector clock and its virtual time.
+
+    An operation is ``(event, None, None)``, a wait, or ``(None, destination, source)``, a copy.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_executed",
+        "_index",
+        "_is_lazy",
+        "_queue",
+        "_us_per_byte",
+        "copied_bytes",
+        "name",
+        "num_copies",
+        "time_us",
+    )
+
+    def __init__(self, name: str, index: int, *, is_lazy: bool, us_per_byte: float) -> None:
+        self.name = name
+        self.time_us = 0.0
+        self.copied_bytes = 0
+        self.num_copies = 0
+        self._index = index
+        self._is_lazy = is_lazy
+        self._us_per_byte = us_per_byte
+        self._executed = 0
+        self._queue: deque[
+            tuple[SimulatedEvent | None, torch.Tensor | None, torch.Tensor | None]
+        ] = deque()
+        # The number of the last access of each stream that is ordered before this stream's next.
+        self._clock = _START
+
+    def __repr__(self) -> str:
+        return f"<{self.name} stream, {len(self._queue)} operations pending>"
+
+    @property
+    def num_pending(self) -> int:
+        """Operations that are queued and have not run."""
+        return len(self._queue)
+
+
+class _Shadow:
+    """Who used which bytes of one memory last: disjoint intervals, sorted by address.
+
+    A write that is ordered after all earlier accesses stands for them, so it replaces them; that
+    keeps the map small however often memory is split up anew. Of one stream's reads (or writes)
+    the newest stands for all.
+    """
+
+    __slots__ = ("_ends", "_starts", "_uses")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._uses: list[dict[tuple[str, bool], Access]] = []
+
+    def _cut(self, start: int, end: int) -> tuple[int, int]:
+        """Split intervals at both borders; return the index range that lies within."""
+        for border in (start, end):
+            at = bisect_right(self._starts, border) - 1
+            if at >= 0 and self._starts[at] < border < self._ends[at]:
+                self._starts.insert(at + 1, border)
+                self._ends.insert(at + 1, self._ends[at])
+                self._uses.insert(at + 1, dict(self._uses[at]))
+                self._ends[at] = border
+        first = bisect_right(self._starts, start - 1)
+        return first, bisect_right(self._starts, end - 1)
+
+    def earlier_uses(self, start: int, end: int) -> list[Access]:
+        """Return the accesses on record for ``[start, end)``, oldest first."""
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        last = bisect_right(self._starts, end - 1)
+        found = {
+            access
+            for at in range(first, last)
+            if self._ends[at] > start
+            for access in self._uses[at].values()
+        }
+        return sorted(found)
+
+    def replace(self, start: int, end: int, access: Access | None) -> None:
+        """Forget all of ``[start, end)`` but ``access``."""
+        first, last = self._cut(start, end)
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+        self._uses[first:last] = [
+            {} if access is None else {(access.stream, access.writes): access}
+        ]
+
+    def add(self, start: int, end: int, access: Access) -> None:
+        """Put ``access`` beside what is on record for ``[start, end)``."""
+        first, last = self._cut(start, end)
+        key = (access.stream, access.writes)
+        at, filled = first, start
+        while at < last:
+            if self._starts[at] > filled:
+                self._insert(at, filled, self._starts[at], {key: access})
+                at, last = at + 1, last + 1
+            self._uses[at][key] = access
+            filled = self._ends[at]
+            at += 1
+        if filled < end:
+            self._insert(at, filled, end, {key: access})
+
+    def _insert(self, at: int, start: int, end: int, uses: dict[tuple[str, bool], Access]) -> None:
+        self._starts.insert(at, start)
+        self._ends.insert(at, end)
+        self._uses.insert(at, uses)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+
+class SimulatedBackend(Backend):
+    """Streams, events, copies and memory of a device that is not there.
+
+    Args:
+        config: copy timing, seed, virtual bandwidths, and which checks are on.
+        on_hazard: raise `HazardError` at the access that no wait orders, or append a `Hazard` to
+            `hazards` and go on.
+        removed_waits: `wait` does nothing for these, as if its call had been forgotten. For tests.
+    """
+
+    name = "simulated"
+
+    def __init__(
+        self,
+        config: SimulatedConfig | None = None,
+        *,
+        on_hazard: Literal["raise", "collect"] = "raise",
+        removed_waits: frozenset[Wait] = frozenset(),
+    ) -> None:
+        if on_hazard not in ("raise", "collect"):
+            raise ValueError(f"on_hazard is 'raise' or 'collect', got {on_hazard!r}")
+        self.config = config = config if config is not None else SimulatedConfig()
+        timing = config.copy_timing
+        self._compute = SimulatedStream("compute", _COMPUTE, is_lazy=False, us_per_byte=0.0)
+        self.d2h_stream = self._d2h = SimulatedStream(
+            "d2h",
+            _D2H,
+            is_lazy=timing in ("late", "late_d2h_eager_h2d", "random"),
+            us_per_byte=1e-3 / config.d2h_gbps,
+        )
+        self.h2d_stream = self._h2d = SimulatedStream(
+            "h2d",
+            _H2D,
+            is_lazy=timing in ("late", "eager_d2h_late_h2d", "random"),
+            us_per_byte=1e-3 / config.h2d_gbps,
+        )
+        self._rng = random.Random(config.seed) if timing == "random" else None  # noqa: S311
+        # Each seed also draws how lazy each stream is, so that the seeds reach the extremes too.
+        self._laziness = [0.0, *(self._rng.random() for _ in range(2))] if self._rng else []
+        self._poison = config.poison
+        self._check = config.check_hazards
+        self.observes = self._poison or self._check
+        self._raises = on_hazard == "raise"
+        self._removed_waits = removed_waits
+        self._num_accesses = 0
+        self._device = _Shadow()
+        self._host = _Shadow()
+        self.hazards: list[Hazard] = []
+        """What was found so far, with ``on_hazard="collect"``."""
+        self.stall_us: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
+        """Virtual time that the compute stream has lost in each wait."""
+
+    # What tests and benchmarks ask.
+
+    def time_us(self, stream: SimulatedStream) -> float:
+        """Return the virtual time at which all work queued on ``stream`` so far has finished."""
+        return stream.time_us
+
+    def advance_compute(self, duration_us: float) -> None:
+        """Let the compute stream work for ``duration_us`` of virtual time.
+
+        Raises:
+            ValueError: the duration is negative.
+        """
+        if duration_us < 0:
+            raise ValueError(f"time runs forward only, got {duration_us} us")
+        self._compute.time_us += duration_us
+
+    @property
+    def d2h_bytes(self) -> int:
+        """Bytes that have really been copied to the host; pending copies don't count."""
+        return self._d2h.copied_bytes
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Bytes that have really been copied to the device; pending copies don't count."""
+        return self._h2d.copied_bytes
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that have really been executed, both ways, one per pair."""
+        return self._d2h.num_copies + self._h2d.num_copies
+
+    @property
+    def num_pending(self) -> int:
+        """Copies and waits that are queued and have not run, both ways."""
+        return len(self._d2h._queue) + len(self._h2d._queue)
+
+    # The contract.
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a plain CPU tensor: the simulation's device memory."""
+        return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+    def compute_stream(self) -> SimulatedStream:
+        """Return the one compute stream: the calling program."""
+        return self._compute
+
+    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+        """Return a new event behind all work queued on ``stream`` so far."""
+        event = SimulatedEvent(
+            stream, stream._executed + len(stream._queue), stream._clock, stream.time_us
+        )
+        if self._rng is not None:
+            self._run_some()
+        return event
+
+    def wait(self, stream: SimulatedStream, event: SimulatedEvent, why: Wait) -> None:
+        """Make later work on ``stream`` run after ``event``.
+
+        The compute stream, and a copy stream that runs at once, force the event here and now.
+        """
+        if self._removed_waits and why in self._removed_waits:
+            return
+        if self._check:
+            _merge(stream, event)
+        lost_us = event.time_us - stream.time_us
+        if lost_us > 0:
+            stream.time_us = event.time_us
+            if stream._index == _COMPUTE:
+                self.stall_us[why] += lost_us
+        if event._stream._executed < event._position:
+            if stream._is_lazy:
+                stream._queue.append((event, None, None))
+            else:
+                self._run_to(event._stream, event._position)
+        if self._rng is not None:
+            self._run_some()
+
+    def copy(self, pairs: Sequence[Pair], stream: SimulatedStream, label: str) -> None:
+        """Queue copies on ``stream``, in order.
+
+        Raises:
+            HazardError: a copy touches bytes that an earlier access, which no wait orders, uses.
+            ValueError: ``stream`` is not a copy stream.
+        """
+        if stream._index == _COMPUTE:
+            raise ValueError("copies go on d2h_stream or h2d_stream, got the compute stream")
+        if self._check:
+            for destination, source in pairs:
+                if stream._index == _D2H:
+                    self._access(self._device, source, stream, False, label)
+                    self._access(self._host, destination, stream, True, label)
+                else:
+                    self._access(self._host, source, stream, False, label)
+                    self._access(self._device, destination, stream, True, label)
+        num_bytes = 0
+        if stream._is_lazy:
+            queue = stream._queue
+            for destination, source in pairs:
+                queue.append((None, destination, source))
+                num_bytes += destination.nbytes
+        else:
+            for destination, source in pairs:
+                destination.copy_(source)
+                num_bytes += destination.nbytes
+            stream.copied_bytes += num_bytes
+            stream.num_copies += len(pairs)
+        stream.time_us += num_bytes * stream._us_per_byte
+        if self._rng is not None:
+            self._run_some()
+
+    def is_done(self, event: SimulatedEvent) -> bool:
+        """Whether the copies before ``event`` have been executed; virtual time plays no part."""
+        if self._rng is not None:
+            self._run_some()
+        if event._stream._executed < event._position:
+            return False
+        if self._check:  # the host knows, so all that it queues from here on is ordered
+            self._order_host_after(event)
+        return True
+
+    def sync_event(self, event: SimulatedEvent) -> None:
+        """Execute the work before ``event``; the program, and so virtual compute time, waits."""
+        self._run_to(event._stream, event._position)
+        if self._check:
+            self._order_host_after(event)
+        self._compute.time_us = max(self._compute.time_us, event.time_us)
+
+    def sync_copies(self) -> None:
+        """Execute all that is pending on both copy streams."""
+        for stream in (self._d2h, self._h2d):
+            self.sync_event(
+                SimulatedEvent(
+                    stream, stream._executed + len(stream._queue), stream._clock, stream.time_us
+                )
+            )
+
+    def empty_device(self, num_bytes: int) -> torch.Tensor:
+        """Allocate "device" memory; counts as used by the compute stream up to now (W6)."""
+        region = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._poison:
+            region.fill_(_POISON)
+        if self._check:
+            self._access(self._device, region, self._compute, True, f"empty_device({num_bytes})")
+        if self._rng is not None:
+            self._run_some()
+        return region
+
+    def empty_host(self, num_bytes: int) -> torch.Tensor:
+        """Allocate "pinned" memory, whose history starts here.
+
+        Raises:
+            RuntimeError: the memory can't be had.
+        """
+        region = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._poison:
+            region.fill_(_POISON)
+        if self._check and num_bytes > 0:
+            start = region.data_ptr()
+            self._host.replace(start, start + num_bytes, None)
+        return region
+
+    def note_produced(self, region: torch.Tensor, label: str) -> None:
+        """Put a write of ``region`` by the compute stream on record.
+
+        It lies in the past, so it is no hazard: the same bytes may have been noted, and may be
+        under way to the host, before. What is still unordered stays on record beside it.
+        """
+        if self._check and region.nbytes > 0:
+            start = region.data_ptr()
+            end = start + region.nbytes
+            unordered = self._unordered(self._device, start, end, self._compute, True)
+            record = self._device.add if unordered else self._device.replace
+            record(start, end, self._number(self._compute, True, label))
+        if self._rng is not None:
+            self._run_some()
+
+    def note_consumed(self, region: torch.Tensor, label: str) -> None:
+        """Put a read of ``region`` by the compute stream on record.
+
+        Raises:
+            HazardError: W4 is missing.
+        """
+        if self._check:
+            self._access(self._device, region, self._compute, False, label)
+        if self._rng is not None:
+            self._run_some()
+
+    def note_freed(self, region: torch.Tensor, label: str, *, sole_owner: bool) -> None:
+        """Put a write of ``region`` by the compute stream on record: its next user's.
+
+        With a sole owner that write happens now, as poison.
+
+        Raises:
+            HazardError: W2 or W4 is missing.
+        """
+        if self._check:
+            self._access(self._device, region, self._compute, True, f"after free of {label}")
+        if self._poison and sole_owner:
+            region.fill_(_POISON)
+        if self._rng is not None:
+            self._run_some()
+
+    # When queued work runs.
+
+    def _run_to(self, stream: SimulatedStream, position: int) -> None:
+        """Execute ``stream``'s queue up to ``position``, and first what its waits ask for."""
+        if stream._executed >= position:
+            return
+        unfinished = [(stream, position)]
+        while unfinished:
+            stream, position = unfinished[-1]
+            queue = stream._queue
+            while stream._executed < position:
+                event, destination, source = queue[0]
+                if event is not None and event._stream._executed < event._position:
+                    unfinished.append((event._stream, event._position))
+                    break
+                queue.popleft()
+                stream._executed += 1
+                if destination is not None and source is not None:
+                    destination.copy_(source)
+                    stream.copied_bytes += destination.nbytes
+                    stream.num_copies += 1
+            else:
+                unfinished.pop()
+
+    def _run_some(self) -> None:
+        """Let the seed decide how much of each queue runs now."""
+        rng = self._rng
+        if rng is None:
+            return
+        for stream in (self._d2h, self._h2d):
+            if stream._queue and rng.random() >= self._laziness[stream._index]:
+                self._run_to(stream, stream._executed + rng.randint(0, len(stream._queue)))
+
+    # Which wait is missing.
+
+    def _number(self, stream: SimulatedStream, writes: bool, label: str) -> Access:
+        """Give the next access its number and set its stream's own clock to it."""
+        self._num_accesses = order = self._num_accesses + 1
+        compute, d2h, h2d = stream._clock
+        if stream._index == _COMPUTE:
+            stream._clock = (order, d2h, h2d)
+        elif stream._index == _D2H:
+            stream._clock = (compute, order, h2d)
+        else:
+            stream._clock = (compute, d2h, order)
+        return Access(order, stream.name, writes, label)
+
+    def _access(
+        self,
+        shadow: _Shadow,
+        region: torch.Tensor,
+        stream: SimulatedStream,
+        writes: bool,
+        label: str,
+    ) -> None:
+        """Check an access against all earlier ones of the same bytes and put it on record."""
+        num_bytes = region.nbytes
+        if num_bytes == 0:
+            return
+        start = region.data_ptr()
+        end = start + num_bytes
+        unordered = self._unordered(shadow, start, end, stream, writes)
+        access = self._number(stream, writes, label)
+        reported: set[Wait] = set()
+        for earlier in unordered:
+            missing = self._missing_wait(shadow is self._host, earlier, access)
+            if missing not in reported:
+                reported.add(missing)
+                self._report(Hazard(missing, earlier, access))
+        if writes:
+            shadow.replace(start, end, access)
+        else:
+            shadow.add(start, end, access)
+
+    def _unordered(
+        self, shadow: _Shadow, start: int, end: int, stream: SimulatedStream, writes: bool
+    ) -> list[Access]:
+        """Return the earlier accesses that conflict with one of ``stream`` at its present point."""
+        clock = stream._clock
+        return [
+            earlier
+            for earlier in shadow.earlier_uses(start, end)
+            if (writes or earlier.writes)
+            and earlier.stream != stream.name
+            and clock[_INDEX[earlier.stream]] < earlier.order
+        ]
+
+    def _missing_wait(self, on_host: bool, earlier: Access, later: Access) -> Wait:
+        """Name the wait that would have ordered two accesses."""
+        if on_host:
+            return Wait.W3 if earlier.stream == "d2h" else Wait.W5
+        if earlier.stream == "compute":
+            return Wait.W1 if later.stream == "d2h" else Wait.W6
+        release = Wait.W2 if earlier.stream == "d2h" else Wait.W4
+        if later.stream == "compute":
+            return release
+        # From one copy stream to the other the order leads through the compute stream.
+        if self._compute._clock[_INDEX[earlier.stream]] < earlier.order:
+            return release
+        return Wait.W1 if later.stream == "d2h" else Wait.W6
+
+    def _report(self, hazard: Hazard) -> None:
+        if self._raises:
+            raise HazardError(str(hazard))
+        self.hazards.append(hazard)
+
+    def _order_host_after(self, event: SimulatedEvent) -> None:
+        for stream in (self._compute, self._d2h, self._h2d):
+            _merge(stream, event)
+
+
+_INDEX = {"compute": _COMPUTE, "d2h": _D2H, "h2d": _H2D}
+
+
+def _merge(stream: SimulatedStream, event: SimulatedEvent) -> None:
+    """Order all later work of ``stream`` after ``event``."""
+    (compute, d2h, h2d), other = stream._clock, event._clock
+    stream._clock = (max(compute, other[0]), max(d2h, other[1]), max(h2d, other[2]))

@@ -1,0 +1,555 @@
+"""Each of the six waits is left out in turn, under every copy timing."""
+
+import pytest
+import torch
+
+from megatron_offload.backends.base import Wait
+from megatron_offload.backends.simulated import Hazard, SimulatedBackend
+from megatron_offload.config import SimulatedConfig
+from megatron_offload.errors import HazardError
+
+TIMINGS = ("eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random")
+POISON = 0xFF
+NUM_BYTES = 1024
+
+
+def make(timing="late", *, on_hazard="collect", without=(), **config):
+    return SimulatedBackend(
+        SimulatedConfig(copy_timing=timing, **config),
+        on_hazard=on_hazard,
+        removed_waits=frozenset(without),
+    )
+
+
+def filled(value, num_bytes=NUM_BYTES):
+    return torch.full((num_bytes,), value, dtype=torch.uint8)
+
+
+def offload(backend, source, host, label="x"):
+    """Produce, W1, copy; return the event behind the copy."""
+    backend.note_produced(source, label)
+    backend.wait(backend.d2h_stream, backend.record(backend.compute_stream()), Wait.W1)
+    backend.copy([(host, source)], backend.d2h_stream, label)
+    return backend.record(backend.d2h_stream)
+
+
+def reload(backend, host, target, d2h_done, label="x"):
+    """W6, W3, copy; return the event behind the copy."""
+    backend.wait(backend.h2d_stream, backend.record(backend.compute_stream()), Wait.W6)
+    backend.wait(backend.h2d_stream, d2h_done, Wait.W3)
+    backend.copy([(target, host)], backend.h2d_stream, label)
+    return backend.record(backend.h2d_stream)
+
+
+# One short program for each wait, in which no other wait orders the same two accesses. Each returns
+# the tensor whose value depends on the wait, and what it should be, or None where a program that
+# is its own compute stream can't go wrong.
+
+
+def source_is_copied(backend):
+    offload(backend, filled(7), backend.empty_host(NUM_BYTES))
+
+
+def source_is_released(backend):
+    source, host = filled(7), backend.empty_host(NUM_BYTES)
+    d2h_done = offload(backend, source, host)
+    backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
+    backend.note_freed(source, "x", sole_owner=True)
+    backend.sync_copies()
+    return host, 7
+
+
+def host_buffer_is_read(backend):
+    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), host)
+    reload(backend, host, target, d2h_done)
+    backend.sync_copies()
+    return target, 7
+
+
+def reloaded_tensor_is_used(backend):
+    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), host)
+    h2d_done = reload(backend, host, target, d2h_done)
+    backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
+    backend.note_consumed(target, "x")
+    return target.clone(), 7
+
+
+def host_buffer_is_reused(backend):
+    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), host)
+    h2d_done = reload(backend, host, target, d2h_done)
+    backend.wait(backend.d2h_stream, h2d_done, Wait.W5)
+    second_done = offload(backend, filled(8), host, "y")
+    backend.sync_event(second_done)
+    backend.sync_event(h2d_done)
+    return target, 7
+
+
+def target_is_reused(backend):
+    first, second = backend.empty_host(NUM_BYTES), backend.empty_host(NUM_BYTES)
+    target = backend.empty_device(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), first)
+    h2d_done = reload(backend, first, target, d2h_done)
+    backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
+    d2h_done = offload(backend, filled(8), second, "y")
+    backend.note_consumed(target, "x")
+    reload(backend, second, target, d2h_done, "y")
+
+
+PROGRAMS = {
+    Wait.W1: source_is_copied,
+    Wait.W2: source_is_released,
+    Wait.W3: host_buffer_is_read,
+    Wait.W4: reloaded_tensor_is_used,
+    Wait.W5: host_buffer_is_reused,
+    Wait.W6: target_is_reused,
+}
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("wait", Wait)
+def test_nothing_is_reported_and_values_are_right_with_all_waits(wait, timing):
+    backend = make(timing, on_hazard="raise")
+    outcome = PROGRAMS[wait](backend)
+    assert backend.hazards == []
+    if outcome is not None:
+        tensor, value = outcome
+        assert torch.equal(tensor, filled(value))
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("wait", Wait)
+def test_a_missing_wait_is_named_in_every_timing(wait, timing):
+    backend = make(timing, without=[wait])
+    PROGRAMS[wait](backend)
+    assert {hazard.wait for hazard in backend.hazards} == {wait}
+
+
+@pytest.mark.parametrize("wait", Wait)
+def test_a_missing_wait_raises_an_error_that_shows_both_accesses(wait):
+    backend = make(on_hazard="raise", without=[wait])
+    with pytest.raises(
+        HazardError, match=f"{wait.name} is missing: {wait.value}: .* is not ordered"
+    ):
+        PROGRAMS[wait](backend)
+
+
+def test_the_error_text_names_labels_and_order_numbers():
+    backend = make(on_hazard="raise", without=[Wait.W3])
+    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), host, "layer 3")
+    with pytest.raises(HazardError) as caught:
+        reload(backend, host, target, d2h_done, "layer 3 again")
+    assert str(caught.value) == (
+        "W3 is missing: H2D reads the host buffer before D2H has finished: "
+        "h2d read [layer 3 again] (#5) is not ordered after d2h write [layer 3] (#4)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wait", "timing"),
+    [
+        (Wait.W2, "late"),
+        (Wait.W3, "late_d2h_eager_h2d"),
+        (Wait.W4, "late"),
+        (Wait.W4, "eager_d2h_late_h2d"),
+        (Wait.W5, "eager_d2h_late_h2d"),
+    ],
+)
+def test_a_missing_wait_gives_a_wrong_value_in_the_timing_made_for_it(wait, timing):
+    backend = make(timing, check_hazards=False, without=[wait])
+    tensor, value = PROGRAMS[wait](backend)
+    assert not torch.equal(tensor, filled(value))
+    assert backend.hazards == []
+
+
+def test_the_missing_wait_is_named_even_where_the_value_happens_to_be_right():
+    backend = make("eager", without=[Wait.W3])
+    target, value = host_buffer_is_read(backend)
+    assert torch.equal(target, filled(value))
+    assert [hazard.wait for hazard in backend.hazards] == [Wait.W3]
+
+
+# What counts as ordered.
+
+
+def test_order_is_transitive_through_the_compute_stream():
+    backend = make(on_hazard="raise", without=[Wait.W3])
+    source, host = filled(7), backend.empty_host(NUM_BYTES)
+    d2h_done = offload(backend, source, host)
+    backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
+    reload(backend, host, backend.empty_device(NUM_BYTES), d2h_done)  # W6 leads there
+
+
+def test_an_event_recorded_too_early_orders_nothing():
+    backend = make()
+    too_early = backend.record(backend.compute_stream())
+    source = filled(7)
+    backend.note_produced(source, "x")
+    backend.wait(backend.d2h_stream, too_early, Wait.W1)
+    backend.copy([(backend.empty_host(NUM_BYTES), source)], backend.d2h_stream, "x")
+    assert [hazard.wait for hazard in backend.hazards] == [Wait.W1]
+
+
+def test_a_host_sync_orders_all_that_is_queued_afterwards():
+    backend = make(on_hazard="raise", without=[Wait.W2, Wait.W3])
+    source, host = filled(7), backend.empty_host(NUM_BYTES)
+    d2h_done = offload(backend, source, host)
+    backend.sync_event(d2h_done)
+    backend.note_freed(source, "x", sole_owner=True)
+    reload(backend, host, backend.empty_device(NUM_BYTES), d2h_done)
+
+
+def test_an_event_found_done_orders_all_that_is_queued_afterwards():
+    backend = make("eager", on_hazard="raise", without=[Wait.W2])
+    source = filled(7)
+    d2h_done = offload(backend, source, backend.empty_host(NUM_BYTES))
+    assert backend.is_done(d2h_done)
+    backend.note_freed(source, "x", sole_owner=True)
+
+
+def test_a_view_inside_a_larger_region_counts_against_its_bytes_only():
+    backend = make(without=[Wait.W4])
+    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), host)
+    half = NUM_BYTES // 2
+    reload(backend, host[:half], target[:half], d2h_done)
+    backend.note_consumed(target[half:], "untouched half")
+    assert backend.hazards == []
+    backend.note_consumed(target[half - 1 : half + 1], "both halves")
+    assert [hazard.wait for hazard in backend.hazards] == [Wait.W4]
+
+
+def test_a_hazard_is_found_after_the_memory_was_split_up_anew():
+    backend = make(without=[Wait.W5])
+    slab = backend.empty_host(4 * NUM_BYTES)
+    for piece in slab.split(NUM_BYTES):
+        offload(backend, filled(7), piece)
+    d2h_done = backend.record(backend.d2h_stream)
+    last = slab[3 * NUM_BYTES :]
+    reload(backend, last, backend.empty_device(NUM_BYTES), d2h_done, "small")
+    offload(backend, filled(1, 2 * NUM_BYTES), slab[: 2 * NUM_BYTES])
+    assert backend.hazards == []
+    offload(backend, filled(8, 2 * NUM_BYTES), slab[2 * NUM_BYTES :], "large")
+    (hazard,) = backend.hazards
+    assert (hazard.wait, hazard.earlier.label, hazard.later.label) == (Wait.W5, "small", "large")
+
+
+def test_saving_the_same_bytes_twice_is_no_hazard_but_keeps_the_copy_under_way_on_record():
+    backend = make()
+    source = filled(7)
+    offload(backend, source, backend.empty_host(NUM_BYTES), "first")
+    second_done = offload(backend, source, backend.empty_host(NUM_BYTES), "second")
+    assert backend.hazards == []
+    backend.note_freed(source, "x", sole_owner=False)
+    assert [hazard.wait for hazard in backend.hazards] == [Wait.W2]
+    assert backend.hazards[0].earlier.label == "second"
+    backend.wait(backend.compute_stream(), second_done, Wait.W2)
+    backend.note_freed(source, "x", sole_owner=False)
+    assert len(backend.hazards) == 1
+
+
+def test_memory_at_a_reused_address_starts_a_history_of_its_own():
+    backend = make(on_hazard="raise")
+    memory = filled(7, 4 * NUM_BYTES)  # stands for addresses that the allocator hands out anew
+    host = backend.empty_host(4 * NUM_BYTES)
+    for start, end in ((0, 4), (1, 3), (0, 2), (2, 4), (0, 1)):
+        region = memory[start * NUM_BYTES : end * NUM_BYTES]
+        d2h_done = offload(backend, region, host[: region.nbytes])
+        backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
+        backend.note_freed(region, "x", sole_owner=True)
+
+
+def test_hazards_don_t_depend_on_the_timing():
+    def reports(timing):
+        found = []
+        for program in PROGRAMS.values():
+            backend = make(timing, without=[Wait.W2, Wait.W4])
+            program(backend)
+            found += backend.hazards
+        return found
+
+    expected = reports("eager")
+    assert {hazard.wait for hazard in expected} == {Wait.W2, Wait.W4}
+    for timing in TIMINGS:
+        assert reports(timing) == expected
+
+
+def test_a_hazard_reads_like_its_error():
+    backend = make(without=[Wait.W1])
+    source_is_copied(backend)
+    (hazard,) = backend.hazards
+    assert isinstance(hazard, Hazard)
+    assert "d2h read [x] (#2) is not ordered after compute write [x] (#1)" in str(hazard)
+
+
+def test_without_the_check_nothing_is_found():
+    backend = make(check_hazards=False, without=list(Wait), on_hazard="raise")
+    for program in PROGRAMS.values():
+        program(backend)
+    assert backend.hazards == []
+
+
+# When copies happen.
+
+
+def test_eager_copies_happen_when_they_are_queued():
+    backend = make("eager")
+    host = backend.empty_host(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), host)
+    assert backend.num_pending == 0
+    assert backend.is_done(d2h_done)
+    assert torch.equal(host, filled(7))
+
+
+def test_late_copies_happen_when_something_waits_for_them():
+    backend = make("late")
+    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), host)
+    assert not backend.is_done(d2h_done)
+    assert torch.equal(host, filled(POISON))
+    h2d_done = reload(backend, host, target, d2h_done)
+    assert torch.equal(target, filled(POISON))
+    backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
+    assert backend.is_done(d2h_done)
+    assert torch.equal(target, filled(7))
+
+
+def test_a_late_queue_runs_up_to_the_event_and_no_further():
+    backend = make("late")
+    first, second = backend.empty_host(NUM_BYTES), backend.empty_host(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), first)
+    offload(backend, filled(8), second)
+    backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
+    assert torch.equal(first, filled(7))
+    assert torch.equal(second, filled(POISON))
+    backend.sync_copies()
+    assert torch.equal(second, filled(8))
+    assert backend.num_pending == 0
+
+
+@pytest.mark.parametrize(
+    ("timing", "d2h_at_once", "h2d_at_once"),
+    [("eager_d2h_late_h2d", True, False), ("late_d2h_eager_h2d", False, True)],
+)
+def test_each_direction_has_its_own_timing(timing, d2h_at_once, h2d_at_once):
+    backend = make(timing, without=[Wait.W3])
+    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    d2h_done = offload(backend, filled(7), host)
+    h2d_done = reload(backend, host, target, d2h_done)
+    assert (backend.is_done(d2h_done), backend.is_done(h2d_done)) == (d2h_at_once, h2d_at_once)
+
+
+def test_an_eager_h2d_forces_the_late_d2h_that_it_waits_for():
+    backend = make("late_d2h_eager_h2d")
+    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    reload(backend, host, target, offload(backend, filled(7), host))
+    assert torch.equal(target, filled(7))
+
+
+def test_long_queues_that_wait_for_each_other_run_without_recursion():
+    backend = make("late", check_hazards=False, poison=False)
+    host, target = backend.empty_host(8), backend.empty_device(8)
+    source = filled(7, 8)
+    for _ in range(5000):
+        backend.copy([(host, source)], backend.d2h_stream, "out")
+        backend.wait(backend.h2d_stream, backend.record(backend.d2h_stream), Wait.W3)
+        backend.copy([(target, host)], backend.h2d_stream, "in")
+        backend.wait(backend.d2h_stream, backend.record(backend.h2d_stream), Wait.W5)
+    assert backend.num_copies == 0
+    backend.sync_copies()
+    assert backend.num_copies == 10_000
+    assert torch.equal(target, filled(7, 8))
+
+
+def progress(seed):
+    """How far the copies have come after each of many calls."""
+    backend = make("random", seed=seed)
+    host = [backend.empty_host(64) for _ in range(20)]
+    seen = []
+    for number, buffer in enumerate(host):
+        d2h_done = offload(backend, filled(number, 64), buffer)
+        reload(backend, buffer, backend.empty_device(64), d2h_done)
+        seen.append((backend.d2h_bytes, backend.h2d_bytes))
+    return seen
+
+
+def test_random_timing_is_reproducible_by_its_seed():
+    assert progress(3) == progress(3)
+    assert len({tuple(progress(seed)) for seed in range(8)}) > 4
+
+
+def test_random_timing_is_sometimes_late_and_sometimes_not():
+    finals = [progress(seed)[-1][0] for seed in range(16)]
+    assert min(finals) < max(finals)
+    assert max(finals) == 20 * 64
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_groups_come_back_unchanged_whatever_the_seed(seed):
+    backend = make("random", seed=seed, on_hazard="raise")
+    num_groups = 6
+    hosts = [backend.empty_host(NUM_BYTES) for _ in range(num_groups)]
+    ready = [None] * num_groups
+    for microbatch in range(3):
+        groups = []
+        for number in range(num_groups):
+            source = filled(10 * microbatch + number)
+            if ready[number] is not None:
+                backend.wait(backend.d2h_stream, ready[number], Wait.W5)
+            groups.append((source, offload(backend, source, hosts[number], f"group {number}")))
+        for source, d2h_done in groups:
+            backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
+            backend.note_freed(source, "source", sole_owner=True)
+        for number in reversed(range(num_groups)):
+            target = backend.empty_device(NUM_BYTES)
+            h2d_done = reload(backend, hosts[number], target, groups[number][1])
+            ready[number] = h2d_done
+            backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
+            backend.note_consumed(target, "target")
+            assert torch.equal(target, filled(10 * microbatch + number)), f"seed {seed}"
+            backend.note_freed(target, "target", sole_owner=True)
+
+
+# Memory.
+
+
+def test_fresh_memory_is_poisoned():
+    backend = make()
+    assert torch.equal(backend.empty_host(NUM_BYTES), filled(POISON))
+    assert torch.equal(backend.empty_device(NUM_BYTES), filled(POISON))
+
+
+def test_freed_memory_is_poisoned_if_nobody_else_holds_it():
+    backend = make()
+    region, shared = filled(7), filled(7)
+    backend.note_freed(region, "x", sole_owner=True)
+    backend.note_freed(shared, "y", sole_owner=False)
+    assert torch.equal(region, filled(POISON))
+    assert torch.equal(shared, filled(7))
+
+
+def test_poison_can_be_switched_off():
+    backend = make(poison=False)
+    region = filled(7)
+    backend.note_freed(region, "x", sole_owner=True)
+    assert torch.equal(region, filled(7))
+
+
+def test_empty_regions_are_never_a_hazard():
+    backend = make(on_hazard="raise")
+    empty = backend.empty_device(0)
+    backend.copy([(backend.empty_host(0), empty)], backend.d2h_stream, "nothing")
+    backend.note_produced(empty, "nothing")
+    backend.note_freed(empty, "nothing", sole_owner=True)
+    assert backend.hazards == []
+
+
+def test_it_owns_plain_cpu_tensors():
+    backend = make()
+    assert backend.owns(torch.zeros(2, 3).t())
+    assert not backend.owns(torch.zeros(2, 3).to_sparse())
+    assert not backend.owns(torch.empty(2, device="meta"))
+
+
+def test_the_checks_stay_small_over_many_steps():
+    backend = make("eager", on_hazard="raise")
+    slab, source = backend.empty_host(64 * NUM_BYTES), filled(7, 64 * NUM_BYTES)
+    ready = None
+    for step in range(50):
+        size = (step % 7 + 1) * NUM_BYTES
+        if ready is not None:
+            backend.wait(backend.d2h_stream, ready, Wait.W5)
+        for start in range(0, slab.nbytes - size, size):
+            region, buffer = source[start : start + size], slab[start : start + size]
+            d2h_done = offload(backend, region, buffer)
+            backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
+            backend.note_freed(region, "x", sole_owner=False)
+            ready = reload(backend, buffer, region, d2h_done)
+            backend.wait(backend.compute_stream(), ready, Wait.W4)
+    assert len(backend._host) < 200
+    assert len(backend._device) < 400
+
+
+# Virtual time.
+
+
+def test_a_copy_takes_its_bytes_over_the_bandwidth():
+    backend = make(d2h_gbps=2.0, h2d_gbps=1.0)
+    host, target = backend.empty_host(4000), backend.empty_device(4000)
+    backend.copy([(host, filled(7, 4000))], backend.d2h_stream, "x")
+    assert backend.time_us(backend.d2h_stream) == pytest.approx(2.0)
+    backend.wait(backend.h2d_stream, backend.record(backend.d2h_stream), Wait.W3)
+    backend.wait(backend.h2d_stream, backend.record(backend.compute_stream()), Wait.W6)
+    backend.copy([(target, host)], backend.h2d_stream, "x")
+    assert backend.time_us(backend.h2d_stream) == pytest.approx(6.0)
+    assert backend.time_us(backend.compute_stream()) == 0.0
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_virtual_time_does_not_depend_on_the_timing(timing):
+    backend = make(timing, d2h_gbps=1.0)
+    source, host = filled(7, 1000), backend.empty_host(1000)
+    backend.advance_compute(5.0)
+    d2h_done = offload(backend, source, host)
+    assert d2h_done.time_us == pytest.approx(6.0)
+    backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
+    assert backend.time_us(backend.compute_stream()) == pytest.approx(6.0)
+
+
+def test_the_time_lost_in_a_wait_is_booked_under_its_name():
+    backend = make(d2h_gbps=1.0)
+    d2h_done = offload(backend, filled(7, 3000), backend.empty_host(3000))
+    backend.advance_compute(1.0)
+    backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
+    assert backend.stall_us == {wait: 2.0 if wait is Wait.W2 else 0.0 for wait in Wait}
+
+
+def test_a_hidden_copy_costs_no_time():
+    backend = make(d2h_gbps=1.0)
+    d2h_done = offload(backend, filled(7, 3000), backend.empty_host(3000))
+    backend.advance_compute(3.5)
+    backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
+    assert sum(backend.stall_us.values()) == 0.0
+    assert backend.time_us(backend.compute_stream()) == 3.5
+
+
+def test_a_host_sync_holds_the_program_up():
+    backend = make(d2h_gbps=1.0)
+    offload(backend, filled(7, 3000), backend.empty_host(3000))
+    backend.sync_copies()
+    assert backend.time_us(backend.compute_stream()) == pytest.approx(3.0)
+    assert sum(backend.stall_us.values()) == 0.0
+
+
+def test_bytes_and_copies_count_when_they_really_happen():
+    backend = make("late")
+    host = backend.empty_host(NUM_BYTES)
+    half = NUM_BYTES // 2
+    source = filled(7)
+    pairs = [(host[:half], source[:half]), (host[half:], source[half:])]
+    backend.copy(pairs, backend.d2h_stream, "x")
+    assert (backend.d2h_bytes, backend.num_copies) == (0, 0)
+    backend.sync_copies()
+    assert (backend.d2h_bytes, backend.h2d_bytes, backend.num_copies) == (NUM_BYTES, 0, 2)
+
+
+# Wrong calls.
+
+
+def test_copies_don_t_go_on_the_compute_stream():
+    backend = make()
+    with pytest.raises(ValueError, match="d2h_stream or h2d_stream"):
+        backend.copy([(filled(1), filled(2))], backend.compute_stream(), "x")
+
+
+def test_time_does_not_run_backwards():
+    with pytest.raises(ValueError, match="forward only"):
+        make().advance_compute(-1.0)
+
+
+def test_an_unknown_way_to_report_is_refused():
+    with pytest.raises(ValueError, match="'raise' or 'collect'"):
+        make(on_hazard="ignore")
