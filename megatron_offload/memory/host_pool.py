@@ -1,0 +1,466 @@
+"""Pinned host memory: a few large slabs, sub-allocated by bytes.
+
+Owns the slabs, the cap, and the H2D event behind which a piece may be overwritten (W5; the engine
+makes the wait, with `HostRegion.ready_event`). Must not know groups, nor what a region holds, and
+knows the device through `megatron_offload.backends.base` alone.
+
+Why slabs: PyTorch's host allocator rounds every block up to a power of two, up to twice what was
+asked, and a pinned allocation costs about 3 ms.
+
+Invariants:
+
+- A slab is tiled by its pieces, in address order; a piece is free or belongs to one live region.
+- Pinned bytes never exceed the cap.
+- What was freed is reusable at once: its bytes are protected by its event, not by the pool.
+- Same calls, same answers: nothing here depends on how far the device has come, except `shrink`.
+
+The pool serves one thread. Read next: `megatron_offload.memory.tensor_pool`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megatron_offload.backends.base import Backend, Event
+from megatron_offload.errors import ConfigError
+
+__all__ = ["ALIGNMENT_BYTES", "HostPool", "HostPoolStats", "HostRegion", "default_cap_bytes"]
+
+ALIGNMENT_BYTES = 512
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class HostPoolStats:
+    """What a `HostPool` holds and what it refused. Sizes are rounded up to `ALIGNMENT_BYTES`."""
+
+    in_use_bytes: int = 0
+    """Bytes of live regions."""
+
+    peak_in_use_bytes: int = 0
+    """High-water mark of `in_use_bytes`."""
+
+    slab_bytes_total: int = 0
+    """Bytes that are pinned now."""
+
+    peak_slab_bytes: int = 0
+    """High-water mark of `slab_bytes_total`."""
+
+    num_slabs: int = 0
+    """Slabs that are pinned now."""
+
+    num_refused: int = 0
+    """Requests answered with None."""
+
+    refused_bytes: int = 0
+    """Bytes of those requests."""
+
+    num_pin_failures: int = 0
+    """Attempts to pin a slab that the backend answered with an error."""
+
+
+class _Slab:
+    """One pinned allocation; ``first`` starts the chain of its pieces."""
+
+    __slots__ = ("first", "num_bytes")
+
+    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.first = _Piece(tensor, 0, num_bytes)
+
+
+class _Piece:
+    """A stretch of a slab, free or in use; ``view`` is the last region's tensor.
+
+    It knows the slab's tensor but not the slab: with no cycle, a dropped slab is unpinned at once.
+    """
+
+    __slots__ = ("base", "event", "is_free", "next", "num_bytes", "offset", "sequence", "view")
+
+    def __init__(self, base: torch.Tensor, offset: int, num_bytes: int) -> None:
+        self.base = base
+        self.offset = offset
+        self.num_bytes = num_bytes
+        self.is_free = True
+        self.next: _Piece | None = None
+        self.event: Event | None = None
+        self.sequence = 0
+        self.view: torch.Tensor | None = None
+
+
+class HostRegion:
+    """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`."""
+
+    __slots__ = ("_piece", "_pool", "num_bytes", "ready_event", "tensor")
+
+    def __init__(self, pool: HostPool, piece: _Piece, tensor: torch.Tensor, num_bytes: int) -> None:
+        self._pool = pool
+        self._piece: _Piece | None = piece
+        self.tensor = tensor
+        """Flat uint8 tensor of exactly `num_bytes`."""
+        self.num_bytes = num_bytes
+        self.ready_event = piece.event
+        """The newest H2D event of any former user of these bytes, which a new write must wait for
+        (W5), or None."""
+
+    def __repr__(self) -> str:
+        state = "live" if self._piece is not None else "freed"
+        return f"<HostRegion of {self.num_bytes} bytes, {state}>"
+
+
+class HostPool:
+    """Lends pinned host memory by bytes.
+
+    Args:
+        backend: pins the slabs and answers whether events are done.
+        slab_bytes: slabs are at least this large, as far as the cap allows.
+        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes`.
+
+    Raises:
+        ValueError: a size that is not positive (the cap may be 0: nothing is ever lent).
+        ConfigError: the cap is None and ``LOCAL_WORLD_SIZE`` is not a positive integer.
+    """
+
+    def __init__(self, backend: Backend, *, slab_bytes: int, cap_bytes: int | None) -> None:
+        if slab_bytes < 1:
+            raise ValueError(f"slab_bytes must be positive, got {slab_bytes}")
+        if cap_bytes is not None and cap_bytes < 0:
+            raise ValueError(f"cap_bytes can't be negative, got {cap_bytes}")
+        self.cap_bytes = default_cap_bytes() if cap_bytes is None else cap_bytes
+        self.stats = HostPoolStats()
+        self.last_pin_error: Exception | None = None
+        """Why the last slab could not be pinned, if that ever happened."""
+        self._backend = backend
+        self._slab_bytes = _aligned(slab_bytes)
+        self._slabs: list[_Slab] = []
+        # Free pieces by exact size; `_sizes` are the sizes that have any, sorted.
+        self._free: dict[int, list[_Piece]] = {}
+        self._sizes: list[int] = []
+        self._may_coalesce = False
+        self._num_frees = 0
+        # The smallest slab that could not be pinned: nothing as large is tried again.
+        self._unpinnable_bytes: int | None = None
+        self._has_warned = False
+        self._is_closed = False
+
+    def allocate(self, num_bytes: int) -> HostRegion | None:
+        """Lend ``num_bytes``, or return None (counted, warned of once) when memory is short.
+
+        Raises:
+            ValueError: ``num_bytes`` is not positive, or the pool is closed.
+        """
+        if num_bytes < 1:
+            raise ValueError(f"a region has at least one byte, got {num_bytes}")
+        if self._is_closed:
+            raise ValueError("the host pool is closed")
+        size_bytes = _aligned(num_bytes)
+        same_size = self._free.get(size_bytes)
+        if same_size:
+            piece = same_size.pop()
+            if not same_size:
+                self._forget_size(size_bytes)
+        else:
+            found = self._find(size_bytes)
+            if found is None:
+                self._refuse(num_bytes)
+                return None
+            piece = found
+        piece.is_free = False
+        stats = self.stats
+        stats.in_use_bytes += size_bytes
+        if stats.in_use_bytes > stats.peak_in_use_bytes:
+            stats.peak_in_use_bytes = stats.in_use_bytes
+        view = piece.view
+        if view is None or view.nbytes != num_bytes:
+            view = piece.base[piece.offset : piece.offset + num_bytes]
+            piece.view = view
+        return HostRegion(self, piece, view, num_bytes)
+
+    def free(self, region: HostRegion, after: Event | None) -> None:
+        """Take a region back; its bytes may be lent again at once.
+
+        Args:
+            region: what `allocate` returned.
+            after: the event behind the last H2D copy out of it; None when there was none, which
+                leaves the former users' event in force. All events must be of one stream, and
+                regions be freed in the order of their events: the event freed last then stands
+                for those before it when neighbours are joined.
+
+        Raises:
+            ValueError: the region is another pool's, or was freed before.
+        """
+        piece = region._piece
+        if region._pool is not self:
+            raise ValueError(f"{region!r} belongs to another host pool")
+        if piece is None:
+            raise ValueError(f"{region!r} was freed before")
+        region._piece = None
+        self.stats.in_use_bytes -= piece.num_bytes
+        if self._is_closed:
+            return
+        if after is not None:
+            self._num_frees += 1
+            piece.event = after
+            piece.sequence = self._num_frees
+        piece.is_free = True
+        self._may_coalesce = True
+        self._keep(piece)
+
+    def shrink(self) -> int:
+        """Give back every slab that is wholly free and whose last H2D copies are done.
+
+        Also forgets pinning failures, so that the next request tries again.
+
+        Returns:
+            The number of bytes given back.
+        """
+        self._coalesce()
+        kept = []
+        given_back_bytes = 0
+        for slab in self._slabs:
+            piece = slab.first
+            if piece.is_free and piece.next is None and self._is_over(piece.event):
+                given_back_bytes += slab.num_bytes
+            else:
+                kept.append(slab)
+        if given_back_bytes:
+            self._slabs = kept
+            self._index_free_pieces()
+            self.stats.slab_bytes_total -= given_back_bytes
+            self.stats.num_slabs = len(kept)
+        self._unpinnable_bytes = None
+        return given_back_bytes
+
+    def close(self) -> None:
+        """Wait for the copies under way and give all slabs back. Twice is fine.
+
+        A region that is still out keeps its slab alive, and may be freed late.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._backend.sync_copies()
+        self._slabs.clear()
+        self._free.clear()
+        self._sizes.clear()
+        self.stats.slab_bytes_total = 0
+        self.stats.num_slabs = 0
+
+    def __enter__(self) -> HostPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Where a piece comes from when none of its exact size is free.
+
+    def _find(self, size_bytes: int) -> _Piece | None:
+        """Cut a piece out of the smallest larger one, after coalescing, or out of a new slab."""
+        piece = self._cut_best_fit(size_bytes)
+        if piece is None and self._may_coalesce:
+            self._coalesce()
+            piece = self._cut_best_fit(size_bytes)
+        if piece is None and self._add_slab(size_bytes):
+            piece = self._cut_best_fit(size_bytes)
+        return piece
+
+    def _cut_best_fit(self, size_bytes: int) -> _Piece | None:
+        at = bisect_left(self._sizes, size_bytes)
+        if at == len(self._sizes):
+            return None
+        found_bytes = self._sizes[at]
+        same_size = self._free[found_bytes]
+        piece = same_size.pop()
+        if not same_size:
+            self._forget_size(found_bytes)
+        if found_bytes > size_bytes:
+            rest = _Piece(piece.base, piece.offset + size_bytes, found_bytes - size_bytes)
+            rest.event, rest.sequence = piece.event, piece.sequence
+            rest.next, piece.next = piece.next, rest
+            piece.num_bytes = size_bytes
+            piece.view = None
+            self._keep(rest)
+        return piece
+
+    def _keep(self, piece: _Piece) -> None:
+        same_size = self._free.get(piece.num_bytes)
+        if same_size is None:
+            self._free[piece.num_bytes] = same_size = []
+        if not same_size:
+            insort(self._sizes, piece.num_bytes)
+        same_size.append(piece)
+
+    def _forget_size(self, size_bytes: int) -> None:
+        del self._sizes[bisect_left(self._sizes, size_bytes)]
+
+    def _coalesce(self) -> None:
+        """Join free neighbours; the joined piece has the newest of their events."""
+        if not self._may_coalesce:
+            return
+        self._may_coalesce = False
+        for slab in self._slabs:
+            piece: _Piece | None = slab.first
+            while piece is not None:
+                neighbour = piece.next
+                if neighbour is None or not (piece.is_free and neighbour.is_free):
+                    piece = neighbour
+                    continue
+                piece.num_bytes += neighbour.num_bytes
+                piece.next = neighbour.next
+                piece.view = None
+                if neighbour.sequence > piece.sequence:
+                    piece.event, piece.sequence = neighbour.event, neighbour.sequence
+        self._index_free_pieces()
+
+    def _index_free_pieces(self) -> None:
+        self._free.clear()
+        for slab in self._slabs:
+            piece: _Piece | None = slab.first
+            while piece is not None:
+                if piece.is_free:
+                    self._free.setdefault(piece.num_bytes, []).append(piece)
+                piece = piece.next
+        self._sizes = sorted(self._free)
+
+    def _add_slab(self, size_bytes: int) -> bool:
+        """Pin a slab that holds ``size_bytes``: a full one, else just what was asked."""
+        room_bytes = self.cap_bytes - self.stats.slab_bytes_total
+        room_bytes -= room_bytes % ALIGNMENT_BYTES
+        if size_bytes > room_bytes:
+            return False
+        largest_bytes = max(size_bytes, min(self._slab_bytes, room_bytes))
+        return self._pin(largest_bytes) or (largest_bytes > size_bytes and self._pin(size_bytes))
+
+    def _pin(self, num_bytes: int) -> bool:
+        if self._unpinnable_bytes is not None and num_bytes >= self._unpinnable_bytes:
+            return False
+        try:
+            tensor = self._backend.empty_host(num_bytes)
+        except (RuntimeError, MemoryError) as error:
+            self.last_pin_error = error
+            self.stats.num_pin_failures += 1
+            self._unpinnable_bytes = num_bytes
+            return False
+        slab = _Slab(tensor, num_bytes)
+        self._slabs.append(slab)
+        self._keep(slab.first)
+        stats = self.stats
+        stats.num_slabs += 1
+        stats.slab_bytes_total += num_bytes
+        stats.peak_slab_bytes = max(stats.peak_slab_bytes, stats.slab_bytes_total)
+        return True
+
+    def _refuse(self, num_bytes: int) -> None:
+        self.stats.num_refused += 1
+        self.stats.refused_bytes += num_bytes
+        if self._has_warned:
+            return
+        self._has_warned = True
+        over_cap = self.stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes
+        if over_cap or self.last_pin_error is None:
+            _logger.warning(
+                "host pool is full: asked %s, %s in use, %s of %s pinned; the tensors stay on the "
+                "device (raise host_memory_bytes or lower the fraction)",
+                _readable(num_bytes),
+                _readable(self.stats.in_use_bytes),
+                _readable(self.stats.slab_bytes_total),
+                _readable(self.cap_bytes),
+            )
+        else:
+            _logger.warning(
+                "host memory can't be pinned: asked %s, %s pinned, error: %s; the tensors stay on "
+                "the device (lower host_memory_bytes or host_slab_bytes, or raise ulimit -l)",
+                _readable(num_bytes),
+                _readable(self.stats.slab_bytes_total),
+                self.last_pin_error,
+            )
+
+    def _is_over(self, event: Event | None) -> bool:
+        return event is None or self._backend.is_done(event)
+
+
+def default_cap_bytes(
+    environ: Mapping[str, str] | None = None,
+    *,
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """Return half of the memory that the machine has free, shared by its local ranks, in bytes.
+
+    A control group's limit counts where there is one; its page cache, which it can drop, does not.
+
+    Args:
+        environ: where ``LOCAL_WORLD_SIZE`` stands; None takes the process's environment.
+        meminfo: the kernel's account of the machine's memory.
+        cgroup: the folder of the control group (version 2) that this process is in.
+
+    Raises:
+        ConfigError: ``LOCAL_WORLD_SIZE`` is not a positive integer.
+    """
+    text = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1")
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ConfigError(f"LOCAL_WORLD_SIZE must be a positive integer, got {text!r}")
+    free_bytes = _machine_free_bytes(meminfo)
+    limit_bytes = _read_int(cgroup / "memory.max")
+    used_bytes = _read_int(cgroup / "memory.current")
+    if limit_bytes is not None and used_bytes is not None:
+        cached_bytes = _read_field(cgroup / "memory.stat", "inactive_file") or 0
+        free_bytes = min(free_bytes, max(limit_bytes - used_bytes + cached_bytes, 0))
+    return free_bytes // 2 // int(text)
+
+
+def _machine_free_bytes(meminfo: Path) -> int:
+    available_kib = _read_field(meminfo, "MemAvailable:")
+    if available_kib is not None:
+        return available_kib * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read_text(path: Path) -> str:
+    """Return a small file's text, empty where there is no such file."""
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _read_int(path: Path) -> int | None:
+    """Return the integer that a file holds; None for no file or another word, such as "max"."""
+    text = _read_text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read_field(path: Path, name: str) -> int | None:
+    """Return the integer behind ``name`` in a file of one name and one number a line."""
+    for line in _read_text(path).splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == name and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _readable(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -1,0 +1,329 @@
+"""Device memory for reloaded tensors, and the documented `GPUTensorPool`.
+
+Owns which freed device tensors are kept for reuse (`FreeList`), and the event of their last
+consumer (W6; the engine makes the wait, with the event that `TensorPool.allocate` returns). Must
+not know groups, and knows the device through `megatron_offload.backends.base` alone.
+
+Invariants:
+
+- Kept tensors never hold more bytes than the bound.
+- `TensorPool` keeps a tensor only if nothing else holds its storage: no view of a former life can
+  see the bytes of the next.
+
+The pools serve one thread. Read next: `megatron_offload.memory.host_pool`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from megatron_offload.backends.base import Backend, Event
+
+__all__ = ["FreeList", "GPUTensorPool", "OffloadTensorPool", "TensorPool", "TensorPoolStats"]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class FreeList(Generic[K, V]):
+    """Free items by key, first in first out, bounded by bytes.
+
+    Args:
+        limit_bytes: most bytes that may lie here; None sets no bound.
+
+    Raises:
+        ValueError: the bound is negative.
+    """
+
+    __slots__ = ("_items", "limit_bytes", "num_bytes")
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        if limit_bytes is not None and limit_bytes < 0:
+            raise ValueError(f"a bound can't be negative, got {limit_bytes} bytes")
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self._items: dict[K, deque[tuple[V, int]]] = {}
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether an item of ``num_bytes`` may be put here now."""
+        return self.limit_bytes is None or self.num_bytes + num_bytes <= self.limit_bytes
+
+    def put(self, key: K, item: V, num_bytes: int) -> bool:
+        """Keep ``item`` if the bound allows it; return whether it was kept."""
+        if not self.has_room(num_bytes):
+            return False
+        self._items.setdefault(key, deque()).append((item, num_bytes))
+        self.num_bytes += num_bytes
+        return True
+
+    def take(self, key: K) -> V | None:
+        """Return the item of ``key`` that has lain here longest, or None."""
+        items = self._items.get(key)
+        if not items:
+            return None
+        item, num_bytes = items.popleft()
+        self.num_bytes -= num_bytes
+        return item
+
+    def count(self, key: K) -> int:
+        """Return how many items of ``key`` lie here."""
+        return len(self._items.get(key, ()))
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._items.clear()
+        self.num_bytes = 0
+
+
+@dataclass(slots=True)
+class TensorPoolStats:
+    """What a `TensorPool` has lent and what it keeps."""
+
+    in_use_bytes: int = 0
+    """Bytes allocated and not freed."""
+
+    peak_in_use_bytes: int = 0
+    """High-water mark of `in_use_bytes`."""
+
+    retained_bytes: int = 0
+    """Bytes of freed tensors that are kept for reuse."""
+
+    num_fresh: int = 0
+    """Requests served with new memory."""
+
+    num_reused: int = 0
+    """Requests served with a kept tensor."""
+
+    num_dropped: int = 0
+    """Freed tensors that were not kept: no room, or someone else holds their storage."""
+
+
+class TensorPool:
+    """Lends device memory for reloads, by bytes.
+
+    Args:
+        backend: allocates the memory and records the events.
+        retained_bytes: most bytes of freed tensors to keep; 0 hands all back to the allocator.
+
+    Raises:
+        ValueError: ``retained_bytes`` is negative.
+    """
+
+    def __init__(self, backend: Backend, *, retained_bytes: int) -> None:
+        self.stats = TensorPoolStats()
+        self._backend = backend
+        self._kept: FreeList[int, tuple[torch.Tensor, Event]] = FreeList(retained_bytes)
+        # Lent tensors: the address of their storage and their bytes. An address is not reused
+        # while its tensor lives; a tensor dropped without `free` is noticed when it is.
+        self._lent: dict[int, int] = {}
+        # How many holders a storage has, as counted here, when one tensor alone uses it.
+        self._lone_holders = _num_holders(torch.empty(1, dtype=torch.uint8))
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, Event | None]:
+        """Lend a flat uint8 tensor of ``num_bytes``.
+
+        Returns:
+            The tensor, and the event that the first write from another stream has to wait for
+            (W6): the last consumer's for a kept tensor, else the compute stream's present point.
+
+        Raises:
+            ValueError: ``num_bytes`` is not positive.
+            RuntimeError: the device is out of memory.
+        """
+        if num_bytes < 1:
+            raise ValueError(f"a tensor has at least one byte, got {num_bytes}")
+        stats = self.stats
+        kept = self._kept.take(num_bytes)
+        if kept is not None:
+            tensor, event = kept
+            stats.num_reused += 1
+            stats.retained_bytes = self._kept.num_bytes
+        else:
+            tensor = self._backend.empty_device(num_bytes)
+            event = self._backend.record(self._backend.compute_stream())
+            stats.num_fresh += 1
+        identity = tensor.untyped_storage()._cdata
+        stats.in_use_bytes += num_bytes - self._lent.get(identity, 0)
+        self._lent[identity] = num_bytes
+        stats.peak_in_use_bytes = max(stats.peak_in_use_bytes, stats.in_use_bytes)
+        return tensor, event
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Take a tensor back after its last consumer was queued on the compute stream.
+
+        It is kept if there is room and nothing else holds its storage. Else it is dropped here;
+        whoever holds it decides how long it lives.
+
+        Raises:
+            ValueError: the tensor was not lent by this pool, or was freed before.
+        """
+        num_bytes = self._lent.pop(tensor.untyped_storage()._cdata, None)
+        if num_bytes is None:
+            raise ValueError(
+                f"a tensor of {tensor.nbytes} bytes was freed that this pool has not lent, or that "
+                "was freed before"
+            )
+        stats = self.stats
+        stats.in_use_bytes -= num_bytes
+        if self._kept.has_room(num_bytes) and _num_holders(tensor) <= self._lone_holders:
+            backend = self._backend
+            self._kept.put(num_bytes, (tensor, backend.record(backend.compute_stream())), num_bytes)
+            stats.retained_bytes = self._kept.num_bytes
+        else:
+            stats.num_dropped += 1
+
+    def clear(self) -> None:
+        """Hand all kept tensors back to the allocator; what is lent stays lent."""
+        self._kept.clear()
+        self.stats.retained_bytes = 0
+
+
+class GPUTensorPool:
+    """The documented pool of tensors by shape and dtype, for user code and Megatron's call sites.
+
+    Args:
+        device: where tensors are made.
+        pin_memory: make page-locked CPU tensors.
+        retained_bytes: most bytes of free tensors to keep; what is freed beyond is dropped. None,
+            the documented behaviour, keeps them all until `clear`.
+
+    Reuse is ordered by the stream that allocates and frees; for use across streams there is
+    `TensorPool`.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        pin_memory: bool = False,
+        *,
+        retained_bytes: int | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.pin_memory = pin_memory
+        self._free: FreeList[_Key, torch.Tensor] = FreeList(retained_bytes)
+        # Lent tensors by identity, for each key that was ever asked for.
+        self._lent: dict[_Key, dict[int, torch.Tensor]] = {}
+        self._stats = dict.fromkeys(_STATS, 0)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a tensor of ``shape``, a free one if there is any; its content is undefined.
+
+        Raises:
+            RuntimeError: the device is out of memory.
+        """
+        key = (tuple(shape), dtype)
+        self._stats["allocation_requests"] += 1
+        tensor = self._free.take(key)
+        if tensor is None:
+            tensor = torch.empty(
+                key[0], dtype=dtype, device=self.device, pin_memory=self.pin_memory
+            )
+            self._stats["pool_misses"] += 1
+            self._stats["total_allocated"] += 1
+        else:
+            self._stats["pool_hits"] += 1
+        self._lent.setdefault(key, {})[id(tensor)] = tensor
+        self._stats["current_in_use"] += 1
+        return tensor
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Take a tensor back for reuse.
+
+        Raises:
+            ValueError: the tensor was not lent by this pool, or was freed before.
+        """
+        key = (tuple(tensor.shape), tensor.dtype)
+        self._stats["free_requests"] += 1
+        lent = self._lent.get(key)
+        if lent is None:
+            raise ValueError(
+                f"no tensor of shape {key[0]} and dtype {tensor.dtype} was ever allocated here; "
+                f"known are {sorted(map(str, self._lent))}"
+            )
+        if lent.pop(id(tensor), None) is None:
+            raise ValueError(
+                f"this tensor of shape {key[0]} and dtype {tensor.dtype} doesn't belong to this "
+                "pool, or was freed before"
+            )
+        self._free.put(key, tensor, tensor.nbytes)
+        self._stats["current_in_use"] -= 1
+
+    def get_pool_status(
+        self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> dict[str, Any]:
+        """Describe one shape and dtype, or everything.
+
+        Returns:
+            With a shape: ``shape``, ``dtype``, ``total_count``, ``allocated_count``,
+            ``free_count`` and ``utilization`` in percent. Without: ``global_stats``, the counters,
+            and ``pools``, the former for each (shape, dtype).
+
+        Raises:
+            ValueError: a shape without a dtype, or one that was never asked for.
+        """
+        if shape is None:
+            return {
+                "global_stats": dict(self._stats),
+                "pools": {key: self.get_pool_status(*key) for key in self._lent},
+            }
+        if dtype is None:
+            raise ValueError("a shape needs its dtype: get_pool_status(shape, dtype)")
+        key = (tuple(shape), dtype)
+        if key not in self._lent:
+            raise ValueError(f"no pool exists for shape {key[0]} and dtype {dtype}")
+        num_lent, num_free = len(self._lent[key]), self._free.count(key)
+        total = num_lent + num_free
+        return {
+            "shape": key[0],
+            "dtype": dtype,
+            "total_count": total,
+            "allocated_count": num_lent,
+            "free_count": num_free,
+            "utilization": 100 * num_lent / total if total else 0,
+        }
+
+    def reset(self) -> None:
+        """Mark all tensors as free, those still out too.
+
+        Whoever holds one of them shares its memory with its next user from here on, and freeing
+        it is a second free (ValueError). The counters of the past stay.
+        """
+        for key, lent in self._lent.items():
+            for tensor in lent.values():
+                self._free.put(key, tensor, tensor.nbytes)
+            lent.clear()
+        self._stats["current_in_use"] = 0
+
+    def clear(self) -> None:
+        """Forget everything: free memory goes back to the allocator at once.
+
+        Tensors still out live as long as someone holds them, and are strangers here afterwards.
+        """
+        self._free.clear()
+        self._lent.clear()
+        self._stats["current_in_use"] = 0
+
+
+OffloadTensorPool = GPUTensorPool
+"""The name in Megatron-core 0.19."""
+
+_Key = tuple[tuple[int, ...], torch.dtype]
+
+_STATS = (
+    "total_allocated",
+    "current_in_use",
+    "allocation_requests",
+    "free_requests",
+    "pool_hits",
+    "pool_misses",
+)
+
+
+def _num_holders(tensor: torch.Tensor) -> int:
+    """Return how many hold the tensor's storage; the count includes the question itself."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

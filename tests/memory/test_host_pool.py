@@ -1,0 +1,430 @@
+import gc
+import logging
+import random
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_offload.backends.base import Wait
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.config import SimulatedConfig
+from megatron_offload.errors import ConfigError
+from megatron_offload.memory.host_pool import ALIGNMENT_BYTES, HostPool, default_cap_bytes
+
+KIB = 1024
+
+
+class Unpinnable(SimulatedBackend):
+    """Refuses to pin more than ``limit_bytes`` at a time."""
+
+    def __init__(self, limit_bytes, error=RuntimeError):
+        super().__init__(SimulatedConfig())
+        self.limit_bytes = limit_bytes
+        self.error = error
+        self.asked = []
+
+    def empty_host(self, num_bytes):
+        self.asked.append(num_bytes)
+        if num_bytes > self.limit_bytes:
+            raise self.error("cannot pin")
+        return super().empty_host(num_bytes)
+
+
+@pytest.fixture
+def backend():
+    return SimulatedBackend(SimulatedConfig())
+
+
+def make(backend, slab=64 * KIB, cap=1024 * KIB):
+    return HostPool(backend, slab_bytes=slab, cap_bytes=cap)
+
+
+def h2d_event(backend):
+    """An event behind a copy that has not happened."""
+    host, target = backend.empty_host(8), backend.empty_device(8)
+    backend.wait(backend.h2d_stream, backend.record(backend.compute_stream()), Wait.W6)
+    backend.copy([(target, host)], backend.h2d_stream, "x")
+    return backend.record(backend.h2d_stream)
+
+
+def span(region):
+    start = region.tensor.data_ptr()
+    return start, start + region.num_bytes
+
+
+# Lending.
+
+
+def test_a_region_is_a_flat_view_of_exactly_what_was_asked(backend):
+    region = make(backend).allocate(1000)
+    assert region.num_bytes == 1000
+    assert region.tensor.shape == (1000,)
+    assert region.tensor.dtype is torch.uint8
+    assert region.ready_event is None
+
+
+def test_regions_are_aligned_within_one_slab(backend):
+    pool = make(backend)
+    regions = [pool.allocate(size) for size in (1, 513, 1024, 7)]
+    first = span(regions[0])[0]
+    assert [span(region)[0] - first for region in regions] == [0, 512, 1536, 2560]
+    assert pool.stats.num_slabs == 1
+    assert pool.stats.in_use_bytes == 512 + 1024 + 1024 + 512
+
+
+def test_a_request_larger_than_a_slab_gets_one_of_its_own(backend):
+    pool = make(backend)
+    pool.allocate(100 * KIB + 1)
+    assert pool.stats.slab_bytes_total == 100 * KIB + ALIGNMENT_BYTES
+    assert pool.stats.num_slabs == 1
+
+
+def test_freed_bytes_of_the_same_size_are_lent_again(backend):
+    pool = make(backend)
+    region, _ = pool.allocate(1000), pool.allocate(5000)
+    place = span(region)
+    pool.free(region, None)
+    assert span(pool.allocate(1000)) == place
+
+
+def test_a_reused_region_of_another_length_has_that_length(backend):
+    pool = make(backend)
+    pool.free(pool.allocate(1000), None)
+    assert pool.allocate(600).tensor.nbytes == 600
+
+
+def test_the_smallest_piece_that_is_large_enough_is_cut(backend):
+    pool = make(backend)
+    sizes = (8 * KIB, 512, 2 * KIB, 512, 4 * KIB, 512)
+    regions = [pool.allocate(size) for size in sizes]
+    places = [span(region) for region in regions]
+    for index in (0, 2, 4):
+        pool.free(regions[index], None)
+    assert span(pool.allocate(3 * KIB))[0] == places[4][0]
+
+
+def test_free_neighbours_are_joined_before_a_slab_is_added(backend):
+    pool = make(backend)
+    regions = [pool.allocate(16 * KIB) for _ in range(4)]
+    for index in (2, 0, 1):
+        pool.free(regions[index], None)
+    assert pool.allocate(48 * KIB) is not None
+    assert pool.stats.num_slabs == 1
+
+
+# W5: behind which event bytes may be overwritten.
+
+
+def test_the_next_user_gets_the_event_of_the_last(backend):
+    pool, event = make(backend), h2d_event(backend)
+    pool.free(pool.allocate(1000), event)
+    assert pool.allocate(1000).ready_event is event
+
+
+def test_an_unused_region_passes_on_the_event_it_came_with(backend):
+    pool, event = make(backend), h2d_event(backend)
+    pool.free(pool.allocate(1000), event)
+    pool.free(pool.allocate(1000), None)
+    assert pool.allocate(1000).ready_event is event
+
+
+def test_both_parts_of_a_cut_piece_keep_the_event(backend):
+    pool, event = make(backend, slab=2 * KIB), h2d_event(backend)
+    pool.free(pool.allocate(2 * KIB), event)
+    assert [pool.allocate(KIB).ready_event for _ in range(2)] == [event, event]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_joined_pieces_have_the_event_that_was_freed_last(backend, order):
+    pool = make(backend, slab=3 * KIB)
+    regions = [pool.allocate(KIB) for _ in range(3)]
+    for index in order:
+        newest = h2d_event(backend)
+        pool.free(regions[index], newest)
+    assert pool.allocate(3 * KIB).ready_event is newest
+
+
+def test_waiting_for_the_ready_event_satisfies_the_simulation():
+    backend = SimulatedBackend(SimulatedConfig(copy_timing="late"), on_hazard="raise")
+    pool = make(backend, slab=2 * KIB)
+    target = backend.empty_device(2 * KIB)
+    for sizes in ((2 * KIB,), (KIB, KIB), (2 * KIB,)):
+        regions = [pool.allocate(size) for size in sizes]
+        for region in regions:
+            if region.ready_event is not None:
+                backend.wait(backend.d2h_stream, region.ready_event, Wait.W5)
+            source = torch.zeros(region.num_bytes, dtype=torch.uint8)
+            backend.copy([(region.tensor, source)], backend.d2h_stream, "out")
+        backend.wait(backend.h2d_stream, backend.record(backend.d2h_stream), Wait.W3)
+        backend.wait(backend.h2d_stream, backend.record(backend.compute_stream()), Wait.W6)
+        for region in regions:
+            part = target[: region.num_bytes]
+            backend.copy([(part, region.tensor)], backend.h2d_stream, "in")
+            pool.free(region, backend.record(backend.h2d_stream))
+
+
+# The cap, and pinning that fails.
+
+
+def test_over_the_cap_the_answer_is_none_and_counted(backend):
+    pool = make(backend, slab=4 * KIB, cap=8 * KIB)
+    assert pool.allocate(4 * KIB) is not None
+    assert pool.allocate(4 * KIB) is not None
+    assert pool.allocate(1000) is None
+    assert pool.allocate(100 * KIB) is None
+    assert (pool.stats.num_refused, pool.stats.refused_bytes) == (2, 1000 + 100 * KIB)
+    assert pool.stats.slab_bytes_total == 8 * KIB
+
+
+def test_the_last_slab_is_as_large_as_the_cap_allows(backend):
+    pool = make(backend, slab=4 * KIB, cap=6 * KIB + 100)
+    assert pool.allocate(4 * KIB) is not None
+    assert pool.allocate(2 * KIB) is not None
+    assert pool.stats.slab_bytes_total == 6 * KIB
+
+
+def test_a_cap_of_nothing_lends_nothing(backend):
+    assert make(backend, cap=0).allocate(1) is None
+
+
+def test_a_full_pool_warns_once_with_its_numbers(backend, caplog):
+    pool = make(backend, slab=4 * KIB, cap=4 * KIB)
+    with caplog.at_level(logging.WARNING):
+        pool.allocate(KIB)
+        pool.allocate(8 * KIB)
+        pool.allocate(9 * KIB)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "host pool is full: asked 8.0 KiB, 1.0 KiB in use, 4.0 KiB of 4.0 KiB pinned; the tensors "
+        "stay on the device (raise host_memory_bytes or lower the fraction)"
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_memory_that_can_t_be_pinned_is_an_answer_not_an_error(error, caplog):
+    backend = Unpinnable(0, error)
+    pool = make(backend)
+    assert pool.allocate(1000) is None
+    assert isinstance(pool.last_pin_error, error)
+    assert pool.stats.num_refused == 1
+    (record,) = caplog.records
+    assert "can't be pinned" in record.getMessage()
+    assert "cannot pin" in record.getMessage()
+
+
+def test_what_could_not_be_pinned_is_not_tried_again_until_shrink():
+    backend = Unpinnable(0)
+    pool = make(backend)
+    pool.allocate(1000)
+    tried = len(backend.asked)
+    pool.allocate(1000)
+    assert len(backend.asked) == tried
+    backend.limit_bytes = 1024 * KIB
+    pool.shrink()
+    assert pool.allocate(1000) is not None
+
+
+def test_a_smaller_slab_is_tried_when_a_full_one_can_t_be_pinned():
+    backend = Unpinnable(8 * KIB)
+    pool = make(backend)
+    assert pool.allocate(6 * KIB) is not None
+    assert backend.asked == [64 * KIB, 6 * KIB]
+    assert pool.stats.num_pin_failures == 1
+    assert pool.stats.num_refused == 0
+
+
+# Giving back.
+
+
+def test_shrink_gives_back_slabs_that_are_wholly_free(backend):
+    pool = make(backend, slab=4 * KIB)
+    regions = [pool.allocate(2 * KIB) for _ in range(4)]
+    for region in regions[:3]:
+        pool.free(region, None)
+    assert pool.shrink() == 4 * KIB
+    assert (pool.stats.slab_bytes_total, pool.stats.num_slabs) == (4 * KIB, 1)
+    assert pool.stats.peak_slab_bytes == 8 * KIB
+    assert pool.allocate(2 * KIB) is not None
+    assert pool.stats.num_slabs == 1
+
+
+def test_shrink_keeps_a_slab_whose_last_copy_is_under_way(backend):
+    pool, event = make(backend), h2d_event(backend)
+    pool.free(pool.allocate(1000), event)
+    assert pool.shrink() == 0
+    backend.sync_event(event)
+    assert pool.shrink() == 64 * KIB
+
+
+def test_a_slab_given_back_is_freed_at_once(backend):
+    pinned = []
+    original = backend.empty_host
+
+    def remember(num_bytes):
+        tensor = original(num_bytes)
+        pinned.append(weakref.ref(tensor))
+        return tensor
+
+    backend.empty_host = remember
+    pool = make(backend)
+    gc.disable()
+    try:
+        pool.free(pool.allocate(1000), None)
+        pool.shrink()
+        assert pinned[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_closing_twice_is_fine_and_late_frees_too(backend):
+    with make(backend) as pool:
+        region = pool.allocate(1000)
+        region.tensor.fill_(3)
+    pool.close()
+    assert region.tensor.sum() == 3000
+    pool.free(region, None)
+    assert (pool.stats.in_use_bytes, pool.stats.slab_bytes_total) == (0, 0)
+    with pytest.raises(ValueError, match="closed"):
+        pool.allocate(1)
+
+
+def test_closing_waits_for_the_copies_under_way(backend):
+    pool, event = make(backend), h2d_event(backend)
+    pool.free(pool.allocate(1000), event)
+    pool.close()
+    assert backend.is_done(event)
+
+
+# Wrong calls.
+
+
+def test_a_second_free_is_an_error_and_changes_nothing(backend):
+    pool = make(backend)
+    region = pool.allocate(1000)
+    pool.free(region, None)
+    with pytest.raises(ValueError, match="freed before"):
+        pool.free(region, None)
+    assert pool.stats.in_use_bytes == 0
+    first, second = pool.allocate(1000), pool.allocate(1000)
+    assert span(first) != span(second)
+
+
+def test_a_stranger_s_region_is_an_error(backend):
+    pool, other = make(backend), make(backend)
+    region = other.allocate(1000)
+    with pytest.raises(ValueError, match="another host pool"):
+        pool.free(region, None)
+    other.free(region, None)
+
+
+@pytest.mark.parametrize(("slab", "cap"), [(0, 10), (-1, 10), (10, -1)])
+def test_impossible_sizes_are_refused(backend, slab, cap):
+    with pytest.raises(ValueError, match="_bytes"):
+        make(backend, slab, cap)
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1])
+def test_an_empty_region_is_refused(backend, num_bytes):
+    with pytest.raises(ValueError, match="at least one byte"):
+        make(backend).allocate(num_bytes)
+
+
+# The default cap.
+
+
+@pytest.fixture
+def machine(tmp_path):
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    cgroup.mkdir()
+    meminfo.write_text("MemTotal:       4000 kB\nMemAvailable:   2000 kB\n")
+
+    def cap(environ=None):
+        return default_cap_bytes(environ or {}, meminfo=meminfo, cgroup=cgroup)
+
+    cap.cgroup = cgroup
+    return cap
+
+
+def test_the_default_cap_is_half_of_what_is_free(machine):
+    assert machine() == 1000 * KIB
+
+
+def test_local_ranks_share_the_default_cap(machine):
+    assert machine({"LOCAL_WORLD_SIZE": "4"}) == 250 * KIB
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "two", "", " 8", "8.0", "1_0", "²"])
+def test_an_unreadable_local_world_size_is_an_error(machine, text):
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE must be a positive integer"):
+        machine({"LOCAL_WORLD_SIZE": text})
+
+
+def test_the_control_group_s_limit_counts_without_its_page_cache(machine):
+    (machine.cgroup / "memory.max").write_text("1000000\n")
+    (machine.cgroup / "memory.current").write_text("700000\n")
+    assert machine() == 150_000
+    (machine.cgroup / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
+    assert machine() == 200_000
+
+
+def test_a_control_group_without_limit_changes_nothing(machine):
+    (machine.cgroup / "memory.max").write_text("max\n")
+    (machine.cgroup / "memory.current").write_text("700000\n")
+    assert machine() == 1000 * KIB
+
+
+def test_a_control_group_over_its_limit_leaves_nothing(machine):
+    (machine.cgroup / "memory.max").write_text("100\n")
+    (machine.cgroup / "memory.current").write_text("200\n")
+    assert machine() == 0
+
+
+def test_a_machine_without_meminfo_still_has_a_cap(tmp_path):
+    assert default_cap_bytes({}, meminfo=tmp_path / "none", cgroup=tmp_path) > 0
+
+
+def test_without_a_cap_the_pool_takes_the_default(backend, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert HostPool(backend, slab_bytes=KIB, cap_bytes=None).cap_bytes > 0
+
+
+# Everything at once.
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_live_regions_never_overlap_whatever_is_asked(seed):
+    rng = random.Random(seed)
+    backend = SimulatedBackend(SimulatedConfig(copy_timing="eager", check_hazards=False))
+    cap = 256 * KIB
+    pool = make(backend, slab=32 * KIB, cap=cap)
+    event = backend.record(backend.h2d_stream)
+    common = [rng.randint(1, 20 * KIB) for _ in range(5)]
+    live = {}
+    for step in range(1500):
+        if live and rng.random() < 0.48:
+            mark = rng.choice(list(live))
+            region = live.pop(mark)
+            assert bool((region.tensor == mark).all()), f"seed {seed}, step {step}"
+            pool.free(region, event if rng.random() < 0.5 else None)
+        elif len(live) < 250:
+            size = rng.choice(common) if rng.random() < 0.7 else rng.randint(1, 40 * KIB)
+            region = pool.allocate(size)
+            if region is not None:
+                mark = next(value for value in range(256) if value not in live)
+                region.tensor.fill_(mark)
+                live[mark] = region
+        if rng.random() < 0.01:
+            pool.shrink()
+        assert pool.stats.slab_bytes_total <= cap
+        assert pool.stats.in_use_bytes <= pool.stats.slab_bytes_total
+        if step % 50 == 0:
+            spans = sorted(span(region) for region in live.values())
+            assert all(left[1] <= right[0] for left, right in pairwise(spans)), f"seed {seed}"
+    for region in live.values():
+        pool.free(region, None)
+    assert pool.stats.in_use_bytes == 0
+    assert pool.shrink() > 0
+    assert (pool.stats.slab_bytes_total, pool.stats.num_slabs) == (0, 0)
+    assert pool.stats.num_refused > 0

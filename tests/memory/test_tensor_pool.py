@@ -1,0 +1,254 @@
+import pytest
+import torch
+
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.config import SimulatedConfig
+from megatron_offload.memory.tensor_pool import (
+    FreeList,
+    GPUTensorPool,
+    OffloadTensorPool,
+    TensorPool,
+)
+
+UINT8 = torch.uint8
+
+
+@pytest.fixture
+def backend():
+    return SimulatedBackend(SimulatedConfig())
+
+
+# Reload targets.
+
+
+def test_a_target_is_a_flat_tensor_of_the_bytes_asked(backend):
+    tensor, event = TensorPool(backend, retained_bytes=0).allocate(1000)
+    assert (tensor.shape, tensor.dtype) == ((1000,), UINT8)
+    assert event is not None
+
+
+def test_a_fresh_target_waits_for_the_compute_stream_s_present_point(backend):
+    pool = TensorPool(backend, retained_bytes=0)
+    backend.advance_compute(5.0)
+    _, event = pool.allocate(1000)
+    backend.advance_compute(5.0)
+    assert event.time_us == 5.0
+
+
+def test_a_kept_target_waits_for_its_last_consumer_only(backend):
+    pool = TensorPool(backend, retained_bytes=1000)
+    tensor, _ = pool.allocate(1000)
+    place = tensor.data_ptr()
+    backend.advance_compute(5.0)
+    pool.free(tensor)
+    del tensor
+    backend.advance_compute(5.0)
+    again, event = pool.allocate(1000)
+    assert again.data_ptr() == place
+    assert event.time_us == 5.0
+    assert (pool.stats.num_fresh, pool.stats.num_reused) == (1, 1)
+
+
+def test_kept_targets_are_served_in_the_order_they_were_freed(backend):
+    pool = TensorPool(backend, retained_bytes=4000)
+    tensors = [pool.allocate(1000)[0] for _ in range(3)]
+    for tensor in tensors:
+        pool.free(tensor)
+    assert [pool.allocate(1000)[0] is tensor for tensor in tensors] == [True] * 3
+
+
+def test_another_size_is_not_served_from_a_kept_target(backend):
+    pool = TensorPool(backend, retained_bytes=4000)
+    pool.free(pool.allocate(1000)[0])
+    tensor, _ = pool.allocate(999)
+    assert tensor.nbytes == 999
+    assert pool.stats.num_reused == 0
+
+
+def test_kept_bytes_stay_within_the_bound(backend):
+    pool = TensorPool(backend, retained_bytes=2500)
+    tensors = [pool.allocate(1000)[0] for _ in range(4)]
+    while tensors:
+        pool.free(tensors.pop())
+        assert pool.stats.retained_bytes <= 2500
+    assert (pool.stats.retained_bytes, pool.stats.num_dropped) == (2000, 2)
+
+
+def test_nothing_is_kept_without_a_bound_to_keep_it_in(backend):
+    pool = TensorPool(backend, retained_bytes=0)
+    pool.free(pool.allocate(1000)[0])
+    assert (pool.stats.retained_bytes, pool.stats.num_dropped) == (0, 1)
+
+
+def test_a_target_that_someone_still_sees_is_not_kept(backend):
+    pool = TensorPool(backend, retained_bytes=4000)
+    tensor, _ = pool.allocate(1000)
+    view = tensor[:8].view(torch.float32)
+    pool.free(tensor)
+    assert pool.stats.retained_bytes == 0
+    other, _ = pool.allocate(1000)
+    assert other.data_ptr() != view.data_ptr()
+
+
+def test_bytes_in_use_are_counted_with_their_peak(backend):
+    pool = TensorPool(backend, retained_bytes=0)
+    first, second = pool.allocate(1000)[0], pool.allocate(500)[0]
+    pool.free(first)
+    assert (pool.stats.in_use_bytes, pool.stats.peak_in_use_bytes) == (500, 1500)
+    pool.free(second)
+    assert pool.stats.in_use_bytes == 0
+
+
+def test_freeing_a_stranger_or_twice_is_an_error(backend):
+    pool = TensorPool(backend, retained_bytes=4000)
+    tensor, _ = pool.allocate(1000)
+    with pytest.raises(ValueError, match="not lent"):
+        pool.free(torch.empty(1000, dtype=UINT8))
+    pool.free(tensor)
+    with pytest.raises(ValueError, match="freed before"):
+        pool.free(tensor)
+
+
+def test_clear_drops_what_is_kept_and_nothing_else(backend):
+    pool = TensorPool(backend, retained_bytes=4000)
+    kept, lent = pool.allocate(1000)[0], pool.allocate(1000)[0]
+    pool.free(kept)
+    pool.clear()
+    assert (pool.stats.retained_bytes, pool.stats.in_use_bytes) == (0, 1000)
+    pool.free(lent)
+    assert pool.stats.retained_bytes == 1000
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1])
+def test_an_empty_target_is_refused(backend, num_bytes):
+    with pytest.raises(ValueError, match="at least one byte"):
+        TensorPool(backend, retained_bytes=0).allocate(num_bytes)
+
+
+def test_a_negative_bound_is_refused(backend):
+    with pytest.raises(ValueError, match="negative"):
+        TensorPool(backend, retained_bytes=-1)
+
+
+def test_a_free_list_counts_what_lies_in_it():
+    items = FreeList(10)
+    assert items.put("a", 1, 6)
+    assert not items.put("a", 2, 6)
+    assert items.put("b", 3, 4)
+    assert (items.count("a"), items.num_bytes) == (1, 10)
+    assert (items.take("a"), items.take("a")) == (1, None)
+    assert items.num_bytes == 4
+    items.clear()
+    assert (items.num_bytes, items.take("b")) == (0, None)
+
+
+# The documented pool.
+
+
+@pytest.fixture
+def pool():
+    return GPUTensorPool(device="cpu")
+
+
+def test_both_names_are_one_class():
+    assert OffloadTensorPool is GPUTensorPool
+
+
+def test_the_default_device_is_cuda():
+    assert GPUTensorPool().device == torch.device("cuda")
+
+
+def test_a_tensor_has_the_shape_and_dtype_asked(pool):
+    assert pool.allocate((2, 3)).dtype is torch.float32
+    tensor = pool.allocate(torch.Size([2, 3]), dtype=torch.bfloat16)
+    assert (tensor.shape, tensor.dtype) == ((2, 3), torch.bfloat16)
+
+
+def test_a_freed_tensor_is_handed_out_again_for_its_shape_and_dtype_only(pool):
+    tensor = pool.allocate((2, 3))
+    pool.free(tensor)
+    assert pool.allocate((3, 2)) is not tensor
+    assert pool.allocate((2, 3), torch.float16) is not tensor
+    assert pool.allocate((2, 3)) is tensor
+    assert pool.allocate((2, 3)) is not tensor
+
+
+def test_the_status_of_one_shape(pool):
+    tensors = [pool.allocate((2, 3)) for _ in range(4)]
+    pool.free(tensors[0])
+    assert pool.get_pool_status((2, 3), torch.float32) == {
+        "shape": (2, 3),
+        "dtype": torch.float32,
+        "total_count": 4,
+        "allocated_count": 3,
+        "free_count": 1,
+        "utilization": 75.0,
+    }
+
+
+def test_the_status_of_everything(pool):
+    first, _ = pool.allocate((2,)), pool.allocate((3,))
+    pool.free(first)
+    pool.allocate((2,))
+    status = pool.get_pool_status()
+    assert status["global_stats"] == {
+        "total_allocated": 2,
+        "current_in_use": 2,
+        "allocation_requests": 3,
+        "free_requests": 1,
+        "pool_hits": 1,
+        "pool_misses": 2,
+    }
+    assert set(status["pools"]) == {((2,), torch.float32), ((3,), torch.float32)}
+    assert status["pools"][((2,), torch.float32)]["allocated_count"] == 1
+
+
+def test_a_status_needs_a_dtype_and_a_shape_that_was_asked_for(pool):
+    with pytest.raises(ValueError, match="needs its dtype"):
+        pool.get_pool_status((2, 3))
+    with pytest.raises(ValueError, match="no pool exists"):
+        pool.get_pool_status((2, 3), torch.float32)
+
+
+def test_freeing_a_stranger_is_an_error(pool):
+    with pytest.raises(ValueError, match="ever allocated here"):
+        pool.free(torch.empty(2, 3))
+    pool.allocate((2, 3))
+    with pytest.raises(ValueError, match="doesn't belong"):
+        pool.free(torch.empty(2, 3))
+
+
+def test_a_second_free_is_an_error_and_the_tensor_is_not_handed_out_twice(pool):
+    tensor = pool.allocate((2, 3))
+    pool.free(tensor)
+    with pytest.raises(ValueError, match="freed before"):
+        pool.free(tensor)
+    assert pool.allocate((2, 3)) is not pool.allocate((2, 3))
+
+
+def test_reset_marks_all_tensors_free_those_still_out_too(pool):
+    out = [pool.allocate((2, 3)) for _ in range(2)]
+    pool.reset()
+    status = pool.get_pool_status((2, 3), torch.float32)
+    assert (status["free_count"], status["allocated_count"]) == (2, 0)
+    assert pool.get_pool_status()["global_stats"]["current_in_use"] == 0
+    with pytest.raises(ValueError, match="freed before"):
+        pool.free(out[0])
+    assert pool.allocate((2, 3)) is out[0]
+
+
+def test_clear_forgets_everything(pool):
+    tensor = pool.allocate((2, 3))
+    pool.free(pool.allocate((2, 3)))
+    pool.clear()
+    assert pool.get_pool_status()["pools"] == {}
+    with pytest.raises(ValueError, match="ever allocated here"):
+        pool.free(tensor)
+
+
+def test_a_bound_limits_what_free_tensors_hold():
+    pool = GPUTensorPool(device="cpu", retained_bytes=24)
+    tensors = [pool.allocate((2, 3)) for _ in range(3)]
+    for tensor in tensors:
+        pool.free(tensor)
+    assert pool.get_pool_status((2, 3), torch.float32)["total_count"] == 1
