@@ -474,7 +474,10 @@ class SimulatedBackend(Backend):
                 queue.popleft()
                 stream._executed += 1
                 if destination is not None and source is not None:
-                    destination.copy_(source)
+                    if _is_backed(source):
+                        destination.copy_(source)
+                    else:  # its storage was emptied meanwhile: a device would read what is there
+                        destination.fill_(_POISON)
                     stream.copied_bytes += destination.nbytes
                     stream.num_copies += 1
             else:
@@ -568,6 +571,11 @@ class SimulatedBackend(Backend):
 
 
 _INDEX = {"compute": _COMPUTE, "d2h": _D2H, "h2d": _H2D}
+
+
+def _is_backed(region: torch.Tensor) -> bool:
+    """Whether the storage still has the bytes of ``region``."""
+    return region.untyped_storage().nbytes() >= region.storage_offset() + region.nbytes
 
 
 def _merge(stream: SimulatedStream, event: SimulatedEvent) -> None:

@@ -48,6 +48,7 @@ class ChunkOffloadHandler:
         self.vp_stage = vp_stage
         self.min_tensor_bytes = min_tensor_bytes
         self.min_tensor_elements = min_tensor_elements
+        self.max_inflight_groups: int | None = None
         self.groups: list[OffloadGroup] = []
         self.open_groups: list[OffloadGroup] = []
         self.blocks: dict[int, BlockRef] = {}

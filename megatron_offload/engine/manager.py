@@ -58,11 +58,14 @@ class PipelineOffloadManager:
 
     _instance: PipelineOffloadManager | None = None
 
+    instance_class: type[PipelineOffloadManager] | None = None
+    """What `get_instance` makes: the class with the documented names, once that is loaded."""
+
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """Return the process's manager, made at the first call."""
         if PipelineOffloadManager._instance is None:
-            PipelineOffloadManager._instance = cls()
+            PipelineOffloadManager._instance = (PipelineOffloadManager.instance_class or cls)()
         return PipelineOffloadManager._instance
 
     @classmethod
@@ -72,7 +75,11 @@ class PipelineOffloadManager:
         if old is None:
             return
         old.close()
-        PipelineOffloadManager._instance = cls(old.config)
+        new = type(old)(old.config)
+        # Models tell their parameters once, in the first forward of all.
+        new._parameters |= old._parameters
+        new._parameter_storages = None
+        PipelineOffloadManager._instance = new
 
     def __init__(
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
@@ -138,6 +145,9 @@ class PipelineOffloadManager:
         vp_stage: int | None = None,
         pp_rank: int = 0,
         min_tensor_elements: int | None = None,
+        fraction: float | None = None,
+        delta_bytes_across_pp_ranks: int | None = None,
+        max_inflight_groups: int | None = None,
     ) -> ChunkOffloadHandler:
         """Begin the forward of one microbatch on one virtual pipeline stage.
 
@@ -147,23 +157,38 @@ class PipelineOffloadManager:
             min_tensor_elements: smallest tensor that moves, in elements, where a caller has its
                 own limit. The default of ``min_tensor_bytes`` does not apply then, a value that
                 was set does.
+            fraction: a caller's own ``fraction``; what was set in the configuration wins.
+            delta_bytes_across_pp_ranks: a caller's own, likewise.
+            max_inflight_groups: most groups of one name whose device memory is held for their
+                copies; 0 makes the compute stream wait at every commit. None sets no such bound.
         """
         config = self.config
-        keep_bytes = pp_rank * config.delta_bytes_across_pp_ranks
-        if keep_bytes != self.policy.keep_bytes:
-            self.policy = ModulesPolicy(config.fraction, keep_bytes)
+        if fraction is None or "fraction" in config.model_fields_set:
+            fraction = config.fraction
+        delta_bytes = delta_bytes_across_pp_ranks
+        if delta_bytes is None or "delta_bytes_across_pp_ranks" in config.model_fields_set:
+            delta_bytes = int(config.delta_bytes_across_pp_ranks)
+        policy = ModulesPolicy(fraction, pp_rank * delta_bytes)
+        if policy != self.policy:
+            self.policy = policy
         min_tensor_bytes = int(config.min_tensor_bytes)
         if min_tensor_elements is None:
             min_tensor_elements = config.min_tensor_elements
         elif "min_tensor_bytes" not in config.model_fields_set:
             min_tensor_bytes = 0
-        self._chunk = ChunkOffloadHandler(
+        self._chunk = self._make_chunk(vp_stage or 0, min_tensor_bytes, min_tensor_elements)
+        self._chunk.max_inflight_groups = max_inflight_groups
+        return self._chunk
+
+    def _make_chunk(
+        self, vp_stage: int, min_tensor_bytes: int, min_tensor_elements: int
+    ) -> ChunkOffloadHandler:
+        return ChunkOffloadHandler(
             self,
-            vp_stage=vp_stage or 0,
+            vp_stage=vp_stage,
             min_tensor_bytes=min_tensor_bytes,
             min_tensor_elements=min_tensor_elements,
         )
-        return self._chunk
 
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> int:
         """Give a chunk its position in the step, now that it has a group."""
@@ -264,6 +289,8 @@ class PipelineOffloadManager:
             for tensor in forced_released_tensors:
                 self._force_release(group, tensor)
             transfers.offload(group)
+            if group.chunk.max_inflight_groups is not None:
+                transfers.limit_inflight(group.name, group.chunk.max_inflight_groups)
         transfers.stats.of(group.name).num_groups += 1
         transfers.pass_boundary(group.num_bytes)
         prefetcher.advance()

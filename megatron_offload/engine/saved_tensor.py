@@ -54,6 +54,7 @@ class Block:
         low, high: the region's byte range within the storage; grows until the copy is issued.
         aliases: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
+        address: where the storage lay when the copy was issued.
         region: flat uint8 view of the source, from issue to release.
         version: version counter of the source when it was first saved.
         d2h: the event behind the copy to the host, once issued.
@@ -62,6 +63,7 @@ class Block:
 
     __slots__ = (
         "__weakref__",
+        "address",
         "aliases",
         "cancelled",
         "d2h",
@@ -83,6 +85,7 @@ class Block:
         self.group = group
         self.storage_key = storage_key
         self.version = version
+        self.address = 0
         self.low = 0
         self.high = 0
         self.aliases: list[torch.Tensor] = []

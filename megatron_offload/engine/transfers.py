@@ -99,6 +99,7 @@ class Transfers:
                 continue
             block.host = host
             block.region = _region(block)
+            block.address = block.region.data_ptr() - block.low
             if host.ready_event is not None:
                 reused[id(host.ready_event)] = host.ready_event
             backend.note_produced(block.region, group.label)
@@ -129,6 +130,14 @@ class Transfers:
         while self._window and self._window[0].due_bytes < self._passed_bytes:
             self._release(self._window.popleft())
 
+    def limit_inflight(self, name: str, num_groups: int) -> None:
+        """Release from the oldest on until at most ``num_groups`` of this name are in flight."""
+        num_over = sum(entry.group.name == name for entry in self._window) - num_groups
+        while num_over > 0:
+            entry = self._window.popleft()
+            num_over -= entry.group.name == name
+            self._release(entry)
+
     def drain_window(self) -> None:
         """Release everything in flight, in order."""
         while self._window:
@@ -152,8 +161,8 @@ class Transfers:
     def _release_block(self, block: Block) -> None:
         block.region = None
         storage = block.aliases[0].untyped_storage()
-        if storage.nbytes() < block.high:
-            # Someone resized the storage meanwhile, so the copy may have read memory that was no
+        if storage.data_ptr() != block.address:
+            # Someone emptied the storage meanwhile, so the copy may have read memory that was no
             # longer its own. Whoever did it restores the contents before backward.
             self.cancel(block)
             return
@@ -233,6 +242,13 @@ class Transfers:
             num_bytes += block.num_bytes
             self._free_host(block, reload.event)
         self.stats.of(group.name).reloaded_bytes += num_bytes
+
+    def wait_reloads(self, groups: Iterable[OffloadGroup]) -> None:
+        """Make the compute stream wait for the reloads of these groups that are under way."""
+        for group in groups:
+            for block in group.blocks():
+                if block.target is not None:
+                    self._wait_reloaded(block)
 
     def ready_target(self, block: Block) -> torch.Tensor:
         """Return a released block's reload target, ordered before what the program does next.

@@ -129,7 +129,8 @@ class TensorPool:
 
         Returns:
             The tensor, and the event that the first write from another stream has to wait for
-            (W6): the last consumer's for a kept tensor, else the compute stream's present point.
+            (W6): the last consumer's for a kept tensor. None for fresh memory, where it is the
+            compute stream's present point, which the caller records once for all it takes.
 
         Raises:
             ValueError: ``num_bytes`` is not positive.
@@ -139,13 +140,13 @@ class TensorPool:
             raise ValueError(f"a tensor has at least one byte, got {num_bytes}")
         stats = self.stats
         kept = self._kept.take(num_bytes)
+        event: Event | None = None
         if kept is not None:
             tensor, event = kept
             stats.num_reused += 1
             stats.retained_bytes = self._kept.num_bytes
         else:
             tensor = self._backend.empty_device(num_bytes)
-            event = self._backend.record(self._backend.compute_stream())
             stats.num_fresh += 1
         identity = tensor.untyped_storage()._cdata
         stats.in_use_bytes += num_bytes - self._lent.get(identity, 0)

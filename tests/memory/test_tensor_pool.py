@@ -24,15 +24,7 @@ def backend():
 def test_a_target_is_a_flat_tensor_of_the_bytes_asked(backend):
     tensor, event = TensorPool(backend, retained_bytes=0).allocate(1000)
     assert (tensor.shape, tensor.dtype) == ((1000,), UINT8)
-    assert event is not None
-
-
-def test_a_fresh_target_waits_for_the_compute_stream_s_present_point(backend):
-    pool = TensorPool(backend, retained_bytes=0)
-    backend.advance_compute(5.0)
-    _, event = pool.allocate(1000)
-    backend.advance_compute(5.0)
-    assert event.time_us == 5.0
+    assert event is None  # fresh: the caller orders it behind the compute stream
 
 
 def test_a_kept_target_waits_for_its_last_consumer_only(backend):

@@ -1,0 +1,304 @@
+"""Tensors that share storage, of any layout, come back exactly as autograd would have kept them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import KIB, TIMINGS, assert_nothing_left, make_manager
+from torch.autograd import Function
+
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.errors import InPlaceModificationError
+
+
+class Keep(Function):
+    """Identity on its first input that saves whatever it is given, and hands it to ``seen``."""
+
+    @staticmethod
+    def forward(ctx, x, seen, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(ctx.saved_tensors)
+        return (grad, None, *[None] * len(ctx.saved_tensors))
+
+
+def make_views():
+    base = torch.arange(4096.0)
+    square = base.view(64, 64)
+    return {
+        "whole": base,
+        "transposed": square.t(),
+        "strided": square[::2, 1::3],
+        "overlapping": base.as_strided((60, 32), (8, 1), 3),
+        "expanded": base[5:69].view(64, 1).expand(64, 9),
+        "offset": base[777:],
+        "middle": base[1000:2000],
+        "scalar": base[17],
+        "zero_size": base[:0],
+        "bytes": base.view(torch.uint8)[3:1001],
+        "non_contiguous": square[:, 10:20],
+        "negative_dimension_order": square.view(4, 16, 64).permute(2, 0, 1),
+    }
+
+
+def offload(manager, tensors, seen, name="group"):
+    """Save ``tensors`` in one group; return the loss whose backward hands them to ``seen``."""
+    x = torch.zeros(1, requires_grad=True)
+    x = start_group(manager, x, name)
+    with manager:
+        y = Keep.apply(x, seen, *tensors)
+    return commit_group(manager, y, name)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("name", make_views())
+def test_a_view_comes_back_with_its_layout_and_values(name, timing):
+    manager, seen = make_manager(timing), []
+    manager.begin_chunk()
+    expected = make_views()[name]
+    loss = offload(manager, [make_views()[name]], seen)
+    loss.backward()
+    (restored,) = seen[0]
+    assert torch.equal(restored, expected)
+    assert restored.stride() == expected.stride()
+    assert restored.dtype == expected.dtype
+    if expected.numel():
+        assert manager.transfers.stats.reloaded_bytes > 0
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_views_of_one_storage_are_copied_once_and_alias_again(timing):
+    manager, seen = make_manager(timing), []
+    manager.begin_chunk()
+    expected = make_views()
+    storage_bytes = 4096 * 4
+    loss = offload(manager, [*make_views_of_one_storage()], seen)
+    assert manager.transfers.stats.offloaded_bytes == storage_bytes
+    loss.backward()
+    restored = dict(zip(expected, seen[0], strict=True))
+    for name, tensor in expected.items():
+        assert torch.equal(restored[name], tensor), name
+    owners = {t.untyped_storage().data_ptr() for t in seen[0] if t.numel()}
+    assert len(owners) == 1
+    base = min(t.data_ptr() - t.storage_offset() * t.itemsize for t in seen[0] if t.numel())
+    for name, tensor in restored.items():
+        if tensor.numel():
+            assert tensor.data_ptr() - base == expected[name].storage_offset() * tensor.itemsize
+
+
+def make_views_of_one_storage():
+    return make_views().values()
+
+
+def test_a_tensor_saved_twice_moves_once():
+    manager, seen = make_manager(), []
+    manager.begin_chunk()
+    x = torch.randn(2048)
+    loss = offload(manager, [x, x, x.view(2, 1024)], seen)
+    assert manager.transfers.stats.offloaded_bytes == x.nbytes
+    del x
+    loss.backward()
+    assert manager.transfers.stats.reloaded_bytes == 2048 * 4
+
+
+def test_only_the_bytes_between_the_first_and_the_last_view_move():
+    manager, seen = make_manager(), []
+    manager.begin_chunk()
+    large = torch.randn(64 * KIB)
+    loss = offload(manager, [large[1024:2048], large[3072:4096]], seen)
+    assert manager.transfers.stats.offloaded_bytes == 3072 * 4
+    expected = large.clone()
+    del large
+    loss.backward()
+    assert torch.equal(seen[0][0], expected[1024:2048])
+    assert torch.equal(seen[0][1], expected[3072:4096])
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("inflight_bytes", [0, 64 * KIB])
+@pytest.mark.parametrize("second_is_a_part", [False, True])
+@pytest.mark.parametrize("keep_alive", [False, True])
+def test_two_groups_may_share_a_storage(timing, inflight_bytes, second_is_a_part, keep_alive):
+    manager, seen = make_manager(timing, max_inflight_bytes=inflight_bytes), []
+    manager.begin_chunk()
+    x = torch.randn(4096)
+    first, second = (x[:4000], x[8:100]) if second_is_a_part else (x[:1000], x[500:])
+    expected = [first.clone(), second.clone()]
+    a = offload(manager, [first], seen, "a")
+    filler = offload(manager, [torch.randn(4096)], [], "filler")
+    b = offload(manager, [second], seen, "b")
+    if not keep_alive:
+        del x, first, second
+    (a + b + filler).backward()
+    restored = sorted((t for (t,) in seen), key=lambda t: -t.numel())
+    for tensor, reference in zip(restored, sorted(expected, key=lambda t: -t.numel()), strict=True):
+        assert torch.equal(tensor, reference)
+    if second_is_a_part:
+        assert manager.transfers.stats.of("b").offloaded_bytes == 0, "already moved by group a"
+
+
+def test_groups_may_nest():
+    manager = make_manager()
+    manager.begin_chunk()
+    seen_outer, seen_inner, seen_late = [], [], []
+    outer, inner, late = torch.randn(1024), torch.randn(2048), torch.randn(512)
+    expected = [t.clone() for t in (outer, inner, late)]
+    x = start_group(manager, torch.zeros(1, requires_grad=True), "outer")
+    with manager:
+        x = Keep.apply(x, seen_outer, outer)
+        x = start_group(manager, x, "inner")
+        with manager:
+            x = Keep.apply(x, seen_inner, inner)
+        x = commit_group(manager, x, "inner")
+        x = Keep.apply(x, seen_late, late)
+    x = commit_group(manager, x, "outer")
+    del outer, inner, late
+    stats = manager.transfers.stats
+    assert stats.of("inner").offloaded_bytes == 2048 * 4
+    assert stats.of("outer").offloaded_bytes == (1024 + 512) * 4
+    x.backward()
+    for seen, reference in zip((seen_outer, seen_inner, seen_late), expected, strict=True):
+        assert torch.equal(seen[0][0], reference)
+    manager.reset()
+    assert_nothing_left(manager)
+
+
+def test_parameters_and_their_views_never_move():
+    manager, seen = make_manager(), []
+    manager.begin_chunk()
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    flat = torch.randn(4096)
+    in_flat_buffer = torch.nn.Parameter(flat[:2048].view(32, 64))
+    manager.mark_not_offload(in_flat_buffer)
+    loss = offload(manager, [weight, weight.t(), weight[3:], in_flat_buffer.detach(), flat], seen)
+    assert manager.transfers.stats.offloaded_bytes == 0
+    loss.backward()
+    assert torch.equal(seen[0][1], weight.t())
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [("_do_not_offload", True), ("_TE_do_not_offload", True), ("offloading_activation", False)],
+)
+def test_opted_out_tensors_never_move(mark):
+    manager, seen = make_manager(), []
+    manager.begin_chunk()
+    x = torch.randn(1024)
+    setattr(x, *mark)
+    offload(manager, [x], seen).backward()
+    assert manager.transfers.stats.offloaded_bytes == 0
+    assert torch.equal(seen[0][0], x)
+
+
+def test_a_marked_storage_stays_whatever_view_is_saved():
+    manager, seen = make_manager(), []
+    manager.begin_chunk()
+    x = torch.randn(1024)
+    manager.mark_not_offload(x)
+    offload(manager, [x.view(32, 32).t()], seen).backward()
+    assert manager.transfers.stats.offloaded_bytes == 0
+
+
+def test_small_and_unusual_tensors_stay_and_come_back():
+    manager, seen = make_manager(min_tensor_bytes=4096), []
+    manager.begin_chunk()
+    tensors = [
+        torch.randn(1023),
+        torch.randn(64, 64).to_sparse(),
+        torch.randn(2048, dtype=torch.complex64).conj(),
+        torch.empty(4096, device="meta"),
+    ]
+    loss = offload(manager, tensors, seen)
+    assert manager.transfers.stats.offloaded_bytes == 0
+    loss.backward()
+    assert torch.equal(seen[0][0], tensors[0])
+    assert torch.equal(seen[0][2], tensors[2])
+    assert seen[0][2].is_conj()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+)
+def test_bits_survive_whatever_the_dtype(dtype):
+    manager, seen = make_manager(), []
+    manager.begin_chunk()
+    bits = torch.randint(0, 256, (8192,), dtype=torch.uint8)
+    if dtype is torch.bool:
+        bits &= 1
+    tensor = bits.clone().view(dtype)
+    loss = offload(manager, [tensor], seen)
+    del tensor
+    loss.backward()
+    assert torch.equal(seen[0][0].view(torch.uint8), bits)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("when", ["before commit", "while in flight", "after release"])
+def test_a_change_in_place_after_saving_is_the_error_that_autograd_gives(when, timing):
+    inflight_bytes = 64 * KIB if when == "while in flight" else 0
+
+    def program(manager):
+        x = torch.randn(1024)
+        w = torch.ones(1024, requires_grad=True)
+        y = start_group(manager, w, "g") if manager else w
+        with manager or torch.enable_grad():
+            y = y * x
+        if when == "before commit":
+            x.add_(1)
+        y = commit_group(manager, y, "g") if manager else y
+        if when != "before commit":
+            x.add_(1)
+        return y.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        program(None).backward()
+    manager = make_manager(timing, max_inflight_bytes=inflight_bytes)
+    manager.begin_chunk()
+    with pytest.raises(InPlaceModificationError, match="modified by an inplace operation"):
+        program(manager).backward()
+    manager.abort()
+    assert_nothing_left(manager)
+
+
+def test_a_change_in_place_of_an_output_that_is_needed_is_seen_too():
+    manager = make_manager()
+    manager.begin_chunk()
+    x = start_group(manager, torch.randn(1024, requires_grad=True), "g")
+    with manager:
+        y = x.exp()
+    y.add_(1)
+    y = commit_group(manager, y, "g")
+    with pytest.raises(InPlaceModificationError):
+        y.sum().backward()
+
+
+def test_a_storage_that_was_emptied_and_refilled_by_recompute_is_not_taken_from_the_host():
+    # Megatron's recompute frees an output's storage and fills it again just before backward.
+    manager, seen = make_manager(max_inflight_bytes=64 * KIB), []
+    manager.begin_chunk()
+    x = torch.randn(1024)
+    expected = x.clone()
+    loss = offload(manager, [x], seen)
+    x.untyped_storage().resize_(0)
+    filler = offload(manager, [torch.randn(32 * KIB)], [], "filler")
+    x.untyped_storage().resize_(expected.nbytes)
+    with torch.no_grad():
+        x.untyped_storage().copy_(expected.untyped_storage())
+    (loss + filler).backward()
+    assert torch.equal(seen[0][0], expected)
+
+
+def test_a_boundary_returns_an_alias_that_is_no_view():
+    manager = make_manager()
+    manager.begin_chunk()
+    x = torch.randn(8, requires_grad=True).clone()
+    marked = start_group(manager, x, "g")
+    y = commit_group(manager, marked, "g")
+    for tensor in (marked, y):
+        assert tensor._base is None
+        assert tensor.data_ptr() == x.data_ptr()
+        assert tensor.requires_grad

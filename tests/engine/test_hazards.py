@@ -1,0 +1,94 @@
+"""No wrong order of copies can pass: each wait, taken out, is named by the simulation."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from programs import (
+    KIB,
+    TIMINGS,
+    assert_nothing_left,
+    assert_same,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+import megatron_offload
+from megatron_offload.backends.base import Wait
+
+ORDER = one_forward_one_backward(6, depth=3)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
+def test_a_missing_wait_is_named(wait, timing):
+    # A fresh reload target orders H2D behind the compute stream (W6), which has waited for D2H at
+    # the release (W2), so only targets that are kept for reuse leave W3 to stand alone.
+    retained_bytes = 256 * KIB if wait is Wait.W3 else 0
+    manager = make_manager(timing, removed_waits={wait}, retained_device_bytes=retained_bytes)
+    model = make_model()
+    for _ in range(3):
+        run_step(model, manager, ORDER)
+    assert wait in {hazard.wait for hazard in manager.backend.hazards}
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("inflight_bytes", [0, 48 * KIB, None])
+@pytest.mark.parametrize("prefetch_bytes", [0, 64 * KIB, None])
+@pytest.mark.parametrize("retained_bytes", [0, 256 * KIB])
+def test_with_all_waits_nothing_is_reported(timing, inflight_bytes, prefetch_bytes, retained_bytes):
+    model = make_model()
+    expected = run_step(model, None, ORDER)
+    manager = make_manager(
+        timing,
+        max_inflight_bytes=inflight_bytes,
+        prefetch_bytes=prefetch_bytes,
+        retained_device_bytes=retained_bytes,
+    )
+    for _ in range(3):  # a hazard raises
+        assert_same(expected, run_step(model, manager, ORDER))
+        assert_nothing_left(manager)
+    assert manager.last_step.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("wait", "timing"),
+    [
+        (Wait.W4, "late"),
+        (Wait.W5, "eager_d2h_late_h2d"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_missing_wait_spoils_the_gradients_too(wait, timing):
+    model = make_model()
+    expected = run_step(model, None, ORDER)
+    manager = make_manager(timing, removed_waits={wait})
+    results = [run_step(model, manager, ORDER) for _ in range(3)]
+    differs = [
+        not torch.equal(a, b)
+        for result in results
+        for a, b in zip(expected, result, strict=True)
+    ]
+    assert any(differs)
+
+
+def test_every_wait_is_made_at_one_place():
+    calls = Counter()
+    package = Path(megatron_offload.__file__).parent
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "wait":
+                names = [
+                    argument.attr
+                    for argument in node.args
+                    if isinstance(argument, ast.Attribute)
+                    and getattr(argument.value, "id", "") == "Wait"
+                ]
+                calls.update(names)
+    assert calls == {wait.name: 1 for wait in Wait}

@@ -1,0 +1,113 @@
+"""Small training programs whose every order of forwards and backwards is given as data."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import nn
+
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.config import CopyTiming, OffloadConfig, SimulatedConfig
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.manager import PipelineOffloadManager
+
+TIMINGS = get_args(CopyTiming)
+KIB = 1024
+
+
+def make_config(timing="late", *, seed=0, **settings):
+    return OffloadConfig(
+        backend="simulated",
+        simulated=SimulatedConfig(copy_timing=timing, seed=seed),
+        **{
+            "min_tensor_bytes": 0,
+            "host_slab_bytes": 256 * KIB,
+            "host_memory_bytes": 64 * KIB * KIB,
+            "max_inflight_bytes": 0,
+            "prefetch_bytes": 64 * KIB,
+            **settings,
+        },
+    )
+
+
+def make_manager(timing="late", *, seed=0, removed_waits=frozenset(), **settings):
+    config = make_config(timing, seed=seed, **settings)
+    backend = SimulatedBackend(
+        config.simulated,
+        on_hazard="collect" if removed_waits else "raise",
+        removed_waits=frozenset(removed_waits),
+    )
+    return PipelineOffloadManager(config, backend=backend)
+
+
+class Block(nn.Module):
+    """Norm, two linears and an activation, with a residual: a transformer layer's shape."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 2 * width)
+        self.fc2 = nn.Linear(2 * width, width)
+
+    def forward(self, x, manager):
+        residual = x
+        x = start_group(manager, x, "norm") if manager else x
+        with manager or torch.enable_grad():
+            y = self.norm(x)
+        y = start_group(manager, y, "mlp") if manager else y
+        with manager or torch.enable_grad():
+            y = self.fc2(torch.nn.functional.gelu(self.fc1(y)))
+        y = commit_group(manager, y, "mlp") if manager else y
+        y = residual + y
+        return commit_group(manager, y, "norm") if manager else y
+
+
+def make_model(*, layers=3, width=32, seed=0):
+    torch.manual_seed(seed)
+    return nn.ModuleList(Block(width) for _ in range(layers))
+
+
+def one_forward_one_backward(num_microbatches, depth):
+    """Return the order in which a pipeline rank runs its microbatches: 1F1B with a warm-up."""
+    order = [("F", m) for m in range(min(depth, num_microbatches))]
+    for m in range(depth, num_microbatches):
+        order += [("B", m - depth), ("F", m)]
+    return order + [("B", m) for m in range(max(0, num_microbatches - depth), num_microbatches)]
+
+
+def run_step(model, manager, order, *, rows=16, seed=1):
+    """Run one training step and return its losses and all gradients."""
+    width = model[0].norm.normalized_shape[0]
+    for parameter in model.parameters():
+        parameter.grad = None
+    generator = torch.Generator().manual_seed(seed)
+    num_microbatches = 1 + max(m for _, m in order)
+    inputs = [torch.randn(rows, width, generator=generator) for _ in range(num_microbatches)]
+    losses, graphs = {}, {}
+    for action, microbatch in order:
+        if action == "B":
+            graphs.pop(microbatch).backward()
+            continue
+        x = inputs[microbatch].clone().requires_grad_()
+        if manager:
+            manager.begin_chunk()
+        for block in model:
+            x = block(x, manager)
+        graphs[microbatch] = x.square().mean()
+        losses[microbatch] = graphs[microbatch].detach().clone()
+    del x, graphs
+    if manager:
+        manager.reset()
+    return [losses[m] for m in sorted(losses)] + [p.grad.clone() for p in model.parameters()]
+
+
+def assert_same(expected, actual):
+    assert len(expected) == len(actual)
+    for index, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert torch.equal(a, b), f"result {index} of shape {tuple(a.shape)} differs"
+
+
+def assert_nothing_left(manager):
+    assert not any(manager.state_of().values()), manager.state_of()
+    assert manager.host_pool.stats.in_use_bytes == 0
