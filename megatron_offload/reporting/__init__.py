@@ -1,0 +1,1 @@
+"""What happened, for people: tables, plots, traces and meters."""

@@ -1,0 +1,1 @@
+"""The trainer behind ``megatron-offload train`` and ``megatron-offload compare``."""

@@ -1,0 +1,200 @@
+"""Bridges that let megatron-core's model and schedules run on a CPU over gloo.
+
+Owns one thing: while `cpu_bridges` is open, the name ``torch`` inside megatron-core's own modules
+stands for a view of torch whose "current CUDA device" is the CPU. Of torch itself only one method
+is touched: ``Tensor.cuda()`` returns the tensor, because megatron-core calls it on the tied
+embedding. Must not know the engine or the trainer.
+
+Why a view: megatron-core says ``device="cuda"`` and ``torch.cuda.current_device()`` in its
+schedules, its point-to-point communication, its random-state tracker, its gradient buffers and its
+gradient clipping, at different lines in every version; the name it says it through is the same.
+
+A second, smaller gap is not the CPU's but that of any machine without TransformerEngine:
+`recompute_without_transformer_engine`.
+
+Invariant: leaving a context restores every module to what it was. `cpu_bridges` is used only
+without a CUDA device. Read next: `megatron_offload.train.model`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed
+
+__all__ = ["cpu_bridges", "recompute_without_transformer_engine"]
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
+_CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def cpu_bridges() -> Iterator[None]:
+    """Run megatron-core on the CPU inside this context; restores all that it found.
+
+    Import whatever of megatron-core is needed before entering: modules that are loaded later keep
+    the plain torch. Contexts may nest.
+
+    Raises:
+        RuntimeError: there is a CUDA device, so that no bridge is wanted.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("cpu_bridges() is for machines without a CUDA device; this one has one")
+    # The modules that hold the names replaced below must be loaded before the sweep.
+    optimizer_module = importlib.import_module("megatron.core.optimizer.optimizer")
+    random_module = importlib.import_module("megatron.core.tensor_parallel.random")
+
+    view = _cpu_view_of_torch()
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megatron.core") and vars(module).get("torch") is torch:
+                stack.enter_context(_replaced(module, "torch", view))
+        stack.enter_context(_replaced(random_module, "_get_cuda_rng_state", _get_rng_state))
+        stack.enter_context(_replaced(random_module, "_set_cuda_rng_state", _set_rng_state))
+        stack.enter_context(
+            _replaced(optimizer_module, "clip_grad_by_total_norm_fp32", _clip_grad_by_total_norm)
+        )
+        stack.enter_context(_replaced(torch.Tensor, "cuda", _stay))
+        yield
+
+
+@contextlib.contextmanager
+def recompute_without_transformer_engine() -> Iterator[None]:
+    """Let selective recompute of norms run where TransformerEngine is not installed.
+
+    megatron-core's ``CheckpointWithoutOutput`` takes its own default, ``fp8=False``, for "in fp8"
+    and then asks TransformerEngine whether it really is. Here the answer is no.
+    """
+    module = importlib.import_module("megatron.core.tensor_parallel.random")
+    with contextlib.ExitStack() as stack:
+        if not hasattr(module, "FP8GlobalStateManager"):
+            answer = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+            stack.enter_context(_replaced(module, "FP8GlobalStateManager", answer))
+        for name in ("activation_recompute_forward", "fp8_autocast"):
+            if not hasattr(module, name):
+                stack.enter_context(_replaced(module, name, _nothing))
+        yield
+
+
+def _nothing(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _replaced(owner: types.ModuleType | type, name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    found = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if found is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, found)
+
+
+class _View(types.ModuleType):
+    """A module that answers with another module's attributes, except for those set on itself."""
+
+    def __init__(self, module: types.ModuleType, **overrides: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(vars(module), **overrides)
+        self.__dict__["_viewed"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        # Attributes that torch loads on first use are not in its dictionary yet.
+        return getattr(self.__dict__["_viewed"], name)
+
+
+def _cpu_view_of_torch() -> _View:
+    """Return torch with the CPU in the place of the current CUDA device and of its random state.
+
+    The CPU's generator plays the GPU's. What megatron-core takes for the CPU's own stands still, so
+    that it neither warns that the one moved under the other nor restores it over the other.
+    """
+    cuda_random = _View(
+        torch.cuda.random, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state
+    )
+    cuda = _View(
+        torch.cuda,
+        random=cuda_random,
+        current_device=lambda: _CPU,
+        get_rng_state=_get_rng_state,
+        set_rng_state=_set_rng_state,
+        manual_seed=torch.manual_seed,
+        # Asked for, but waited on only where a CUDA graph left an event.
+        current_stream=lambda device=None: None,
+        synchronize=lambda device=None: None,
+    )
+    distributed = _View(torch.distributed, isend=_isend)
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _View(
+        torch,
+        cuda=cuda,
+        distributed=distributed,
+        get_rng_state=lambda: torch.empty(0, dtype=torch.uint8),
+        set_rng_state=lambda new_state: None,
+        **factories,
+    )
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a tensor factory: ``device="cuda"`` means the CPU."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _stay(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor
+
+
+def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Any:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _isend(
+    tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0
+) -> torch.distributed.Work | None:
+    """Send an alias of ``tensor``.
+
+    The schedules empty an output (``output.data = ...``) right after they posted its send. NCCL has
+    the memory recorded on its stream; gloo holds only the tensor object, whose storage would be
+    freed under the send. An alias keeps the storage for as long as the request lives.
+    """
+    return torch.distributed.isend(tensor.detach(), dst, group=group, tag=tag)
+
+
+def _clip_grad_by_total_norm(
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    total_norm: float,
+    use_decoupled_grad: bool = False,
+) -> None:
+    """Scale gradients in place to ``max_norm``; megatron-core's own insists on CUDA tensors."""
+    coefficient = max_norm / (total_norm + 1.0e-6)
+    if coefficient >= 1.0:
+        return
+    name = "decoupled_grad" if use_decoupled_grad else "grad"
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        grad = getattr(parameter, name, None)
+        if grad is not None:
+            grad.detach().mul_(coefficient)

@@ -1,0 +1,354 @@
+"""What a training run is told: model, parallelism, data, optimizer, schedule, run, offload.
+
+Owns `TrainConfig` and every check that needs no device, so that bad input fails before a process is
+started. Must not know torch or megatron-core.
+
+Invariant: a `TrainConfig` that passed `check_ranks` can be started on that many ranks.
+Read next: `megatron_offload.train.launch`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from megatron_offload.config import OffloadConfig, StrictModel, split_modules
+from megatron_offload.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "RECOMPUTE_MODULES",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "check_ranks",
+]
+
+RECOMPUTE_MODULES: tuple[str, ...] = ("core_attn", "layernorm", "mlp")
+"""What selective recompute can leave out of a dense layer."""
+
+BYTE_VOCABULARY = 256
+
+
+class ModelConfig(StrictModel):
+    """A dense GPT. Sizes in elements."""
+
+    layers: int = Field(default=4, ge=1)
+    """Transformer layers over all pipeline ranks."""
+
+    hidden: int = Field(default=128, ge=1)
+    """Width of the residual stream."""
+
+    heads: int = Field(default=4, ge=1)
+    """Attention heads; must divide ``hidden``."""
+
+    query_groups: int | None = Field(default=None, ge=1)
+    """Key/value heads of grouped-query attention; must divide ``heads``. None: as many as heads."""
+
+    ffn: int | None = Field(default=None, ge=1)
+    """Width inside the MLP. None: four times ``hidden``."""
+
+    sequence_length: int = Field(default=128, ge=2)
+    """Tokens in one sequence."""
+
+    vocabulary: int = Field(default=BYTE_VOCABULARY, ge=2)
+    """Tokens that the data may hold: 256 for bytes."""
+
+    pad_vocabulary_to: int = Field(default=128, ge=1)
+    """The embedding's rows are rounded up to a multiple of this."""
+
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Probability of dropping, in attention and in the residual stream."""
+
+    tied_embeddings: bool = False
+    """Share the embedding with the output layer, over the pipeline's first and last rank."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of normalization."""
+
+    position_embedding: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter."""
+
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    """Function inside the MLP; ``swiglu`` is gated."""
+
+    bias: bool = True
+    """Whether linear layers have one."""
+
+    init_std: float = Field(default=0.02, gt=0.0)
+    """Standard deviation of the initial weights."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed a second time in backward instead of being saved."""
+
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """With ``recompute: selective``: any of `RECOMPUTE_MODULES`."""
+
+    layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Whose layers; ``auto`` takes TransformerEngine's on a GPU where it is installed."""
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return -(-self.vocabulary // self.pad_vocabulary_to) * self.pad_vocabulary_to
+
+    def model_post_init(self, _: Any, /) -> None:
+        """Refuse head counts that don't divide, and unknown modules."""
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"model.heads {self.heads} does not divide model.hidden {self.hidden}; "
+                f"choose heads out of {_divisors(self.hidden)}"
+            )
+        if self.query_groups is not None and self.heads % self.query_groups:
+            raise ConfigError(
+                f"model.query_groups {self.query_groups} does not divide model.heads "
+                f"{self.heads}; choose one of {_divisors(self.heads)}"
+            )
+        if self.position_embedding == "rope" and self.hidden // self.heads % 2:
+            raise ConfigError(
+                f"model.position_embedding rope needs an even width for each head, got "
+                f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
+            )
+        for name in self.recompute_modules:
+            if name not in RECOMPUTE_MODULES:
+                raise ConfigError(
+                    f"unknown recompute module {name!r}{did_you_mean(name, RECOMPUTE_MODULES)}"
+                )
+
+
+class ParallelConfig(StrictModel):
+    """How ranks share the model; data parallelism takes the ranks that are left."""
+
+    ranks: int | None = Field(default=None, ge=1)
+    """Processes to start on this machine. None: one for each pipeline rank. Under torchrun its
+    world size counts instead."""
+
+    pipeline: int = Field(default=1, ge=1)
+    """Pipeline ranks (PP)."""
+
+    virtual: int = Field(default=1, ge=1)
+    """Model chunks on each pipeline rank (VPP); more than one is the interleaved schedule."""
+
+
+class DataConfig(StrictModel):
+    """Where tokens come from, and how many make a step."""
+
+    text: tuple[Path, ...] = ()
+    """Text files, read as bytes. None given, and no ``indexed``: text that comes with Python."""
+
+    indexed: Path | None = None
+    """A megatron-core indexed dataset: the path of its .bin and .idx without the ending."""
+
+    micro_batch_size: int = Field(default=1, ge=1)
+    """Sequences in one microbatch on one rank."""
+
+    microbatches: int = Field(default=1, ge=1)
+    """Microbatches of one step on each data-parallel rank."""
+
+    def model_post_init(self, _: Any, /) -> None:
+        """Refuse two sources at once."""
+        if self.text and self.indexed is not None:
+            raise ConfigError("data.text and data.indexed exclude each other; give one of them")
+
+
+class OptimizerConfig(StrictModel):
+    """Adam with decoupled weight decay, and gradient clipping over all ranks."""
+
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    """Decay of matrices; biases and norms have none."""
+
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the first moment."""
+
+    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of the second moment."""
+
+    eps: float = Field(default=1e-8, gt=0.0)
+    """Added to the denominator."""
+
+    clip_grad: float = Field(default=1.0, ge=0.0)
+    """Largest norm of all gradients; 0 never clips."""
+
+
+class ScheduleConfig(StrictModel):
+    """The learning rate over the steps."""
+
+    lr: float = Field(default=1e-3, gt=0.0)
+    """Highest learning rate."""
+
+    min_lr: float = Field(default=0.0, ge=0.0)
+    """Learning rate at the end."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear growth from 0."""
+
+    decay: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape from ``lr`` down to ``min_lr``."""
+
+    def model_post_init(self, _: Any, /) -> None:
+        """Refuse a floor above the top."""
+        if self.min_lr > self.lr:
+            raise ConfigError(f"schedule.min_lr {self.min_lr} is above schedule.lr {self.lr}")
+
+
+class RunConfig(StrictModel):
+    """How long, from which seed, and where results go."""
+
+    steps: int = Field(default=10, ge=1)
+    """Training steps."""
+
+    seed: int = Field(default=1234, ge=0, lt=2**31)
+    """Seed of weights, data order and dropout."""
+
+    output: Path = Path("runs/train")
+    """Folder for ``steps.jsonl`` and what else a run writes; an earlier run's are replaced."""
+
+    log_interval: int = Field(default=1, ge=1)
+    """Steps between two printed lines; every step is written to the file."""
+
+    eval_interval: int = Field(default=0, ge=0)
+    """Steps between two evaluations (forward only); 0 for none."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; ``auto`` takes CUDA where there is a device."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each process."""
+
+    measure_live_bytes: bool = True
+    """Count the bytes that autograd keeps alive. Costs some microseconds for each saved tensor."""
+
+    hash_gradients: Literal["last", "every"] = "last"
+    """Whether gradients are hashed in the last step only or in every step."""
+
+
+class TrainConfig(StrictModel):
+    """Everything about one training run."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    run: RunConfig = RunConfig()
+    offload: OffloadConfig = OffloadConfig()
+
+    def model_post_init(self, _: Any, /) -> None:
+        """Refuse sections that don't fit one another."""
+        if self.data.indexed is None and self.model.vocabulary < BYTE_VOCABULARY:
+            raise ConfigError(
+                f"model.vocabulary {self.model.vocabulary} is too small for text read as bytes; "
+                f"set it to {BYTE_VOCABULARY} or more"
+            )
+        if self.run.device == "cpu" and self.run.dtype == "bfloat16":
+            raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
+        core = split_modules(self.offload.modules)[0]
+        if self.offload.enabled and "attn_proj" in core and "core_attn" not in core:
+            raise ConfigError(
+                "offload.modules names attn_proj without core_attn: the projection saves the core "
+                "attention's output, which only its group can free; add core_attn"
+            )
+
+    @property
+    def default_ranks(self) -> int:
+        """Processes to start when no launcher says how many."""
+        return self.parallel.ranks or self.parallel.pipeline
+
+
+def check_ranks(config: TrainConfig, world_size: int) -> None:
+    """Check what depends on the number of ranks, and the files that the run needs.
+
+    Args:
+        config: the run.
+        world_size: processes over all machines.
+
+    Raises:
+        ConfigError: the first thing that does not fit, with what would.
+    """
+    _check_pipeline(config, world_size)
+    _check_data(config)
+    _check_output(config.run.output)
+
+
+def _check_pipeline(config: TrainConfig, world_size: int) -> None:
+    pipeline, virtual = config.parallel.pipeline, config.parallel.virtual
+    layers, microbatches = config.model.layers, config.data.microbatches
+    if pipeline > layers:
+        raise ConfigError(
+            f"parallel.pipeline {pipeline} has more ranks than model.layers {layers}; use at most "
+            f"{layers} pipeline ranks, or more layers"
+        )
+    if world_size % pipeline:
+        raise ConfigError(
+            f"{world_size} ranks can't be divided by parallel.pipeline {pipeline}; start a "
+            f"multiple of {pipeline} ranks"
+        )
+    if virtual > 1 and pipeline == 1:
+        raise ConfigError(
+            "parallel.virtual needs a pipeline: set parallel.virtual: 1, or parallel.pipeline to 2 "
+            "or more"
+        )
+    if layers % (pipeline * virtual):
+        raise ConfigError(
+            f"parallel.pipeline {pipeline} x parallel.virtual {virtual} = {pipeline * virtual} "
+            f"chunks don't divide model.layers {layers}; set model.layers to "
+            f"{_multiples(layers, pipeline * virtual)}"
+        )
+    if virtual > 1 and microbatches % pipeline:
+        raise ConfigError(
+            f"the interleaved schedule takes data.microbatches in multiples of parallel.pipeline "
+            f"{pipeline}, got {microbatches}; set it to {_multiples(microbatches, pipeline)}"
+        )
+
+
+def _check_data(config: TrainConfig) -> None:
+    data, needed = config.data, config.model.sequence_length + 1
+    if data.indexed is not None:
+        for ending in (".bin", ".idx"):
+            _check_readable(data.indexed.with_name(data.indexed.name + ending), "data.indexed")
+        return
+    size = 0
+    for path in data.text:
+        _check_readable(path, "data.text")
+        size += path.stat().st_size
+    if data.text and size < needed:
+        raise ConfigError(
+            f"data.text holds {size} bytes, fewer than the {needed} of one sequence and its next "
+            f"token; give more text or lower model.sequence_length"
+        )
+
+
+def _check_readable(path: Path, key: str) -> None:
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file {path}; give the path of an existing one")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{key}: {path} can't be read; check its permissions")
+
+
+def _check_output(folder: Path) -> None:
+    """Check that ``folder`` can be written, without creating anything."""
+    nearest = folder.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ConfigError(f"run.output {folder}: {nearest} is not a folder; choose another one")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.output {folder}: {nearest} can't be written; choose another one")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _multiples(number: int, step: int) -> str:
+    below = number // step * step
+    return f"{below} or {below + step}" if below else str(step)

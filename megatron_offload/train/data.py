@@ -1,0 +1,200 @@
+"""Tokens for training: text files as bytes, or a megatron-core indexed dataset.
+
+Owns the rule that a microbatch depends on (seed, step, microbatch, data-parallel rank) and on
+nothing else, so that two runs, or two schedules, see the same tokens. Must not know the model.
+
+Invariant: a source holds no position; asking twice for the same microbatch gives the same tensors.
+Read next: `megatron_offload.train.loop`.
+"""
+
+from __future__ import annotations
+
+import os
+import pydoc_data
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.train.config import TrainConfig
+
+__all__ = [
+    "EVALUATION",
+    "TRAINING",
+    "ByteSource",
+    "IndexedSource",
+    "TokenSource",
+    "build_source",
+    "default_text",
+    "microbatches",
+]
+
+TRAINING, EVALUATION = 0, 1
+"""Which stream of microbatches is meant."""
+
+_DEFAULT_TEXT_BYTES = 4 * 1024 * 1024
+
+
+class TokenSource(Protocol):
+    """Anything that can name a microbatch's tokens."""
+
+    def tokens(self, kind: int, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
+        """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""
+        ...
+
+
+class ByteSource:
+    """Sequences cut out of text at places that a counter-based generator draws."""
+
+    def __init__(self, text: bytes, seed: int, micro_batch_size: int, sequence_length: int) -> None:
+        self._text = np.frombuffer(text, dtype=np.uint8)
+        self._seed = seed
+        self._micro_batch_size = micro_batch_size
+        self._length = sequence_length + 1
+        if len(self._text) < self._length:
+            raise ConfigError(
+                f"the text holds {len(self._text)} bytes, fewer than the {self._length} of one "
+                f"sequence and its next token; give more text or lower model.sequence_length"
+            )
+
+    def tokens(self, kind: int, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
+        """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""
+        random = np.random.default_rng([self._seed, kind, step, microbatch, dp_rank])
+        starts = random.integers(0, len(self._text) - self._length + 1, self._micro_batch_size)
+        rows = [self._text[start : start + self._length] for start in starts]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+class IndexedSource:
+    """Samples of megatron-core's GPTDataset, in its own shuffled order."""
+
+    def __init__(
+        self, datasets: Sequence[Any], microbatches: int, dp_size: int, micro_batch_size: int
+    ) -> None:
+        self._datasets = datasets
+        self._microbatches = microbatches
+        self._dp_size = dp_size
+        self._micro_batch_size = micro_batch_size
+
+    def tokens(self, kind: int, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
+        """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""
+        dataset = self._datasets[kind]
+        first = (step * self._microbatches + microbatch) * self._dp_size + dp_rank
+        rows = []
+        for offset in range(self._micro_batch_size):
+            sample = dataset[(first * self._micro_batch_size + offset) % len(dataset)]
+            # GPTDataset shifts tokens against labels itself; put the row together again.
+            rows.append(torch.cat([sample["tokens"], sample["labels"][-1:]]))
+        return torch.stack(rows).to(torch.int64)
+
+
+def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
+    """Open the data that ``config`` names; collective for indexed data.
+
+    Raises:
+        ConfigError: too little text, or indexed data that can't be used.
+    """
+    data = config.data
+    if data.indexed is not None:
+        return _indexed_source(config, dp_size)
+    text = b"\n".join(path.read_bytes() for path in data.text) if data.text else default_text()
+    return ByteSource(text, config.run.seed, data.micro_batch_size, config.model.sequence_length)
+
+
+def default_text(limit_bytes: int = _DEFAULT_TEXT_BYTES) -> bytes:
+    """Return text that every Python brings: its help topics and the standard library's sources.
+
+    Args:
+        limit_bytes: stop after this many bytes.
+    """
+    topics = Path(pydoc_data.__path__[0])
+    library = Path(os.__file__).parent
+    parts: list[bytes] = []
+    size = 0
+    for path in [topics / "topics.py", *sorted(library.glob("*.py"))]:
+        if size >= limit_bytes:
+            break
+        if path.is_file():
+            parts.append(path.read_bytes())
+            size += len(parts[-1])
+    return b"\n".join(parts)[:limit_bytes]
+
+
+def microbatches(
+    source: TokenSource, kind: int, step: int, count: int, dp_rank: int, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield one step's microbatches.
+
+    Each holds ``tokens`` and ``labels`` of shape [micro_batch_size, sequence_length] and
+    ``position_ids`` of the same shape, int64, on ``device``.
+    """
+    for index in range(count):
+        rows = source.tokens(kind, step, index, dp_rank).to(device)
+        positions = torch.arange(rows.shape[1] - 1, device=device).expand(rows.shape[0], -1)
+        yield {
+            "tokens": rows[:, :-1].contiguous(),
+            "labels": rows[:, 1:].contiguous(),
+            "position_ids": positions,
+        }
+
+
+def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data, run = config.data, config.run
+    prefix = str(data.indexed)
+    stored = IndexedDataset(prefix)
+    size = int(stored.sequence_lengths.sum())
+    largest = max(int(stored[index].max(initial=0)) for index in range(len(stored)))
+    if size < config.model.sequence_length + 1:
+        raise ConfigError(
+            f"data.indexed {prefix} holds {size} tokens, fewer than the "
+            f"{config.model.sequence_length + 1} of one sequence and its next token"
+        )
+    if largest >= config.model.vocabulary:
+        raise ConfigError(
+            f"data.indexed {prefix} holds token {largest}, but model.vocabulary is "
+            f"{config.model.vocabulary}; set it to {largest + 1} or more"
+        )
+    per_step = data.microbatches * data.micro_batch_size * dp_size
+    evaluations = run.steps // run.eval_interval if run.eval_interval else 1
+    dataset_config = GPTDatasetConfig(
+        random_seed=run.seed,
+        sequence_length=config.model.sequence_length,
+        blend=([prefix], None),
+        split="100,0,0",
+        path_to_cache=str(run.output / "dataset_cache"),
+        tokenizer=_EndOfDocument(config.model.vocabulary - 1),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    wanted = (run.steps + evaluations) * per_step
+    try:
+        built = BlendedMegatronDatasetBuilder(
+            GPTDataset, [wanted, None, None], lambda: True, dataset_config
+        ).build()
+    except ImportError as error:
+        raise ConfigError(
+            "data.indexed needs megatron-core's compiled dataset helpers, which this build lacks "
+            f"for this Python ({error}); install a megatron-core wheel made for it, or use "
+            "data.text"
+        ) from error
+    return IndexedSource([built[0], built[0]], data.microbatches, dp_size, data.micro_batch_size)
+
+
+class _EndOfDocument:
+    """The little that GPTDataset asks of a tokenizer: which token ends a document."""
+
+    def __init__(self, eod: int) -> None:
+        self.eod = eod
+        self.pad = eod
+        self.unique_identifiers = {"class": "end_of_document", "eod": eod}

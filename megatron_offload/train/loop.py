@@ -1,0 +1,202 @@
+"""The training loop: megatron-core's schedule, optimizer and scheduler, step after step.
+
+Owns the order of a step and what is measured in it. Must not know how processes were started.
+
+Invariant: a run with offload differs from one without only through `open_offload` and the two
+options in `megatron_offload.train.model`. Read next: `megatron_offload.train.offload`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_offload.reporting.live_bytes import LiveActivationMeter
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.data import (
+    EVALUATION,
+    TRAINING,
+    TokenSource,
+    build_source,
+    microbatches,
+)
+from megatron_offload.train.offload import OffloadSession, open_offload
+from megatron_offload.train.parallel import Device, Parallel, open_model_parallel
+from megatron_offload.train.progress import StepPrinter
+from megatron_offload.train.records import (
+    RankStep,
+    RunReport,
+    StepLog,
+    StepRecord,
+    digest,
+    gather,
+    merge,
+)
+
+__all__ = ["run_training"]
+
+
+def run_training(config: TrainConfig, device: Device, title: str = "train") -> RunReport:
+    """Train as ``config`` says, on all ranks together; collective.
+
+    Args:
+        config: the run, checked by `check_ranks`.
+        device: where this rank trains.
+        title: what to call the run in what it prints.
+
+    Returns:
+        The same report on every rank.
+    """
+    with open_model_parallel(config, device) as parallel:
+        trainer = _Trainer(config, device, parallel)
+        owner = parallel.rank == 0
+        with contextlib.ExitStack() as stack:
+            session = stack.enter_context(
+                open_offload(config.offload, trainer.chunks, trainer.meter)
+            )
+            log = stack.enter_context(StepLog(config.run.output, owner=owner))
+            printer = stack.enter_context(
+                StepPrinter(title, config.run.steps, config.run.log_interval, owner=owner)
+            )
+            report = trainer.run(session, log, printer)
+    del trainer
+    device.release_cached()
+    return report
+
+
+class _Trainer:
+    """Model, optimizer, scheduler and data of one run on one rank."""
+
+    def __init__(self, config: TrainConfig, device: Device, parallel: Parallel) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from megatron_offload.train.model import build_chunks, build_optimizer, build_scheduler
+
+        self._config = config
+        self._device = device
+        self._parallel = parallel
+        self.chunks = build_chunks(config, device.device)
+        self._optimizer = build_optimizer(config, self.chunks)
+        self._scheduler = build_scheduler(config, self._optimizer)
+        self._scheduler.step(0)
+        self._source: TokenSource = build_source(config, parallel.dp_size)
+        self._forward_backward = get_forward_backward_func()
+        self.meter: LiveActivationMeter | None = None
+        if config.run.measure_live_bytes:
+            self.meter = LiveActivationMeter(self._parameters())
+
+    def run(self, session: OffloadSession, log: StepLog, printer: StepPrinter) -> RunReport:
+        """Take every step; return what happened on all ranks."""
+        run, report = self._config.run, RunReport()
+        for step in range(1, run.steps + 1):
+            record = self._train_step(step, session)
+            report.steps.append(record)
+            log.write(record)
+            printer.step(record)
+            if run.eval_interval and step % run.eval_interval == 0:
+                report.evaluations[step] = self._evaluate(step)
+                printer.evaluation(step, report.evaluations[step])
+        mine = (digest(self._parameters()), sum(p.numel() for p in self._parameters()))
+        everyone = gather(mine, self._parallel.host_group)
+        report.parameters = tuple(entry[0] for entry in everyone)
+        report.num_parameters = tuple(entry[1] for entry in everyone)
+        return report
+
+    def _train_step(self, step: int, session: OffloadSession) -> StepRecord:
+        self._device.synchronize()
+        self._device.reset_peaks()
+        if self.meter is not None:
+            self.meter.reset_peak()
+        start = time.perf_counter()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        with self.meter or contextlib.nullcontext():
+            loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
+        counters = session.end_step()
+        peak_allocated, peak_reserved = self._device.peaks()
+        gradients = None
+        if self._config.run.hash_gradients == "every" or step == self._config.run.steps:
+            gradients = digest(parameter.main_grad for parameter in self._parameters())
+        _, grad_norm, _ = self._optimizer.step()
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        self._scheduler.step(1)
+        self._device.synchronize()
+        mine = RankStep(
+            rank=self._parallel.rank,
+            pp_rank=self._parallel.pp_rank,
+            dp_rank=self._parallel.dp_rank,
+            loss=loss,
+            grad_norm=float(grad_norm),
+            step_time_s=time.perf_counter() - start,
+            peak_live_activation_bytes=None if self.meter is None else self.meter.peak_bytes,
+            peak_allocated_bytes=peak_allocated,
+            peak_reserved_bytes=peak_reserved,
+            gradients=gradients,
+            **counters,
+        )
+        return merge(step, lr, self._tokens_per_step(), gather(mine, self._parallel.host_group))
+
+    def _evaluate(self, step: int) -> float:
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            loss = self._pass_over_microbatches(EVALUATION, step, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        losses = [x for x in gather(loss, self._parallel.host_group) if x is not None]
+        return float(sum(losses) / len(losses))
+
+    def _pass_over_microbatches(self, kind: int, step: int, *, forward_only: bool) -> float | None:
+        """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
+        data, virtual = self._config.data, self._config.parallel.virtual
+        iterators = [self._microbatches(kind, step) for _ in range(virtual)]
+        losses = self._forward_backward(
+            forward_step_func=_forward_step,
+            data_iterator=iterators if virtual > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=data.microbatches,
+            seq_length=self._config.model.sequence_length,
+            micro_batch_size=data.micro_batch_size,
+            forward_only=forward_only,
+        )
+        if not losses:
+            return None
+        return float(torch.stack([entry["loss"] for entry in losses]).mean())
+
+    def _microbatches(self, kind: int, step: int) -> Iterator[dict[str, torch.Tensor]]:
+        return microbatches(
+            self._source,
+            kind,
+            step,
+            self._config.data.microbatches,
+            self._parallel.dp_rank,
+            self._device.device,
+        )
+
+    def _parameters(self) -> Iterator[Any]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def _tokens_per_step(self) -> int:
+        data = self._config.data
+        sequences = data.microbatches * data.micro_batch_size * self._parallel.dp_size
+        return sequences * self._config.model.sequence_length
+
+
+def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    """Run one microbatch through one chunk; the form that megatron-core's schedules ask for."""
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, _mean_loss
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Average the losses of shape [micro_batch_size, sequence_length]."""
+    loss = losses.mean()
+    # The schedule divides its own copy in place.
+    return loss, {"loss": loss.detach().clone()}

@@ -1,0 +1,205 @@
+"""Builds megatron-core's own GPT, one chunk for each virtual stage, wrapped for data parallelism.
+
+Owns the translation of `TrainConfig` into megatron-core's TransformerConfig, GPTModel, optimizer
+and learning-rate scheduler. Must not know about data or the loop.
+
+Invariant: with offload off, nothing here differs from a plain megatron-core program.
+Read next: `megatron_offload.train.loop`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_offload.config import OffloadConfig, split_modules
+from megatron_offload.errors import ConfigError
+from megatron_offload.train.config import TrainConfig
+
+__all__ = ["build_chunks", "build_optimizer", "build_scheduler", "build_transformer_config"]
+
+
+def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedDataParallel]:
+    """Build this rank's model chunks, in the order of their virtual stages.
+
+    Raises:
+        ConfigError: TransformerEngine's layers are asked for and can't be had.
+    """
+    transformer = build_transformer_config(config, device)
+    virtual = config.parallel.virtual
+    chunks = []
+    for stage in range(virtual):
+        vp_stage = stage if virtual > 1 else None
+        model = GPTModel(
+            config=transformer,
+            transformer_layer_spec=_layer_spec(config, device),
+            vocab_size=config.model.padded_vocabulary,
+            max_sequence_length=config.model.sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(False, vp_stage),
+            share_embeddings_and_output_weights=config.model.tied_embeddings,
+            position_embedding_type=config.model.position_embedding,
+            vp_stage=vp_stage,
+        ).to(device=device, dtype=transformer.params_dtype)
+        chunks.append(model)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = [
+        # Only the first chunk's buckets could be reduced while backward still runs.
+        DistributedDataParallel(transformer, ddp, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    transformer.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def build_transformer_config(config: TrainConfig, device: torch.device) -> TransformerConfig:
+    """Translate the model and parallel sections into megatron-core's one configuration object."""
+    model, parallel = config.model, config.parallel
+    dtype = _dtype(config, device)
+    on_gpu = device.type == "cuda"
+    gated = model.activation == "swiglu"
+    options: dict[str, Any] = {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_query_groups": model.query_groups,
+        "ffn_hidden_size": model.ffn or 4 * model.hidden,
+        "hidden_dropout": model.dropout,
+        "attention_dropout": model.dropout,
+        "normalization": model.normalization,
+        "layernorm_epsilon": 1e-5,
+        "gated_linear_unit": gated,
+        "activation_func": F.silu if gated else F.gelu,
+        "add_bias_linear": model.bias,
+        "init_method_std": model.init_std,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual if parallel.virtual > 1 else None,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": not on_gpu,
+        # Two ranks that are each other's previous and next must not batch their requests.
+        "batch_p2p_comm": on_gpu and parallel.virtual == 1,
+        "overlap_p2p_comm": parallel.virtual > 1,
+        "deallocate_pipeline_outputs": True,
+        # Fused kernels are compiled by Inductor, which a CPU run should not have to wait for.
+        "bias_activation_fusion": on_gpu and model.bias and not gated,
+        "bias_dropout_fusion": on_gpu,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        **_recompute_options(config),
+        **_offload_options(config.offload),
+    }
+    return TransformerConfig(**options)
+
+
+def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    if config.run.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.run.dtype == "bfloat16" else torch.float32
+
+
+def _recompute_options(config: TrainConfig) -> dict[str, Any]:
+    if config.model.recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if config.model.recompute == "selective":
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(config.model.recompute_modules),
+        }
+    return {}
+
+
+def _offload_options(offload: OffloadConfig) -> dict[str, Any]:
+    """Return the options that make megatron-core's own call sites mark their groups."""
+    names, _, _ = split_modules(offload.modules)
+    if not offload.enabled or not names:
+        return {}
+    return {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": list(names),
+        "min_offloaded_tensor_size": offload.min_tensor_elements,
+    }
+
+
+def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
+    wanted = config.model.layer_spec
+    if wanted == "auto":
+        wanted = "transformer_engine" if device.type == "cuda" and _has_te() else "local"
+    if wanted == "local":
+        return get_gpt_layer_local_spec(normalization=config.model.normalization)
+    if not _has_te():
+        raise ConfigError(
+            "model.layer_spec transformer_engine: TransformerEngine is not installed; install "
+            "'megatron-offload[te]' or set model.layer_spec: local"
+        )
+    return get_gpt_layer_with_transformer_engine_spec()
+
+
+def _has_te() -> bool:
+    from megatron.core.extensions import transformer_engine
+
+    return bool(getattr(transformer_engine, "HAVE_TE", False))
+
+
+def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:
+    """Build megatron-core's optimizer: AdamW, float32 main weights, clipping over all ranks."""
+    options = config.optimizer
+    dtype = next(chunks[0].parameters()).dtype
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=config.schedule.lr,
+            min_lr=config.schedule.min_lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.beta1,
+            adam_beta2=options.beta2,
+            adam_eps=options.eps,
+            clip_grad=options.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+        ),
+        list(chunks),
+        use_gloo_process_groups=False,
+    )
+
+
+def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamScheduler:
+    """Build megatron-core's scheduler; it counts training steps."""
+    schedule, steps = config.schedule, config.run.steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=schedule.lr,
+        min_lr=schedule.min_lr,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=max(steps, schedule.warmup_steps + 1),
+        lr_decay_style=schedule.decay,
+        start_wd=config.optimizer.weight_decay,
+        end_wd=config.optimizer.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )

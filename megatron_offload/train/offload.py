@@ -1,0 +1,78 @@
+"""Switches offloading on for one run's model chunks, and everything back off at its end.
+
+Owns the order: manager first, then megatron-core's own call sites, then the extra groups that need
+module hooks. Must not know the loop. Read next: `megatron_offload.engine.manager`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from megatron_offload.config import OffloadConfig, split_modules
+from megatron_offload.reporting.live_bytes import LiveActivationMeter
+
+__all__ = ["OffloadSession", "open_offload"]
+
+
+class OffloadSession:
+    """One run's offloading, or none: then every counter is 0."""
+
+    def __init__(self, manager: Any = None, *, resets_itself: bool = False) -> None:
+        self._manager = manager
+        self._resets_itself = resets_itself
+
+    def end_step(self) -> dict[str, Any]:
+        """End a training step; return its counters under the names of `RankStep`."""
+        if self._manager is None:
+            return {}
+        if not self._resets_itself:
+            self._manager.reset()
+        stats = self._manager.last_step
+        return {
+            "offloaded_bytes": stats.offloaded_bytes,
+            "reloaded_bytes": stats.reloaded_bytes,
+            "num_late_reloads": stats.num_late_reloads,
+            "num_early_returns": stats.num_early_returns,
+            "peak_host_bytes": stats.peak_host_bytes,
+            "groups": tuple(asdict(group) for group in stats.by_name.values()),
+        }
+
+
+@contextlib.contextmanager
+def open_offload(
+    offload: OffloadConfig, chunks: Sequence[torch.nn.Module], meter: LiveActivationMeter | None
+) -> Iterator[OffloadSession]:
+    """Offload inside this context as ``offload`` says; does nothing where it is disabled.
+
+    Args:
+        offload: what moves.
+        chunks: this rank's model chunks.
+        meter: told of every saved tensor and reload target; None for no measuring.
+    """
+    if not offload.enabled:
+        yield OffloadSession()
+        return
+    from megatron_offload.engine.manager import PipelineOffloadManager
+    from megatron_offload.frontends.modules import offload_modules
+    from megatron_offload.integrations import megatron_core
+
+    core, extra, patterns = split_modules(offload.modules)
+    manager = PipelineOffloadManager.get_instance()
+    manager.configure(offload)
+    manager.meter = meter
+    megatron_core.install()
+    with contextlib.ExitStack() as stack:
+        if extra or patterns:
+            for chunk in chunks:
+                handle = offload_modules(chunk, [*extra, *patterns])
+                stack.callback(handle.remove)
+        try:
+            # Megatron's schedules end the step themselves where its own option is set.
+            yield OffloadSession(manager, resets_itself=bool(core))
+        finally:
+            manager.meter = None

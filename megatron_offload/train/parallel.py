@@ -1,0 +1,186 @@
+"""Process groups, devices and seeds: all that is global to a training process.
+
+Owns their setting up and taking down, in contexts that restore what they found. The only file of
+the trainer that says ``torch.cuda``. Must not know the model or the data.
+
+Invariant: two runs in one process, one after the other, start from the same state.
+Read next: `megatron_offload.train.loop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.train.config import TrainConfig
+
+__all__ = [
+    "Device",
+    "Parallel",
+    "check_device",
+    "open_model_parallel",
+    "open_process_group",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where this process trains, and what its memory peaks were."""
+
+    device: torch.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is a CUDA device."""
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def reset_peaks(self) -> None:
+        """Start new memory peaks."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        """Return the peak of allocated and of reserved bytes; None on a CPU."""
+        if not self.on_gpu:
+            return None, None
+        return (
+            torch.cuda.max_memory_allocated(self.device),
+            torch.cuda.max_memory_reserved(self.device),
+        )
+
+    def release_cached(self) -> None:
+        """Give memory that the allocator only caches back to the device."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """This rank's place."""
+
+    rank: int
+    world_size: int
+    pp_rank: int
+    dp_rank: int
+    dp_size: int
+    host_group: Any
+    """A gloo group over all ranks, for plain numbers."""
+
+
+def check_device(config: TrainConfig, local_ranks: int) -> str:
+    """Return ``"cuda"`` or ``"cpu"`` for a run.
+
+    Args:
+        config: the run.
+        local_ranks: processes on this machine.
+
+    Raises:
+        ConfigError: the run asks for more or other devices than there are.
+    """
+    wanted = config.run.device
+    found = torch.cuda.device_count()
+    if wanted == "auto":
+        wanted = "cuda" if found else "cpu"
+    if wanted == "cpu" and found:
+        raise ConfigError(
+            f"run.device cpu, but this machine shows {found} CUDA devices; hide them with "
+            f"CUDA_VISIBLE_DEVICES= or set run.device: auto"
+        )
+    if wanted == "cpu" and config.run.dtype == "bfloat16":
+        raise ConfigError("run.dtype bfloat16 needs a GPU and there is none; set it to float32")
+    if wanted == "cuda" and found < local_ranks:
+        raise ConfigError(
+            f"{local_ranks} ranks on this machine need as many CUDA devices, and it has {found}; "
+            f"lower parallel.ranks or set run.device: cpu"
+        )
+    return wanted
+
+
+@contextlib.contextmanager
+def open_process_group(kind: str, threads: int) -> Iterator[Device]:
+    """Join all ranks, from the environment that a launcher set; leaves the group at the end.
+
+    Args:
+        kind: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
+        threads: CPU threads of this process.
+    """
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    found_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        timeout=timedelta(minutes=10),
+        device_id=device if kind == "cuda" else None,
+    )
+    try:
+        yield Device(device)
+    finally:
+        torch.distributed.destroy_process_group()
+        torch.set_num_threads(found_threads)
+
+
+@contextlib.contextmanager
+def open_model_parallel(config: TrainConfig, device: Device) -> Iterator[Parallel]:
+    """Split the ranks into pipelines and seed every generator; on a CPU also opens the bridges."""
+    # megatron-core takes seconds to import; only processes that train should pay for it.
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megatron_offload.integrations.megatron_cpu import (
+        cpu_bridges,
+        recompute_without_transformer_engine,
+    )
+
+    # The bridges reach the modules that are loaded, so all that training uses comes first.
+    for name in ("datasets.gpt_dataset", "models.gpt", "optimizer", "pipeline_parallel.schedules"):
+        importlib.import_module(f"megatron.core.{name}")
+    virtual = config.parallel.virtual
+    with contextlib.ExitStack() as bridges:
+        bridges.enter_context(recompute_without_transformer_engine())
+        if not device.on_gpu:
+            bridges.enter_context(cpu_bridges())
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=config.parallel.pipeline,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            create_gloo_process_groups=False,
+        )
+        host_group = torch.distributed.new_group(backend="gloo")
+        try:
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+            dp_rank = parallel_state.get_data_parallel_rank()
+            # Stages hold different layers and data-parallel ranks drop different units.
+            seed = config.run.seed + 100 * pp_rank + 10_000 * dp_rank
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+            yield Parallel(
+                rank=torch.distributed.get_rank(),
+                world_size=torch.distributed.get_world_size(),
+                pp_rank=pp_rank,
+                dp_rank=dp_rank,
+                dp_size=parallel_state.get_data_parallel_world_size(),
+                host_group=host_group,
+            )
+        finally:
+            torch.distributed.destroy_process_group(host_group)
+            parallel_state.destroy_model_parallel()

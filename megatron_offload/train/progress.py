@@ -1,0 +1,66 @@
+"""What a person sees while a run goes on: one line every few steps, a bar on a terminal, tables.
+
+Owns the printing of the rank that it is given to; silent on the others. Must not know torch.
+Read next: `megatron_offload.train.loop`.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_offload.train.records import StepRecord
+
+__all__ = ["StepPrinter"]
+
+
+class StepPrinter:
+    """Prints steps on the rank that owns the output."""
+
+    def __init__(self, title: str, steps: int, interval: int, *, owner: bool) -> None:
+        self._title = title
+        self._steps = steps
+        self._interval = interval
+        self._console = Console(stderr=True, quiet=not owner, highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not (owner and sys.stderr.isatty()),
+        )
+        self._task = self._progress.add_task(title, total=steps)
+
+    def step(self, record: StepRecord) -> None:
+        """Show one finished step."""
+        self._progress.advance(self._task)
+        if record.step % self._interval and record.step not in (1, self._steps):
+            return
+        self._console.print(
+            f"{self._title}: step {record.step}/{self._steps}  loss {record.loss:.6f}  "
+            f"grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}  "
+            f"{1e3 * record.step_time_s:.0f} ms  "
+            f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s",
+            soft_wrap=True,
+        )
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Show one finished evaluation."""
+        self._console.print(f"{self._title}: evaluation after step {step}  loss {loss:.6f}")
+
+    def __enter__(self) -> StepPrinter:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()

@@ -1,0 +1,168 @@
+"""What a run leaves behind: numbers of every step, gathered over ranks, bit-exact.
+
+Owns the record types, their JSON form and the digests of parameters and gradients. Must not know
+the model or the loop.
+
+Invariant: a floating-point number that is compared later is written as ``float.hex`` beside its
+decimal form. Read next: `megatron_offload.train.loop`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed
+
+__all__ = ["RankStep", "RunReport", "StepLog", "StepRecord", "digest", "gather", "merge"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One training step on one rank. Sizes in bytes."""
+
+    rank: int
+    pp_rank: int
+    dp_rank: int
+    loss: float | None
+    """Mean over this rank's microbatches; None where the pipeline's last stage is elsewhere."""
+    grad_norm: float
+    step_time_s: float
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    num_late_reloads: int = 0
+    num_early_returns: int = 0
+    peak_host_bytes: int = 0
+    peak_live_activation_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    gradients: str | None = None
+    """Digest of this rank's gradients before clipping."""
+    groups: tuple[dict[str, Any], ...] = ()
+    """Counters by group name, as in `megatron_offload.engine.stats.GroupStats`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One training step over all ranks."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_time_s: float
+    tokens: int
+    ranks: tuple[RankStep, ...]
+
+    def to_json(self) -> str:
+        """Return one line of ``steps.jsonl``."""
+        ranks = [asdict(rank) for rank in self.ranks]
+        for rank in ranks:
+            rank["loss_hex"] = None if rank["loss"] is None else float(rank["loss"]).hex()
+        line = {
+            "step": self.step,
+            "loss": self.loss,
+            "loss_hex": float(self.loss).hex(),
+            "grad_norm": self.grad_norm,
+            "grad_norm_hex": float(self.grad_norm).hex(),
+            "lr": self.lr,
+            "step_time_s": self.step_time_s,
+            "tokens": self.tokens,
+            "offloaded_bytes": sum(rank.offloaded_bytes for rank in self.ranks),
+            "reloaded_bytes": sum(rank.reloaded_bytes for rank in self.ranks),
+            "num_late_reloads": sum(rank.num_late_reloads for rank in self.ranks),
+            "ranks": ranks,
+        }
+        return json.dumps(line)
+
+
+@dataclass(slots=True)
+class RunReport:
+    """A whole run: its steps, its evaluations, and digests of what it ended with."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Evaluation loss by the training step after which it was taken."""
+    parameters: tuple[str, ...] = ()
+    """Digest of every rank's parameters after the last step."""
+    num_parameters: tuple[int, ...] = ()
+    """Parameters held by every rank."""
+
+    def peaks(self) -> list[dict[str, Any]]:
+        """Return one mapping per rank: the last step's numbers with each memory peak's maximum."""
+        ranks = [asdict(rank) for rank in self.steps[-1].ranks]
+        for index, rank in enumerate(ranks):
+            for key in rank:
+                if key.startswith("peak_") and rank[key] is not None:
+                    rank[key] = max(getattr(step.ranks[index], key) for step in self.steps)
+        return ranks
+
+
+class StepLog:
+    """Writes ``steps.jsonl``, one line a step, on the rank that owns it; silent on the others."""
+
+    def __init__(self, folder: Path, *, owner: bool) -> None:
+        self._file: TextIO | None = None
+        if owner:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / "steps.jsonl").open("w", encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        """Append one line and hand it to the operating system at once."""
+        if self._file is not None:
+            self._file.write(record.to_json() + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a 128-bit digest of the bytes of ``tensors``, in their order."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        state.update(memoryview(flat.cpu().numpy()))  # type: ignore[arg-type]
+    return state.hexdigest()
+
+
+def gather(mine: Any, group: Any) -> list[Any]:
+    """Return every rank's object, in the order of ranks; collective over the gloo ``group``."""
+    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
+def merge(step: int, lr: float, tokens: int, ranks: list[RankStep]) -> StepRecord:
+    """Make one record of a step out of every rank's.
+
+    Args:
+        step: counts from 1.
+        lr: learning rate that the step used.
+        tokens: tokens over all data-parallel ranks.
+        ranks: every rank's numbers.
+    """
+    losses = [rank.loss for rank in ranks if rank.loss is not None]
+    return StepRecord(
+        step=step,
+        # A fixed order over ranks, so that the mean is the same bits in every run.
+        loss=sum(losses) / len(losses),
+        grad_norm=ranks[0].grad_norm,
+        lr=lr,
+        step_time_s=max(rank.step_time_s for rank in ranks),
+        tokens=tokens,
+        ranks=tuple(ranks),
+    )
