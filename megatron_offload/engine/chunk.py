@@ -51,6 +51,7 @@ class ChunkOffloadHandler:
         self.max_inflight_groups: int | None = None
         self.groups: list[OffloadGroup] = []
         self.open_groups: list[OffloadGroup] = []
+        self.committed: list[OffloadGroup] = []
         self.blocks: dict[int, BlockRef] = {}
         self._position: int | None = None
 

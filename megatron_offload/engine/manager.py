@@ -77,7 +77,7 @@ class PipelineOffloadManager:
         old.close()
         new = type(old)(old.config)
         # Models tell their parameters once, in the first forward of all.
-        new._parameters |= old._parameters
+        new._parameters.update(old._parameters)
         new._parameter_storages = None
         PipelineOffloadManager._instance = new
 
@@ -91,7 +91,10 @@ class PipelineOffloadManager:
         self.kept: dict[GroupKey, str] = {}
         """Groups that the plan keeps on the device in this step, each with the reason."""
         self._opted_out: dict[int, StorageWeakRef] = {}
-        self._parameters: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        # By identity: a set would compare tensors by value.
+        self._parameters: weakref.WeakValueDictionary[int, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
         self._parameter_storages: set[int] | None = set()
         self._build(config or OffloadConfig(), backend)
 
@@ -228,12 +231,18 @@ class PipelineOffloadManager:
         self.reset()
 
     def abort(self) -> None:
-        """Leave a failed step: copies drain, references drop, the next step begins clean."""
+        """Leave a failed step: copies drain, references drop, the next step begins clean.
+
+        What the step has on the host is gone: a backward through its graphs raises `StateError`.
+        """
         while self._hooks:
             self.__exit__()
         self._delayed.clear()
         self.transfers.abandon()
-        for group in self._committed:
+        for group in self.prefetcher.groups():
+            # A failed backward may leave its graph alive for long: its data goes now.
+            for block in group.blocks():
+                self.transfers.forget(block)
             if group.state is not GroupState.DONE:
                 group.advance(GroupState.DONE)
         self._begin_step()
@@ -277,6 +286,7 @@ class PipelineOffloadManager:
         transfers, prefetcher = self.transfers, self.prefetcher
         group.num_bytes = sum(block.num_bytes for block in group.blocks() if block.d2h is None)
         self._committed.append(group)
+        group.chunk.committed.append(group)
         self._size_budgets(group.num_bytes)
         if group.num_bytes == 0:
             group.advance(GroupState.RESIDENT)
@@ -331,13 +341,15 @@ class PipelineOffloadManager:
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
         transfers, prefetcher = self.transfers, self.prefetcher
-        prefetcher.enter_backward(group)
+        if prefetcher.knows(group):
+            prefetcher.enter_backward(group)
         if group.state is GroupState.ON_HOST:
             stats = transfers.stats
             stats.num_late_reloads += 1
             stats.of(group.name).num_late_reloads += 1
             transfers.reload(group)
-            prefetcher.hold(group)
+            if prefetcher.knows(group):
+                prefetcher.hold(group)
         elif group.state is GroupState.OFFLOADING:
             transfers.stats.num_early_returns += 1
             keep_resident(group)
@@ -347,9 +359,10 @@ class PipelineOffloadManager:
         """Backward has left a group."""
         if group.state is not GroupState.DONE:
             group.advance(GroupState.DONE)
-            self.prefetcher.leave_backward(group)
-            self._live_bytes -= group.num_bytes
             self.transfers.pass_boundary(group.num_bytes)
+            if self.prefetcher.knows(group):
+                self.prefetcher.leave_backward(group)
+                self._live_bytes -= group.num_bytes
         self.prefetcher.advance()
 
     # Hooks
@@ -403,7 +416,7 @@ class PipelineOffloadManager:
         if tensor is None:
             return
         if isinstance(tensor, torch.nn.Parameter):
-            self._parameters.add(tensor)
+            self._parameters[id(tensor)] = tensor
             self._parameter_storages = None
             return
         storage = tensor.untyped_storage()
@@ -413,7 +426,9 @@ class PipelineOffloadManager:
         """Whether a storage belongs to a parameter or was marked."""
         if self._parameter_storages is None:
             # Parameters move to other storages between steps (flat buffers), hardly within one.
-            self._parameter_storages = {p.untyped_storage()._cdata for p in self._parameters}
+            self._parameter_storages = {
+                parameter.untyped_storage()._cdata for parameter in self._parameters.values()
+            }
             self._opted_out = {k: ref for k, ref in self._opted_out.items() if not ref.expired()}
         key = storage._cdata
         return key in self._parameter_storages or key in self._opted_out

@@ -11,7 +11,7 @@ Read next: `megatron_offload.engine.manager`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.transfers import Transfers
@@ -59,6 +59,14 @@ class Prefetcher:
         """Take note of a group whose forward has begun."""
         self._groups[group.key] = group
 
+    def knows(self, group: OffloadGroup) -> bool:
+        """Whether the group belongs to this step; graphs may outlive theirs."""
+        return self._groups.get(group.key) is group
+
+    def groups(self) -> Iterable[OffloadGroup]:
+        """Return all groups of this step."""
+        return self._groups.values()
+
     def is_needed_soon(self, group: OffloadGroup) -> bool:
         """Whether the group would be reloaded at once if it were offloaded now.
 
@@ -77,7 +85,7 @@ class Prefetcher:
         """Backward has reached the end of ``group``: its data is needed from here on."""
         self.backward_order.append(group.key)
         if group.key not in self._position:
-            self._follow([other.key for other in reversed(group.chunk.groups)])
+            self._follow([other.key for other in reversed(group.chunk.committed)])
         position = self._position.get(group.key)
         if position is not None:
             self._next = position + 1

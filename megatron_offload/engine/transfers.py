@@ -25,6 +25,7 @@ from megatron_offload.backends.base import Backend, Event, Wait
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.saved_tensor import Block, BlockRef, Reload
 from megatron_offload.engine.stats import StepStats, TensorObserver
+from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 
@@ -254,9 +255,17 @@ class Transfers:
         """Return a released block's reload target, ordered before what the program does next.
 
         Reloads on the spot where no one did before: the whole group if it is on the host.
+
+        Raises:
+            StateError: the data went with a step that was aborted.
         """
         if block.target is None:
             group = block.group
+            if block.host is None:
+                raise StateError(
+                    f"group {group.label} was saved in a step that was aborted; its data is gone, "
+                    "run the forward again"
+                )
             if group.state is GroupState.ON_HOST:
                 self.stats.num_late_reloads += 1
                 self.stats.of(group.name).num_late_reloads += 1
@@ -281,7 +290,7 @@ class Transfers:
     # The end of a block
 
     def forget(self, block: Block) -> None:
-        """Give back what a block without records still holds."""
+        """Give back what a block holds that no one will read any more."""
         if block.host is not None:
             self._free_host(block, None)
         if block.target is not None:

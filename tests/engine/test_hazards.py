@@ -71,9 +71,7 @@ def test_a_missing_wait_spoils_the_gradients_too(wait, timing):
     manager = make_manager(timing, removed_waits={wait})
     results = [run_step(model, manager, ORDER) for _ in range(3)]
     differs = [
-        not torch.equal(a, b)
-        for result in results
-        for a, b in zip(expected, result, strict=True)
+        not torch.equal(a, b) for result in results for a, b in zip(expected, result, strict=True)
     ]
     assert any(differs)
 

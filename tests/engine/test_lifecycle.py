@@ -1,0 +1,352 @@
+"""Backwards that never come, come twice, or fail: nothing leaks, and the next step is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import (
+    KIB,
+    TIMINGS,
+    assert_nothing_left,
+    assert_same,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+from torch.utils.checkpoint import checkpoint
+
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.errors import StateError
+from megatron_offload.reporting.live_bytes import LiveActivationMeter
+
+ORDER = one_forward_one_backward(4, depth=2)
+
+
+def forward(model, manager, *, grad=True, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 32, generator=generator).requires_grad_(grad)
+    manager.begin_chunk()
+    for block in model:
+        x = block(x, manager)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_changing_microbatch_counts_stay_exact(timing):
+    model = make_model()
+    manager = make_manager(timing)
+    for count, depth in [(4, 2), (1, 1), (6, 3), (2, 2), (4, 4), (4, 2)]:
+        order = one_forward_one_backward(count, depth)
+        assert_same(run_step(model, None, order), run_step(model, manager, order))
+        assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_changing_sequence_lengths_stay_exact(timing):
+    model = make_model()
+    manager = make_manager(timing)
+    for rows in (16, 5, 64, 16):
+        expected = run_step(model, None, ORDER, rows=rows)
+        assert_same(expected, run_step(model, manager, ORDER, rows=rows))
+        assert_nothing_left(manager)
+
+
+def test_evaluation_passes_shift_nothing():
+    model, manager = make_model(), make_manager()
+    expected = run_step(model, None, ORDER)
+    for _ in range(3):
+        with torch.no_grad():
+            forward(model, manager)
+        assert_same(expected, run_step(model, manager, ORDER))
+    profile = manager.last_profile
+    run_step(model, manager, ORDER)
+    assert manager.last_profile == profile
+    assert manager.last_step.num_late_reloads == 0
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("inflight_bytes", [0, 40 * KIB, 4096 * KIB])
+def test_a_dropped_graph_leaves_nothing(timing, inflight_bytes):
+    model = make_model()
+    manager = make_manager(timing, max_inflight_bytes=inflight_bytes)
+    expected = run_step(model, None, ORDER)
+    loss = forward(model, manager)
+    assert manager.transfers.host_bytes > 0
+    del loss
+    assert manager.transfers.host_bytes == 0, "host memory goes with the graph, at once"
+    assert_same(expected, run_step(model, manager, ORDER))
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_a_graph_that_outlives_its_step_keeps_its_data(timing):
+    model, manager = make_model(), make_manager(timing)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(forward(model, manager), parameters)
+    manager.reset()
+    old = forward(model, manager)
+    manager.reset()
+    run_step(model, manager, ORDER)
+    assert_same(expected, torch.autograd.grad(old, parameters))
+    del old
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_backward_twice_with_retain_graph(timing):
+    model, manager = make_model(), make_manager(timing)
+    parameters = list(model.parameters())
+    loss = forward(model, manager)
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    assert_same(first, torch.autograd.grad(loss, parameters, retain_graph=True))
+    manager.reset()
+    assert_same(first, torch.autograd.grad(loss, parameters))
+    del loss
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_gradients_of_a_part_of_the_graph(timing):
+    model, manager = make_model(), make_manager(timing)
+    last = list(model[-1].parameters())
+    expected = [g.clone() for g in torch.autograd.grad(forward(model, manager), last)]
+    loss = forward(model, manager)
+    assert_same(expected, torch.autograd.grad(loss, last))
+    del loss
+    manager.reset()
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_frozen_inputs_need_no_boundaries(timing):
+    # Neither the input nor the first norm needs a gradient, so no boundary stands before the MLP.
+    model, manager = make_model(layers=1), make_manager(timing)
+    model[0].norm.requires_grad_(False)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    reference = make_manager(min_tensor_bytes=4096 * KIB)
+    expected = torch.autograd.grad(forward(model, reference, grad=False), trainable)
+    loss = forward(model, manager, grad=False)
+    assert manager.transfers.stats.offloaded_bytes > 0
+    assert_same(expected, torch.autograd.grad(loss, trainable))
+    del loss
+    manager.reset()
+    assert_nothing_left(manager)
+
+
+def test_a_backward_through_an_aborted_step_says_so():
+    model, manager = make_model(), make_manager()
+    loss = forward(model, manager)
+    manager.abort()
+    with pytest.raises(StateError, match="aborted"):
+        loss.backward()
+
+
+class InjectedError(Exception):
+    pass
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise InjectedError
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("where", ["forward", "inside a group", "backward"])
+def test_after_an_exception_the_next_step_is_right(where, timing):
+    model, manager = make_model(), make_manager(timing)
+    expected = run_step(model, None, ORDER)
+
+    def failing_step():
+        with manager.step():
+            first = forward(model, manager)
+            x = forward(model, manager)
+            if where == "forward":
+                raise InjectedError
+            if where == "inside a group":
+                x = start_group(manager, x, "mlp")
+                with manager:
+                    raise InjectedError
+            (first + Raising.apply(x)).backward()
+
+    for _ in range(3):
+        with pytest.raises(InjectedError):
+            failing_step()
+        assert_nothing_left(manager)
+        assert_same(expected, run_step(model, manager, ORDER))
+        assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_groups_inside_a_checkpoint_are_recomputed_not_moved(use_reentrant, timing):
+    model, manager = make_model(), make_manager(timing, prefetch_bytes=0)
+
+    def run(manager):
+        x = torch.linspace(-1, 1, 512).view(16, 32).requires_grad_()
+        if manager:
+            manager.begin_chunk()
+        x = model[0](x, manager)
+        x = checkpoint(model[1], x, manager, use_reentrant=use_reentrant)
+        x = model[2](x, manager)
+        for p in model.parameters():
+            p.grad = None
+        x.square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = run(None)
+    for _ in range(2):
+        assert_same(expected, run(manager))
+        manager.reset()
+        assert_nothing_left(manager)
+    assert manager.last_step.offloaded_bytes > 0
+
+
+def test_a_checkpoint_inside_a_group_has_its_inputs_moved():
+    manager = make_manager()
+    manager.begin_chunk()
+    linear = torch.nn.Linear(64, 64)
+    x = torch.randn(64, 64, requires_grad=True).clone()
+    expected = torch.autograd.grad(linear(x).sum(), linear.weight)[0]
+    y = start_group(manager, x, "g")
+    with manager:
+        y = checkpoint(linear, y, use_reentrant=False)
+        z = y * y.detach()
+    z = commit_group(manager, z, "g")
+    assert manager.transfers.stats.offloaded_bytes > 0
+    z.sum().backward()
+    assert linear.weight.grad.shape == expected.shape
+
+
+def test_surrounding_hooks_are_restored():
+    manager = make_manager()
+    manager.begin_chunk()
+    outer = []
+
+    def pack(tensor):
+        outer.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        x = torch.randn(128, requires_grad=True)
+        y = start_group(manager, x.exp(), "g")
+        num_before = len(outer)
+        with manager:
+            y = y.exp()
+        assert len(outer) == num_before, "inside the group the group's hooks hold"
+        y = commit_group(manager, y, "g").exp()
+        assert len(outer) == num_before + 1
+    y.sum().backward()
+
+
+def test_without_a_chunk_and_when_disabled_boundaries_are_the_identity():
+    manager = make_manager()
+    x = torch.randn(128, requires_grad=True)
+    assert start_group(manager, x, "g") is x
+    with manager:
+        y = x.exp()
+    assert commit_group(manager, y, "g") is y
+    manager.begin_chunk()
+    manager.disable_offload()
+    assert start_group(manager, x, "g") is x
+    manager.enable_offload()
+    assert start_group(manager, x, "g") is not x
+
+
+def test_delayed_groups_move_when_flushed():
+    manager = make_manager()
+    manager.begin_chunk()
+    x = torch.randn(1024, requires_grad=True)
+    y = start_group(manager, x, "g")
+    with manager:
+        y = (y * 2).exp()
+    y = commit_group(manager, y, "g", delay=True)
+    assert manager.transfers.stats.offloaded_bytes == 0
+    manager.flush_delayed_groups()
+    assert manager.transfers.stats.offloaded_bytes == 4096
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * (2 * x).exp().detach())
+
+
+def test_a_delayed_group_whose_backward_comes_first_never_moves():
+    manager = make_manager()
+    manager.begin_chunk()
+    x = torch.randn(1024, requires_grad=True)
+    y = start_group(manager, x, "g")
+    with manager:
+        y = y.exp()
+    commit_group(manager, y, "g", delay=True).sum().backward()
+    manager.reset()
+    assert manager.last_step.offloaded_bytes == 0
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("cap_bytes", [0, 24 * KIB, 60 * KIB])
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_over_the_host_cap_tensors_stay_and_are_counted(cap_bytes, timing):
+    model = make_model()
+    manager = make_manager(
+        timing, host_memory_bytes=cap_bytes, host_slab_bytes=4 * KIB, prefetch_bytes=0
+    )
+    expected = run_step(model, None, ORDER)
+    for _ in range(2):
+        assert_same(expected, run_step(model, manager, ORDER))
+        assert manager.last_step.num_refused_blocks > 0
+        assert manager.host_pool.stats.slab_bytes_total <= cap_bytes
+        assert (manager.last_step.offloaded_bytes > 0) == (cap_bytes > 0)
+        assert_nothing_left(manager)
+
+
+def test_forced_release_empties_only_what_was_copied():
+    manager = make_manager(min_tensor_bytes=2048)
+    manager.begin_chunk()
+    kept_alive = torch.randn(1024, requires_grad=True).clone()
+    small = torch.randn(16, requires_grad=True).clone()
+    y = start_group(manager, kept_alive, "g")
+    with manager:
+        z = y.exp() * small[:1].exp()
+    z = commit_group(manager, z, "g", [kept_alive, small])
+    assert small.untyped_storage().nbytes() == 64
+    assert kept_alive.untyped_storage().nbytes() == 4096, "exp keeps its output, not its input"
+    x = torch.randn(1024, requires_grad=True).clone()
+    expected = torch.autograd.grad((x * x).sum(), x)[0]
+    y = start_group(manager, x, "g")
+    with manager:
+        z = y * y
+    z = commit_group(manager, z, "g", [x])
+    assert x.untyped_storage().nbytes() == 0
+    assert torch.equal(torch.autograd.grad(z.sum(), y)[0], expected)
+
+
+def test_device_memory_really_falls():
+    model = make_model(layers=6)
+    peaks = []
+    for fraction in (0.0, 1.0):
+        manager = make_manager(fraction=fraction, prefetch_bytes=0)
+        meter = LiveActivationMeter(model.parameters())
+        manager.meter = meter
+        with meter:
+            run_step(model, manager, [("F", 0), ("B", 0)])
+        peaks.append(meter.peak_bytes)
+        assert meter.live_bytes == 0
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_reset_instance_gives_host_memory_back():
+    from megatron_offload.engine.manager import PipelineOffloadManager
+
+    manager = make_manager()
+    run_step(make_model(), manager, ORDER)
+    assert manager.host_pool.stats.slab_bytes_total > 0
+    manager.close()
+    manager.close()
+    assert manager.host_pool.stats.slab_bytes_total == 0
+    first = PipelineOffloadManager.get_instance()
+    assert PipelineOffloadManager.get_instance() is first
+    PipelineOffloadManager.reset_instance()
+    assert PipelineOffloadManager.get_instance() is not first

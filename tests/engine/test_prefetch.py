@@ -1,0 +1,126 @@
+"""What comes back next, how far ahead, and what a wrong prediction costs: never correctness."""
+
+from __future__ import annotations
+
+import pytest
+from programs import (
+    KIB,
+    TIMINGS,
+    assert_nothing_left,
+    assert_same,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+from megatron_offload.engine.group import GroupState
+
+ORDER = one_forward_one_backward(6, depth=3)
+
+
+def test_the_first_step_reloads_within_a_chunk_in_reverse_order():
+    model, manager = make_model(layers=4), make_manager(prefetch_bytes=40 * KIB)
+    run_step(model, manager, [("F", 0), ("B", 0)])
+    # Only the group at the turning point had no backward before it to be issued in.
+    assert manager.last_step.num_late_reloads == 1
+
+
+def test_a_learned_order_leaves_no_late_reload():
+    model, manager = make_model(), make_manager(prefetch_bytes=24 * KIB)
+    run_step(model, manager, ORDER)
+    assert manager.last_step.num_late_reloads > 0
+    for _ in range(2):
+        run_step(model, manager, ORDER)
+        assert manager.last_step.num_late_reloads == 0
+        assert manager.last_step.reloaded_bytes > 0
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 12 * KIB, 40 * KIB, 100 * KIB])
+def test_reloaded_and_not_consumed_stays_within_the_budget(budget_bytes, monkeypatch):
+    model, manager = make_model(), make_manager(prefetch_bytes=budget_bytes)
+    largest = 0
+    seen = []
+    reload = manager.transfers.reload
+
+    def watch(group):
+        reload(group)
+        waiting = [
+            g
+            for g in manager.prefetcher.groups()
+            if g.state in (GroupState.RELOADING, GroupState.RELOADED)
+        ]
+        seen.append(sum(g.num_bytes for g in waiting))
+
+    monkeypatch.setattr(manager.transfers, "reload", watch)
+    for _ in range(3):
+        run_step(model, manager, ORDER)
+        largest = max(g.num_bytes for g in manager.last_profile.groups)
+        seen.clear()
+    run_step(model, manager, ORDER)
+    assert not seen or max(seen) <= max(budget_bytes, 2 * largest)
+
+
+def test_what_fits_into_the_budget_at_the_turning_point_is_not_copied_for_nothing():
+    model, manager = make_model(), make_manager(prefetch_bytes=24 * KIB, max_inflight_bytes=1 << 30)
+    order = [("F", 0), ("B", 0)]
+    run_step(model, manager, order)
+    assert manager.last_step.num_early_returns > 0
+    run_step(model, manager, order)
+    moved = manager.last_step.offloaded_bytes
+    everything = sum(g.num_bytes for g in manager.last_profile.groups)
+    assert 0 < moved < everything
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_a_wrong_prediction_is_exact(timing):
+    model, manager = make_model(), make_manager(timing, prefetch_bytes=40 * KIB)
+    forwards = [("F", m) for m in range(4)]
+    in_order = [*forwards, *[("B", m) for m in range(4)]]
+    reverse = [*forwards, *[("B", m) for m in reversed(range(4))]]
+    mixed = [*forwards, *[("B", m) for m in (2, 0, 3, 1)]]
+    expected = {}
+    for name, order in {"in_order": in_order, "reverse": reverse, "mixed": mixed}.items():
+        expected[name] = run_step(model, None, order), order
+    for name in ("in_order", "reverse", "mixed", "reverse", "in_order", "mixed", "mixed"):
+        reference, order = expected[name]
+        assert_same(reference, run_step(model, manager, order))
+        assert_nothing_left(manager)
+    assert manager.last_step.num_late_reloads == 0, "the order of the last step is learned at once"
+
+
+def test_dropped_graphs_do_not_block_the_budget():
+    model, manager = make_model(), make_manager(prefetch_bytes=24 * KIB)
+    run_step(model, manager, ORDER)
+    expected = run_step(model, None, ORDER)
+    from test_lifecycle import forward
+
+    for _ in range(3):
+        del_me = forward(model, manager)
+        del del_me
+    assert_same(expected, run_step(model, manager, ORDER))
+    assert_nothing_left(manager)
+
+
+def test_transfers_hide_behind_compute_when_the_link_is_fast_enough():
+    model = make_model()
+    stalls = {}
+    for gbps in (0.001, 1000.0):
+        manager = make_manager("late", prefetch_bytes=40 * KIB, max_inflight_bytes=40 * KIB)
+        simulated = manager.config.simulated.model_copy(update={"d2h_gbps": gbps, "h2d_gbps": gbps})
+        config = manager.config.model_copy(update={"simulated": simulated})
+        manager.configure(config)
+        backend = manager.backend
+        tick = manager.transfers.pass_boundary
+
+        def pass_boundary(num_bytes, tick=tick, backend=backend, manager=manager):
+            backend.advance_compute(10.0)
+            manager.transfers.__class__.pass_boundary(manager.transfers, num_bytes)
+
+        manager.transfers.pass_boundary = pass_boundary
+        for _ in range(3):
+            run_step(model, manager, ORDER)
+        stalls[gbps] = sum(backend.stall_us.values())
+        total = backend.time_us(backend.compute_stream())
+        assert total == pytest.approx(stalls[gbps] + 10.0 * 3 * 2 * 6 * len(model) * 2)
+    assert stalls[1000.0] < 10.0 < stalls[0.001]

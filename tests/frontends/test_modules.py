@@ -1,0 +1,167 @@
+"""Groups by module name, with no change to model code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import TIMINGS, assert_nothing_left, assert_same, make_manager
+from torch import nn
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.frontends.modules import _expression, offload_modules
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, hidden, *, scale):
+        q, k, v = self.qkv(hidden).chunk(3, dim=-1)
+        scores = torch.softmax(q @ k.transpose(-1, -2) * scale, dim=-1)
+        return self.proj(scores @ v), None
+
+
+class Mlp(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear_fc1 = nn.Linear(width, 4 * width)
+        self.linear_fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, hidden):
+        hidden = self.linear_fc1(hidden)
+        if hidden.isnan().any():
+            raise FloatingPointError
+        return self.linear_fc2(torch.nn.functional.gelu(hidden))
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attention = Attention(width)
+        self.mlp = Mlp(width)
+
+    def forward(self, hidden):
+        hidden = hidden + self.attention(hidden=hidden, scale=0.1)[0]
+        return {"hidden": hidden + self.mlp(hidden), "extra": 3}
+
+
+class Model(nn.Module):
+    def __init__(self, width=16, layers=2):
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)["hidden"]
+        return x
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def gradients(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for _ in range(2):
+        model(torch.randn(2, 8, 16, generator=generator)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mlp_fc1"],
+        ["mlp_act"],
+        ["mlp_fc2"],
+        ["mlp_fc1", "mlp_act", "mlp_fc2"],
+        ["mlp_act", "mlp_fc2", "mlp_fc1", "layers.*.attention"],
+        ["layer"],
+        ["layer", "mlp_act", "layers.*.attention.proj"],
+        ["layers.0.mlp"],
+        ["**.qkv", "embed*"],
+    ],
+    ids=",".join,
+)
+def test_gradients_are_those_of_the_untouched_model(names, timing):
+    model = make_model()
+    expected = gradients(model)
+    manager = make_manager(timing, prefetch_bytes=0)
+    with offload_modules(model, names, manager=manager):
+        for _ in range(3):
+            assert_same(expected, gradients(model))
+            manager.reset()
+            assert manager.last_step.offloaded_bytes > 0
+            assert_nothing_left(manager)
+        assert set(manager.last_step.by_name) == set(names)
+    assert_same(expected, gradients(model))
+    assert not manager.transfers.stats.by_name, "removed hooks mark nothing"
+
+
+def test_the_activation_of_a_dense_mlp_is_a_group_of_its_own():
+    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    with offload_modules(model, ["mlp_act"], manager=manager) as handle:
+        gradients(model)
+        manager.reset()
+        assert handle.groups == {"mlp_act": ["layers.0.mlp", "layers.1.mlp"]}
+    # What gelu saves: its input, one per layer and microbatch.
+    assert manager.last_step.offloaded_bytes == 4 * (2 * 8 * 64 * 4)
+
+
+@pytest.mark.parametrize("names", [["mlp_act"], ["layer", "mlp_fc1"]], ids=",".join)
+def test_hooks_are_taken_off_the_stack_where_a_forward_raises(names):
+    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    expected = gradients(model)
+    with offload_modules(model, names, manager=manager):
+        with pytest.raises(FloatingPointError), manager.step():
+            model(torch.full((2, 8, 16), torch.nan))
+        assert not manager._hooks
+        assert_nothing_left(manager)
+        assert_same(expected, gradients(model))
+        manager.reset()
+
+
+def test_a_name_that_matches_nothing_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"did you mean 'layers.0.attention'"):
+        offload_modules(make_model(), ["layers.0.atention*x"], manager=make_manager())
+    with pytest.raises(ConfigError, match=r"did you mean 'mlp_act'"):
+        offload_modules(make_model(), ["mlp_actt"], manager=make_manager())
+
+
+def test_names_of_megatron_s_own_call_sites_are_sent_there():
+    with pytest.raises(ConfigError, match=r"TransformerConfig\.offload_modules"):
+        offload_modules(make_model(), ["core_attn"], manager=make_manager())
+
+
+def test_a_refused_request_leaves_no_hooks():
+    model = make_model()
+    with pytest.raises(ConfigError):
+        offload_modules(model, ["mlp_fc1", "nothing.*"], manager=make_manager())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        ("layers.*.mlp", "layers.0.mlp", True),
+        ("layers.*.mlp", "layers.0.x.mlp", False),
+        ("layers.**.mlp", "layers.0.x.mlp", True),
+        ("layers.**", "layers.0.x.mlp", True),
+        ("**.mlp", "mlp", True),
+        ("**.mlp", "a.b.mlp", True),
+        ("**.mlp", "a.b.mlps", False),
+        ("a?c.*", "abc.d", True),
+        ("a.c", "abc", False),
+    ],
+)
+def test_patterns_over_dotted_names(pattern, path, matches):
+    assert bool(_expression(pattern).fullmatch(path)) is matches

@@ -1,0 +1,46 @@
+"""Megatron's three numbers: module list, fraction, bytes per pipeline rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_offload.planning.policy import ModulesPolicy
+from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
+
+
+def make_profile(chunks=2, groups=4, num_bytes=100):
+    keys = [GroupKey(c, g) for c in range(chunks) for g in range(groups)]
+    return StepProfile(
+        groups=tuple(GroupProfile(key, f"group{key.order}", num_bytes) for key in keys),
+        backward_order=tuple(reversed(keys)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fraction", "num_kept"), [(1.0, 0), (0.99, 0), (0.75, 1), (0.5, 2), (0.25, 3), (0.0, 4)]
+)
+def test_a_fraction_keeps_the_last_groups_of_every_chunk(fraction, num_kept):
+    kept = ModulesPolicy(fraction=fraction).plan(make_profile())
+    expected = {GroupKey(c, g) for c in range(2) for g in range(4 - num_kept, 4)}
+    assert set(kept) == expected
+
+
+@pytest.mark.parametrize(
+    ("keep_bytes", "num_kept"), [(0, 0), (1, 1), (100, 1), (101, 2), (9999, 8)]
+)
+def test_bytes_to_keep_are_taken_from_what_backward_needs_first(keep_bytes, num_kept):
+    profile = make_profile()
+    kept = ModulesPolicy(keep_bytes=keep_bytes).plan(profile)
+    assert list(kept) == list(profile.backward_order[:num_kept])
+
+
+def test_empty_groups_count_for_nothing():
+    profile = make_profile(num_bytes=0)
+    assert ModulesPolicy(fraction=0.5, keep_bytes=100).plan(profile) == {}
+
+
+def test_every_kept_group_has_a_reason():
+    kept = ModulesPolicy(fraction=0.5, keep_bytes=100).plan(make_profile())
+    assert all(kept.values())
+    assert any("fraction 0.5" in reason for reason in kept.values())
+    assert any("100 bytes" in reason for reason in kept.values())
