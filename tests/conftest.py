@@ -1,4 +1,4 @@
-"""What many tests share: small programs, managers on the simulated backend, and parity."""
+"""What many tests share: where helpers lie, what a GPU test needs, how many random programs run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fuzz", type=int, default=300, help="how many random programs to run")
+    parser.addoption("--fuzz-first-seed", type=int, default=0, help="seed of the first of them")
+
+
+def pytest_generate_tests(metafunc):
+    if "fuzz_seed" in metafunc.fixturenames:
+        first = metafunc.config.getoption("--fuzz-first-seed")
+        seeds = range(first, first + metafunc.config.getoption("--fuzz"))
+        metafunc.parametrize("fuzz_seed", seeds)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,282 @@
+"""Random training programs: schedules x groups x aliasing x exceptions x copy timings.
+
+A program is built from one seed alone and can be run with a manager or without. Both runs draw the
+same numbers, so losses and gradients must be bitwise equal.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from programs import KIB, TIMINGS, assert_nothing_left, make_manager
+from torch.utils.checkpoint import checkpoint
+
+from megatron_offload.engine.boundary import commit_group, start_group
+
+ROWS, WIDTH = 8, 24
+
+
+class InjectedError(Exception):
+    pass
+
+
+class RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise InjectedError
+
+
+class SaveViews(torch.autograd.Function):
+    """Multiply by parts of one storage, saved as overlapping views."""
+
+    @staticmethod
+    def forward(ctx, x):
+        flat = x.detach().clone().view(-1)
+        square = flat.view(ROWS, WIDTH)
+        ctx.save_for_backward(flat[3:], square.t(), square[::2], flat.as_strided((4, 6), (5, 2), 1))
+        return x * square[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        tail, transposed, even, strided = ctx.saved_tensors
+        scale = tail.sum() + transposed.t()[1] + even[0] * strided.sum()
+        return grad * transposed.t()[0] + scale * 1e-3
+
+
+def op_linear(x, weight):
+    return F.linear(x, weight)
+
+
+def op_square(x, weight):
+    return x * x * 0.5
+
+
+def op_chunk(x, weight):
+    a, b, c = F.linear(x, weight).chunk(3, dim=-1)
+    return torch.cat([a * b, b * c, c.sigmoid()], dim=-1)
+
+
+def op_norm(x, weight):
+    return F.layer_norm(x, (WIDTH,), weight[0])
+
+
+def op_attention(x, weight):
+    return torch.softmax(x @ x.t() * 0.1, dim=-1) @ F.linear(x, weight)
+
+
+def op_transposed(x, weight):
+    return (x.t().reshape(WIDTH, ROWS) * weight[:, :ROWS]).t()
+
+
+def op_expand(x, weight):
+    return x * x[:, :1].expand(ROWS, WIDTH) + weight[0]
+
+
+def op_dropout(x, weight):
+    return F.dropout(F.gelu(x * weight[1]), 0.3)
+
+
+def op_in_place(x, weight):
+    return (x + weight[2]).relu_().mul(2.0)
+
+
+def op_save_views(x, weight):
+    return SaveViews.apply(x)
+
+
+def op_checkpoint(x, weight):
+    return checkpoint(op_attention, x, weight, use_reentrant=False)
+
+
+def op_checkpoint_reentrant(x, weight):
+    return checkpoint(op_square, x, weight, use_reentrant=True)
+
+
+OPS = [value for name, value in list(globals().items()) if name.startswith("op_")]
+
+
+@dataclass
+class Segment:
+    """Operations, and groups around some of them; a group may end after later segments began."""
+
+    ops: list
+    group: str | None = None
+    commit_late: bool = False
+    inner: list[Segment] = field(default_factory=list)
+    as_tuple: bool = False
+
+
+def make_segment(rng, depth=0):
+    group = rng.choice([None, "a", "b", "c"])
+    segment = Segment(
+        ops=[(rng.choice(OPS), rng.randrange(4)) for _ in range(rng.randint(1, 3))],
+        group=group,
+        commit_late=rng.random() < 0.3,
+        as_tuple=rng.random() < 0.2,
+    )
+    if depth < 2:
+        segment.inner = [make_segment(rng, depth + 1) for _ in range(rng.choice([0, 0, 1, 2]))]
+    return segment
+
+
+def make_schedule(rng):
+    """Return the actions of one step; every backward or drop comes after its forward."""
+    num_microbatches = rng.randint(1, 5)
+    actions, pending, started = [], [], 0
+    while started < num_microbatches or pending:
+        if started < num_microbatches and (not pending or rng.random() < 0.5):
+            actions.append(("forward", started))
+            pending.append(started)
+            started += 1
+        else:
+            which = rng.choice([0, 0, -1, rng.randrange(len(pending))])
+            microbatch = pending.pop(which)
+            kind = rng.choice(["backward"] * 8 + ["drop", "twice"])
+            actions.append((kind, microbatch))
+        if rng.random() < 0.08:
+            actions.append(("evaluate", 100 + started))
+    if rng.random() < 0.15:
+        where = rng.randrange(len(actions) + 1)
+        kind = rng.choice(["raise in forward", "raise in group", "raise in backward"])
+        actions.insert(where, (kind, 200))
+    return actions
+
+
+class Program:
+    """Everything that a seed decides."""
+
+    def __init__(self, seed):
+        rng = random.Random(seed)
+        self.seed = seed
+        self.segments = [make_segment(rng) for _ in range(rng.randint(1, 4))]
+        self.steps = [make_schedule(rng) for _ in range(rng.randint(1, 4))]
+        if rng.random() < 0.6:  # what is learned in one step is used in the next
+            self.steps += [self.steps[0]] * 2
+        sizes = [0, 1 * KIB, 4 * KIB, 16 * KIB, None]
+        self.settings = {
+            "timing": rng.choice(TIMINGS),
+            "max_inflight_bytes": rng.choice(sizes),
+            "prefetch_bytes": rng.choice(sizes),
+            "min_tensor_bytes": rng.choice([0, 0, 500]),
+            "host_memory_bytes": rng.choice([0, 2 * KIB, 8 * KIB, 1024 * KIB, 1024 * KIB]),
+            "host_slab_bytes": rng.choice([4 * KIB, 64 * KIB]),
+            "retained_device_bytes": rng.choice([0, 0, 16 * KIB]),
+            "fraction": rng.choice([1.0, 1.0, 0.5, 0.0]),
+        }
+
+    def run(self, manager):
+        """Run all steps; return each whole step's losses and gradients."""
+        generator = torch.Generator().manual_seed(self.seed)
+        weights = [
+            torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) * 0.2)
+            for _ in range(4)
+        ]
+        results = []
+        for number, actions in enumerate(self.steps):
+            for weight in weights:
+                weight.grad = None
+            try:
+                losses = self._run_step(manager, weights, actions, number)
+            except InjectedError:
+                if manager:
+                    manager.abort()
+                continue
+            if manager:
+                manager.reset()
+                assert_nothing_left(manager)
+            grads = [None if w.grad is None else w.grad.clone() for w in weights]
+            results.append((losses, grads))
+        return results
+
+    def _run_step(self, manager, weights, actions, number):
+        graphs, losses = {}, []
+        for kind, microbatch in actions:
+            torch.manual_seed(self.seed * 1000 + number * 100 + microbatch)
+            if kind == "forward":
+                graphs[microbatch] = self._forward(manager, weights)
+                losses.append(graphs[microbatch].detach().clone())
+            elif kind == "evaluate":
+                with torch.no_grad():
+                    losses.append(self._forward(manager, weights))
+            elif kind == "backward":
+                graphs.pop(microbatch).backward()
+            elif kind == "twice":
+                graphs[microbatch].backward(retain_graph=True)
+                graphs.pop(microbatch).backward()
+            elif kind == "drop":
+                del graphs[microbatch]
+            elif kind == "raise in backward":
+                RaiseInBackward.apply(self._forward(manager, weights)).backward()
+            else:
+                self._forward(manager, weights, fail=kind)
+        return losses
+
+    def _forward(self, manager, weights, fail=None):
+        x = torch.randn(ROWS, WIDTH).requires_grad_()
+        if manager:
+            manager.begin_chunk()
+        late = []
+        for segment in self.segments:
+            x = self._run_segment(manager, weights, segment, x, late)
+        if fail == "raise in forward":
+            raise InjectedError
+        if fail and manager:
+            x = start_group(manager, x, "failing")
+            with manager:
+                raise InjectedError
+        if fail:
+            raise InjectedError
+        for name in reversed(late):
+            x = commit_group(manager, x, name) if manager else x
+        return x.square().mean()
+
+    def _run_segment(self, manager, weights, segment, x, late):
+        grouped = manager is not None and segment.group is not None
+        if grouped:
+            x = (
+                start_group(manager, (x, None), segment.group)[0]
+                if segment.as_tuple
+                else (start_group(manager, x, segment.group))
+            )
+            manager.__enter__()
+        try:
+            for op, index in segment.ops:
+                # Values stay tame: what is compared is bits, and NaN would hide them.
+                x = torch.tanh(op(x, weights[index]))
+            for inner in segment.inner:
+                x = self._run_segment(manager, weights, inner, x, late)
+        finally:
+            if grouped:
+                manager.__exit__()
+        if not grouped:
+            return x
+        if segment.commit_late:
+            late.append(segment.group)
+            return x
+        return commit_group(manager, [x], segment.group)[0]
+
+
+def check(seed):
+    """Run the program of ``seed`` both ways and compare every bit."""
+    program = Program(seed)
+    expected = program.run(None)
+    manager = make_manager(seed=seed, **program.settings)
+    actual = program.run(manager)
+    assert len(actual) == len(expected)
+    for step, ((losses, grads), (other_losses, other_grads)) in enumerate(
+        zip(expected, actual, strict=True)
+    ):
+        for index, (a, b) in enumerate(zip(losses, other_losses, strict=True)):
+            assert torch.equal(a, b), f"step {step}: loss {index} differs"
+        for index, (a, b) in enumerate(zip(grads, other_grads, strict=True)):
+            same = a is b is None or (a is not None and b is not None and torch.equal(a, b))
+            assert same, f"step {step}: gradient {index} differs"
+    manager.close()
+    return manager

@@ -1,0 +1,20 @@
+"""Random programs give the same bits with and without offload; ``--fuzz N`` runs N of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from random_programs import check
+
+
+def test_random_programs_are_exact(fuzz_seed):
+    try:
+        check(fuzz_seed)
+    except Exception as error:
+        raise AssertionError(
+            f"seed {fuzz_seed} fails; again with: "
+            f"pytest tests/fuzz --fuzz 1 --fuzz-first-seed {fuzz_seed}"
+        ) from error
