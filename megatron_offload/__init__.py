@@ -19,7 +19,7 @@ Read next: `megatron_offload.engine.manager`.
 """
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.fine_grained_activation_offload import PipelineOffloadManager
 from megatron_offload.fine_grained_activation_offload import (
     fine_grained_offloading_group_commit as group_commit,
 )

@@ -120,6 +120,16 @@ class Backend(abc.ABC):
             RuntimeError: the memory can't be had or can't be pinned.
         """
 
+    # For CUDA graphs; a device without them has neither.
+
+    def graph_stream(self) -> Stream | None:
+        """Return a new stream to capture a graph on; None where there are no graphs."""
+        return None
+
+    def graph_event(self) -> Event | None:
+        """Return a new event that orders work inside a graph with work outside; None likewise."""
+        return None
+
     # What the engine tells a backend that checks; a real device has no use for it.
 
     def note_produced(self, region: torch.Tensor, label: str) -> None:  # noqa: B027 - optional

@@ -97,6 +97,14 @@ class CudaBackend(Backend):
         """
         return torch.frombuffer(_PinnedPages(num_bytes), dtype=torch.uint8)[:num_bytes]
 
+    def graph_stream(self) -> torch.cuda.Stream:
+        """Return a new stream to capture a graph on."""
+        return torch.cuda.Stream(self.device)
+
+    def graph_event(self) -> torch.cuda.Event:
+        """Return a new event that orders work inside a graph with work outside."""
+        return torch.cuda.Event(external=True)
+
 
 class _PinnedPages(mmap.mmap):
     """Anonymous pages, page-locked for as long as anything refers to them."""

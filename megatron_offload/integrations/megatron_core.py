@@ -1,0 +1,198 @@
+"""This implementation in the place of megatron-core's own activation offload.
+
+Owns `install` and `uninstall`: every reference to Megatron's module that other modules hold is
+exchanged, whatever was imported first. Must not know the trainer, nor how anything is moved. Needs
+neither TransformerEngine nor ``NVTE_CPU_OFFLOAD_V1``.
+
+Who holds a reference, and how it is reached:
+
+- modules, by ``import`` or ``from ... import X as off_interface``: their namespaces are searched by
+  identity;
+- layers built before `install` (megatron-core 0.17 and later keep the class in
+  ``layer.off_interface``): Megatron's own class has our methods while installed;
+- layers built in between: put back by `uninstall`.
+
+Invariant: `uninstall` restores every object that `install` changed; both may be called twice.
+Read next: `megatron_offload.fine_grained_activation_offload`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import importlib.metadata
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import megatron_offload.fine_grained_activation_offload as facade
+from megatron_offload.errors import IntegrationError
+
+__all__ = ["install", "is_installed", "uninstall"]
+
+_MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+_OLDEST = (0, 16)
+
+_installed: _Exchange | None = None
+
+
+def install() -> None:
+    """Put this implementation in megatron-core's place, in this process; twice is once.
+
+    Layers then record into `PipelineOffloadManager.get_instance`; configure that one. Megatron's
+    own ``TransformerConfig`` fields say which groups are marked, as ever.
+
+    Raises:
+        IntegrationError: megatron-core is absent, older than 0.16, or without the module.
+    """
+    global _installed
+    if _installed is None:
+        exchange = _Exchange(_import_target())
+        exchange.apply()
+        _installed = exchange
+
+
+def uninstall() -> None:
+    """Put megatron-core's own implementation back; without `install` this does nothing."""
+    global _installed
+    exchange, _installed = _installed, None
+    if exchange is not None:
+        exchange.revert()
+
+
+def is_installed() -> bool:
+    """Whether `install` is in effect."""
+    return _installed is not None
+
+
+class _Exchange:
+    """What stands in for what, and every place where that was changed."""
+
+    def __init__(self, target: types.ModuleType) -> None:
+        self._ours: dict[int, Any] = {}
+        self._theirs: dict[int, Any] = {}
+        for name, theirs in _definitions(target):
+            ours = getattr(facade, name, None)
+            if ours is not None:
+                self._ours[id(theirs)] = ours
+                self._theirs[id(ours)] = theirs
+        self._interface: type = target.FineGrainedActivationOffloadingInterface
+        self._undo: list[Callable[[], None]] = []
+
+    def apply(self) -> None:
+        """Exchange all references."""
+        for module in _loaded_modules():
+            for name, value in list(vars(module).items()):
+                if id(value) in self._ours:
+                    self._replace(module, name, self._ours[id(value)])
+        self._forward_interface()
+        self._opt_out_discarded_outputs()
+
+    def revert(self) -> None:
+        """Put everything back, where it was found and where it was copied to since."""
+        while self._undo:
+            self._undo.pop()()
+        for module in _loaded_modules():
+            if module.__name__ == "megatron" or module.__name__.startswith("megatron."):
+                for name, value in list(vars(module).items()):
+                    if id(value) in self._theirs:
+                        setattr(module, name, self._theirs[id(value)])
+        ours = facade.FineGrainedActivationOffloadingInterface
+        for layer in gc.get_objects():
+            # type() and not isinstance(): proxies may run code when they are asked for their class.
+            if issubclass(type(layer), torch.nn.Module) and (
+                vars(layer).get("off_interface") is ours
+            ):
+                layer.off_interface = self._interface
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute, and note how to undo it."""
+        if name in vars(owner):
+            self._undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
+        else:
+            self._undo.append(functools.partial(delattr, owner, name))
+        setattr(owner, name, value)
+
+    def _forward_interface(self) -> None:
+        """Give Megatron's class our methods, for those who hold the class itself."""
+        for name, member in vars(facade.FineGrainedActivationOffloadingInterface).items():
+            if isinstance(member, (staticmethod, types.FunctionType)):
+                self._replace(self._interface, name, member)
+
+    def _opt_out_discarded_outputs(self) -> None:
+        """Keep the outputs of ``CheckpointWithoutOutput`` on the device.
+
+        Megatron empties their storage in place after the forward and fills it again before the
+        backward, so a copy to the host would be for nothing.
+        """
+        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+        theirs = CheckpointWithoutOutput.checkpoint
+
+        @functools.wraps(theirs)
+        def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+            outputs = theirs(self, run_function, *args)
+            manager = facade.PipelineOffloadManager.get_instance()
+            for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+                if isinstance(output, torch.Tensor):
+                    manager.mark_not_offload(output)
+            return outputs
+
+        self._replace(CheckpointWithoutOutput, "checkpoint", checkpoint)
+
+
+def _import_target() -> types.ModuleType:
+    try:
+        importlib.import_module("megatron.core")
+    except ModuleNotFoundError as error:
+        raise IntegrationError(
+            "megatron-core is not installed, so there is nothing to install into; "
+            "pip install 'megatron-core>=0.16.1'"
+        ) from error
+    version = _megatron_version()
+    if version is not None and _leading_numbers(version) < _OLDEST:
+        raise IntegrationError(
+            f"megatron-core {version} has no fine-grained activation offload; "
+            "it came with 0.16: pip install 'megatron-core>=0.16.1'"
+        )
+    try:
+        return importlib.import_module(_MODULE)
+    except ModuleNotFoundError as error:
+        raise IntegrationError(
+            f"megatron-core {version or 'of an unknown version'} has no module {_MODULE}; "
+            "pip install 'megatron-core>=0.16.1'"
+        ) from error
+
+
+def _megatron_version() -> str | None:
+    version = getattr(sys.modules["megatron.core"], "__version__", None)
+    if version is None:
+        try:
+            version = importlib.metadata.version("megatron-core")
+        except importlib.metadata.PackageNotFoundError:
+            return None
+    return str(version)
+
+
+def _leading_numbers(version: str) -> tuple[int, int]:
+    numbers = [int(number) for number in re.findall(r"\d+", version)]
+    return numbers[0], numbers[1]
+
+
+def _definitions(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yield the classes and functions that a module itself defines, without the private ones."""
+    for name, value in vars(module).items():
+        is_definition = isinstance(value, (type, types.FunctionType))
+        if is_definition and value.__module__ == module.__name__ and not name.startswith("_"):
+            yield name, value
+
+
+def _loaded_modules() -> Iterator[types.ModuleType]:
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType) and module is not facade:
+            yield module
