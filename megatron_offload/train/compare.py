@@ -110,10 +110,13 @@ def compare(config: TrainConfig) -> int:
 
 def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     """Return the same run with or without offload, writing into a folder of its own."""
-    data = config.model_dump()
-    data["offload"]["enabled"] = folder == _FOLDERS[1]
-    data["run"]["output"] = config.run.output / folder
-    return TrainConfig.model_validate(data)
+    # Copies and not new objects: which offload settings were given must not change.
+    return config.model_copy(
+        update={
+            "offload": config.offload.model_copy(update={"enabled": folder == _FOLDERS[1]}),
+            "run": config.run.model_copy(update={"output": config.run.output / folder}),
+        }
+    )
 
 
 def _print(console: Console, reports: list[RunReport], result: Comparison) -> None:

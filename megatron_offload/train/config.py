@@ -120,6 +120,13 @@ class ModelConfig(StrictModel):
                 raise ConfigError(
                     f"unknown recompute module {name!r}{did_you_mean(name, RECOMPUTE_MODULES)}"
                 )
+        if self.recompute == "selective" and "mlp" in self.recompute_modules and self.bias:
+            # The checkpoint hands the bias, a parameter, out as its own result; autograd then
+            # makes the parameter a child of the checkpoint, and backward never ends.
+            raise ConfigError(
+                "model.recompute_modules mlp works in megatron-core only without biases; set "
+                "model.bias: false or leave mlp out"
+            )
 
 
 class ParallelConfig(StrictModel):

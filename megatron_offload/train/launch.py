@@ -58,6 +58,7 @@ def launch(runs: Runs) -> list[RunReport] | None:
 
 
 def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> list[RunReport]:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -78,6 +79,8 @@ def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> 
         results = elastic_launch(config, _rank_main)(runs, kind)
     except ChildFailedError as error:
         raise RankFailedError(f"a rank failed:\n{error}") from error
+    except SignalException as error:
+        raise RankFailedError(f"stopped by signal {int(error.sigval)}; the ranks too") from error
     return _reports_of(results[0])
 
 

@@ -56,7 +56,7 @@ def run_training(config: TrainConfig, device: Device, title: str = "train") -> R
         owner = parallel.rank == 0
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(
-                open_offload(config.offload, trainer.chunks, trainer.meter)
+                open_offload(config.offload, trainer.chunks, trainer.meter, parallel.pp_rank)
             )
             log = stack.enter_context(StepLog(config.run.output, owner=owner))
             printer = stack.enter_context(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
+from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
@@ -45,14 +45,18 @@ class OffloadSession:
 
 @contextlib.contextmanager
 def open_offload(
-    offload: OffloadConfig, chunks: Sequence[torch.nn.Module], meter: LiveActivationMeter | None
+    offload: OffloadConfig,
+    chunks: Sequence[Any],
+    meter: LiveActivationMeter | None,
+    pp_rank: int,
 ) -> Iterator[OffloadSession]:
     """Offload inside this context as ``offload`` says; does nothing where it is disabled.
 
     Args:
         offload: what moves.
-        chunks: this rank's model chunks.
+        chunks: this rank's model chunks, each wrapped for data parallelism.
         meter: told of every saved tensor and reload target; None for no measuring.
+        pp_rank: this rank's place in the pipeline.
     """
     if not offload.enabled:
         yield OffloadSession()
@@ -63,16 +67,32 @@ def open_offload(
 
     core, extra, patterns = split_modules(offload.modules)
     manager = PipelineOffloadManager.get_instance()
-    manager.configure(offload)
+    manager.configure(_with_one_limit(offload))
     manager.meter = meter
     megatron_core.install()
     with contextlib.ExitStack() as stack:
         if extra or patterns:
-            for chunk in chunks:
-                handle = offload_modules(chunk, [*extra, *patterns])
-                stack.callback(handle.remove)
+            # Inside the wrapper for data parallelism, whose ``buffers`` are those of gradients.
+            models = [chunk.module for chunk in chunks]
+            names = [*extra, *patterns]
+            stack.enter_context(offload_modules(models, names, pp_rank=pp_rank))
         try:
             # Megatron's schedules end the step themselves where its own option is set.
             yield OffloadSession(manager, resets_itself=bool(core))
         finally:
             manager.meter = None
+            manager.abort()
+            megatron_core.uninstall()
+
+
+def _with_one_limit(offload: OffloadConfig) -> OffloadConfig:
+    """Settle the smallest size that moves, for Megatron's groups and for module groups alike.
+
+    Megatron's call sites bring a limit in elements of their own, against which only values that a
+    user has set count. Elements alone mean that bytes don't limit.
+    """
+    given = offload.model_fields_set
+    only_elements = "min_tensor_elements" in given and "min_tensor_bytes" not in given
+    return offload.model_copy(
+        update={"min_tensor_bytes": ByteSize(0) if only_elements else offload.min_tensor_bytes}
+    )
