@@ -294,7 +294,7 @@ class SimulatedBackend(Backend):
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a plain CPU tensor: the simulation's device memory."""
-        return tensor.device.type == "cpu" and tensor.layout is torch.strided
+        return tensor.is_cpu and tensor.layout is torch.strided
 
     def compute_stream(self) -> SimulatedStream:
         """Return the one compute stream: the calling program."""

@@ -78,34 +78,37 @@ class ChunkOffloadHandler:
         reference = self.blocks.get(storage_key)
         return reference() if reference is not None else None
 
-    def observe(self, tensor: torch.Tensor) -> None:
-        """Show a saved tensor to whoever measures, and count parameters out."""
-        observer = self.manager.transfers.observer
-        if observer is not None and not isinstance(tensor, torch.nn.Parameter):
-            observer.observe(tensor)
-
     def may_move(self, tensor: torch.Tensor) -> bool:
-        """Whether a saved tensor is an activation that this chunk can move.
+        """Whether a saved tensor is an activation that this chunk can move."""
+        return self.movable_storage(tensor) is not None
+
+    def movable_storage(self, tensor: torch.Tensor) -> int | None:
+        """Return the identity of an activation's storage; None where the tensor can't move.
 
         Never moved: parameters and what shares their storage, tensors that are not on the
         backend's device, subclasses (fake, functional, quantised, distributed), layouts other than
         strided, lazily conjugated or negated tensors, opted-out tensors, and small ones.
         """
-        if type(tensor) is not torch.Tensor or not self.manager.backend.owns(tensor):
-            return False
-        num_elements = tensor.numel()
-        if num_elements == 0 or num_elements < self.min_tensor_elements:
-            return False
-        if num_elements * tensor.itemsize < self.min_tensor_bytes:
-            return False
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            return False
-        if isinstance(tensor._base, torch.nn.Parameter) or tensor.is_conj() or tensor.is_neg():
-            return False
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return None
+        num_bytes = tensor.nbytes
+        if num_bytes < self.min_tensor_bytes or num_bytes == 0:
+            return None
+        if self.min_tensor_elements and tensor.numel() < self.min_tensor_elements:
+            return None
+        manager = self.manager
+        if not manager.backend.owns(tensor) or tensor.is_quantized:
+            return None
+        if tensor.is_neg() or tensor.is_conj():
+            return None
+        base = tensor._base
+        if base is not None and isinstance(base, torch.nn.Parameter):
+            return None
         marks = tensor.__dict__
         if marks and (
             any(marks.get(mark, False) for mark in _OPT_OUT_MARKS)
             or marks.get("offloading_activation", True) is False
         ):
-            return False
-        return not self.manager.is_opted_out(tensor.untyped_storage())
+            return None
+        storage_key: int = tensor.untyped_storage()._cdata
+        return None if manager.is_opted_out(storage_key) else storage_key

@@ -125,13 +125,16 @@ class OffloadGroup:
             The record that autograd keeps; `SavedTensor.unpack` gives the tensor back.
         """
         chunk = self.chunk
-        chunk.observe(tensor)
-        if not chunk.may_move(tensor):
+        observer = self.transfers.observer
+        if observer is not None and not isinstance(tensor, torch.nn.Parameter):
+            observer.observe(tensor)
+        storage_key = chunk.movable_storage(tensor)
+        if storage_key is None:
             return SavedTensor(tensor, None, self.name)
-        storage_key = tensor.untyped_storage()._cdata
         low = int(tensor.storage_offset()) * tensor.itemsize
         high = low + _span_bytes(tensor)
-        block = chunk.find_block(storage_key)
+        reference = chunk.blocks.get(storage_key)
+        block = reference() if reference is not None else None
         if block is not None:
             if block.d2h is None:
                 record = SavedTensor(tensor, block, self.name)

@@ -422,16 +422,15 @@ class PipelineOffloadManager:
         storage = tensor.untyped_storage()
         self._opted_out[storage._cdata] = StorageWeakRef(storage)
 
-    def is_opted_out(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage belongs to a parameter or was marked."""
+    def is_opted_out(self, storage_key: int) -> bool:
+        """Whether the storage of this identity belongs to a parameter or was marked."""
         if self._parameter_storages is None:
             # Parameters move to other storages between steps (flat buffers), hardly within one.
             self._parameter_storages = {
                 parameter.untyped_storage()._cdata for parameter in self._parameters.values()
             }
             self._opted_out = {k: ref for k, ref in self._opted_out.items() if not ref.expired()}
-        key = storage._cdata
-        return key in self._parameter_storages or key in self._opted_out
+        return storage_key in self._parameter_storages or storage_key in self._opted_out
 
     # What is asked for
 

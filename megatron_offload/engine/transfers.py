@@ -347,6 +347,8 @@ class Transfers:
 def _region(block: Block) -> torch.Tensor:
     """Return the flat bytes of a block's source."""
     source = block.aliases[0]
+    if len(block.aliases) == 1 and source.nbytes == block.num_bytes and source.is_contiguous():
+        return source.view(-1).view(torch.uint8)  # much the most frequent, and quicker
     view = torch.empty(0, dtype=torch.uint8, device=source.device)
     return view.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
 
