@@ -9,6 +9,7 @@ Read next: `megatron_offload.train.loop`.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pydoc_data
 from collections.abc import Iterator, Sequence
@@ -69,24 +70,39 @@ class ByteSource:
 
 
 class IndexedSource:
-    """Samples of megatron-core's GPTDataset, in its own shuffled order."""
+    """Samples of megatron-core's GPTDataset, in its own shuffled order.
+
+    Args:
+        dataset: the samples.
+        per_step: samples in one step over all data-parallel ranks.
+        micro_batch_size: samples in one microbatch.
+        dp_size: data-parallel ranks.
+        first_evaluation: where the evaluation's samples begin, behind those of training.
+    """
 
     def __init__(
-        self, datasets: Sequence[Any], microbatches: int, dp_size: int, micro_batch_size: int
+        self,
+        dataset: Any,
+        *,
+        per_step: int,
+        micro_batch_size: int,
+        dp_size: int,
+        first_evaluation: int,
     ) -> None:
-        self._datasets = datasets
-        self._microbatches = microbatches
-        self._dp_size = dp_size
+        self._dataset = dataset
+        self._per_step = per_step
         self._micro_batch_size = micro_batch_size
+        self._dp_size = dp_size
+        self._first = {TRAINING: 0, EVALUATION: first_evaluation}
 
     def tokens(self, kind: int, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
         """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""
-        dataset = self._datasets[kind]
-        first = (step * self._microbatches + microbatch) * self._dp_size + dp_rank
+        first = self._first[kind] + (step - 1) * self._per_step
+        first += (microbatch * self._dp_size + dp_rank) * self._micro_batch_size
         rows = []
-        for offset in range(self._micro_batch_size):
-            sample = dataset[(first * self._micro_batch_size + offset) % len(dataset)]
-            # GPTDataset shifts tokens against labels itself; put the row together again.
+        for index in range(first, first + self._micro_batch_size):
+            sample = self._dataset[index % len(self._dataset)]
+            # GPTDataset shifts labels against tokens itself; put the row together again.
             rows.append(torch.cat([sample["tokens"], sample["labels"][-1:]]))
         return torch.stack(rows).to(torch.int64)
 
@@ -142,6 +158,14 @@ def microbatches(
 
 
 def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
+    try:
+        # Asked for here, on all ranks: the builder imports it on one while the others wait.
+        importlib.import_module("megatron.core.datasets.helpers")
+    except ImportError as error:
+        raise ConfigError(
+            f"data.indexed needs megatron-core's compiled dataset helpers, which this installation "
+            f"lacks for this Python ({error}); install a wheel made for it, or use data.text"
+        ) from error
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -164,37 +188,40 @@ def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
             f"{config.model.vocabulary}; set it to {largest + 1} or more"
         )
     per_step = data.microbatches * data.micro_batch_size * dp_size
-    evaluations = run.steps // run.eval_interval if run.eval_interval else 1
+    first_evaluation = run.steps * per_step
+    wanted = first_evaluation * (2 if run.eval_interval else 1)
     dataset_config = GPTDatasetConfig(
         random_seed=run.seed,
         sequence_length=config.model.sequence_length,
         blend=([prefix], None),
         split="100,0,0",
         path_to_cache=str(run.output / "dataset_cache"),
-        tokenizer=_EndOfDocument(config.model.vocabulary - 1),
+        tokenizer=_Tokens(config.model.vocabulary),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    wanted = (run.steps + evaluations) * per_step
-    try:
-        built = BlendedMegatronDatasetBuilder(
-            GPTDataset, [wanted, None, None], lambda: True, dataset_config
-        ).build()
-    except ImportError as error:
-        raise ConfigError(
-            "data.indexed needs megatron-core's compiled dataset helpers, which this build lacks "
-            f"for this Python ({error}); install a megatron-core wheel made for it, or use "
-            "data.text"
-        ) from error
-    return IndexedSource([built[0], built[0]], data.microbatches, dp_size, data.micro_batch_size)
+    built = BlendedMegatronDatasetBuilder(
+        GPTDataset, [wanted, None, None], lambda: True, dataset_config
+    ).build()
+    return IndexedSource(
+        built[0],
+        per_step=per_step,
+        micro_batch_size=data.micro_batch_size,
+        dp_size=dp_size,
+        first_evaluation=first_evaluation,
+    )
 
 
-class _EndOfDocument:
-    """The little that GPTDataset asks of a tokenizer: which token ends a document."""
+class _Tokens:
+    """The little that GPTDataset asks of a tokenizer.
 
-    def __init__(self, eod: int) -> None:
-        self.eod = eod
-        self.pad = eod
-        self.unique_identifiers = {"class": "end_of_document", "eod": eod}
+    No token is padding: a padding token would be replaced in the data.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocab_size = vocabulary
+        self.eod = vocabulary - 1
+        self.pad = -1
+        self.unique_identifiers = {"class": "tokens", "vocabulary": str(vocabulary)}
