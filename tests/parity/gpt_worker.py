@@ -1,0 +1,221 @@
+"""Two ranks that train megatron-core's GPT without and with offload and compare every gradient.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 tests/parity/gpt_worker.py OUT
+
+Writes one JSON file: for each case, whether each rank saw the same losses and gradients, and what
+moved.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_offload.config import validate
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.model import build_chunks
+from megatron_offload.train.offload import open_offload
+from megatron_offload.train.parallel import open_model_parallel, open_process_group
+from megatron_offload.train.records import gather
+
+ATTENTION = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
+MLP = ["mlp_fc1", "mlp_act", "mlp_fc2"]
+
+# One training step after another: number of microbatches and sequence length; None evaluates.
+CHANGING = [None, (4, 16), (6, 16), None, (4, 32), (2, 16), (4, 16)]
+ODD = [None, (3, 16), (5, 16), (1, 16), None, (3, 32), (3, 16)]
+
+CASES = {
+    "pp1": ({"layers": 2}, 1, 1, ATTENTION, ODD, "late"),
+    "pp1-mlp": ({"layers": 2, "activation": "swiglu"}, 1, 1, MLP, ODD, "random"),
+    "pp2": ({"layers": 4}, 2, 1, [*ATTENTION, *MLP], ODD, "late"),
+    "pp2-vpp2": ({"layers": 4}, 2, 2, [*ATTENTION, *MLP], CHANGING, "late"),
+    "pp2-vpp2-two-layers-a-chunk": ({"layers": 8}, 2, 2, ATTENTION, CHANGING, "random"),
+    "pp2-vpp4-one-layer-a-chunk": ({"layers": 8}, 2, 4, [*ATTENTION, *MLP], CHANGING, "random"),
+    "pp2-vpp4-whole-layers": ({"layers": 8}, 2, 4, ["layer"], CHANGING, "late"),
+    "pp2-whole-layers": ({"layers": 4}, 2, 1, ["layer"], ODD, "eager_d2h_late_h2d"),
+    "pp2-patterns": (
+        {"layers": 4},
+        2,
+        1,
+        ["decoder.layers.*.self_attention", "**.mlp"],
+        ODD,
+        "late_d2h_eager_h2d",
+    ),
+    "tied": ({"layers": 4, "tied_embeddings": True}, 2, 2, [*ATTENTION, *MLP], CHANGING, "late"),
+    "dropout": ({"layers": 4, "dropout": 0.2}, 2, 2, [*ATTENTION, *MLP], CHANGING, "random"),
+    "pp1-tied-dropout": (
+        {"layers": 2, "tied_embeddings": True, "dropout": 0.2},
+        1,
+        1,
+        [*ATTENTION, *MLP],
+        ODD,
+        "late",
+    ),
+    "full-recompute": (
+        {"layers": 4, "dropout": 0.1, "recompute": "full"},
+        2,
+        2,
+        ATTENTION,
+        CHANGING,
+        "late",
+    ),
+    "recompute-core-attention": (
+        {
+            "layers": 4,
+            "dropout": 0.1,
+            "recompute": "selective",
+            "recompute_modules": ["core_attn"],
+        },
+        2,
+        2,
+        ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act"],
+        CHANGING,
+        "late",
+    ),
+    "recompute-norms": (
+        {
+            "layers": 4,
+            "recompute": "selective",
+            "recompute_modules": ["layernorm"],
+        },
+        2,
+        1,
+        [*ATTENTION, *MLP],
+        ODD,
+        "late",
+    ),
+    "recompute-mlp": (
+        {
+            "layers": 4,
+            "dropout": 0.1,
+            "bias": False,
+            "recompute": "selective",
+            "recompute_modules": ["mlp"],
+        },
+        2,
+        1,
+        [*ATTENTION, "mlp_fc1"],
+        ODD,
+        "random",
+    ),
+    "half-of-each-chunk": ({"layers": 4}, 2, 2, [*ATTENTION, *MLP], CHANGING, "late"),
+}
+SETTINGS = {"half-of-each-chunk": {"fraction": 0.5, "delta_bytes_across_pp_ranks": 4096}}
+
+
+def make_config(name, *, enabled):
+    model, pipeline, virtual, modules, _, timing = CASES[name]
+    data = {
+        "model": {"hidden": 32, "heads": 2, "sequence_length": 32, "dropout": 0.0, **model},
+        "parallel": {"pipeline": pipeline, "virtual": virtual},
+        "data": {"micro_batch_size": 1, "microbatches": 4},
+        "run": {"steps": 1},
+        "offload": {
+            "enabled": enabled,
+            "modules": modules,
+            "min_tensor_bytes": 0,
+            "max_inflight_bytes": 16384,
+            "prefetch_bytes": 32768,
+            "host_memory_bytes": 1 << 26,
+            "host_slab_bytes": 1 << 20,
+            "simulated": {"copy_timing": timing, "seed": 7},
+            **SETTINGS.get(name, {}),
+        },
+    }
+    return validate(TrainConfig, data, name)
+
+
+def batches(length, generator):
+    while True:
+        tokens = torch.randint(0, 256, (1, length + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:], torch.arange(length).expand(1, length)
+
+
+def forward_step(iterator, model):
+    tokens, labels, positions = next(iterator)
+    output = model(tokens, positions, None, labels=labels)
+
+    def mean(losses):
+        loss = losses.mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, mean
+
+
+def run(name, device, *, enabled):
+    """Return every step's losses and gradients on this rank, and the bytes that moved."""
+    config = make_config(name, enabled=enabled)
+    _, _, virtual, _, steps, _ = CASES[name]
+    results, moved, late = [], 0, 0
+    with open_model_parallel(config, device) as parallel:
+        chunks = build_chunks(config, device.device)
+        with open_offload(config.offload, chunks, None, parallel.pp_rank) as session:
+            for number, step in enumerate(steps):
+                count, length = step or (2, 16)
+                iterators = [
+                    batches(length, torch.Generator().manual_seed(number * 10 + parallel.dp_rank))
+                    for _ in range(virtual)
+                ]
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
+                    chunk.train(step is not None)
+                with torch.set_grad_enabled(step is not None):
+                    losses = get_forward_backward_func()(
+                        forward_step_func=forward_step,
+                        data_iterator=iterators if virtual > 1 else iterators[0],
+                        model=chunks,
+                        num_microbatches=count,
+                        seq_length=length,
+                        micro_batch_size=1,
+                        forward_only=step is None,
+                    )
+                if step is not None:
+                    counters = session.end_step()
+                    moved += counters.get("reloaded_bytes", 0)
+                    late = counters.get("num_late_reloads", 0)
+                gradients = [p.main_grad.clone() for c in chunks for p in c.parameters()]
+                results.append(([entry["loss"] for entry in losses], gradients))
+        if enabled:
+            leaks = PipelineOffloadManager.get_instance().state_of()
+            assert not any(leaks.values()), leaks
+    return results, moved, late
+
+
+def same(expected, actual):
+    return len(expected) == len(actual) and all(
+        len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        for one, other in zip(expected, actual, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def main():
+    findings = {}
+    with open_process_group("cpu", 1) as device:
+        for name in CASES:
+            expected, _, _ = run(name, device, enabled=False)
+            actual, moved, late = run(name, device, enabled=True)
+            mine = {
+                "same": same(expected, actual),
+                "num_losses": sum(len(losses) for losses, _ in expected),
+                "gradients_are_real": all(
+                    any(bool(g.any()) for g in gradients)
+                    for (_, gradients), step in zip(expected, CASES[name][4], strict=True)
+                    if step is not None
+                ),
+                "reloaded_bytes": moved,
+                "late_in_last_step": late,
+            }
+            findings[name] = gather(mine, torch.distributed.group.WORLD)
+        if torch.distributed.get_rank() == 0:
+            Path(sys.argv[1]).write_text(json.dumps(findings))
+
+
+if __name__ == "__main__":
+    main()
