@@ -37,6 +37,7 @@ __all__ = ["install", "is_installed", "uninstall"]
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _OLDEST = (0, 16)
+_GET_IT = "pip install 'megatron-core>=0.16.1'"
 
 _installed: _Exchange | None = None
 
@@ -147,41 +148,41 @@ class _Exchange:
 
 
 def _import_target() -> types.ModuleType:
-    try:
-        importlib.import_module("megatron.core")
-    except ModuleNotFoundError as error:
+    if _import("megatron.core") is None:
         raise IntegrationError(
-            "megatron-core is not installed, so there is nothing to install into; "
-            "pip install 'megatron-core>=0.16.1'"
-        ) from error
-    version = _megatron_version()
-    if version is not None and _leading_numbers(version) < _OLDEST:
-        raise IntegrationError(
-            f"megatron-core {version} has no fine-grained activation offload; "
-            "it came with 0.16: pip install 'megatron-core>=0.16.1'"
+            f"megatron-core is not installed, so there is nothing to install into; {_GET_IT}"
         )
-    try:
-        return importlib.import_module(_MODULE)
-    except ModuleNotFoundError as error:
+    version = _megatron_version()
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers and numbers < _OLDEST:
         raise IntegrationError(
-            f"megatron-core {version or 'of an unknown version'} has no module {_MODULE}; "
-            "pip install 'megatron-core>=0.16.1'"
-        ) from error
+            f"megatron-core {version} has no fine-grained activation offload, 0.16 is the first "
+            f"that has; {_GET_IT}"
+        )
+    target = _import(_MODULE)
+    if target is None:
+        raise IntegrationError(f"megatron-core {version} has no module {_MODULE}; {_GET_IT}")
+    return target
 
 
-def _megatron_version() -> str | None:
+def _import(name: str) -> types.ModuleType | None:
+    """Import a module; None where it, or a package around it, does not exist."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # it exists, and lacks something else
+        return None
+
+
+def _megatron_version() -> str:
     version = getattr(sys.modules["megatron.core"], "__version__", None)
     if version is None:
         try:
             version = importlib.metadata.version("megatron-core")
         except importlib.metadata.PackageNotFoundError:
-            return None
+            version = "of unknown version"
     return str(version)
-
-
-def _leading_numbers(version: str) -> tuple[int, int]:
-    numbers = [int(number) for number in re.findall(r"\d+", version)]
-    return numbers[0], numbers[1]
 
 
 def _definitions(module: types.ModuleType) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,218 @@
+"""Megatron-core's own layers and schedules, with this package in the place of its offload.
+
+Each program of `megatron_programs` runs in a process of its own, for each version of megatron-core
+and each order of imports; the processes run side by side, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from megatron_offload.errors import IntegrationError
+from megatron_offload.integrations import megatron_core
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("megatron_programs.py")
+LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
+
+ATTENTION = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
+MOVES = {
+    "dense": ATTENTION,
+    "moe": ATTENTION | {"expert_fc1", "moe_act"},
+    "moe-recompute-act": {"expert_fc1", "moe_act"},
+    "selective-recompute": {"attn_norm", "attn_proj", "mlp_norm"},
+    "evaluation": ATTENTION,
+    "evaluation-with-grad": ATTENTION,
+}
+STAYS = ["nothing-listed-is-large", "full-recompute"]
+LATER_ONLY = {
+    "half": ATTENTION,
+    "kept-bytes": ATTENTION,
+    "wait-at-commit": ATTENTION,
+    "one-in-flight": ATTENTION,
+    "delayed": {"expert_fc1", "moe_act"},
+}
+RUNS = {
+    ("0.16", "imports-first"): [*MOVES, *STAYS],
+    ("0.16", "installed-first"): ["dense", "moe", "selective-recompute"],
+    ("later", "imports-first"): [*MOVES, *STAYS, *LATER_ONLY, "none"],
+    ("later", "installed-first"): ["dense", "moe", "selective-recompute"],
+}
+
+
+@functools.cache
+def findings():
+    """Run everything, side by side; return what each process found."""
+    processes = {}
+    for (version, order), cases in RUNS.items():
+        if version == "later" and not LATER.is_dir():
+            continue
+        path = [str(LATER)] if version == "later" else []
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
+        processes[version, order] = subprocess.Popen(
+            [sys.executable, str(PROGRAM), order, *cases],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    found = {}
+    for key, process in processes.items():
+        output, errors = process.communicate(timeout=240)
+        if process.returncode == 0:
+            found[key] = json.loads(output.splitlines()[-1])
+        else:
+            found[key] = errors
+    return found
+
+
+def finding(run):
+    if run[0] == "later" and not LATER.is_dir():
+        pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER to its folder")
+    found = findings()[run]
+    assert isinstance(found, dict), found
+    return found
+
+
+def programs(*cases):
+    """Parametrise by run and case, of those runs that have the case."""
+    pairs = [(run, case) for run, known in RUNS.items() for case in cases if case in known]
+    return pytest.mark.parametrize(
+        ("run", "case"), pairs, ids=["-".join((*run, case)) for run, case in pairs]
+    )
+
+
+@programs(*MOVES, *STAYS, *LATER_ONLY, "none")
+def test_losses_and_gradients_are_bitwise_those_without_offload(run, case):
+    found = finding(run)["cases"][case]
+    assert found["finite"]
+    assert found["equal"]
+
+
+@programs(*MOVES, *STAYS, *LATER_ONLY, "none")
+def test_nothing_is_left_behind_by_a_step(run, case):
+    for step in finding(run)["cases"][case]["steps"]:
+        assert not any(step["left"].values())
+        assert step["reloaded_bytes"] <= step["offloaded_bytes"]
+
+
+@programs(*MOVES, *LATER_ONLY)
+def test_all_listed_groups_move_from_the_first_step_on(run, case):
+    steps = finding(run)["cases"][case]["steps"]
+    expected = {**MOVES, **LATER_ONLY}[case]
+    assert set(steps[0]["names"]) == expected
+    assert steps[0]["offloaded_bytes"] > 0
+    assert set(steps[0]["summary"]) == expected
+
+
+@programs(*MOVES, "wait-at-commit", "one-in-flight", "delayed")
+def test_every_step_moves_the_same_bytes(run, case):
+    steps = finding(run)["cases"][case]["steps"]
+    assert len({step["offloaded_bytes"] for step in steps}) == 1
+
+
+@programs(*STAYS, "none")
+def test_nothing_moves_where_nothing_should(run, case):
+    assert [step["offloaded_bytes"] for step in finding(run)["cases"][case]["steps"]] == [0, 0, 0]
+
+
+@programs("half")
+def test_megatrons_fraction_reaches_the_policy(run, case):
+    steps = finding(run)["cases"][case]["steps"]
+    assert [step["kept"] for step in steps] == [15, 15, 15]  # of 30 groups
+    assert steps[1]["offloaded_bytes"] < steps[0]["offloaded_bytes"]
+
+
+@pytest.mark.parametrize("run", RUNS, ids="-".join)
+def test_the_version_is_the_one_meant(run):
+    version = finding(run)["version"]
+    assert version.startswith("0.16.") == (run[0] == "0.16")
+
+
+@pytest.mark.parametrize("run", RUNS, ids="-".join)
+def test_install_exchanges_every_reference(run):
+    references = finding(run)["references"]
+    assert references["num_shared"] >= 15
+    for where in ("module", "reference", "held_class", "manager", "new_layer"):
+        assert references[where], where
+
+
+@pytest.mark.parametrize("run", RUNS, ids="-".join)
+def test_uninstall_restores_exactly(run):
+    references = finding(run)["references"]
+    assert references["changed"] == []
+    assert references["added"] == []
+    assert references["layers_restored"]
+
+
+# What can't be installed into.
+
+
+def stand_in(monkeypatch, name, **attributes):
+    module = types.ModuleType(name)
+    module.__path__ = []
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture
+def not_installed():
+    megatron_core.uninstall()
+    yield
+    assert not megatron_core.is_installed()
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_without_megatron_core_the_error_says_how_to_get_it(monkeypatch):
+    def absent(name):
+        raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(IntegrationError, match=r"not installed.*pip install 'megatron-core>=0\.16"):
+        megatron_core.install()
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_an_older_megatron_core_is_named(monkeypatch):
+    stand_in(monkeypatch, "megatron")
+    stand_in(monkeypatch, "megatron.core", __version__="0.15.3")
+    with pytest.raises(IntegrationError, match=r"0\.15\.3 has no fine-grained.*0\.16"):
+        megatron_core.install()
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_a_missing_module_is_named(monkeypatch):
+    stand_in(monkeypatch, "megatron")
+    stand_in(monkeypatch, "megatron.core", __version__="0.16.9")
+    stand_in(monkeypatch, "megatron.core.pipeline_parallel")
+    name = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(IntegrationError, match=r"has no module megatron\.core\.pipeline_parallel"):
+        megatron_core.install()
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_what_megatron_core_itself_lacks_is_not_hidden(monkeypatch):
+    def broken(name):
+        raise ModuleNotFoundError("No module named 'packaging'", name="packaging")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="packaging"):
+        megatron_core.install()
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_uninstall_alone_does_nothing():
+    megatron_core.uninstall()
+    assert not megatron_core.is_installed()

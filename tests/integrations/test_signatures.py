@@ -1,0 +1,238 @@
+"""Every call form of both eras' documented module fits the callable of the same name here.
+
+The forms are read off megatron-core's sources, which are not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_offload import _call_forms as forms
+from megatron_offload import fine_grained_activation_offload as facade
+
+ROOT = Path(__file__).parents[2]
+LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
+SOURCE = Path("megatron/core/pipeline_parallel/fine_grained_activation_offload.py")
+
+DOCUMENTED = {
+    "": """DEBUG DEBUG_RANK debug_rank print_offload_summary_table GPUTensorPool OffloadTensorPool
+        OffloadTensorGroup PipelineOffloadManager ChunkOffloadHandler
+        FineGrainedOffloadingGroupStartFunction FineGrainedOffloadingGroupCommitFunction
+        FineGrainedOffloadingBackwardRecordFunction fine_grained_offloading_group_start
+        fine_grained_offloading_group_commit fine_grained_offloading_group_offload
+        fine_grained_offloading_group_flush_delayed_groups
+        fine_grained_offloading_disable_offload fine_grained_offloading_enable_offload
+        fine_grained_offloading_forward_record fine_grained_offloading_backward_record
+        FineGrainedActivationOffloadingInterface""",
+    "GPUTensorPool": "allocate free get_pool_status reset clear",
+    "OffloadTensorGroup": """push_tensor pop_tensor record_offload_event wait_offload_event
+        record_reload_event wait_reload_event update_offload_info""",
+    "PipelineOffloadManager": """get_instance reset_instance d2h_stream h2d_stream cpu_tensor_pool
+        push_offload_groups flush_delayed_groups reset offload_summary_bytes
+        offload_summary_total_bytes flush disable_offload enable_offload post_warmup_callback push
+        pop_backward_chunk front_backward_chunk init_model_chunk_offload_handler pop_forward_chunk
+        cur_forward_chunk cur_backward_chunk mark_not_offloadable mark_not_offload __enter__
+        __exit__ on_save_for_backward on_get_saved_tensor cuda_graph_stream cuda_graph_event""",
+    "ChunkOffloadHandler": """offload reload reset find_group_with_name is_empty_chunk
+        finish_all_groups find_next_group tensor_push tensor_pop tensor_need_offloading_checker
+        bulk_offload_group get_max_deduplicated_groups bulk_reload_group pre_reload_last_layer
+        should_bulk_offload bulk_offload on_group_commit_forward bulk_reload
+        on_group_commit_backward on_group_start_forward on_group_start_backward""",
+    "FineGrainedActivationOffloadingInterface": """__enter__ __exit__ init_chunk_handler get_context
+        group_commit mark_not_offloadable forward_record backward_record reset reset_instance
+        group_offload mark_not_offload cuda_graph_stream cuda_graph_event flush_delayed_groups
+        disable_offload enable_offload enter_replay exit_replay""",
+}
+
+READERS = {
+    "init_model_chunk_offload_handler": forms.read_chunk_arguments,
+    "init_chunk_handler": forms.read_chunk_arguments,
+    "on_group_commit_forward": forms.read_commit_arguments,
+    "push_offload_groups": forms.read_push_arguments,
+    "find_group_with_name": forms.read_find_arguments,
+}
+
+VALUES = {
+    "pp_rank": 0,  # so that three bare positions are a form of their own
+    "vp_size": 2,
+    "vp_stage": 1,
+    "min_offloaded_tensor_size": 4096,
+    "delta_offload_bytes_across_pp_ranks": 7,
+    "activation_offload_fraction": 0.25,
+    "max_inflight_offloads": 5,
+    "name": "core_attn",
+    "start_index": 0,
+    "groups": [],
+}
+
+
+def source_of(version):
+    if version == "later":
+        path = LATER / SOURCE
+        if not path.is_file():
+            pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER")
+        return path
+    spec = importlib.util.find_spec("megatron")
+    folders = list(spec.submodule_search_locations) if spec is not None else []
+    for folder in folders:
+        path = Path(folder).parent / SOURCE
+        if path.is_file() and LATER not in path.parents:
+            return path
+    pytest.skip("megatron-core is not installed")
+
+
+def signature_of(function, *, drop_first):
+    """Turn a parsed definition into a signature; defaults stand for themselves only by presence."""
+    arguments = function.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    num_required = len(names) - len(arguments.defaults)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter(name, kind, **({} if i < num_required else {"default": None}))
+        for i, name in enumerate(names)
+    ]
+    if arguments.vararg is not None:
+        parameters.append(inspect.Parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
+    return inspect.Signature(parameters[1:] if drop_first else parameters)
+
+
+def is_static(function):
+    return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
+
+
+def is_property(function):
+    return any(isinstance(d, ast.Name) and d.id == "property" for d in function.decorator_list)
+
+
+def is_public(name):
+    return not name.startswith("_") or name in ("__init__", "__enter__", "__exit__")
+
+
+def definitions(path):
+    """Yield owner, name and signature of everything public that can be called."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and is_public(node.name):
+            yield "", node.name, signature_of(node, drop_first=False)
+        if not isinstance(node, ast.ClassDef):
+            continue
+        is_function = any(ast.unparse(base).endswith("Function") for base in node.bases)
+        for member in node.body:
+            if not isinstance(member, ast.FunctionDef) or is_property(member):
+                continue
+            if is_function and member.name == "forward":
+                yield node.name, "apply", signature_of(member, drop_first=True)
+            elif not is_function and is_public(member.name):
+                yield node.name, member.name, signature_of(member, drop_first=not is_static(member))
+
+
+def calls(signature):
+    """Yield arguments for every way to write a call: so many by position, the rest by name."""
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    num_required = sum(p.default is p.empty for p in parameters)
+    for num_given in range(num_required, len(parameters) + 1):
+        given = [(p.name, VALUES.get(p.name, object())) for p in parameters[:num_given]]
+        for num_positional in range(num_given + 1):
+            args = tuple(value for _, value in given[:num_positional])
+            yield args, dict(given[num_positional:]), dict(given)
+
+
+def ours(owner, name):
+    holder = getattr(facade, owner) if owner else facade
+    if name == "__init__":
+        return holder, inspect.signature(holder)
+    function = getattr(holder, name)
+    signature = inspect.signature(function)
+    static = owner and isinstance(inspect.getattr_static(holder, name), (staticmethod, classmethod))
+    if owner and not static:
+        parameters = list(signature.parameters.values())[1:]
+        signature = signature.replace(parameters=parameters)
+    return function, signature
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(owner, name) for owner, names in DOCUMENTED.items() for name in names.split()],
+)
+def test_documented_name_exists(owner, name):
+    assert hasattr(getattr(facade, owner) if owner else facade, name)
+
+
+@pytest.mark.parametrize("version", ["0.16", "later"])
+def test_every_public_name_of_megatrons_module_exists(version):
+    missing = [
+        f"{owner}.{name}"
+        for owner, name, _ in definitions(source_of(version))
+        if not hasattr(getattr(facade, owner) if owner else facade, name)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("version", ["0.16", "later"])
+def test_every_call_form_of_megatrons_module_binds(version):
+    num_calls = 0
+    for owner, name, signature in definitions(source_of(version)):
+        _, mine = ours(owner, name)
+        for args, kwargs, _ in calls(signature):
+            try:
+                mine.bind(*args, **kwargs)
+            except TypeError as error:
+                pytest.fail(f"{owner}.{name}{signature}: {len(args)} args, {[*kwargs]}: {error}")
+            num_calls += 1
+    assert num_calls > 150
+
+
+@pytest.mark.parametrize("version", ["0.16", "later"])
+def test_two_era_callables_read_every_argument_by_its_right_name(version):
+    seen = set()
+    for _, name, signature in definitions(source_of(version)):
+        if name not in READERS:
+            continue
+        seen.add(name)
+        for args, kwargs, expected in calls(signature):
+            found = READERS[name](name, args, kwargs)
+            assert {key: found[key] for key in expected} == expected, (name, args, kwargs)
+    assert seen == set(READERS)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((None, None, 64), (None, None, 64)),
+        ((1, 0, 0), (1, 0, 0)),
+        ((2, 1, 1024), (2, 1, 1024)),
+        ((4, None, 0), (4, None, 0)),
+    ],
+)
+def test_three_positions_in_the_documented_form(args, expected):
+    found = forms.read_chunk_arguments("f", args, {})
+    names = ("vp_size", "vp_stage", "min_offloaded_tensor_size")
+    assert tuple(found[name] for name in names) == expected
+    assert "pp_rank" not in found
+
+
+@pytest.mark.parametrize("args", [(0, 1, 0), (1, 1, 0), (1, 2, 1), (3, 4, 3), (0, None, 0)])
+def test_three_positions_that_only_the_later_form_allows(args):
+    found = forms.read_chunk_arguments("f", args, {})
+    assert tuple(found[name] for name in ("pp_rank", "vp_size", "vp_stage")) == args
+    assert found["min_offloaded_tensor_size"] == 1024 * 1024
+
+
+def test_arguments_of_no_form_name_both():
+    with pytest.raises(TypeError, match=r"f\(1, size=2\) fits none.*f\(vp_size.* or f\(pp_rank"):
+        forms.read_chunk_arguments("f", (1,), {"size": 2})
+
+
+def test_later_spellings_beyond_0_19_bind():
+    inspect.signature(facade.print_offload_summary_table).bind(
+        {}, local_duplicate_summary={}, process_group=None
+    )
+    interface = facade.FineGrainedActivationOffloadingInterface
+    inspect.signature(interface.reset).bind(process_group=None)
+    inspect.signature(interface.forward_record).bind()
+    inspect.signature(interface.backward_record).bind(object())

@@ -1,0 +1,591 @@
+"""The documented API: what each name does, beside having the right form."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import megatron_offload
+from megatron_offload import fine_grained_activation_offload as facade
+from megatron_offload.config import OffloadConfig
+from megatron_offload.engine import manager as engine_manager
+from megatron_offload.engine.group import GroupState
+from megatron_offload.errors import StateError, UnsupportedCallError
+from megatron_offload.fine_grained_activation_offload import (
+    ChunkOffloadHandler,
+    FineGrainedActivationOffloadingInterface,
+    FineGrainedOffloadingBackwardRecordFunction,
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
+    OffloadTensorGroup,
+    PipelineOffloadManager,
+    fine_grained_offloading_group_commit,
+    fine_grained_offloading_group_offload,
+    fine_grained_offloading_group_start,
+)
+
+CONFIG = OffloadConfig(
+    backend="simulated", host_slab_bytes=1 << 20, max_inflight_bytes=0, prefetch_bytes=0
+)
+
+
+@pytest.fixture
+def manager():
+    manager = PipelineOffloadManager.get_instance()
+    manager.configure(CONFIG)
+    yield manager
+    manager.configure(CONFIG)
+    manager.in_replay = False
+
+
+def begin(manager, min_elements=0, **options):
+    manager.init_model_chunk_offload_handler(1, 0, min_elements, **options)
+    return manager.cur_forward_chunk()
+
+
+def layer(x, weight, name="mlp", **commit):
+    with FineGrainedActivationOffloadingInterface(True, x, name) as x:
+        y = torch.tanh(x @ weight)
+    return FineGrainedActivationOffloadingInterface.group_commit(y, name, **commit)
+
+
+@pytest.fixture
+def weight():
+    return torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.fixture
+def x():
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(4), requires_grad=True)
+
+
+def reference(x, weight, num_layers=3):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = x
+    for _ in range(num_layers):
+        y = torch.tanh(y @ weight)
+    y.sum().backward()
+    return x.grad, weight.grad
+
+
+def assert_exact(x, weight, num_layers=3):
+    expected = reference(x, weight, num_layers)
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
+
+
+# One manager
+
+
+def test_one_manager_whoever_asks(manager):
+    assert megatron_offload.PipelineOffloadManager.get_instance() is manager
+    assert engine_manager.PipelineOffloadManager.get_instance() is manager
+    assert isinstance(manager, PipelineOffloadManager)
+
+
+def test_reset_instance_makes_a_new_one_of_the_same_class_and_configuration(manager, weight):
+    manager.mark_not_offloadable(weight)
+    FineGrainedActivationOffloadingInterface.reset_instance()
+    new = engine_manager.PipelineOffloadManager.get_instance()
+    assert new is not manager
+    assert type(new) is PipelineOffloadManager
+    assert new.config == CONFIG
+    # Models name their parameters once, so a new manager has to know them too.
+    assert not begin(new).tensor_need_offloading_checker(weight.detach())
+
+
+def test_a_parameter_may_be_marked_twice(manager, weight):
+    manager.mark_not_offload(weight)
+    manager.mark_not_offload(weight)
+    assert not begin(manager).tensor_need_offloading_checker(weight.detach())
+
+
+# Groups
+
+
+def test_layers_are_exact_and_move(manager, x, weight):
+    begin(manager)
+    y = layer(layer(layer(x, weight), weight), weight)
+    y.sum().backward()
+    manager.reset(process_group=None)
+    assert_exact(x, weight)
+    assert manager.last_step.offloaded_bytes > 0
+    assert manager.offload_summary_bytes.keys() == {"mlp"}
+    assert manager.offload_summary_total_bytes == manager.offload_summary_bytes["mlp"]
+    assert not any(manager.state_of().values())
+
+
+@pytest.mark.parametrize("wrap", [tuple, list])
+def test_group_functions_take_tuples_and_lists(manager, x, wrap):
+    begin(manager)
+    plain = torch.ones(3)
+    started = fine_grained_offloading_group_start(wrap([plain, x, None]), "g")
+    assert type(started) is wrap
+    assert started[0] is plain
+    assert started[1] is not x
+    assert started[2] is None
+    assert torch.equal(started[1], x)
+    ended = fine_grained_offloading_group_commit(wrap([plain, started[1]]), "g")
+    assert type(ended) is wrap
+    assert ended[1] is not started[1]
+    assert ended[1]._base is None
+    assert fine_grained_offloading_group_commit(wrap([]), "g") == wrap([])
+
+
+def test_outside_a_chunk_everything_is_the_identity(manager, x):
+    assert manager.cur_forward_chunk() is None
+    assert fine_grained_offloading_group_start(x, "g") is x
+    assert fine_grained_offloading_group_commit(x, "g") is x
+    assert fine_grained_offloading_group_offload(x, "g") is x
+    with FineGrainedActivationOffloadingInterface(True, x, "g") as inside:
+        assert inside is x
+
+
+def test_an_interface_that_is_off_is_the_identity(manager, x):
+    chunk = begin(manager)
+    interface = FineGrainedActivationOffloadingInterface(False, x, "g")
+    with interface as inside:
+        assert inside is x
+    assert interface.group_offload(x) is x
+    assert chunk.is_empty_chunk()
+
+
+def test_an_interface_lets_go_of_its_input(manager, x, weight):
+    begin(manager)
+    interface = FineGrainedActivationOffloadingInterface(True, x * 2, "g")
+    with interface as inside:
+        y = inside @ weight
+    assert interface.tensor is None
+    interface.group_offload(y)
+
+
+def test_get_context_is_the_manager_or_nothing(manager):
+    assert FineGrainedActivationOffloadingInterface.get_context(True) is manager
+    with FineGrainedActivationOffloadingInterface.get_context(False) as nothing:
+        assert nothing is None
+
+
+def test_an_exception_inside_a_group_restores_the_hooks(manager, x, weight):
+    begin(manager)
+    with pytest.raises(ZeroDivisionError):
+        with FineGrainedActivationOffloadingInterface(True, x, "g"):
+            raise ZeroDivisionError
+    saved = torch.tanh(x).grad_fn._saved_result
+    assert isinstance(saved, torch.Tensor)
+    manager.abort()
+    begin(manager)
+    layer(x, weight).sum().backward()
+    manager.reset()
+    assert_exact(x, weight, num_layers=1)
+
+
+def test_the_smallest_tensor_is_counted_in_elements(manager, x, weight):
+    begin(manager, min_elements=x.numel() + 1)
+    layer(x, weight).sum().backward()
+    manager.reset()
+    assert manager.last_step.offloaded_bytes == 0
+    begin(manager, min_elements=x.numel())
+    layer(x, weight).sum().backward()
+    manager.reset()
+    assert manager.last_step.offloaded_bytes > 0
+
+
+def test_switched_off_nothing_is_recorded(manager, x, weight):
+    chunk = begin(manager)
+    facade.fine_grained_offloading_disable_offload()
+    assert not chunk.do_offload
+    layer(x, weight)
+    assert chunk.is_empty_chunk()
+    facade.fine_grained_offloading_enable_offload()
+    layer(x, weight)
+    assert not chunk.is_empty_chunk("mlp")
+
+
+def test_a_marked_tensor_stays(manager, x, weight):
+    chunk = begin(manager)
+    hidden = x * 2
+    assert chunk.tensor_need_offloading_checker(hidden)
+    FineGrainedActivationOffloadingInterface.mark_not_offload(hidden)
+    assert not chunk.tensor_need_offloading_checker(hidden)
+    assert not chunk.tensor_need_offloading_checker(hidden.view(-1))
+    assert not chunk.tensor_need_offloading_checker(weight)
+    FineGrainedActivationOffloadingInterface.mark_not_offloadable(None)
+
+
+def test_forced_release_empties_what_was_copied(manager, x, weight):
+    begin(manager)
+    hidden = x * 2
+    with FineGrainedActivationOffloadingInterface(True, hidden, "g") as inside:
+        y = torch.tanh(inside @ weight)
+    y = fine_grained_offloading_group_commit(y, "g", forced_released_tensors=[hidden])
+    manager.transfers.drain_window()
+    assert hidden.untyped_storage().nbytes() == 0
+    y.sum().backward()
+    expected = reference(x.detach() * 2, weight, 1)
+    assert torch.equal(weight.grad, expected[1])
+
+
+def test_forced_release_leaves_what_was_not_copied(manager, x, weight):
+    begin(manager)
+    stranger = torch.randn(8, 16)
+    y = layer(x, weight, forced_released_tensors=[stranger])
+    manager.transfers.drain_window()
+    assert stranger.untyped_storage().nbytes() == stranger.nbytes
+    with torch.no_grad():
+        hidden = x * 2
+        layer(hidden, weight, forced_released_tensors=[hidden])
+    manager.transfers.drain_window()
+    assert hidden.untyped_storage().nbytes() == hidden.nbytes
+    y.sum().backward()
+
+
+# Chunks
+
+
+def test_fraction_delta_and_bound_reach_the_policy(manager):
+    manager.init_model_chunk_offload_handler(2, 2, 1, 0, 100, 0.5, max_inflight_offloads=3)
+    assert manager.policy.fraction == 0.5
+    assert manager.policy.keep_bytes == 200
+    assert manager.cur_forward_chunk().max_inflight_groups == 3
+    assert manager.cur_forward_chunk().vpp_rank == 1
+
+
+def test_what_the_configuration_sets_wins_over_the_caller(manager):
+    manager.configure(
+        OffloadConfig(backend="simulated", fraction=0.25, delta_bytes_across_pp_ranks=7)
+    )
+    FineGrainedActivationOffloadingInterface.init_chunk_handler(2, None, None, 0, 100, 0.5)
+    assert manager.policy.fraction == 0.25
+    assert manager.policy.keep_bytes == 14
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_at_most_so_many_groups_of_a_name_are_in_flight(manager, x, weight, bound):
+    manager.configure(CONFIG.model_copy(update={"max_inflight_bytes": 1 << 30}))
+    manager.init_model_chunk_offload_handler(0, 1, 0, 0, max_inflight_offloads=bound)
+    y = x
+    for i in range(4):
+        y = layer(y, weight)
+        assert manager.transfers.num_inflight == min(i + 1, bound)
+    y.sum().backward()
+    manager.reset()
+    assert_exact(x, weight, num_layers=4)
+
+
+def test_the_bound_counts_each_name_alone(manager, x, weight):
+    manager.configure(CONFIG.model_copy(update={"max_inflight_bytes": 1 << 30}))
+    manager.init_model_chunk_offload_handler(0, 1, 0, 0, max_inflight_offloads=1)
+    y = layer(layer(layer(x, weight, "a"), weight, "b"), weight, "c")
+    assert manager.transfers.num_inflight == 3
+    y = layer(y, weight, "b")
+    # Copies are made in order: whatever was issued before the oldest "b" is done with it.
+    assert manager.transfers.num_inflight == 2
+    y.sum().backward()
+    manager.reset()
+    assert_exact(x, weight, num_layers=4)
+
+
+def test_pop_forward_chunk_is_the_current_chunk(manager):
+    chunk = begin(manager)
+    assert isinstance(chunk, ChunkOffloadHandler)
+    assert manager.pop_forward_chunk("any") is chunk
+    assert manager.pop_forward_chunk() is chunk
+
+
+def test_cur_backward_chunk_is_the_one_whose_backward_runs(manager, x, weight):
+    first = begin(manager)
+    y = layer(x, weight)
+    second = begin(manager)
+    z = layer(x, weight)
+    assert manager.cur_backward_chunk() is None
+    z.sum().backward()
+    assert manager.cur_backward_chunk() is second
+    y.sum().backward()
+    assert manager.cur_backward_chunk() is first
+    manager.reset()
+    assert manager.cur_backward_chunk() is None
+
+
+# Delayed commits
+
+
+@pytest.mark.parametrize("in_replay", [False, True])
+def test_the_later_form_delays_only_in_a_replay(manager, x, weight, in_replay):
+    chunk = begin(manager)
+    if in_replay:
+        FineGrainedActivationOffloadingInterface.enter_replay()
+    interface = FineGrainedActivationOffloadingInterface(True, x, "g")
+    with interface as inside:
+        y = torch.tanh(inside @ weight)
+    y = interface.group_offload(y, delay_offload=True)
+    FineGrainedActivationOffloadingInterface.exit_replay()
+    (group,) = chunk.groups
+    assert (group.state is GroupState.RECORDING) == in_replay
+    FineGrainedActivationOffloadingInterface.flush_delayed_groups()
+    assert group.state is not GroupState.RECORDING
+    y.sum().backward()
+    manager.reset()
+    assert_exact(x, weight, num_layers=1)
+    assert manager.last_step.offloaded_bytes > 0
+
+
+def test_the_documented_form_always_delays(manager, x, weight):
+    chunk = begin(manager)
+    y = layer(x, weight, delay_offload=True)
+    (group,) = chunk.groups
+    assert group.state is GroupState.RECORDING
+    facade.fine_grained_offloading_group_flush_delayed_groups()
+    assert group.state is not GroupState.RECORDING
+    y.sum().backward()
+    assert_exact(x, weight, num_layers=1)
+
+
+def test_backward_may_come_before_the_flush(manager, x, weight):
+    begin(manager)
+    layer(x, weight, delay_offload=True).sum().backward()
+    manager.flush_delayed_groups()
+    manager.reset()
+    assert_exact(x, weight, num_layers=1)
+    assert manager.last_step.offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_pushed_commit_is_bound_to_its_group_at_once(manager, named):
+    chunk = begin(manager)
+    first = chunk.on_group_start_forward("g")
+    record = chunk.tensor_push(torch.randn(64))
+    arguments = ("g", []) if named else ([],)
+    manager.push_offload_groups(chunk.on_group_commit_forward, *arguments)
+    later = chunk.on_group_start_forward("g")
+    manager.flush_delayed_groups()
+    assert first.state is not GroupState.RECORDING
+    assert later.state is GroupState.RECORDING
+    assert record.unpack().shape == (64,)
+
+
+def test_any_other_hook_is_called_at_the_flush(manager):
+    begin(manager)
+    seen = []
+    manager.push_offload_groups(lambda *arguments: seen.append(arguments), ["t"])
+    manager.push_offload_groups(lambda *arguments: seen.append(arguments), "n", ["u"])
+    assert seen == []
+    manager.flush_delayed_groups()
+    manager.flush_delayed_groups()
+    assert seen == [(["t"],), ("n", ["u"])]
+
+
+# Handler and autograd functions, called one by one
+
+
+def test_a_handler_of_its_own_and_the_autograd_functions(manager, x, weight):
+    chunk = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
+    assert chunk.cpu_tensor_pool is manager.cpu_tensor_pool
+    assert chunk.min_offloaded_tensor_size == 0
+    assert chunk.d2h_stream is manager.d2h_stream
+    assert chunk.h2d_stream is manager.h2d_stream
+    y = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, "g")
+    with torch.autograd.graph.saved_tensors_hooks(chunk.tensor_push, chunk.tensor_pop):
+        y = torch.tanh(y @ weight)
+    y = FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, "g", [], False)
+    y.sum().backward()
+    (group,) = chunk.groups
+    assert group.state is GroupState.DONE
+    manager.reset()
+    assert_exact(x, weight, num_layers=1)
+    assert manager.last_step.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_handlers_entry_points(manager, named):
+    chunk = begin(manager)
+    source = torch.randn(4, 8).t()
+    group = chunk.on_group_start_forward("g")
+    record = chunk.tensor_push(source)
+    chunk.on_group_commit_forward(*(("g", []) if named else ([],)))
+    expected = source.clone()
+    del source
+    manager.transfers.drain_window()
+    assert group.state is GroupState.ON_HOST
+    chunk.on_group_commit_backward("g")
+    restored = chunk.tensor_pop(record)
+    assert torch.equal(restored, expected)
+    assert restored.stride() == (1, 8)
+    assert chunk.tensor_pop(restored) is restored
+    chunk.on_group_start_backward()
+    assert group.state is GroupState.DONE
+
+
+def test_entry_points_out_of_turn_say_so(manager):
+    chunk = begin(manager)
+    with pytest.raises(StateError, match="on_group_start_forward first"):
+        chunk.tensor_push(torch.ones(1))
+    with pytest.raises(StateError, match="no group 'g' of this chunk waits"):
+        chunk.on_group_commit_backward("g")
+    with pytest.raises(StateError, match="call on_group_commit_backward"):
+        chunk.on_group_start_backward()
+    assert chunk.on_group_commit_forward([]) is None
+
+
+def test_groups_are_found_by_name(manager):
+    chunk = begin(manager)
+    assert chunk.is_empty_chunk()
+    groups = [chunk.on_group_start_forward(name) for name in ("a", "b", "a")]
+    assert chunk.find_group_with_name("b") is groups[1]
+    assert chunk.find_group_with_name("a", 1) is groups[2]
+    assert chunk.find_group_with_name(groups[:1], "b") is None
+    assert chunk.find_group_with_name(groups, "a", start_index=1) is groups[2]
+    assert chunk.get_max_deduplicated_groups() == 2
+    assert not chunk.is_empty_chunk("a")
+    assert chunk.is_empty_chunk("c")
+    chunk.reset()
+    assert chunk.on_group_commit_forward("a", []) is None
+
+
+def test_one_tensor_to_the_host_and_back(manager):
+    chunk = begin(manager)
+    source = torch.randn(8, 16)
+    expected = source.clone()
+    state = chunk.offload(source)
+    del source
+    manager.transfers.drain_window()
+    assert manager.transfers.host_bytes == expected.nbytes
+    assert torch.equal(chunk.reload(state), expected)
+    del state
+    assert manager.transfers.host_bytes == 0
+
+
+def test_steps_of_megatrons_bookkeeping_say_what_replaces_them(manager):
+    chunk = begin(manager)
+    calls = {
+        "init_model_chunk_offload_handler": [
+            lambda: manager.push(chunk),
+            manager.flush,
+            manager.pop_backward_chunk,
+            manager.front_backward_chunk,
+        ],
+        "there is no warm-up": [manager.post_warmup_callback],
+        "when it is committed": [
+            chunk.bulk_offload_group,
+            lambda: chunk.should_bulk_offload(None),
+            lambda: chunk.bulk_offload("g", []),
+        ],
+        "prefetch_bytes": [
+            chunk.bulk_reload_group,
+            chunk.pre_reload_last_layer,
+            chunk.bulk_reload,
+        ],
+        "open_groups": [chunk.finish_all_groups],
+        "find_group_with_name": [chunk.find_next_group],
+    }
+    for text, functions in calls.items():
+        for function in functions:
+            with pytest.raises(UnsupportedCallError, match=text):
+                function()
+
+
+# CUDA graphs, as far as they can be had without CUDA
+
+
+class RecordedEvent:
+    def __init__(self):
+        self.streams = []
+
+    def record(self, stream):
+        self.streams.append(stream)
+
+
+def test_without_cuda_there_is_no_graph_stream(manager):
+    assert FineGrainedActivationOffloadingInterface.cuda_graph_stream() is None
+    assert FineGrainedActivationOffloadingInterface.cuda_graph_event() is None
+    FineGrainedActivationOffloadingInterface.forward_record()
+
+
+def test_forward_record_joins_the_copies_to_the_host(manager, x, weight):
+    manager.configure(CONFIG.model_copy(update={"max_inflight_bytes": 1 << 30}))
+    begin(manager)
+    y = layer(x, weight)
+    assert manager.transfers.num_inflight == 1
+    event = RecordedEvent()
+    facade.fine_grained_offloading_forward_record(event)
+    assert event.streams == [manager.backend.compute_stream()]
+    assert manager.transfers.num_inflight == 0
+    y.sum().backward()
+    assert_exact(x, weight, num_layers=1)
+
+
+@pytest.mark.parametrize("with_event", [False, True])
+def test_backward_record_joins_the_reloads(manager, x, weight, with_event):
+    begin(manager)
+    event = RecordedEvent()
+    arguments = (event,) if with_event else ()
+    y = layer(x, weight)
+    y = FineGrainedActivationOffloadingInterface.backward_record(y, *arguments)
+    y = layer(y, weight)
+    marked = FineGrainedOffloadingBackwardRecordFunction.apply(y, *arguments)
+    assert torch.equal(marked, y)
+    manager.transfers.drain_window()
+    marked.sum().backward()
+    assert len(event.streams) == (2 if with_event else 0)
+    manager.reset()
+    assert_exact(x, weight, num_layers=2)
+
+
+class DoubleStream:
+    def __init__(self):
+        self.waited = []
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+def test_tensor_group_keeps_tensors_events_and_totals():
+    group = OffloadTensorGroup("core_attn")
+    copies, reloads, compute = DoubleStream(), DoubleStream(), DoubleStream()
+    group.wait_offload_event(compute)
+    group.wait_reload_event(compute)
+    assert compute.waited == []
+    group.record_offload_event(copies)
+    group.record_reload_event(reloads)
+    group.wait_offload_event(compute)
+    group.wait_reload_event(compute)
+    assert compute.waited == [copies, reloads]
+    tensor = torch.ones(4, 2, dtype=torch.float16)
+    group.push_tensor((1, 0), tensor)
+    group.update_offload_info(tensor)
+    assert group.total_offload_bytes == 16
+    assert group.total_tensor_count == 1
+    assert group.pop_tensor((1, 0)) is tensor
+    with pytest.raises(KeyError):
+        group.pop_tensor((1, 0))
+
+
+# Tables and messages
+
+
+def test_the_table_needs_no_torch_distributed(capsys):
+    facade.print_offload_summary_table({"core_attn": 3 << 20, "mlp": 1 << 19})
+    text = capsys.readouterr().out
+    assert "core_attn" in text
+    assert "3.50" in text
+    assert "moved once" not in text
+    facade.print_offload_summary_table({"a": 1 << 20}, {"a": 2 << 20}, None)
+    assert "moved once" in capsys.readouterr().out
+
+
+def test_debug_messages_go_to_logging_and_only_when_on(manager, monkeypatch, caplog, x):
+    caplog.set_level(logging.DEBUG, logger=facade.__name__)
+    begin(manager)
+    fine_grained_offloading_group_start(x, "quiet")
+    facade.debug_rank("quiet")
+    assert caplog.messages == []
+    monkeypatch.setattr(facade, "DEBUG", True)
+    fine_grained_offloading_group_start(x, "loud")
+    assert caplog.messages == ["start of group loud"]
+    monkeypatch.setattr(facade, "DEBUG_RANK", 1)
+    facade.debug_rank("another rank's")
+    assert len(caplog.messages) == 1
