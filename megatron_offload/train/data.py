@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import pydoc_data
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 

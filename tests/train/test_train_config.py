@@ -1,0 +1,116 @@
+"""Bad input ends in one ConfigError that names the fix, before anything is started."""
+
+import re
+
+import pytest
+
+from megatron_offload.config import validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.train.config import TrainConfig, check_ranks
+
+
+def build(**sections):
+    return validate(TrainConfig, sections, "run.yaml")
+
+
+def error_of(world_size=None, **sections):
+    try:
+        config = build(**sections)
+        check_ranks(config, world_size or config.default_ranks)
+    except ConfigError as error:
+        return str(error)
+    return pytest.fail("nothing was refused")
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {"layrs": 4}}, "did you mean 'layers'"),
+        ({"modell": {}}, "did you mean 'model'"),
+        ({"run": {"steps": 0}}, "run.steps"),
+        ({"data": {"micro_batch_size": -1}}, "data.micro_batch_size"),
+        ({"offload": {"prefetch_bytes": -1}}, "can't be negative"),
+        ({"offload": {"fraction": 1.5}}, "offload.fraction"),
+        ({"offload": {"modules": ["core_atn"]}}, "did you mean 'core_attn'"),
+        ({"offload": {"enabled": True, "modules": ["attn_proj"]}}, "add core_attn"),
+        ({"model": {"hidden": 64, "heads": 5}}, "choose heads out of 1, 2, 4, 8"),
+        ({"model": {"heads": 4, "query_groups": 3}}, "choose one of 1, 2, 4"),
+        (
+            {"model": {"hidden": 12, "heads": 4, "position_embedding": "rope"}},
+            "needs an even width",
+        ),
+        ({"model": {"recompute_modules": ["core_atn"]}}, "did you mean 'core_attn'"),
+        (
+            {"model": {"recompute": "selective", "recompute_modules": ["mlp"]}},
+            "set model.bias: false",
+        ),
+        ({"model": {"vocabulary": 100}}, "set it to 256 or more"),
+        ({"schedule": {"lr": 0.1, "min_lr": 0.2}}, "is above schedule.lr"),
+        ({"run": {"device": "cpu", "dtype": "bfloat16"}}, "set run.dtype: float32"),
+        ({"data": {"text": ["a"], "indexed": "b"}}, "exclude each other"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_fix(sections, expected):
+    assert expected in error_of(**sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "world_size", "expected"),
+    [
+        ({"model": {"layers": 2}, "parallel": {"pipeline": 4}}, None, "at most 2 pipeline ranks"),
+        (
+            {"model": {"layers": 6}, "parallel": {"pipeline": 2, "virtual": 2}},
+            None,
+            "set model.layers to 4 or 8",
+        ),
+        ({"parallel": {"virtual": 2}}, None, "parallel.virtual needs a pipeline"),
+        (
+            {"parallel": {"pipeline": 2, "virtual": 2}, "data": {"microbatches": 3}},
+            None,
+            "set it to 2 or 4",
+        ),
+        ({"parallel": {"pipeline": 2, "ranks": 3}}, None, "multiple of 2 ranks"),
+        ({"parallel": {"pipeline": 2}}, 5, "5 ranks can't be divided"),
+    ],
+)
+def test_ranks_layers_and_microbatches_must_fit(sections, world_size, expected):
+    assert expected in error_of(world_size, **sections)
+
+
+def test_missing_text_is_refused(tmp_path):
+    assert "there is no file" in error_of(data={"text": [str(tmp_path / "none.txt")]})
+
+
+def test_half_an_indexed_dataset_is_refused(tmp_path):
+    (tmp_path / "tokens.bin").write_bytes(b"")
+    assert "tokens.idx" in error_of(data={"indexed": str(tmp_path / "tokens")})
+
+
+def test_text_shorter_than_a_sequence_is_refused(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"x" * 64)
+    assert "fewer than the 65" in error_of(
+        model={"sequence_length": 64}, data={"text": [str(path)]}
+    )
+    check_ranks(build(model={"sequence_length": 63}, data={"text": [str(path)]}), 1)
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_and_none_is_created(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    assert "is not a folder" in error_of(run={"output": str(tmp_path / "file" / "run")})
+    check_ranks(build(run={"output": str(tmp_path / "a" / "b")}), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_any_number_of_microbatches_fits_without_virtual_stages():
+    for microbatches in (1, 3, 8):
+        check_ranks(
+            build(parallel={"pipeline": 2}, data={"microbatches": microbatches}), world_size=4
+        )
+
+
+def test_every_field_says_what_it_is():
+    for section in TrainConfig.model_fields.values():
+        for name, field in section.annotation.model_fields.items():
+            assert field.description or re.fullmatch("simulated", name), name
