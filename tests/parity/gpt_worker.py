@@ -1,6 +1,6 @@
 """Two ranks that train megatron-core's GPT without and with offload and compare every gradient.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 tests/parity/gpt_worker.py OUT
+    torchrun --standalone --nproc-per-node 2 gpt_worker.py OUT [CASE ...]
 
 Writes one JSON file: for each case, whether each rank saw the same losses and gradients, and what
 moved.
@@ -198,7 +198,7 @@ def same(expected, actual):
 def main():
     findings = {}
     with open_process_group("cpu", 1) as device:
-        for name in CASES:
+        for name in sys.argv[2:] or CASES:
             expected, _, _ = run(name, device, enabled=False)
             actual, moved, late = run(name, device, enabled=True)
             mine = {

@@ -1,0 +1,154 @@
+"""The same programs on a real device: exact, bounded, and without blocking the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import assert_nothing_left, assert_same, one_forward_one_backward
+
+from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.manager import PipelineOffloadManager
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+ORDER = one_forward_one_backward(6, depth=3)
+
+
+def make_manager(**settings):
+    return PipelineOffloadManager(
+        OffloadConfig(
+            backend="cuda",
+            **{
+                "min_tensor_bytes": 0,
+                "host_slab_bytes": 64 * MIB,
+                "host_memory_bytes": 4096 * MIB,
+                "max_inflight_bytes": 0,
+                "prefetch_bytes": 64 * MIB,
+                **settings,
+            },
+        )
+    )
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.fc1 = torch.nn.Linear(width, 4 * width)
+        self.fc2 = torch.nn.Linear(4 * width, width)
+
+    def forward(self, x, manager):
+        residual = x
+        y = start_group(manager, x, "mlp") if manager else x
+        with manager or torch.enable_grad():
+            y = self.fc2(torch.nn.functional.gelu(self.fc1(self.norm(y))))
+        y = commit_group(manager, y, "mlp") if manager else y
+        return residual + y
+
+
+def make_model(layers=6, width=1024, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.ModuleList(Layer(width) for _ in range(layers)).to("cuda", dtype)
+
+
+def make_inputs(model, num_microbatches=6, rows=2048):
+    generator = torch.Generator("cuda").manual_seed(1)
+    weight = model[0].norm.weight
+    shape = (num_microbatches, rows, weight.numel())
+    return torch.randn(shape, generator=generator, device="cuda").to(weight.dtype)
+
+
+def run_step(model, manager, inputs, order=ORDER):
+    for parameter in model.parameters():
+        parameter.grad = None
+    graphs, losses = {}, []
+    for action, microbatch in order:
+        if action == "B":
+            graphs.pop(microbatch).backward()
+            continue
+        x = inputs[microbatch].clone().requires_grad_()
+        if manager:
+            manager.begin_chunk()
+        for layer in model:
+            x = layer(x, manager)
+        graphs[microbatch] = x.float().square().mean()
+        losses.append(graphs[microbatch].detach())
+    if manager:
+        manager.reset()
+    return [*losses, *[p.grad.clone() for p in model.parameters()]]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inflight_bytes", [0, 96 * MIB, None])
+@pytest.mark.parametrize("prefetch_bytes", [0, 96 * MIB, None])
+@pytest.mark.parametrize("retained_bytes", [0, 512 * MIB])
+def test_every_bit_is_the_same(dtype, inflight_bytes, prefetch_bytes, retained_bytes):
+    model = make_model(dtype=dtype)
+    inputs = make_inputs(model)
+    expected = run_step(model, None, inputs)
+    manager = make_manager(
+        max_inflight_bytes=inflight_bytes,
+        prefetch_bytes=prefetch_bytes,
+        retained_device_bytes=retained_bytes,
+    )
+    for _ in range(4):
+        assert_same(expected, run_step(model, manager, inputs))
+        assert_nothing_left(manager)
+    assert manager.last_step.reloaded_bytes > 0
+    manager.close()
+
+
+def test_the_host_is_never_blocked_in_the_steady_state():
+    model = make_model()
+    inputs = make_inputs(model)
+    manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
+    for _ in range(3):
+        run_step(model, manager, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            run_step(model, manager, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert manager.last_step.reloaded_bytes > 0
+    manager.close()
+
+
+def test_reserved_memory_falls_and_stays_flat():
+    order = [("F", 0), ("F", 1), ("F", 2), ("B", 0), ("B", 1), ("B", 2)]
+    peaks = {}
+    for name in ("without", "with"):
+        model = make_model(layers=12)
+        inputs = make_inputs(model, num_microbatches=3, rows=8192)
+        manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
+        torch.cuda.empty_cache()
+        reserved = []
+        for _ in range(8):
+            torch.cuda.reset_peak_memory_stats()
+            run_step(model, manager if name == "with" else None, inputs, order)
+            torch.cuda.synchronize()
+            reserved.append(torch.cuda.max_memory_reserved())
+        peaks[name] = reserved
+        manager.close()
+        del model, inputs
+        torch.cuda.empty_cache()
+    assert peaks["with"][-1] < 0.6 * peaks["without"][-1]
+    assert len(set(peaks["with"][3:])) == 1
+
+
+def test_pinned_memory_is_exactly_what_was_asked():
+    manager = make_manager()
+    region = manager.backend.empty_host(3 * MIB + 512)
+    assert region.is_pinned()
+    assert region.nbytes == 3 * MIB + 512
+    manager.close()
