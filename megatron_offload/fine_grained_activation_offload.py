@@ -1,39 +1,31 @@
 """Megatron-core's documented offload API under its documented names.
 
-Owns names and call forms: those documented with megatron-core 0.16 and those of 0.17 to 0.19,
-served by the same callables. Must not know megatron-core itself, nor streams, copies or plans:
-every call is handed to the engine. There nothing is found by position, so names that step
-Megatron's own queues and cursors raise `UnsupportedCallError` and say what replaces them.
+Owns the functions, autograd functions and the interface that layers call; its classes are gathered
+from `megatron_offload.documented`. Call forms are those documented with megatron-core 0.16 and
+those of 0.17 to 0.19, served by the same callables. Must not know megatron-core itself, nor
+streams, copies or plans: every call is handed to the engine.
 
-Invariant: there is one manager in a process, whichever class it is asked for through.
-Read next: `megatron_offload.engine.manager`; `megatron_offload.integrations.megatron_core`, which
-puts this module in Megatron's place.
+Invariant: outside a chunk, without grad and in a recompute every function here is the identity.
+Read next: `megatron_offload.documented.manager`; `megatron_offload.integrations.megatron_core`,
+which puts this module in Megatron's place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_offload._call_forms import (
-    read_chunk_arguments,
-    read_commit_arguments,
-    read_find_arguments,
-    read_push_arguments,
-)
-from megatron_offload.backends.base import Backend, Event, Stream
-from megatron_offload.config import OffloadConfig
-from megatron_offload.engine import chunk as engine_chunk
-from megatron_offload.engine import manager as engine_manager
+from megatron_offload.backends.base import Event, Stream
+from megatron_offload.documented.chunk import ChunkOffloadHandler
+from megatron_offload.documented.manager import PipelineOffloadManager
 from megatron_offload.engine.boundary import (
     GroupCommit,
     GroupStart,
@@ -41,11 +33,7 @@ from megatron_offload.engine.boundary import (
     commit_group,
     start_group,
 )
-from megatron_offload.engine.group import GroupState, OffloadGroup
-from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.errors import StateError, UnsupportedCallError
 from megatron_offload.memory.tensor_pool import GPUTensorPool, OffloadTensorPool
-from megatron_offload.planning.profile import GroupKey
 
 __all__ = [
     "DEBUG",
@@ -187,419 +175,6 @@ class OffloadTensorGroup:
         """Count ``tensor`` into the totals."""
         self.total_offload_bytes += tensor.numel() * tensor.element_size()
         self.total_tensor_count += 1
-
-
-class ChunkOffloadHandler(engine_chunk.ChunkOffloadHandler):
-    """One forward of one model chunk, with the documented entry points.
-
-    Args:
-        min_offloaded_tensor_size: smaller tensors stay on the device; in elements.
-        cpu_tensor_pool: kept for callers that ask for it; copies go to the manager's own pool.
-        max_inflight_offloads: most groups of one name whose device memory is held for their copies;
-            None sets no such bound.
-        manager: whose streams and pools are used; by default the process's manager.
-        vp_stage: virtual pipeline stage.
-        min_tensor_bytes: the smallest tensor in bytes; both bounds hold.
-    """
-
-    def __init__(
-        self,
-        min_offloaded_tensor_size: int,
-        cpu_tensor_pool: GPUTensorPool | None = None,
-        max_inflight_offloads: int | None = None,
-        *,
-        manager: engine_manager.PipelineOffloadManager | None = None,
-        vp_stage: int = 0,
-        min_tensor_bytes: int = 0,
-    ) -> None:
-        super().__init__(
-            manager or PipelineOffloadManager.get_instance(),
-            vp_stage=vp_stage,
-            min_tensor_bytes=min_tensor_bytes,
-            min_tensor_elements=min_offloaded_tensor_size,
-        )
-        self.max_inflight_groups = max_inflight_offloads
-        self.cpu_tensor_pool = cpu_tensor_pool
-        self._in_backward: list[OffloadGroup] = []
-
-    @property
-    def min_offloaded_tensor_size(self) -> int:
-        """Smallest tensor that moves, in elements."""
-        return self.min_tensor_elements
-
-    @property
-    def do_offload(self) -> bool:
-        """Whether groups are recorded at all."""
-        return self.manager.do_offload
-
-    @property
-    def d2h_stream(self) -> Stream:
-        """The stream that copies to the host."""
-        return self.manager.d2h_stream
-
-    @property
-    def h2d_stream(self) -> Stream:
-        """The stream that copies to the device."""
-        return self.manager.h2d_stream
-
-    @property
-    def vpp_rank(self) -> int:
-        """Virtual pipeline stage."""
-        return self.vp_stage
-
-    # Tensors
-
-    def offload(
-        self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True
-    ) -> SavedTensor:
-        """Issue one tensor's copy to the host.
-
-        Args:
-            src_tensor: any tensor; what can't move stays where it is.
-            pin_memory: has no effect, host memory is always pinned where there is a device.
-            use_cpu_pool: has no effect, host memory always comes from the manager's pool.
-
-        Returns:
-            The record to hand to `reload`. The device memory is free once the caller has dropped
-            the tensor and the in-flight window has passed.
-        """
-        loose = engine_chunk.ChunkOffloadHandler(self.manager, vp_stage=self.vp_stage)
-        group = OffloadGroup(loose, GroupKey(-1, 0), "offload", self.manager.transfers)
-        state = group.pack(src_tensor)
-        group.num_bytes = sum(block.num_bytes for block in group.blocks())
-        self.manager.transfers.offload(group)
-        return state
-
-    def reload(self, state: SavedTensor, non_blocking: bool | None = None) -> torch.Tensor:
-        """Bring back what `offload` moved; the host is not blocked in either case."""
-        return state.unpack()
-
-    def tensor_push(self, tensor: torch.Tensor) -> SavedTensor:
-        """Record a tensor for the group that was started last; the pack hook.
-
-        Raises:
-            StateError: no group is open.
-        """
-        if not self.open_groups:
-            raise StateError("tensor_push without an open group: call on_group_start_forward first")
-        return self.open_groups[-1].pack(tensor)
-
-    def tensor_pop(self, tensor_tag: SavedTensor | torch.Tensor) -> torch.Tensor:
-        """Return the tensor that `tensor_push` recorded; the unpack hook. Tensors pass through."""
-        return tensor_tag if isinstance(tensor_tag, torch.Tensor) else tensor_tag.unpack()
-
-    def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
-        """Whether this tensor can move and is large enough."""
-        return self.may_move(tensor)
-
-    # Groups
-
-    def on_group_start_forward(self, name: str | None) -> OffloadGroup | None:
-        """Open a group; None where nothing is recorded (no grad, recompute, switched off)."""
-        return self.start_group(name or "") if self.manager.records() else None
-
-    def on_group_commit_forward(self, *args: Any, **kwargs: Any) -> OffloadGroup | None:
-        """Close a group and issue its copies.
-
-        Call forms: ``(forced_released_tensors)``, which closes the group that was started last, and
-        ``(name, forced_released_tensors)``.
-
-        Returns:
-            The group; None where nothing is recorded or no such group is open.
-        """
-        found = read_commit_arguments("on_group_commit_forward", args, kwargs)
-        return self.close_and_commit(found.get("name"), found["forced_released_tensors"] or ())
-
-    def close_and_commit(
-        self, name: str | None, forced: Iterable[torch.Tensor], *, delay: bool = False
-    ) -> OffloadGroup | None:
-        """Close a group and issue its copies, now or at the next `flush_delayed_groups`."""
-        group = self.close_group(name) if self.manager.records() else None
-        if group is not None:
-            self.manager.commit(group, forced, delay=delay)
-        return group
-
-    def on_group_commit_backward(self, name: str) -> None:
-        """Backward needs a group's data: of the groups of this name that wait, the newest.
-
-        Raises:
-            StateError: no group of this name waits for its backward.
-        """
-        for group in reversed(self.groups):
-            waits = group.state is not GroupState.DONE and group not in self._in_backward
-            if waits and group.name == name and group not in self.open_groups:
-                self._in_backward.append(group)
-                self.manager.enter_backward(group)
-                return
-        raise StateError(f"no group {name!r} of this chunk waits for its backward")
-
-    def on_group_start_backward(self) -> None:
-        """Backward has left the group that it entered last.
-
-        Raises:
-            StateError: `on_group_commit_backward` was not called before.
-        """
-        if not self._in_backward:
-            raise StateError("no group's backward is under way: call on_group_commit_backward")
-        self.manager.leave_backward(self._in_backward.pop())
-
-    def find_group_with_name(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first group of a name, or None.
-
-        Call forms: ``(name, start_index=0)``, which looks through this chunk, and
-        ``(groups, name, start_index=0)``.
-        """
-        found = read_find_arguments("find_group_with_name", args, kwargs)
-        groups = found.get("groups", self.groups)[found["start_index"] :]
-        return next((group for group in groups if group.name == found["name"]), None)
-
-    def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether the chunk has no group, or none of this name."""
-        return not any(name is None or group.name == name for group in self.groups)
-
-    def get_max_deduplicated_groups(self) -> int:
-        """Return how many different group names the chunk has."""
-        return len({group.name for group in self.groups})
-
-    def reset(self) -> None:
-        """Forget groups that were started and not committed; their tensors stay on the device."""
-        self.open_groups.clear()
-        self._in_backward.clear()
-
-    # Steps of Megatron's own bookkeeping
-
-    def finish_all_groups(self, name: str | None = None) -> NoReturn:
-        """Raise `UnsupportedCallError`: a chunk is made new for every forward."""
-        _unsupported(
-            "ChunkOffloadHandler.finish_all_groups",
-            "a chunk is made new for every forward and never runs out of groups; "
-            "open groups are in chunk.open_groups",
-        )
-
-    def find_next_group(self, name: str | None = None) -> NoReturn:
-        """Raise `UnsupportedCallError`: no group is found by position."""
-        _unsupported(
-            "ChunkOffloadHandler.find_next_group",
-            "groups are bound to the autograd graph; find_group_with_name looks one up by name",
-        )
-
-    def bulk_offload_group(self, group_to_offload: Any = None) -> NoReturn:
-        """Raise `UnsupportedCallError`: copies are issued at the commit."""
-        _unsupported("ChunkOffloadHandler.bulk_offload_group", _COMMIT_INSTEAD)
-
-    def should_bulk_offload(self, group: Any = None) -> NoReturn:
-        """Raise `UnsupportedCallError`: the manager decides at the commit."""
-        _unsupported("ChunkOffloadHandler.should_bulk_offload", _COMMIT_INSTEAD)
-
-    def bulk_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `UnsupportedCallError`: copies are issued at the commit."""
-        _unsupported("ChunkOffloadHandler.bulk_offload", _COMMIT_INSTEAD)
-
-    def bulk_reload_group(self) -> NoReturn:
-        """Raise `UnsupportedCallError`: the prefetcher chooses what comes back next."""
-        _unsupported("ChunkOffloadHandler.bulk_reload_group", _PREFETCH_INSTEAD)
-
-    def pre_reload_last_layer(self) -> NoReturn:
-        """Raise `UnsupportedCallError`: the prefetcher chooses what comes back next."""
-        _unsupported("ChunkOffloadHandler.pre_reload_last_layer", _PREFETCH_INSTEAD)
-
-    def bulk_reload(self) -> NoReturn:
-        """Raise `UnsupportedCallError`: the prefetcher chooses what comes back next."""
-        _unsupported("ChunkOffloadHandler.bulk_reload", _PREFETCH_INSTEAD)
-
-
-class PipelineOffloadManager(engine_manager.PipelineOffloadManager):
-    """The process's manager, with the documented names."""
-
-    # Bound while the base class is built, because that begins a step.
-    _delayed_hooks: list[Callable[[], Any]]
-    _backward_chunk: engine_chunk.ChunkOffloadHandler | None = None
-    in_replay = False
-    """Whether a CUDA graph is being replayed: delayed commits wait for the flush only then."""
-
-    @classmethod
-    def get_instance(cls) -> PipelineOffloadManager:
-        """Return the process's manager, made at the first call."""
-        return cast(PipelineOffloadManager, super().get_instance())
-
-    def _build(self, config: OffloadConfig, backend: Backend | None) -> None:
-        self._delayed_hooks = []
-        self._cpu_tensor_pool: GPUTensorPool | None = None
-        self._cuda_graph_stream: Stream | None = None
-        self._cuda_graph_event: Event | None = None
-        super()._build(config, backend)
-
-    def _begin_step(self) -> None:
-        self._backward_chunk = None
-        self._delayed_hooks.clear()
-        super()._begin_step()
-
-    def _make_chunk(
-        self, vp_stage: int, min_tensor_bytes: int, min_tensor_elements: int
-    ) -> ChunkOffloadHandler:
-        return ChunkOffloadHandler(
-            min_tensor_elements,
-            manager=self,
-            vp_stage=vp_stage,
-            min_tensor_bytes=min_tensor_bytes,
-        )
-
-    @property
-    def cpu_tensor_pool(self) -> GPUTensorPool:
-        """A pool of host tensors by shape for user code; the engine's own is ``host_pool``."""
-        if self._cpu_tensor_pool is None:
-            self._cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=self.backend.name == "cuda")
-        return self._cpu_tensor_pool
-
-    @property
-    def cuda_graph_stream(self) -> Stream | None:
-        """The stream for graph capture, made at the first call; None without CUDA."""
-        if self._cuda_graph_stream is None:
-            self._cuda_graph_stream = self.backend.graph_stream()
-        return self._cuda_graph_stream
-
-    @property
-    def cuda_graph_event(self) -> Event | None:
-        """The event between a graph and the copies, made at the first call; None without CUDA."""
-        if self._cuda_graph_event is None:
-            self._cuda_graph_event = self.backend.graph_event()
-        return self._cuda_graph_event
-
-    # Chunks
-
-    def init_model_chunk_offload_handler(self, *args: Any, **kwargs: Any) -> None:
-        """Begin the forward of one microbatch on one virtual pipeline stage.
-
-        Call forms::
-
-            (vp_size, vp_stage, min_offloaded_tensor_size=1048576)
-            (pp_rank, vp_size, vp_stage, min_offloaded_tensor_size=1048576,
-             delta_offload_bytes_across_pp_ranks=0, activation_offload_fraction=1.0,
-             max_inflight_offloads=None)
-
-        Three bare positions fit both; the form is taken whose stage lies within its size, the first
-        where both do.
-
-        Args:
-            *args: see the forms.
-            **kwargs: see the forms. ``min_offloaded_tensor_size`` is in elements;
-                ``max_inflight_offloads`` bounds the groups of one name in flight (0: the compute
-                stream waits at every commit). Fraction and delta of this package's own
-                configuration win where they were set.
-
-        Raises:
-            TypeError: the arguments fit neither form.
-        """
-        chunk = read_chunk_arguments("init_model_chunk_offload_handler", args, kwargs)
-        if DEBUG:
-            debug_rank(f"new chunk: {chunk}")
-        self.begin_chunk(
-            vp_stage=chunk["vp_stage"],
-            pp_rank=chunk.get("pp_rank", 0),
-            min_tensor_elements=chunk["min_offloaded_tensor_size"],
-            fraction=chunk.get("activation_offload_fraction"),
-            delta_bytes_across_pp_ranks=chunk.get("delta_offload_bytes_across_pp_ranks"),
-            max_inflight_groups=chunk.get("max_inflight_offloads"),
-        )
-
-    def pop_forward_chunk(self, name: str | None = None) -> engine_chunk.ChunkOffloadHandler | None:
-        """Return the chunk whose forward runs; it is never used up, so nothing is taken away."""
-        return self.cur_forward_chunk()
-
-    def cur_backward_chunk(self) -> engine_chunk.ChunkOffloadHandler | None:
-        """Return the chunk whose backward was entered last in this step, if any."""
-        return self._backward_chunk
-
-    def enter_backward(self, group: OffloadGroup) -> None:
-        """Backward has reached a group's end: bring it back if no one did, and look ahead."""
-        self._backward_chunk = group.chunk
-        super().enter_backward(group)
-
-    # Delayed commits
-
-    def push_offload_groups(self, *args: Any, **kwargs: Any) -> None:
-        """Put off a commit until `flush_delayed_groups`.
-
-        Call forms: ``(group_hook, forced_released_tensors)`` and
-        ``(group_hook, name, forced_released_tensors)``. A chunk's ``on_group_commit_forward``
-        closes its group here and now, so that later groups can't be taken for it.
-        """
-        found = read_push_arguments("push_offload_groups", args, kwargs)
-        hook, forced = found["group_hook"], found["forced_released_tensors"]
-        chunk = getattr(hook, "__self__", None)
-        if isinstance(chunk, ChunkOffloadHandler):
-            chunk.close_and_commit(found.get("name"), forced or (), delay=True)
-        else:
-            names = (found["name"],) if "name" in found else ()
-            self._delayed_hooks.append(partial(hook, *names, forced))
-
-    def flush_delayed_groups(self) -> None:
-        """Issue the copies of all groups that were put off, in the order of their commits."""
-        super().flush_delayed_groups()
-        hooks, self._delayed_hooks = self._delayed_hooks, []
-        for hook in hooks:
-            hook()
-
-    # The step
-
-    def reset(self, process_group: Any = None) -> None:
-        """End the training step: release what is in flight, learn, and count from zero.
-
-        Args:
-            process_group: has no effect, this holds no collective; see
-                `print_offload_summary_table` for the table.
-        """
-        super().reset()
-
-    def mark_not_offloadable(self, tensor: torch.Tensor | None) -> None:
-        """Keep a tensor, and all that shares its storage, on the device."""
-        self.mark_not_offload(tensor)
-
-    # CUDA graphs
-
-    def record_forward(self, event: Event | None = None) -> None:
-        """Record ``event`` on the compute stream, then join the copies to the host into it."""
-        event = event or self.cuda_graph_event
-        compute_stream = self.backend.compute_stream()
-        if event is not None:
-            event.record(compute_stream)
-        self.transfers.drain_window()
-
-    def record_backward(self, event: Event | None = None) -> None:
-        """Record ``event`` on the compute stream, then join the copies to the device into it."""
-        event = event or self.cuda_graph_event
-        if event is not None:
-            event.record(self.backend.compute_stream())
-        self.transfers.wait_reloads(self._committed)
-
-    # Steps of Megatron's own bookkeeping
-
-    def push(self, handler: Any) -> NoReturn:
-        """Raise `UnsupportedCallError`: there is no queue of chunks."""
-        _unsupported("PipelineOffloadManager.push", _GRAPH_INSTEAD)
-
-    def flush(self) -> NoReturn:
-        """Raise `UnsupportedCallError`: there is no queue of chunks."""
-        _unsupported("PipelineOffloadManager.flush", _GRAPH_INSTEAD)
-
-    def pop_backward_chunk(self, name: str | None = None) -> NoReturn:
-        """Raise `UnsupportedCallError`: there is no queue of chunks."""
-        _unsupported("PipelineOffloadManager.pop_backward_chunk", _GRAPH_INSTEAD)
-
-    def front_backward_chunk(self, name: str | None = None) -> NoReturn:
-        """Raise `UnsupportedCallError`: there is no queue of chunks."""
-        _unsupported("PipelineOffloadManager.front_backward_chunk", _GRAPH_INSTEAD)
-
-    def post_warmup_callback(self) -> NoReturn:
-        """Raise `UnsupportedCallError`: there is no warm-up; every step is learned from."""
-        _unsupported(
-            "PipelineOffloadManager.post_warmup_callback",
-            "there is no warm-up: reset() learns from every step, and "
-            "print_offload_summary_table(manager.offload_summary_bytes) prints the table",
-        )
-
-
-engine_manager.PipelineOffloadManager.instance_class = PipelineOffloadManager
 
 
 class FineGrainedOffloadingGroupStartFunction(GroupStart):
@@ -792,6 +367,8 @@ class FineGrainedActivationOffloadingInterface:
 
         Call forms are those of `PipelineOffloadManager.init_model_chunk_offload_handler`.
         """
+        if DEBUG:
+            debug_rank(f"new chunk: {args} {kwargs}")
         PipelineOffloadManager.get_instance().init_model_chunk_offload_handler(*args, **kwargs)
 
     @staticmethod
@@ -863,22 +440,3 @@ class FineGrainedActivationOffloadingInterface:
     def exit_replay() -> None:
         """A CUDA graph's replay is over."""
         PipelineOffloadManager.get_instance().in_replay = False
-
-
-_COMMIT_INSTEAD = (
-    "the manager decides and issues a group's copies when it is committed: call "
-    "on_group_commit_forward, or fine_grained_offloading_group_commit"
-)
-_PREFETCH_INSTEAD = (
-    "reloads are issued along the learned order of backwards within OffloadConfig.prefetch_bytes, "
-    "at every boundary; a tensor that is needed sooner is reloaded when it is unpacked"
-)
-_GRAPH_INSTEAD = (
-    "there is no queue of chunks: a chunk lives in the autograd graph of its forward and is found "
-    "through it; begin one with init_model_chunk_offload_handler, and read cur_forward_chunk() and "
-    "cur_backward_chunk()"
-)
-
-
-def _unsupported(name: str, instead: str) -> NoReturn:
-    raise UnsupportedCallError(f"{name} steps bookkeeping that this design doesn't have: {instead}")
