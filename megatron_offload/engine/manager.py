@@ -45,6 +45,10 @@ _AUTO_SHARE = 8
 """Budgets that are not set are this fraction of what a step could offload at its peak."""
 
 
+_MOST_CHUNKS = 1024
+"""A step of more chunks than this ends by itself as soon as all its graphs are gone."""
+
+
 class PipelineOffloadManager:
     """Holds one `ChunkOffloadHandler` per microbatch and virtual pipeline stage in flight.
 
@@ -194,10 +198,26 @@ class PipelineOffloadManager:
         )
 
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> int:
-        """Give a chunk its position in the step, now that it has a group."""
+        """Give a chunk its position in the step, now that it has a group.
+
+        Forwards that are over without any backward (an evaluation with grad on) are no part of the
+        step: they would shift the positions of all that follows. And a program that never calls
+        `reset` gets a new step now and then, so that nothing grows for ever.
+        """
+        unused = self._committed and not self.prefetcher.backward_order
+        if (unused or self._num_chunks >= _MOST_CHUNKS) and self._is_idle():
+            if not unused:
+                self._learn()
+            self._begin_step()
+            self._chunk = chunk
         position = self._num_chunks
         self._num_chunks += 1
         return position
+
+    def _is_idle(self) -> bool:
+        """Whether no graph of this step is left."""
+        groups = self.prefetcher.groups()
+        return not any(next(group.blocks(), None) is not None for group in groups)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""

@@ -52,17 +52,29 @@ def test_changing_sequence_lengths_stay_exact(timing):
         assert_nothing_left(manager)
 
 
-def test_evaluation_passes_shift_nothing():
+@pytest.mark.parametrize("grad", [False, True])
+def test_evaluation_passes_shift_nothing(grad):
     model, manager = make_model(), make_manager()
     expected = run_step(model, None, ORDER)
     for _ in range(3):
-        with torch.no_grad():
-            forward(model, manager)
+        with torch.set_grad_enabled(grad):
+            for _ in range(2):
+                forward(model, manager)
         assert_same(expected, run_step(model, manager, ORDER))
     profile = manager.last_profile
     run_step(model, manager, ORDER)
     assert manager.last_profile == profile
     assert manager.last_step.num_late_reloads == 0
+
+
+def test_a_program_that_never_resets_does_not_grow():
+    model, manager = make_model(layers=1), make_manager()
+    for _ in range(1200):
+        forward(model, manager).backward()
+    assert len(manager._committed) < 2 * 1024
+    assert manager.last_profile is not None
+    manager.reset()
+    assert_nothing_left(manager)
 
 
 @pytest.mark.parametrize("timing", TIMINGS)

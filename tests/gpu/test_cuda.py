@@ -23,7 +23,7 @@ def make_manager(**settings):
             **{
                 "min_tensor_bytes": 0,
                 "host_slab_bytes": 64 * MIB,
-                "host_memory_bytes": 4096 * MIB,
+                "host_memory_bytes": 24 * 1024 * MIB,
                 "max_inflight_bytes": 0,
                 "prefetch_bytes": 64 * MIB,
                 **settings,
