@@ -1,4 +1,4 @@
-"""Plots of two runs: their losses, and the activation bytes that each rank keeps alive.
+"""Plots of two runs: their losses, and the memory that each rank needed at most.
 
 Owns the drawing, with matplotlib, which is optional (extra ``plots``). Must not know torch or the
 trainer.
@@ -20,14 +20,16 @@ _MIB = 1024 * 1024
 def plot_comparison(
     path: Path,
     losses: tuple[Sequence[float], Sequence[float]],
-    live_bytes: tuple[Sequence[int], Sequence[int]],
+    memory_bytes: tuple[Sequence[int], Sequence[int]],
+    memory_title: str,
 ) -> bool:
     """Draw two runs into a PNG file.
 
     Args:
         path: file to write.
         losses: loss of every step, without and with offload.
-        live_bytes: peak live saved-activation bytes of every rank, without and with offload.
+        memory_bytes: peak memory of every rank, without and with offload.
+        memory_title: which memory that is.
 
     Returns:
         Whether the plot was drawn: False where matplotlib is not installed.
@@ -35,6 +37,7 @@ def plot_comparison(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return False
     # No pyplot: it keeps global state and may look for a display.
@@ -45,13 +48,14 @@ def plot_comparison(
     left.plot(steps, losses[0], linewidth=4, alpha=0.4, label="without offload")
     left.plot(steps, losses[1], linewidth=1.5, linestyle="--", label="with offload")
     left.set(xlabel="step", ylabel="loss", title="Loss")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.legend()
-    ranks = range(len(live_bytes[0]))
-    for offset, values, label in zip((-0.2, 0.2), live_bytes, ("without", "with"), strict=True):
+    ranks = range(len(memory_bytes[0]))
+    for offset, values, label in zip((-0.2, 0.2), memory_bytes, ("without", "with"), strict=True):
         places = [rank + offset for rank in ranks]
         bars = right.bar(places, [value / _MIB for value in values], 0.4, label=f"{label} offload")
         right.bar_label(bars, fmt="%.1f", fontsize=8)
-    right.set(xlabel="rank", ylabel="MiB", title="Peak live saved activations")
+    right.set(xlabel="rank", ylabel="MiB", title=memory_title)
     right.set_xticks(list(ranks))
     right.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -92,19 +92,7 @@ def compare(config: TrainConfig) -> int:
     _print(console, reports, result)
     _write(config, reports, result)
     console.print(f"report: {config.run.output / 'compare.json'}", soft_wrap=True)
-    plot = config.run.output / "compare.png"
-    drawn = plot_comparison(
-        plot,
-        tuple([step.loss for step in report.steps] for report in reports),  # type: ignore[arg-type]
-        tuple(  # type: ignore[arg-type]
-            [rank["peak_live_activation_bytes"] or 0 for rank in report.peaks()]
-            for report in reports
-        ),
-    )
-    note = (
-        str(plot) if drawn else "left out: matplotlib is missing; install megatron-offload[plots]"
-    )
-    console.print(f"plot: {note}", soft_wrap=True, markup=False)
+    console.print(f"plot: {_plot(config, reports)}", soft_wrap=True, markup=False)
     return 0 if result.identical else 1
 
 
@@ -136,15 +124,37 @@ def _print(console: Console, reports: list[RunReport], result: Comparison) -> No
     console.print(group_table(ranks, "Groups of the last step"))
     if ranks[0]["peak_live_activation_bytes"] is not None:
         console.print(memory_table(without.peaks(), ranks))
+    on_gpu = ranks[0]["peak_reserved_bytes"] is not None
     times = [_median([step.step_time_s for step in report.steps[1:]]) for report in reports]
     if times[0]:
         console.print(
             f"median step time: {1e3 * times[0]:.1f} ms without, {1e3 * times[1]:.1f} ms with "
             f"offload ({100 * (times[1] / times[0] - 1):+.1f} %)"
+            + ("" if on_gpu else "; on a CPU the device is simulated and its speed means nothing")
         )
     for name, equal in _findings(result).items():
         console.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
     console.print(f"bitwise identical: {'yes' if result.identical else 'no'}", style="bold")
+
+
+def _plot(config: TrainConfig, reports: list[RunReport]) -> str:
+    """Draw both runs; return the file's path, or why there is none."""
+    path = config.run.output / "compare.png"
+    key, title = "peak_live_activation_bytes", "Peak live saved activations"
+    if reports[0].peaks()[0][key] is None:
+        if reports[0].peaks()[0]["peak_reserved_bytes"] is None:
+            return "left out: nothing was measured; set run.measure_live_bytes: true"
+        key, title = "peak_reserved_bytes", "Peak reserved device memory"
+    without, offloaded = reports
+    drawn = plot_comparison(
+        path,
+        ([step.loss for step in without.steps], [step.loss for step in offloaded.steps]),
+        ([rank[key] for rank in without.peaks()], [rank[key] for rank in offloaded.peaks()]),
+        title,
+    )
+    if drawn:
+        return str(path)
+    return "left out: matplotlib is missing; install megatron-offload[plots]"
 
 
 def _findings(result: Comparison) -> dict[str, bool]:

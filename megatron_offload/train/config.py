@@ -93,6 +93,10 @@ class ModelConfig(StrictModel):
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """Whose layers; ``auto`` takes TransformerEngine's on a GPU where it is installed."""
 
+    attention: Literal["auto", "unfused", "scaled_dot_product"] = "auto"
+    """With local layers: megatron-core's unfused core attention, or PyTorch's fused one; ``auto``
+    takes the fused one on a GPU."""
+
     @property
     def padded_vocabulary(self) -> int:
         """Rows of the embedding."""
@@ -230,6 +234,10 @@ class RunConfig(StrictModel):
 
     threads: int = Field(default=1, ge=1)
     """CPU threads of each process."""
+
+    deterministic: bool = True
+    """On a GPU: only kernels that give the same bits every time. Without it two equal runs may
+    differ, and so may `compare`."""
 
     measure_live_bytes: bool = True
     """Count the bytes that autograd keeps alive. Costs some microseconds for each saved tensor."""

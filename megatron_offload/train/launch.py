@@ -48,12 +48,12 @@ def launch(runs: Runs) -> list[RunReport] | None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         for _, config in runs:
             check_ranks(config, int(os.environ["WORLD_SIZE"]))
-        kind = check_device(first, local)
+        kind = check_device(first, local, can_hide=False)
         reports = _reports_of(_rank_main(list(runs), kind))
         return reports if int(os.environ["RANK"]) == 0 else None
     for _, config in runs:
         check_ranks(config, first.default_ranks)
-    kind = check_device(first, first.default_ranks)
+    kind = check_device(first, first.default_ranks, can_hide=True)
     return _start_ranks(list(runs), kind, first.default_ranks)
 
 
@@ -64,6 +64,9 @@ def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> 
 
     # One OpenMP thread unless the user says more: ranks share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(runs[0][1].run.threads))
+    if kind == "cpu":
+        # The ranks inherit it: megatron-core and the offload backend both look for a device.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -118,21 +118,26 @@ class _Trainer:
         with self.meter or contextlib.nullcontext():
             loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
         counters = session.end_step()
-        peak_allocated, peak_reserved = self._device.peaks()
+        self._device.synchronize()
+        step_time_s = time.perf_counter() - start
         gradients = None
         if self._config.run.hash_gradients == "every" or step == self._config.run.steps:
             gradients = digest(parameter.main_grad for parameter in self._parameters())
+        start = time.perf_counter()
         _, grad_norm, _ = self._optimizer.step()
         lr = float(self._optimizer.param_groups[0]["lr"])
         self._scheduler.step(1)
         self._device.synchronize()
+        # Without the time of the digest in between.
+        step_time_s += time.perf_counter() - start
+        peak_allocated, peak_reserved = self._device.peaks()
         mine = RankStep(
             rank=self._parallel.rank,
             pp_rank=self._parallel.pp_rank,
             dp_rank=self._parallel.dp_rank,
             loss=loss,
             grad_norm=float(grad_norm),
-            step_time_s=time.perf_counter() - start,
+            step_time_s=step_time_s,
             peak_live_activation_bytes=None if self.meter is None else self.meter.peak_bytes,
             peak_allocated_bytes=peak_allocated,
             peak_reserved_bytes=peak_reserved,

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.errors import ConfigError
+from megatron_offload.train.attention import ScaledDotProductAttention
 from megatron_offload.train.config import TrainConfig
 
 __all__ = ["build_chunks", "build_optimizer", "build_scheduler", "build_transformer_config"]
@@ -100,9 +101,10 @@ def build_transformer_config(config: TrainConfig, device: torch.device) -> Trans
         "batch_p2p_comm": on_gpu and parallel.virtual == 1,
         "overlap_p2p_comm": parallel.virtual > 1,
         "deallocate_pipeline_outputs": True,
-        # Fused kernels are compiled by Inductor, which a CPU run should not have to wait for.
-        "bias_activation_fusion": on_gpu and model.bias and not gated,
-        "bias_dropout_fusion": on_gpu,
+        "deterministic_mode": on_gpu and config.run.deterministic,
+        # Fused kernels are compiled by Inductor; no run should have to wait for that.
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
@@ -150,7 +152,14 @@ def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
     if wanted == "auto":
         wanted = "transformer_engine" if device.type == "cuda" and _has_te() else "local"
     if wanted == "local":
-        return get_gpt_layer_local_spec(normalization=config.model.normalization)
+        spec = get_gpt_layer_local_spec(normalization=config.model.normalization)
+        fused = config.model.attention == "scaled_dot_product" or (
+            config.model.attention == "auto" and device.type == "cuda"
+        )
+        if fused:
+            attention = spec.submodules.self_attention.submodules
+            attention.core_attention = ScaledDotProductAttention
+        return spec
     if not _has_te():
         raise ConfigError(
             "model.layer_spec transformer_engine: TransformerEngine is not installed; install "

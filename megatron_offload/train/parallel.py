@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
+import torch.utils.deterministic
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.config import TrainConfig
@@ -83,12 +84,14 @@ class Parallel:
     """A gloo group over all ranks, for plain numbers."""
 
 
-def check_device(config: TrainConfig, local_ranks: int) -> str:
+def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> str:
     """Return ``"cuda"`` or ``"cpu"`` for a run.
 
     Args:
         config: the run.
         local_ranks: processes on this machine.
+        can_hide: whether the ranks are yet to be started, so that CUDA devices can be kept from
+            them.
 
     Raises:
         ConfigError: the run asks for more or other devices than there are.
@@ -97,7 +100,7 @@ def check_device(config: TrainConfig, local_ranks: int) -> str:
     found = torch.cuda.device_count()
     if wanted == "auto":
         wanted = "cuda" if found else "cpu"
-    if wanted == "cpu" and found:
+    if wanted == "cpu" and found and not can_hide:
         raise ConfigError(
             f"run.device cpu, but this machine shows {found} CUDA devices; hide them with "
             f"CUDA_VISIBLE_DEVICES= or set run.device: auto"
@@ -121,6 +124,9 @@ def open_process_group(kind: str, threads: int) -> Iterator[Device]:
         threads: CPU threads of this process.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
+    # cuBLAS and TransformerEngine read these once; without them equal runs may differ in bits.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     found_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -154,10 +160,12 @@ def open_model_parallel(config: TrainConfig, device: Device) -> Iterator[Paralle
     for name in ("datasets.gpt_dataset", "models.gpt", "optimizer", "pipeline_parallel.schedules"):
         importlib.import_module(f"megatron.core.{name}")
     virtual = config.parallel.virtual
-    with contextlib.ExitStack() as bridges:
-        bridges.enter_context(recompute_without_transformer_engine())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(recompute_without_transformer_engine())
         if not device.on_gpu:
-            bridges.enter_context(cpu_bridges())
+            stack.enter_context(cpu_bridges())
+        elif config.run.deterministic:
+            stack.enter_context(_deterministic_kernels())
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=config.parallel.pipeline,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
@@ -184,3 +192,20 @@ def open_model_parallel(config: TrainConfig, device: Device) -> Iterator[Paralle
         finally:
             torch.distributed.destroy_process_group(host_group)
             parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def _deterministic_kernels() -> Iterator[None]:
+    """Let only kernels run that give the same bits every time, where there is such a kernel."""
+    found = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    switch: Any = torch.utils.deterministic
+    fills = switch.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Overwriting every fresh tensor costs time and proves nothing here.
+    switch.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(found, warn_only=warn_only)
+        switch.fill_uninitialized_memory = fills

@@ -16,7 +16,7 @@ CONFIG = """
 model: {layers: 4, hidden: 32, heads: 2, sequence_length: 32, dropout: 0.1, tied_embeddings: true}
 parallel: {pipeline: 2, virtual: 2}
 data: {micro_batch_size: 1, microbatches: 4}
-run: {steps: 3, hash_gradients: every, eval_interval: 2}
+run: {steps: 3, device: cpu, hash_gradients: every, eval_interval: 2}
 offload:
   modules: [qkv_linear, core_attn, attn_proj, mlp_act, mlp_fc2]
   min_tensor_bytes: 0
@@ -144,3 +144,13 @@ def test_peaks_are_the_largest_of_all_steps():
     first.steps[0] = replace(first.steps[0], ranks=(first.steps[0].ranks[0], high))
     both = RunReport([*first.steps, *second.steps])
     assert [rank["peak_host_bytes"] for rank in both.peaks()] == [0, 9]
+
+
+@pytest.mark.slow
+def test_fused_attention_offloads_the_same_bits_and_measuring_can_be_left_out(tmp_path):
+    words = ["--set", "model.attention=scaled_dot_product", "model.query_groups=1"]
+    words += ["run.measure_live_bytes=false", "run.eval_interval=0"]
+    status, out, err = command(tmp_path, "compare", *words)
+    assert status == 0, out + err
+    assert "bitwise identical: yes" in out
+    assert "nothing was measured" in out
