@@ -125,7 +125,7 @@ class OffloadConfig(StrictModel):
     """Which groups move: names out of `MODULES`, or module name patterns holding a dot or ``*``."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of each chunk's groups that moves, earliest first (``--activation-offload-fraction``)."""
+    """Share of each chunk's groups that moves, earliest first."""
 
     min_tensor_bytes: Bytes = ByteSize(1024 * 1024)
     """Blocks smaller than this stay on the device."""
@@ -236,7 +236,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Set ``section.key=value`` pairs in a nested mapping; values are read as YAML scalars or lists.
+    """Set ``section.key=value`` pairs in a nested mapping; values are read as YAML.
 
     Raises:
         ConfigError: a pair without ``=``, an empty key, or a value that is not YAML.

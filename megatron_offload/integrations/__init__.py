@@ -1,0 +1,1 @@
+"""Other libraries, and how this package takes its place in them."""
