@@ -30,7 +30,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/megatron-offload compare --config configs/quickstart.yaml
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

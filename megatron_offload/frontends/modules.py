@@ -96,7 +96,8 @@ def offload_modules(
     step inside `PipelineOffloadManager.step`, after each training step.
 
     Args:
-        model: the model, or the rank's virtual pipeline stages in order.
+        model: the model, or the rank's virtual pipeline stages in order. Wrappers that hold it as
+            ``module`` (data parallelism, mixed precision) are looked through.
         names: names of `megatron_offload.config.EXTRA_MODULES`, or patterns over dotted module
             names: ``*`` stands for anything within one part, ``**`` for any number of parts.
         manager: by default the process's.
@@ -105,7 +106,7 @@ def offload_modules(
     Raises:
         ConfigError: a name that only Megatron's call sites serve, or that matches no module.
     """
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    chunks = [_unwrap(m) for m in ([model] if isinstance(model, nn.Module) else model)]
     manager = manager or PipelineOffloadManager.get_instance()
     result = ModuleOffload(manager)
     core, extra, patterns = split_modules(tuple(names))
@@ -130,6 +131,12 @@ def offload_modules(
         result.remove()
         raise
     return result
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model
 
 
 def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: int) -> None:

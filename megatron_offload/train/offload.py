@@ -72,10 +72,8 @@ def open_offload(
     megatron_core.install()
     with contextlib.ExitStack() as stack:
         if extra or patterns:
-            # Inside the wrapper for data parallelism, whose ``buffers`` are those of gradients.
-            models = [chunk.module for chunk in chunks]
             names = [*extra, *patterns]
-            stack.enter_context(offload_modules(models, names, pp_rank=pp_rank))
+            stack.enter_context(offload_modules(chunks, names, pp_rank=pp_rank))
         try:
             # Megatron's schedules end the step themselves where its own option is set.
             yield OffloadSession(manager, resets_itself=bool(core))

@@ -115,6 +115,23 @@ def test_the_activation_of_a_dense_mlp_is_a_group_of_its_own():
     assert manager.last_step.offloaded_bytes == 4 * (2 * 8 * 64 * 4)
 
 
+def test_wrappers_are_looked_through():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+            self.buffers = []  # as Megatron's data parallelism calls its gradient buffers
+
+        def forward(self, x):
+            return self.module(x)
+
+    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    expected = gradients(model)
+    with offload_modules(Wrapper(Wrapper(model)), ["layers.*.mlp"], manager=manager) as handle:
+        assert handle.groups == {"layers.*.mlp": ["layers.0.mlp", "layers.1.mlp"]}
+        assert_same(expected, gradients(model))
+
+
 @pytest.mark.parametrize("names", [["mlp_act"], ["layer", "mlp_fc1"]], ids=",".join)
 def test_hooks_are_taken_off_the_stack_where_a_forward_raises(names):
     model, manager = make_model(), make_manager(prefetch_bytes=0)
