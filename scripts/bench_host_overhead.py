@@ -200,8 +200,8 @@ class Megatron:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--num-groups", type=int, default=1000)
-    parser.add_argument("--num-runs", type=int, default=15)
+    parser.add_argument("--num-groups", type=int, default=80)
+    parser.add_argument("--num-runs", type=int, default=60)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

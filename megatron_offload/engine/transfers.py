@@ -86,6 +86,7 @@ class Transfers:
         or to RESIDENT where nothing is left to move.
         """
         backend = self.backend
+        label = self._label(group)
         issued: list[Block] = []
         pairs = []
         reused: dict[int, Event] = {}
@@ -103,7 +104,8 @@ class Transfers:
             block.address = block.region.data_ptr() - block.low
             if host.ready_event is not None:
                 reused[id(host.ready_event)] = host.ready_event
-            backend.note_produced(block.region, group.label)
+            if backend.observes:
+                backend.note_produced(block.region, label)
             pairs.append((host.tensor, block.region))
             issued.append(block)
         if not issued:
@@ -113,7 +115,7 @@ class Transfers:
         backend.wait(d2h_stream, backend.record(backend.compute_stream()), Wait.W1)
         for event in reused.values():
             backend.wait(d2h_stream, event, Wait.W5)
-        backend.copy(pairs, d2h_stream, group.label)
+        backend.copy(pairs, d2h_stream, label)
         d2h = backend.record(d2h_stream)
         num_bytes = 0
         for block in issued:
@@ -151,7 +153,7 @@ class Transfers:
         for reference, aliases in entry.sources:
             block = reference()
             if block is None:
-                self._free_source(aliases, group.label)
+                self._free_source(aliases, group)
             elif block.cancelled:
                 block.region = None
             else:
@@ -167,7 +169,7 @@ class Transfers:
             # longer its own. Whoever did it restores the contents before backward.
             self.cancel(block)
             return
-        sole_owner = self._free_source(block.aliases, block.group.label)
+        sole_owner = self._free_source(block.aliases, block.group)
         block.released = True
         if block.forced_release:
             storage.resize_(0)
@@ -177,7 +179,7 @@ class Transfers:
             self.stats.held_elsewhere_bytes += block.num_bytes
             block.storage_ref = StorageWeakRef(storage)
 
-    def _free_source(self, aliases: list[torch.Tensor], label: str) -> bool:
+    def _free_source(self, aliases: list[torch.Tensor], group: OffloadGroup) -> bool:
         """Empty all aliases of one storage; return whether that was the last of its owners."""
         storage = aliases[0].untyped_storage()
         for alias in aliases:
@@ -186,7 +188,7 @@ class Transfers:
         sole_owner = _num_owners(storage) == 1  # the Python handle of this frame
         if self.backend.observes:
             region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self.backend.note_freed(region, label, sole_owner=sole_owner)
+            self.backend.note_freed(region, group.label, sole_owner=sole_owner)
         return sole_owner
 
     def cancel(self, block: Block) -> None:
@@ -235,7 +237,7 @@ class Transfers:
             backend.wait(h2d_stream, event, Wait.W6)
         for event in written.values():
             backend.wait(h2d_stream, event, Wait.W3)
-        backend.copy(pairs, h2d_stream, group.label)
+        backend.copy(pairs, h2d_stream, self._label(group))
         reload = Reload(backend.record(h2d_stream))
         num_bytes = 0
         for block in moving:
@@ -328,6 +330,10 @@ class Transfers:
     def num_inflight(self) -> int:
         """Groups whose copies are issued and whose sources are still held."""
         return len(self._window)
+
+    def _label(self, group: OffloadGroup) -> str:
+        """Name a group for its copies; in full only where someone reads it."""
+        return group.label if self.backend.observes else group.name
 
     def _free_host(self, block: Block, after: Event | None) -> None:
         assert block.host is not None
