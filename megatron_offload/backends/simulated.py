@@ -1,7 +1,7 @@
 """A device made of CPU memory, built to expose a missing wait.
 
 Owns the simulated streams: when a queued copy really happens (`_Stream`, the copy timings), what a
-read at a wrong time sees (poison), which wait is missing (`_Shadow`, a vector clock), and how long
+read at a wrong time sees (poison), which wait is missing (a vector clock), and how long
 it would have taken (the virtual clock). Must not know groups, chunks or pools.
 
 The compute stream is the host program itself: its work is done when it returns. The two copy
@@ -24,52 +24,24 @@ streams, and no chain of events and waits leads from the first to the second. Re
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from megatron_offload.backends.base import Backend, Pair, Wait
+from megatron_offload.backends.shadow import Access, Hazard, Shadow
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError
 
-__all__ = ["Access", "Hazard", "SimulatedBackend", "SimulatedEvent", "SimulatedStream"]
+__all__ = ["SimulatedBackend", "SimulatedEvent", "SimulatedStream"]
 
 _POISON = 0xFF
 
 _COMPUTE, _D2H, _H2D = 0, 1, 2
 
 _START = (0, 0, 0)
-
-
-class Access(NamedTuple):
-    """One use of a region of memory, numbered in the order of the calls."""
-
-    order: int
-    stream: str
-    writes: bool
-    label: str
-
-    def __str__(self) -> str:
-        return f"{self.stream} {'write' if self.writes else 'read'} [{self.label}] (#{self.order})"
-
-
-@dataclass(frozen=True, slots=True)
-class Hazard:
-    """Two accesses of the same bytes that nothing orders, and the wait that would have."""
-
-    wait: Wait
-    earlier: Access
-    later: Access
-
-    def __str__(self) -> str:
-        return (
-            f"{self.wait.name} is missing: {self.wait.value}: "
-            f"{self.later} is not ordered after {self.earlier}"
-        )
 
 
 class SimulatedEvent:
@@ -130,78 +102,6 @@ class SimulatedStream:
         return len(self._queue)
 
 
-class _Shadow:
-    """Who used which bytes of one memory last: disjoint intervals, sorted by address.
-
-    A write that is ordered after all earlier accesses stands for them, so it replaces them; that
-    keeps the map small however often memory is split up anew. Of one stream's reads (or writes)
-    the newest stands for all.
-    """
-
-    __slots__ = ("_ends", "_starts", "_uses")
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._uses: list[dict[tuple[str, bool], Access]] = []
-
-    def _cut(self, start: int, end: int) -> tuple[int, int]:
-        """Split intervals at both borders; return the index range that lies within."""
-        for border in (start, end):
-            at = bisect_right(self._starts, border) - 1
-            if at >= 0 and self._starts[at] < border < self._ends[at]:
-                self._starts.insert(at + 1, border)
-                self._ends.insert(at + 1, self._ends[at])
-                self._uses.insert(at + 1, dict(self._uses[at]))
-                self._ends[at] = border
-        first = bisect_right(self._starts, start - 1)
-        return first, bisect_right(self._starts, end - 1)
-
-    def earlier_uses(self, start: int, end: int) -> list[Access]:
-        """Return the accesses on record for ``[start, end)``, oldest first."""
-        first = max(bisect_right(self._starts, start) - 1, 0)
-        last = bisect_right(self._starts, end - 1)
-        found = {
-            access
-            for at in range(first, last)
-            if self._ends[at] > start
-            for access in self._uses[at].values()
-        }
-        return sorted(found)
-
-    def replace(self, start: int, end: int, access: Access | None) -> None:
-        """Forget all of ``[start, end)`` but ``access``."""
-        first, last = self._cut(start, end)
-        self._starts[first:last] = [start]
-        self._ends[first:last] = [end]
-        self._uses[first:last] = [
-            {} if access is None else {(access.stream, access.writes): access}
-        ]
-
-    def add(self, start: int, end: int, access: Access) -> None:
-        """Put ``access`` beside what is on record for ``[start, end)``."""
-        first, last = self._cut(start, end)
-        key = (access.stream, access.writes)
-        at, filled = first, start
-        while at < last:
-            if self._starts[at] > filled:
-                self._insert(at, filled, self._starts[at], {key: access})
-                at, last = at + 1, last + 1
-            self._uses[at][key] = access
-            filled = self._ends[at]
-            at += 1
-        if filled < end:
-            self._insert(at, filled, end, {key: access})
-
-    def _insert(self, at: int, start: int, end: int, uses: dict[tuple[str, bool], Access]) -> None:
-        self._starts.insert(at, start)
-        self._ends.insert(at, end)
-        self._uses.insert(at, uses)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-
 class SimulatedBackend(Backend):
     """Streams, events, copies and memory of a device that is not there.
 
@@ -247,8 +147,8 @@ class SimulatedBackend(Backend):
         self._raises = on_hazard == "raise"
         self._removed_waits = removed_waits
         self._num_accesses = 0
-        self._device = _Shadow()
-        self._host = _Shadow()
+        self._device = Shadow()
+        self._host = Shadow()
         self.hazards: list[Hazard] = []
         """What was found so far, with ``on_hazard="collect"``."""
         self.stall_us: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
@@ -508,7 +408,7 @@ class SimulatedBackend(Backend):
 
     def _access(
         self,
-        shadow: _Shadow,
+        shadow: Shadow,
         region: torch.Tensor,
         stream: SimulatedStream,
         writes: bool,
@@ -534,7 +434,7 @@ class SimulatedBackend(Backend):
             shadow.add(start, end, access)
 
     def _unordered(
-        self, shadow: _Shadow, start: int, end: int, stream: SimulatedStream, writes: bool
+        self, shadow: Shadow, start: int, end: int, stream: SimulatedStream, writes: bool
     ) -> list[Access]:
         """Return the earlier accesses that conflict with one of ``stream`` at its present point."""
         clock = stream._clock

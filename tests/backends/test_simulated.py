@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_offload.backends.base import Wait
-from megatron_offload.backends.simulated import Hazard, SimulatedBackend
+from megatron_offload.backends.shadow import Hazard
+from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError
 

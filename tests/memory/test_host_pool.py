@@ -11,7 +11,8 @@ from megatron_offload.backends.base import Wait
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.memory.host_pool import ALIGNMENT_BYTES, HostPool, default_cap_bytes
+from megatron_offload.memory.host_limit import default_cap_bytes
+from megatron_offload.memory.host_pool import ALIGNMENT_BYTES, HostPool
 
 KIB = 1024
 
