@@ -41,13 +41,14 @@ class CudaBackend(Backend):
                 "backend 'cuda' needs a CUDA device and torch sees none; "
                 "use backend: simulated, or auto"
             )
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._index = torch.cuda.current_device()
+        self.device = torch.device("cuda", self._index)
         self.d2h_stream = torch.cuda.Stream(self.device)
         self.h2d_stream = torch.cuda.Stream(self.device)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lives on this device."""
-        return tensor.device == self.device
+        return tensor.is_cuda and tensor.get_device() == self._index
 
     def compute_stream(self) -> torch.cuda.Stream:
         """Return the stream that is current for the calling thread."""
