@@ -1,0 +1,237 @@
+"""The modes that `bench_peers.py` compares, one class each: what differs from no offload.
+
+A mode may prepare the process, add options to the TransformerConfig, attach itself to the built
+chunks, wrap each forward, and end the step; afterwards it reports what it moved and held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import weakref
+
+import torch
+
+
+class Mode:
+    """No offload; the base of all others."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.held_bytes = 0
+        self.d2h_bytes = None
+        self.h2d_bytes = None
+
+    def prepare(self):
+        """Before the model is built."""
+
+    def transformer_options(self):
+        return {}
+
+    def attach(self, chunks, pp_rank):
+        """After the model is built."""
+
+    def forward_context(self):
+        return contextlib.nullcontext()
+
+    def after_forward(self):
+        """After the forward of one microbatch through one chunk."""
+
+    def end_step(self):
+        """After all backwards, inside the time that is measured."""
+
+    def report(self):
+        """Return what this mode did in a steady step."""
+        return {
+            "held_bytes": self.held_bytes,
+            "d2h_bytes": self.d2h_bytes,
+            "h2d_bytes": self.h2d_bytes,
+            "pinned_bytes": torch_pinned_bytes(),
+        }
+
+
+class Nothing(Mode):
+    def report(self):
+        return {**super().report(), "d2h_bytes": 0, "h2d_bytes": 0}
+
+
+class Recompute(Nothing):
+    def transformer_options(self):
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+
+
+class Marked(Mode):
+    """Megatron's own call sites mark the groups."""
+
+    def __init__(self, spec):
+        from megatron_offload.config import split_modules
+
+        super().__init__(spec)
+        self.core, extra, patterns = split_modules(spec["modules"])
+        self.hooked = [*extra, *patterns]
+
+    def transformer_options(self):
+        if not self.core:
+            return {}
+        return {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(self.core),
+            "min_offloaded_tensor_size": self.spec["min_elements"],
+        }
+
+
+class Ours(Marked):
+    def prepare(self):
+        from megatron_offload import PipelineOffloadManager
+        from megatron_offload.config import OffloadConfig, apply_overrides, validate
+        from megatron_offload.integrations import megatron_core
+
+        options = apply_overrides({}, self.spec["options"])
+        if self.spec["min_elements"] <= 1:
+            options.setdefault("min_tensor_bytes", 0)
+        options |= {"enabled": True, "modules": self.spec["modules"]}
+        self.manager = PipelineOffloadManager.get_instance()
+        self.manager.configure(validate(OffloadConfig, options, self.spec["mode"]))
+        megatron_core.install()
+
+    def attach(self, chunks, pp_rank):
+        from megatron_offload.frontends.modules import offload_modules
+
+        if self.hooked:
+            offload_modules(chunks, self.hooked, pp_rank=pp_rank)
+
+    def end_step(self):
+        if not self.core:  # else the schedule has done it
+            self.manager.reset()
+        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_host_bytes)
+
+    def report(self):
+        stats, pool = self.manager.last_step, self.manager.host_pool.stats
+        return {
+            "held_bytes": self.held_bytes,
+            "d2h_bytes": stats.offloaded_bytes,
+            "h2d_bytes": stats.reloaded_bytes,
+            "pinned_bytes": pool.peak_slab_bytes,
+            "late_reloads": stats.num_late_reloads,
+            "early_returns": stats.num_early_returns,
+            "kept_bytes": sum(group.kept_bytes for group in stats.by_name.values()),
+            "refused_bytes": stats.refused_bytes,
+            "held_elsewhere_bytes": stats.held_elsewhere_bytes,
+            "num_groups": stats.num_groups,
+            "max_inflight_bytes": self.manager.transfers.max_inflight_bytes,
+            "prefetch_bytes": self.manager.prefetcher.budget_bytes,
+        }
+
+
+class Megatron(Marked):
+    def report(self):
+        from megatron.core.pipeline_parallel import fine_grained_activation_offload as theirs
+
+        manager = theirs.PipelineOffloadManager.get_instance()
+        moved = sum(
+            group.total_offload_bytes
+            for chunk in manager._cached_chunks_forward
+            for group in chunk.offload_groups
+            if group.offload
+        )
+        self.held_bytes = manager.offload_summary_total_bytes
+        self.d2h_bytes = self.h2d_bytes = moved
+        return super().report()
+
+
+class TransformerEngine(Mode):
+    def transformer_options(self):
+        return {
+            "cpu_offloading": True,
+            "cpu_offloading_num_layers": self.spec["layers"] - 1,
+            "cpu_offloading_activations": True,
+            "cpu_offloading_weights": False,
+        }
+
+    def after_forward(self):
+        from transformer_engine.pytorch import cpu_offload
+
+        synchronizer = getattr(cpu_offload, "OFFLOAD_SYNCHRONIZER", None)
+        if synchronizer is not None:
+            held = int(synchronizer.get_offloaded_total_size_mb() * 2**20)
+            self.held_bytes = max(self.held_bytes, held)
+
+
+class Trl(Mode):
+    def prepare(self):
+        try:
+            module = importlib.import_module("trl.models.activation_offloading")
+        except ImportError as error:
+            raise RuntimeError(f"not installed ({error})") from error
+        self.context = module.OffloadActivations()
+
+    def attach(self, chunks, pp_rank):
+        update = getattr(self.context, "update_model_params", None)
+        for chunk in chunks if update is not None else ():
+            update(chunk)
+
+    def forward_context(self):
+        return self.context
+
+    def after_forward(self):
+        held = {}
+        for entry in self.context.tracker.values():
+            if entry[1]:
+                held[entry[0].data_ptr()] = entry[0].nbytes
+        self.held_bytes = max(self.held_bytes, sum(held.values()))
+
+
+class SaveOnCpu(Mode):
+    """Counts its bytes through the hook that torch's own context manager has set."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.now_bytes = 0
+        self.step_bytes = 0
+
+    def forward_context(self):
+        context = torch.autograd.graph.save_on_cpu(pin_memory=self.spec["device"] == "cuda")
+        pack = context.pack_hook
+
+        def counted(tensor):
+            packed = pack(tensor)
+            self.now_bytes += tensor.nbytes
+            self.step_bytes += tensor.nbytes
+            self.held_bytes = max(self.held_bytes, self.now_bytes)
+            weakref.finalize(packed[1], self._drop, tensor.nbytes)
+            return packed
+
+        context.pack_hook = counted
+        return context
+
+    def _drop(self, num_bytes):
+        self.now_bytes -= num_bytes
+
+    def end_step(self):
+        self.d2h_bytes = self.h2d_bytes = self.step_bytes
+        self.step_bytes = 0
+
+
+MODES = {
+    "none": Nothing,
+    "ours": Ours,
+    "ours-five": Ours,
+    "ours-all": Ours,
+    "megatron": Megatron,
+    "te": TransformerEngine,
+    "trl": Trl,
+    "save_on_cpu": SaveOnCpu,
+    "recompute": Recompute,
+}
+
+
+def torch_pinned_bytes():
+    """Return the most that torch's own pinned allocator ever had; None where it doesn't count."""
+    stats = getattr(torch.cuda, "host_memory_stats", None)
+    if stats is None or not torch.cuda.is_available():
+        return None
+    return stats().get("allocated_bytes.peak")

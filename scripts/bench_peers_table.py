@@ -1,0 +1,163 @@
+"""From the records of `bench_peers.py` to its rows and its table; plain numbers, no torch.
+
+A record is one mode in one repetition, with one entry per rank. A row is one mode on one rank over
+all repetitions: peaks are the highest, times and ratios the median. Times are of the slowest rank,
+and a ratio is taken against ``none`` of the same repetition.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+GIB = 2**30
+
+COUNTERS = (
+    *("late_reloads", "early_returns", "kept_bytes", "refused_bytes", "held_elsewhere_bytes"),
+    *("num_groups", "max_inflight_bytes", "prefetch_bytes"),
+)
+"""What only this package reports."""
+
+PEAKS = (
+    *("peak_allocated_bytes", "peak_reserved_bytes"),
+    *("overall_peak_allocated_bytes", "overall_peak_reserved_bytes"),
+)
+
+
+def rows(runs):
+    """Return one row per mode and rank, or one per mode that never came through."""
+    done = [run for run in runs if run["status"] == "ok"]
+    references = {run["repetition"]: run for run in done if run["mode"] == "none"}
+    result = []
+    for mode in dict.fromkeys(run["mode"] for run in runs):
+        mine = [run for run in done if run["mode"] == mode]
+        failures = [run for run in runs if run["mode"] == mode and run["status"] != "ok"]
+        common = {
+            "mode": mode,
+            "failures": [f"{run['status']}: {run['error']}" for run in failures],
+        }
+        if not mine:
+            result.append(common)
+            continue
+        common |= _times(mine, references)
+        for rank in range(len(mine[0]["ranks"])):
+            result.append(common | _rank_row(mine, references, rank))
+    return result
+
+
+def slowest_ms(run):
+    return max(entry["step_ms"] for entry in run["ranks"])
+
+
+def last_loss(run):
+    """Return the last step's loss, which the last stage has."""
+    return next((e["losses"][-1] for e in run["ranks"] if e["losses"][-1] is not None), None)
+
+
+def _times(mine, references):
+    ratios = [
+        slowest_ms(run) / slowest_ms(references[run["repetition"]])
+        for run in mine
+        if run["repetition"] in references
+    ]
+    return {
+        "step_ms": statistics.median(slowest_ms(run) for run in mine),
+        "ratio": statistics.median(ratios) if ratios else None,
+        "loss": last_loss(mine[-1]),
+    }
+
+
+def _rank_row(mine, references, rank):
+    entries = [run["ranks"][rank] for run in mine]
+    others = [run["ranks"][rank] for run in references.values()]
+    row = {"rank": entries[0]["rank"]}
+    for key in (*PEAKS, "pinned_bytes", "torch_pinned_bytes", "held_bytes"):
+        row[key] = _highest(entry.get(key) for entry in entries)
+    for key in ("d2h_bytes", "h2d_bytes", *COUNTERS):
+        if entries[-1].get(key) is not None:
+            row[key] = entries[-1][key]
+    for name, key in (("r_allocated", PEAKS[0]), ("r_reserved", PEAKS[1])):
+        row[name] = returned(_highest(o[key] for o in others), row[key], row["held_bytes"])
+    row["gradient_hash"] = entries[-1]["gradient_hashes"][-1]
+    row["first_gradient_hash"] = entries[-1]["gradient_hashes"][0]
+    pairs = [
+        (run, references[run["repetition"]]) for run in mine if run["repetition"] in references
+    ]
+    row["bitwise"] = all(is_bitwise(run, other, rank) for run, other in pairs) if pairs else None
+    return row
+
+
+def is_bitwise(run, other, rank):
+    """Whether a rank's losses and gradient hashes agree in every step, from the first on."""
+    keys = ("losses", "gradient_hashes")
+    return all(run["ranks"][rank][key] == other["ranks"][rank][key] for key in keys)
+
+
+def returned(peak_without, peak_with, held_bytes):
+    """Return R, the drop of a peak over the bytes held on the host; None where one is unknown."""
+    if peak_without is None or peak_with is None or not held_bytes:
+        return None
+    return (peak_without - peak_with) / held_bytes
+
+
+def _highest(values):
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
+
+
+HEAD = (
+    *("mode", "rank", "ms", "ratio", "alloc", "reserved", "ever", "pinned", "held", "d2h", "h2d"),
+    *("R alloc", "R res", "late", "early", "kept", "refused", "bitwise", "loss", "gradients"),
+)
+
+
+def table(report):
+    """Return the report as text; sizes in GiB."""
+    lines = [_cells_of(row) for row in report["rows"] if "rank" in row]
+    widths = [max(len(line[i]) for line in [HEAD, *lines]) for i in range(len(HEAD))]
+    text = [
+        f"{report['date']}  shape {report['shape']}  {_machine(report)}",
+        report["command"],
+        "",
+        "Sizes in GiB; peaks after warm-up, 'ever' is reserved from the first step on; R is the "
+        "drop of the peak over the bytes held on the host.",
+        "",
+    ]
+    for line in [HEAD, *lines]:
+        cells = [line[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        text.append("  ".join(cells).rstrip())
+    failed = {row["mode"]: row["failures"] for row in report["rows"] if row["failures"]}
+    text += [""] if failed else []
+    text += [f"{mode}: {failure}" for mode, found in failed.items() for failure in found]
+    return "\n".join(text) + "\n"
+
+
+def _machine(report):
+    for run in report["runs"]:
+        if run["status"] == "ok":
+            entry = run["ranks"][0]
+            versions = ", ".join(f"{k} {v}" for k, v in entry["versions"].items())
+            return f"{len(run['ranks'])} x {entry['device'] or 'CPU'}  {versions}"
+    return "nothing ran"
+
+
+def _cells_of(row):
+    ratio = row["ratio"]
+    return (
+        row["mode"],
+        str(row["rank"]),
+        f"{row['step_ms']:.1f}",
+        "-" if ratio is None else f"{(ratio - 1) * 100:+.2f}%",
+        *(_gib(row[key]) for key in (PEAKS[0], PEAKS[1], PEAKS[3])),
+        *(_gib(row.get(key)) for key in ("pinned_bytes", "held_bytes", "d2h_bytes", "h2d_bytes")),
+        *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("r_allocated", "r_reserved")),
+        *(str(row.get(key, "-")) for key in ("late_reloads", "early_returns")),
+        *(_gib(row.get(key)) for key in ("kept_bytes", "refused_bytes")),
+        {True: "yes", False: "NO", None: "-"}[row["bitwise"]],
+        "-" if row["loss"] is None else f"{float.fromhex(row['loss']):.9g}",
+        row["gradient_hash"],
+    )
+
+
+def _gib(num_bytes):
+    return "-" if num_bytes is None else f"{num_bytes / GIB:.3f}"

@@ -1,0 +1,304 @@
+"""One rank of one mode of `bench_peers.py`: builds the model, takes the steps, writes what it saw.
+
+    python bench_peers_worker.py SPEC.json
+
+`bench_peers.py` starts it once per rank, with the rank in the environment. What differs between the
+modes is one class each, below; the model, the data and the steps know nothing of it. A failure is
+written to the rank's file as well, and ends the process at once, so that no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bench_peers_modes import MODES, torch_pinned_bytes
+
+HASH_PIECE = 1 << 22
+MASK = (1 << 64) - 1
+
+
+def build_chunks(spec, mode, device):
+    """Build this rank's chunks; parameters and persistent gradients of the same dtype."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if spec["dtype"] == "bf16" else torch.float32
+    virtual = spec["vpp"] if spec["vpp"] > 1 else None
+    config = TransformerConfig(
+        num_layers=spec["layers"],
+        hidden_size=spec["hidden"],
+        num_attention_heads=spec["heads"],
+        ffn_hidden_size=4 * spec["hidden"],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization=spec["normalization"],
+        layernorm_epsilon=1e-5,
+        add_bias_linear=False,
+        activation_func=F.gelu,
+        pipeline_model_parallel_size=spec["pp"],
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=spec["dtype"] == "bf16",
+        use_cpu_initialization=not on_gpu,
+        # Two ranks that are each other's previous and next must not batch their requests.
+        batch_p2p_comm=on_gpu and virtual is None,
+        overlap_p2p_comm=virtual is not None,
+        deallocate_pipeline_outputs=True,
+        deterministic_mode=on_gpu and spec["deterministic"],
+        # Inductor would compile the fused kernels, for nothing that matters here.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=False,
+        **mode.transformer_options(),
+    )
+    if on_gpu:
+        layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    else:
+        layer_spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=spec["normalization"])
+    chunks = []
+    for stage in range(spec["vpp"]):
+        vp_stage = stage if virtual else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec,
+            vocab_size=spec["vocabulary"],
+            max_sequence_length=spec["seq"],
+            pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(False, vp_stage),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="none",
+            vp_stage=vp_stage,
+        ).to(device=device, dtype=dtype)
+        for parameter in chunk.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        chunks.append(chunk)
+    return chunks
+
+
+class GradientHash:
+    """A 64-bit hash of all gradients, on their device, the same in every run and order of threads.
+
+    Every value's bits, as an integer, times an odd weight of its own; all sums wrap at 64 bits.
+    """
+
+    def __init__(self, device):
+        index = torch.arange(HASH_PIECE, dtype=torch.int64, device=device)
+        mixed = index * -7046029254386353131
+        self._weights = (mixed ^ (mixed >> 29)) * -4658895280553007687 | 1
+        self._device = device
+
+    def __call__(self, chunks):
+        total = torch.zeros((), dtype=torch.int64, device=self._device)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                bits = torch.int16 if parameter.grad.element_size() == 2 else torch.int32
+                for piece in parameter.grad.view(-1).view(bits).split(HASH_PIECE):
+                    products = piece.to(torch.int64) * self._weights[: piece.numel()]
+                    total = total * 6364136223846793005 + products.sum()
+        return f"{int(total) & MASK:016x}"
+
+
+class Program:
+    """The steps: the same microbatches and the same schedule in every mode."""
+
+    def __init__(self, spec, mode, chunks, device):
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.spec, self.mode, self.chunks, self.device = spec, mode, chunks, device
+        self.forward_backward = get_forward_backward_func()
+        self.gradients = [p.grad for chunk in chunks for p in chunk.parameters()]
+        self.positions = torch.arange(spec["seq"], device=device).expand(spec["mbs"], -1)
+        self.hash = GradientHash(device)
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def step(self, number):
+        """Take a step; return its time in ms, its loss (None but on the last stage), its hash."""
+        tokens = self.tokens(number)
+        dist.barrier()
+        self.synchronize()
+        start = time.perf_counter()
+        torch._foreach_zero_(self.gradients)
+        iterators = [iter(tokens) for _ in self.chunks]
+        losses = self.forward_backward(
+            forward_step_func=self.forward,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=self.spec["microbatches"],
+            seq_length=self.spec["seq"],
+            micro_batch_size=self.spec["mbs"],
+            forward_only=False,
+        )
+        self.mode.end_step()
+        self.synchronize()
+        step_ms = (time.perf_counter() - start) * 1e3
+        loss = None
+        if losses:
+            loss = float(torch.stack([entry["loss"] for entry in losses]).double().mean()).hex()
+        return step_ms, loss, self.hash(self.chunks)
+
+    def tokens(self, number):
+        generator = torch.Generator(self.device).manual_seed(self.spec["seed"] + number)
+        size = (self.spec["microbatches"], self.spec["mbs"], self.spec["seq"] + 1)
+        return torch.randint(
+            self.spec["vocabulary"], size, device=self.device, generator=generator
+        ).unbind()
+
+    def forward(self, iterator, model):
+        tokens = next(iterator)
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        with self.mode.forward_context():
+            output = model(inputs, self.positions, None, labels=labels)
+        self.mode.after_forward()
+        return output, mean_loss
+
+
+def mean_loss(losses):
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def run(spec, rank):
+    """Build, warm up, measure; return this rank's numbers."""
+    started = time.perf_counter()
+    on_gpu = spec["device"] == "cuda"
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(seconds=spec["timeout_s"]),
+        device_id=device if on_gpu else None,
+    )
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    with contextlib.ExitStack() as stack:
+        if not on_gpu:
+            from megatron_offload.integrations import megatron_cpu
+
+            # The bridges reach the modules that are loaded.
+            for name in ("models.gpt", "optimizer", "pipeline_parallel.schedules"):
+                importlib.import_module(f"megatron.core.{name}")
+            stack.enter_context(megatron_cpu.recompute_without_transformer_engine())
+            stack.enter_context(megatron_cpu.cpu_bridges())
+        elif spec["deterministic"]:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=spec["pp"],
+            virtual_pipeline_model_parallel_size=spec["vpp"] if spec["vpp"] > 1 else None,
+            create_gloo_process_groups=False,
+        )
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        torch.manual_seed(spec["seed"] + pp_rank)
+        model_parallel_cuda_manual_seed(spec["seed"] + pp_rank, force_reset_rng=True)
+        mode = MODES[spec["kind"]](spec)
+        mode.prepare()
+        chunks = build_chunks(spec, mode, device)
+        mode.attach(chunks, pp_rank)
+        program = Program(spec, mode, chunks, device)
+        gc.collect()
+        program.synchronize()
+        setup_s = time.perf_counter() - started
+        steps, peaks, first_peaks = measure(spec, program, on_gpu)
+        times = [step[0] for step in steps[spec["warmup"] :]]
+        result = {
+            "rank": rank,
+            "step_ms": statistics.median(times),
+            "steps_ms": [step[0] for step in steps],
+            "losses": [step[1] for step in steps],
+            "gradient_hashes": [step[2] for step in steps],
+            "peak_allocated_bytes": peaks[0],
+            "peak_reserved_bytes": peaks[1],
+            "overall_peak_allocated_bytes": first_peaks[0],
+            "overall_peak_reserved_bytes": first_peaks[1],
+            "torch_pinned_bytes": torch_pinned_bytes(),
+            "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+            "setup_s": setup_s,
+            "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
+            "versions": versions(),
+            **mode.report(),
+        }
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    return result
+
+
+def measure(spec, program, on_gpu):
+    """Take all steps; return them, the peaks after warm-up, and the peaks of all steps."""
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    steps = []
+    before = (0, 0)
+    for number in range(spec["warmup"] + spec["steps"]):
+        if number == spec["warmup"] and on_gpu:
+            before = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+            torch.cuda.reset_peak_memory_stats()
+        steps.append(program.step(number))
+    if not on_gpu:
+        return steps, (None, None), (None, None)
+    peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    return steps, peaks, (max(before[0], peaks[0]), max(before[1], peaks[1]))
+
+
+def versions():
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("megatron-core", "transformer-engine", "trl"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    core = sys.modules.get("megatron.core")
+    if core is not None and hasattr(core, "__version__"):
+        found["megatron-core"] = core.__version__
+    return found
+
+
+def main():
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ["RANK"])
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    result_path = Path(spec["results"]) / f"rank{rank}.json"
+    try:
+        result = run(spec, rank)
+    except BaseException as error:
+        text = (str(error).strip() or "no message").splitlines()[0]
+        write(result_path, {"rank": rank, "error": f"{type(error).__name__}: {text}"})
+        raise
+    write(result_path, result)
+    dist.destroy_process_group()
+
+
+def write(path, data):
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(data))
+    os.replace(aside, path)
+
+
+if __name__ == "__main__":
+    main()

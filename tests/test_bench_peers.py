@@ -1,0 +1,263 @@
+"""The pure parts of scripts/bench_peers.py: arguments, order, rows, R, table, and what fails."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import bench_peers
+from bench_peers_table import COUNTERS, HEAD, is_bitwise, last_loss, returned, rows, table
+from bench_peers_worker import HASH_PIECE, GradientHash
+
+GIB = 2**30
+
+
+def parse(*arguments):
+    return bench_peers.parse_arguments([*arguments, "--output", "out"])
+
+
+def entry(rank, step_ms=100.0, allocated=30 * GIB, reserved=32 * GIB, held=0, **more):
+    return {
+        "rank": rank,
+        "step_ms": step_ms,
+        "losses": [None, None] if rank == 0 else [(1.5).hex(), (1.25).hex()],
+        "gradient_hashes": ["aa", "bb"],
+        "peak_allocated_bytes": allocated,
+        "peak_reserved_bytes": reserved,
+        "overall_peak_allocated_bytes": allocated,
+        "overall_peak_reserved_bytes": reserved,
+        "pinned_bytes": held,
+        "torch_pinned_bytes": None,
+        "held_bytes": held,
+        "d2h_bytes": held,
+        "h2d_bytes": held,
+        "device": "a device",
+        "versions": {"torch": "2"},
+        **more,
+    }
+
+
+def record(mode, *ranks, repetition=0):
+    run = {"mode": mode, "repetition": repetition, "status": "ok", "error": None}
+    return run | {"ranks": list(ranks)}
+
+
+def failed(mode, status, error, repetition=0):
+    return {"mode": mode, "repetition": repetition, "status": status, "error": error}
+
+
+def report_of(runs):
+    return {"date": "today", "command": "this", "shape": "c", "runs": runs, "rows": rows(runs)}
+
+
+def test_shape_c_is_what_the_issue_asks_for():
+    sizes = parse("--shape", "c").sizes
+    expected = {"layers": 16, "hidden": 8192, "seq": 4096, "mbs": 1, "microbatches": 8}
+    expected |= {"pp": 4, "vpp": 2, "vocabulary": 32000, "dtype": "bf16", "heads": 64}
+    assert expected.items() <= sizes.items()
+    assert sizes["normalization"] == "RMSNorm"
+
+
+def test_flags_replace_sizes():
+    options = parse("--shape", "bitwise", "--vpp", "4", "--dtype", "fp32", "--min-elements", "7")
+    assert (options.sizes["vpp"], options.sizes["dtype"]) == (4, "fp32")
+    assert options.sizes["min_elements"] == 7
+    assert options.deterministic
+    assert bench_peers.SHAPES["bitwise"]["vpp"] == 2
+    assert not parse("--shape", "a").deterministic
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--shape", "c", "--modes", "nonsense"], "unknown mode 'nonsense'"),
+        (["--shape", "c", "--modes", "megatron:fraction=1"], "takes no settings"),
+        (["--shape", "c", "--modes", "ours-all:fraction"], "key=value"),
+        (["--shape", "c", "--modes", "none", "none"], "listed twice"),
+        (["--shape", "c", "--layers", "17"], "don't divide"),
+        (["--shape", "c", "--microbatches", "6"], "divisible by pp"),
+        (["--shape", "a", "--vpp", "2"], "vpp above 1"),
+        (["--shape", "a", "--hidden", "1000", "--heads", "7"], "no multiple"),
+        (["--shape", "a", "--steps", "0"], "--steps"),
+    ],
+)
+def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert reason in capsys.readouterr().err
+
+
+def test_a_mode_carries_its_settings():
+    spec = bench_peers.read_mode("ours-all:max_inflight_bytes=1GiB,fraction=0.5")
+    assert spec["kind"] == "ours-all"
+    assert spec["modules"] == ["layer"]
+    assert spec["options"] == ["max_inflight_bytes=1GiB", "fraction=0.5"]
+    assert bench_peers.read_mode("ours-five")["modules"] == list(bench_peers.FIVE)
+    assert bench_peers.read_mode("ours", ["mlp_act"])["modules"] == ["mlp_act"]
+
+
+def test_wrong_settings_of_this_package_end_before_anything_starts():
+    options = parse("--shape", "c", "--modes", "none", "ours-all:fracton=0.5")
+    with pytest.raises(SystemExit, match="fraction"):
+        bench_peers.check_settings(options)
+    bench_peers.check_settings(parse("--shape", "c", "--modes", "ours-all:fraction=0.5"))
+
+
+def test_the_order_alternates():
+    assert bench_peers.order_of([1, 2, 3], 0) == [1, 2, 3]
+    assert bench_peers.order_of([1, 2, 3], 1) == [3, 2, 1]
+
+
+def test_environment_of_the_modes(monkeypatch):
+    for name in ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    options = parse("--shape", "bitwise", "--modes", "none", "megatron")
+    none, megatron = (bench_peers.worker_environment(options, spec) for spec in options.specs)
+    assert (none["NVTE_CPU_OFFLOAD_V1"], megatron["NVTE_CPU_OFFLOAD_V1"]) == ("0", "1")
+    assert none["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert none["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    assert none["NCCL_NVLS_ENABLE"] == "0"
+    assert none["WORLD_SIZE"] == "4"
+
+
+def test_r_is_the_drop_of_the_peak_over_what_the_host_holds():
+    assert returned(30, 26, 4) == 1.0
+    assert returned(30, 31, 4) == -0.25
+    assert returned(None, 26, 4) is None
+    assert returned(30, None, 4) is None
+    assert returned(30, 26, 0) is None
+    assert returned(30, 26, None) is None
+
+
+def test_rows_compare_with_none_of_the_same_repetition():
+    runs = [
+        record("none", entry(0, 100.0), entry(1, 90.0)),
+        record("ours-five", entry(0, 105.0, 28 * GIB, 31 * GIB, 2 * GIB), entry(1, 110.0)),
+        record("ours-five", entry(0, 240.0, 27 * GIB, 30 * GIB, 2 * GIB), entry(1), repetition=1),
+        record("none", entry(0, 200.0), entry(1, 190.0), repetition=1),
+    ]
+    none0, _, ours0, ours1 = rows(runs)
+    assert none0["ratio"] == 1.0
+    assert none0["r_allocated"] is None
+    assert ours0["ratio"] == pytest.approx((1.1 + 1.2) / 2)
+    assert ours0["step_ms"] == pytest.approx((110 + 240) / 2)
+    assert ours0["peak_allocated_bytes"] == 28 * GIB
+    assert ours0["r_allocated"] == 1.0
+    assert ours0["r_reserved"] == 0.5
+    assert ours0["loss"] == ours1["loss"] == (1.25).hex()
+    assert ours1["rank"] == 1
+    assert ours0["bitwise"]
+
+
+def test_one_differing_step_is_not_bitwise():
+    none = record("none", entry(0), entry(1))
+    other = record("te", entry(0), entry(1, gradient_hashes=["xx", "bb"]))
+    assert is_bitwise(other, none, 0)
+    assert not is_bitwise(other, none, 1)
+    assert [row["bitwise"] for row in rows([none, other])] == [True, True, True, False]
+    assert last_loss(other) == (1.25).hex()
+
+
+def test_failures_are_rows_and_never_the_end():
+    runs = [
+        record("none", entry(0)),
+        failed("trl", "failed", "rank 0: not installed"),
+        failed("te", "timed out", "after 120 s"),
+    ]
+    found = rows(runs)
+    assert [row["mode"] for row in found] == ["none", "trl", "te"]
+    text = table(report_of(runs))
+    assert "trl: failed: rank 0: not installed" in text
+    assert "te: timed out: after 120 s" in text
+
+
+def test_rows_without_a_reference_have_no_ratio():
+    runs = [failed("none", "timed out", "after 1 s"), record("ours-all", entry(0, held=GIB))]
+    _, ours = rows(runs)
+    assert ours["ratio"] is None
+    assert ours["bitwise"] is None
+    assert ours["r_reserved"] is None
+    assert "ours-all" in table(report_of(runs))
+
+
+def test_the_table_shows_counters_and_every_column():
+    counters = dict.fromkeys(COUNTERS, 3)
+    runs = [record("none", entry(0)), record("ours-five", entry(0, 101.0, held=GIB, **counters))]
+    lines = table(report_of(runs)).splitlines()
+    head = next(line for line in lines if line.startswith("mode"))
+    assert all(name in head for name in HEAD)
+    ours = next(line for line in lines if line.startswith("ours-five"))
+    assert "+1.00%" in ours
+    assert " yes " in ours
+
+
+def test_files_are_complete_after_every_mode(tmp_path):
+    bench_peers.save(report_of([record("none", entry(0))]), tmp_path)
+    assert json.loads((tmp_path / "bench_peers.json").read_text())["rows"][0]["mode"] == "none"
+    assert {path.name for path in tmp_path.iterdir()} == {"bench_peers.json", "bench_peers.txt"}
+
+
+def run_script(tmp_path, monkeypatch, script, *arguments):
+    worker = tmp_path / "worker.py"
+    worker.write_text(script)
+    monkeypatch.setattr(bench_peers, "WORKER", worker)
+    monkeypatch.setattr(bench_peers, "GRACE_S", 0.2)
+    options = parse("--shape", "tiny", "--device", "cpu", "--modes", "none", *arguments)
+    options.output = tmp_path / "out"
+    return bench_peers.run_mode(options, options.specs[0], 0)
+
+
+def test_a_crash_is_a_record_with_its_last_line(tmp_path, monkeypatch):
+    script = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nsys.exit('boom')"
+    found = run_script(tmp_path, monkeypatch, script)
+    assert found["status"] == "failed"
+    assert found["error"] == "rank 1: boom"
+    assert found["seconds"] < 30
+
+
+def test_a_hang_is_a_record(tmp_path, monkeypatch):
+    found = run_script(tmp_path, monkeypatch, "import time; time.sleep(60)", "--timeout", "0.5")
+    assert found["status"] == "timed out"
+
+
+def test_modes_without_pipelines_are_left_out():
+    options = parse("--shape", "c", "--modes", "te")
+    found = bench_peers.run_mode(options, options.specs[0], 0)
+    assert found["status"] == "left out"
+
+
+def test_the_last_line_that_says_something():
+    assert bench_peers.last_line("a\n  b  \n\n") == "b"
+    assert bench_peers.last_line("") == "ended without a word"
+
+
+class Gradients:
+    def __init__(self, *gradients):
+        self._parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def parameters(self):
+        return iter(self._parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_hash_sees_values_places_and_signs_of_zero(dtype):
+    hash_of = GradientHash(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(HASH_PIECE + 10, generator=generator).to(dtype)
+    seen = {hash_of([Gradients(gradient)])}
+    assert seen == {hash_of([Gradients(gradient.clone())])}
+    swapped = gradient.clone()
+    swapped[:2] = gradient[:2].flip(0)
+    zero, negative_zero = gradient.clone(), gradient.clone()
+    zero[-1], negative_zero[-1] = 0.0, -0.0
+    moved = gradient.roll(HASH_PIECE)
+    for other in (swapped, zero, negative_zero, moved):
+        seen.add(hash_of([Gradients(other)]))
+    assert len(seen) == 5
+    assert hash_of([Gradients(gradient, zero)]) != hash_of([Gradients(zero, gradient)])
