@@ -10,6 +10,7 @@ Read next: `megatron_offload.train.loop`.
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -53,8 +54,22 @@ def launch(runs: Runs) -> list[RunReport] | None:
         return reports if int(os.environ["RANK"]) == 0 else None
     for _, config in runs:
         check_ranks(config, first.default_ranks)
+        _make_output(config)
     kind = check_device(first, first.default_ranks, can_hide=True)
     return _start_ranks(list(runs), kind, first.default_ranks)
+
+
+def _make_output(config: TrainConfig) -> None:
+    """Make the output folder: permissions alone don't tell whether that works."""
+    folder = config.run.output
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run.output {folder} can't be written: {error.strerror}; choose another one"
+        ) from error
 
 
 def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> list[RunReport]:

@@ -70,6 +70,7 @@ def test_settings_that_were_not_given_stay_unset(file):
         (["--min-offloaded-tensor-size", "-1"], "offload.min_tensor_elements"),
         (["--set", "parallel.pipeline=3"], "at most 2 pipeline ranks"),
         (["--set", "run.output=/dev/null/run"], "run.output"),
+        (["--set", "run.output=/proc/run"], "run.output"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
     ],
 )
