@@ -9,8 +9,8 @@ colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0
     none         no offload; what all others are compared with
     ours-five    this package, Megatron's five modules of a dense layer (or --modules)
     ours-all     this package, every saved tensor of every layer
-    ours         this package, the modules given by --modules (module hooks' names too)
-    megatron     megatron-core's own offload, the same five modules (or --modules)
+    ours         this package, any modules: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
+    megatron     megatron-core's own offload, the same five (or --modules, or as for ours)
     te           TransformerEngine's cpu_offloading, all layers but one; PP=1 only
     trl          TRL's OffloadActivations, where it is installed; PP=1 only
     save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around each forward
@@ -129,12 +129,19 @@ def read_mode(text, modules=None):
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise ValueError(f"unknown mode {kind!r}; there are {', '.join(KINDS)}")
-    options = [item for item in rest.split(",") if item]
-    if options and not kind.startswith("ours"):
-        raise ValueError(f"mode {kind!r} takes no settings, got {rest!r}")
-    if any("=" not in item for item in options):
+    items = [item for item in rest.split(",") if item]
+    if any("=" not in item for item in items):
         raise ValueError(f"{text!r}: settings are key=value, separated by commas")
     chosen = ["layer"] if kind == "ours-all" else list(modules or FIVE)
+    options = []
+    for item in items:
+        key, _, value = item.partition("=")
+        if key == "modules" and kind in ("ours", "megatron"):
+            chosen = value.split("+")
+        elif key != "modules" and kind.startswith("ours"):
+            options.append(item)
+        else:
+            raise ValueError(f"mode {kind!r} takes no setting {key!r}")
     return {"mode": text, "kind": kind, "options": options, "modules": chosen}
 
 
@@ -285,10 +292,18 @@ def main():
 def check_settings(options):
     """End at once, before any process, on a setting of this package that is wrong."""
     sys.path.insert(0, str(ROOT))
-    from megatron_offload.config import OffloadConfig, apply_overrides, validate
+    from megatron_offload.config import (
+        MEGATRON_MODULES,
+        OffloadConfig,
+        apply_overrides,
+        validate,
+    )
     from megatron_offload.errors import ConfigError
 
     for spec in options.specs:
+        unknown = set(spec["modules"]) - set(MEGATRON_MODULES)
+        if spec["kind"] == "megatron" and unknown:
+            sys.exit(f"{spec['mode']}: megatron-core has no modules {', '.join(sorted(unknown))}")
         if spec["kind"].startswith("ours"):
             try:
                 data = apply_overrides({}, spec["options"]) | {"modules": spec["modules"]}

@@ -143,7 +143,21 @@ class Megatron(Marked):
         return super().report()
 
 
-class TransformerEngine(Mode):
+class OneAtATime(Mode):
+    """Without a pipeline the host holds most between a microbatch's forward and its backward."""
+
+    step_bytes = 0
+
+    def count(self, num_bytes):
+        self.held_bytes = max(self.held_bytes, num_bytes)
+        self.step_bytes += num_bytes
+
+    def end_step(self):
+        self.d2h_bytes = self.h2d_bytes = self.step_bytes
+        self.step_bytes = 0
+
+
+class TransformerEngine(OneAtATime):
     def transformer_options(self):
         return {
             "cpu_offloading": True,
@@ -152,16 +166,17 @@ class TransformerEngine(Mode):
             "cpu_offloading_weights": False,
         }
 
+    def attach(self, chunks, pp_rank):
+        self.synchronizers = [
+            chunk.decoder.offload_context.offload_synchronizer for chunk in chunks
+        ]
+
     def after_forward(self):
-        from transformer_engine.pytorch import cpu_offload
-
-        synchronizer = getattr(cpu_offload, "OFFLOAD_SYNCHRONIZER", None)
-        if synchronizer is not None:
-            held = int(synchronizer.get_offloaded_total_size_mb() * 2**20)
-            self.held_bytes = max(self.held_bytes, held)
+        sizes = [each.get_offloaded_total_size_mb() for each in self.synchronizers]
+        self.count(int(sum(sizes) * 2**20))
 
 
-class Trl(Mode):
+class Trl(OneAtATime):
     def prepare(self):
         try:
             module = importlib.import_module("trl.models.activation_offloading")
@@ -182,7 +197,7 @@ class Trl(Mode):
         for entry in self.context.tracker.values():
             if entry[1]:
                 held[entry[0].data_ptr()] = entry[0].nbytes
-        self.held_bytes = max(self.held_bytes, sum(held.values()))
+        self.count(sum(held.values()))
 
 
 class SaveOnCpu(Mode):

@@ -10,6 +10,7 @@ written to the rank's file as well, and ends the process at once, so that no ran
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import importlib.metadata
@@ -19,6 +20,7 @@ import platform
 import statistics
 import sys
 import time
+import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -275,21 +277,27 @@ def versions():
             found[name] = importlib.metadata.version(name)
     core = sys.modules.get("megatron.core")
     if core is not None and hasattr(core, "__version__"):
-        found["megatron-core"] = core.__version__
+        found["megatron-core"] = core.__version__.partition("+")[0]
     return found
 
 
 def main():
     spec = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ["RANK"])
+    # A hang leaves in the log where it was.
+    faulthandler.dump_traceback_later(max(1.0, spec["timeout_s"] - 5))
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     result_path = Path(spec["results"]) / f"rank{rank}.json"
     try:
         result = run(spec, rank)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - every failure is a row of the table
+        traceback.print_exc()
         text = (str(error).strip() or "no message").splitlines()[0]
         write(result_path, {"rank": rank, "error": f"{type(error).__name__}: {text}"})
-        raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Leaving the communicators to their destructors could wait for ranks that wait for this.
+        os._exit(1)
     write(result_path, result)
     dist.destroy_process_group()
 

@@ -75,7 +75,7 @@ def test_flags_replace_sizes():
     ("arguments", "reason"),
     [
         (["--shape", "c", "--modes", "nonsense"], "unknown mode 'nonsense'"),
-        (["--shape", "c", "--modes", "megatron:fraction=1"], "takes no settings"),
+        (["--shape", "c", "--modes", "megatron:fraction=1"], "takes no setting"),
         (["--shape", "c", "--modes", "ours-all:fraction"], "key=value"),
         (["--shape", "c", "--modes", "none", "none"], "listed twice"),
         (["--shape", "c", "--layers", "17"], "don't divide"),
@@ -98,11 +98,17 @@ def test_a_mode_carries_its_settings():
     assert spec["options"] == ["max_inflight_bytes=1GiB", "fraction=0.5"]
     assert bench_peers.read_mode("ours-five")["modules"] == list(bench_peers.FIVE)
     assert bench_peers.read_mode("ours", ["mlp_act"])["modules"] == ["mlp_act"]
+    spec = bench_peers.read_mode("ours:modules=mlp_fc1+mlp_act,fraction=0.5")
+    assert spec["modules"] == ["mlp_fc1", "mlp_act"]
+    assert spec["options"] == ["fraction=0.5"]
 
 
 def test_wrong_settings_of_this_package_end_before_anything_starts():
     options = parse("--shape", "c", "--modes", "none", "ours-all:fracton=0.5")
     with pytest.raises(SystemExit, match="fraction"):
+        bench_peers.check_settings(options)
+    options = parse("--shape", "c", "--modes", "megatron:modules=core_attn+mlp_act")
+    with pytest.raises(SystemExit, match="mlp_act"):
         bench_peers.check_settings(options)
     bench_peers.check_settings(parse("--shape", "c", "--modes", "ours-all:fraction=0.5"))
 
