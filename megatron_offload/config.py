@@ -159,6 +159,9 @@ class OffloadConfig(StrictModel):
     backend: Literal["auto", "cuda", "simulated"] = "auto"
     """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""
 
+    nvtx: bool = False
+    """Put an NVTX range with the group's name around the issue of its copies, for Nsight."""
+
     simulated: SimulatedConfig = SimulatedConfig()
 
     @field_validator("modules")

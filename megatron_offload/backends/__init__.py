@@ -22,5 +22,5 @@ def create_backend(config: OffloadConfig) -> Backend:
     from megatron_offload.backends.simulated import SimulatedBackend
 
     if config.backend == "cuda" or (config.backend == "auto" and is_available()):
-        return CudaBackend()
+        return CudaBackend(nvtx=config.nvtx)
     return SimulatedBackend(config.simulated)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -56,7 +57,7 @@ class Wait(enum.Enum):
 class Backend(abc.ABC):
     """Streams, events, memory and copies of one device.
 
-    All regions are flat ``torch.uint8`` tensors. Nothing here blocks the host except the two
+    All regions are flat ``torch.uint8`` tensors. Nothing here blocks the host except the
     ``sync_`` calls.
     """
 
@@ -119,6 +120,16 @@ class Backend(abc.ABC):
         Raises:
             RuntimeError: the memory can't be had or can't be pinned.
         """
+
+    # For traces, by default on the host's clock: when work was queued, not when it ran.
+
+    def timestamp(self, stream: Stream) -> Any:
+        """Return a point behind all work queued on ``stream`` so far whose time can be read."""
+        return time.perf_counter() * 1e6
+
+    def sync_elapsed_us(self, start: Any, end: Any) -> float:
+        """Block the host until both points have passed; return the time between them."""
+        return float(end - start)
 
     # For CUDA graphs; a device without them has neither.
 

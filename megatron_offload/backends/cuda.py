@@ -3,7 +3,7 @@
 Owns the two copy streams, and the only uses of ``torch.cuda`` in the package. Must not know groups
 or pools.
 
-Invariants: nothing here blocks the host except the two ``sync_`` calls; the compute stream is asked
+Invariants: nothing here blocks the host except the ``sync_`` calls; the compute stream is asked
 for at every use, and never from inside a copy stream's context. Read next:
 `megatron_offload.backends.base`.
 """
@@ -29,13 +29,16 @@ def is_available() -> bool:
 class CudaBackend(Backend):
     """Streams, events, pinned memory and copies of the current CUDA device.
 
+    Args:
+        nvtx: put an NVTX range with the group's name around the issue of its copies.
+
     Raises:
         IntegrationError: there is no CUDA device.
     """
 
     name = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, *, nvtx: bool = False) -> None:
         if not is_available():
             raise IntegrationError(
                 "backend 'cuda' needs a CUDA device and torch sees none; "
@@ -45,6 +48,7 @@ class CudaBackend(Backend):
         self.device = torch.device("cuda", self._index)
         self.d2h_stream = torch.cuda.Stream(self.device)
         self.h2d_stream = torch.cuda.Stream(self.device)
+        self._nvtx = nvtx
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lives on this device."""
@@ -66,6 +70,14 @@ class CudaBackend(Backend):
 
     def copy(self, pairs: Sequence[Pair], stream: torch.cuda.Stream, label: str) -> None:
         """Queue copies on ``stream``, in order."""
+        if self._nvtx:
+            what = "offload" if stream is self.d2h_stream else "reload"
+            with torch.cuda.nvtx.range("{} {}", what, label):
+                self._copy(pairs, stream)
+        else:
+            self._copy(pairs, stream)
+
+    def _copy(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
@@ -82,6 +94,18 @@ class CudaBackend(Backend):
         """Block the host until both copy streams are empty."""
         self.d2h_stream.synchronize()
         self.h2d_stream.synchronize()
+
+    def timestamp(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return a new event that keeps the time at which ``stream`` reached it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def sync_elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Block the host until both points have passed; return the time between them."""
+        start.synchronize()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
 
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         """Allocate device memory from the caching allocator, in the order of the compute stream."""

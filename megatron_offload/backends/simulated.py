@@ -290,6 +290,10 @@ class SimulatedBackend(Backend):
                 )
             )
 
+    def timestamp(self, stream: SimulatedStream) -> float:
+        """Return the virtual time at which all work queued on ``stream`` so far has finished."""
+        return stream.time_us
+
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         """Allocate "device" memory; counts as used by the compute stream up to now (W6)."""
         region = torch.empty(num_bytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Plots of two runs: their losses, and the memory that each rank needed at most.
+"""Plots of two runs, their losses and memory side by side, and the timeline of one step.
 
 Owns the drawing, with matplotlib, which is optional (extra ``plots``). Must not know torch or the
 trainer.
@@ -9,12 +9,44 @@ Invariant: without matplotlib a plot is left out, never an error. Read next:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["plot_comparison"]
+from megatron_offload.reporting.trace import (
+    HELD_BYTES,
+    HOST_BYTES,
+    INFLIGHT_BYTES,
+    LIVE_BYTES,
+    PREFETCHED_BYTES,
+    STREAMS,
+    Span,
+    StepTrace,
+)
+
+__all__ = ["plot_comparison", "plot_timeline"]
 
 _MIB = 1024 * 1024
+
+_KINDS = {
+    "forward": ("#4c8bc9", "forward"),
+    "backward": ("#5aa868", "backward"),
+    "other": ("#d5d8dc", "compute outside groups"),
+    "stall": ("#d1333b", "compute waits for a copy"),
+    "d2h": ("#e39b3b", "offload (D2H)"),
+    "h2d": ("#8e6bb5", "reload (H2D)"),
+}
+
+_COUNTERS = {
+    LIVE_BYTES: ("#9aa0a6", "--"),
+    HELD_BYTES: ("#222222", "-"),
+    HOST_BYTES: ("#2a9d9d", "-"),
+    INFLIGHT_BYTES: (_KINDS["d2h"][0], "-"),
+    PREFETCHED_BYTES: (_KINDS["h2d"][0], "-"),
+}
+
+_CHUNK = re.compile(r"\[chunk (\d+),")
 
 
 def plot_comparison(
@@ -61,3 +93,106 @@ def plot_comparison(
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return True
+
+
+def plot_timeline(trace: StepTrace, path: Path, title: str = "One step") -> bool:
+    """Draw what each stream did when, and how many bytes that held, into a PNG file.
+
+    Args:
+        trace: the step.
+        path: file to write.
+        title: stands above the picture, beside the step's numbers.
+
+    Returns:
+        Whether the timeline was drawn: False where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(15, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
+    end_us = max((span.end_us for span in trace.spans), default=0.0)
+    scale, unit = (1e-3, "ms") if end_us >= 2000 else (1.0, "µs")
+    _draw_lanes(lanes, trace, scale)
+    summary = trace.summary()
+    hidden = [
+        f"{name} {summary.overlap_us[stream] / summary.busy_us[stream]:.0%} beside compute"
+        for stream, name in (("d2h", "D2H"), ("h2d", "H2D"))
+        if summary.busy_us[stream]
+    ]
+    facts = [
+        f"{summary.duration_us * scale:.4g} {unit}",
+        f"compute waits {summary.total_stall_us * scale:.3g} {unit}",
+        *hidden,
+    ]
+    lanes.set_title(f"{title}: {', '.join(facts)}", loc="left")
+    values: dict[str, list[tuple[float, float]]] = {}
+    for counter in trace.counters:
+        point = (counter.time_us * scale, counter.value / _MIB)
+        values.setdefault(counter.name, []).append(point)
+    for name, (color, style) in _COUNTERS.items():
+        if name in values:
+            times, sizes = zip(*values[name], (end_us * scale, values[name][-1][1]), strict=True)
+            memory.step(times, sizes, style, where="post", color=color, label=name, linewidth=1.6)
+    memory.set(xlabel=f"time ({unit})", ylabel="MiB")
+    memory.set_xlim(0, max(end_us * scale, 1e-9))
+    memory.set_ylim(bottom=0)
+    memory.grid(alpha=0.3)
+    if values:
+        memory.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _draw_lanes(axes: Any, trace: StepTrace, scale: float) -> None:
+    """Draw a lane for each stream, and above the first which microbatch it works on."""
+    from matplotlib.patches import Patch
+
+    for lane, stream in enumerate(STREAMS):
+        spans = [span for span in trace.of(stream) if span.duration_us > 0]
+        axes.broken_barh(
+            [(span.start_us * scale, span.duration_us * scale) for span in spans],
+            (-lane - 0.4, 0.8),
+            facecolors=[_KINDS[span.kind][0] for span in spans],
+            edgecolors="white",
+            linewidth=0.4,
+        )
+    compute = [span for span in trace.of("compute") if span.duration_us > 0]
+    total_us = compute[-1].end_us if compute else 0.0
+    for name, start_us, end_us in _chunks(compute):
+        ends = ((start_us + 0.001 * total_us) * scale, (end_us - 0.001 * total_us) * scale)
+        axes.plot(ends, (0.5, 0.5), color="#555555", linewidth=1.2)
+        if end_us - start_us > 0.015 * total_us:
+            place = ((start_us + end_us) / 2 * scale, 0.55)
+            axes.text(*place, name, ha="center", va="bottom", fontsize=8)
+    axes.set_yticks([0, -1, -2], ["compute", "D2H", "H2D"])
+    axes.set_ylim(-2.5, 0.95)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    kinds = {span.kind for span in trace.spans if span.duration_us > 0}
+    handles = [Patch(color=c, label=name) for kind, (c, name) in _KINDS.items() if kind in kinds]
+    if handles:
+        axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def _chunks(compute: Sequence[Span]) -> Iterator[tuple[str, float, float]]:
+    """Yield the passes over chunks, such as ``F3`` and ``B0``, with their start and end."""
+    current: tuple[str, float, float] | None = None
+    for span in compute:
+        match = _CHUNK.search(span.label)
+        if match is None or span.kind not in ("forward", "backward"):
+            continue
+        name = f"{'F' if span.kind == 'forward' else 'B'}{match[1]}"
+        if current is not None and current[0] == name:
+            current = (name, current[1], span.end_us)
+            continue
+        if current is not None:
+            yield current
+        current = (name, span.start_us, span.end_us)
+    if current is not None:
+        yield current
