@@ -27,11 +27,11 @@ from megatron_offload.backends.base import Event, Stream
 from megatron_offload.documented.chunk import ChunkOffloadHandler
 from megatron_offload.documented.manager import PipelineOffloadManager
 from megatron_offload.engine.boundary import (
-    GroupCommit,
-    GroupStart,
     Tensors,
     commit_group,
+    commit_group_of,
     start_group,
+    start_group_of,
 )
 from megatron_offload.memory.tensor_pool import GPUTensorPool, OffloadTensorPool
 
@@ -177,32 +177,40 @@ class OffloadTensorGroup:
         self.total_tensor_count += 1
 
 
-class FineGrainedOffloadingGroupStartFunction(GroupStart):
-    """``apply(tensor, cur_forward_chunk, name)``: open a group of a chunk, and mark its start."""
+class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
+    """``apply(tensor, cur_forward_chunk, name)``: open a group of a chunk, and mark its start.
+
+    It adds no node: one in front of a group would change the order in which the gradients of a
+    tensor with several consumers are summed. See `megatron_offload.engine.boundary`.
+    """
 
     @classmethod
-    def apply(cls, tensor: torch.Tensor, cpu_offload_handler: Any, name: str | None = None) -> Any:
-        """Return ``tensor``, or an alias of it whose backward leaves the group."""
-        group = cpu_offload_handler.on_group_start_forward(name)
-        return tensor if group is None else super().apply(tensor, group)
+    def apply(cls, tensor: Tensors, cpu_offload_handler: Any, name: str | None = None) -> Tensors:
+        """Return ``tensor``, whose complete gradient says that backward has left the group."""
+        start_group_of(cpu_offload_handler, tensor, name or "")
+        return tensor
 
 
-class FineGrainedOffloadingGroupCommitFunction(GroupCommit):
-    """``apply(tensor, chunk, name, forced_released_tensors, delay_offload)``: close a group."""
+class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
+    """``apply(tensor, chunk, name, forced_released_tensors, delay_offload)``: close a group.
+
+    Like its counterpart it adds no node.
+    """
 
     @classmethod
     def apply(
         cls,
-        tensor: torch.Tensor,
+        tensor: Tensors,
         cur_forward_chunk: Any,
         name: str | None,
         forced_released_tensors: Iterable[torch.Tensor] | None = None,
         delay_offload: bool = False,
-    ) -> Any:
-        """Return ``tensor``, or an alias of it whose backward enters the group."""
-        forced = forced_released_tensors or ()
-        group = cur_forward_chunk.close_and_commit(name, forced, delay=delay_offload)
-        return tensor if group is None else super().apply(tensor, group)
+    ) -> Tensors:
+        """Return ``tensor``, whose complete gradient says that backward has entered the group."""
+        commit_group_of(
+            cur_forward_chunk, tensor, name, forced_released_tensors, delay=delay_offload
+        )
+        return tensor
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):

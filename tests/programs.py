@@ -55,6 +55,7 @@ class Block(nn.Module):
         x = start_group(manager, x, "norm") if manager else x
         with manager or torch.enable_grad():
             y = self.norm(x)
+        y = y * y.mean(dim=-1, keepdim=True)  # several uses: the order of their sum must stay
         y = start_group(manager, y, "mlp") if manager else y
         with manager or torch.enable_grad():
             y = self.fc2(torch.nn.functional.gelu(self.fc1(y)))

@@ -1,60 +1,41 @@
-"""The two autograd functions that mark where a layer group begins and ends.
+"""Where a layer group begins and ends, in forward and in backward.
 
-Owns `GroupStart`, `GroupCommit` and the functions that put them into a graph. Must not know copies
-or pools; boundaries only tell the manager that the program has come by.
+Owns `start_group` and `commit_group`, which model code calls, and the autograd hooks that tell the
+manager when backward comes by. Must not know copies or pools.
 
-Invariants: a boundary returns the same values as an alias that is no view (megatron-core's pipeline
-schedules refuse to free the storage of a view), and passes gradients through untouched. Outside a
-chunk, without grad, and inside a backward (recompute) both are the identity.
+Invariant: boundaries leave the autograd graph as it is. A node between a tensor and its consumers,
+even one that only hands gradients through, would change the order in which the gradients of a
+tensor with several consumers are summed, and with it the last bit of the result. A hook is called
+when the sum is complete, and returns nothing.
+
+Outside a chunk, without grad, and inside a checkpoint or its recompute both functions do nothing.
 Read next: `megatron_offload.engine.manager`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
+    from megatron_offload.engine.chunk import ChunkOffloadHandler
     from megatron_offload.engine.group import OffloadGroup
     from megatron_offload.engine.manager import PipelineOffloadManager
 
-__all__ = ["GroupCommit", "GroupStart", "commit_group", "is_in_backward", "start_group"]
+__all__ = [
+    "Tensors",
+    "commit_group",
+    "commit_group_of",
+    "is_in_backward",
+    "is_in_checkpoint",
+    "start_group",
+    "start_group_of",
+]
 
-Tensors = TypeVar("Tensors", torch.Tensor, tuple[Any, ...], list[Any])
-
-
-class GroupStart(torch.autograd.Function):
-    """Identity whose backward says: the group's backward is over."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: OffloadGroup) -> torch.Tensor:
-        """Return an alias of ``tensor`` that is no view."""
-        ctx.group = group
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Leave the group."""
-        ctx.group.chunk.manager.leave_backward(ctx.group)
-        return grads[0], None
-
-
-class GroupCommit(torch.autograd.Function):
-    """Identity whose backward says: the group's data is needed now."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: OffloadGroup) -> torch.Tensor:
-        """Return an alias of ``tensor`` that is no view."""
-        ctx.group = group
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Enter the group's backward."""
-        ctx.group.chunk.manager.enter_backward(ctx.group)
-        return grads[0], None
+Tensors = TypeVar("Tensors", bound=torch.Tensor | Sequence[Any])
 
 
 def is_in_backward() -> bool:
@@ -62,18 +43,48 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def is_in_checkpoint() -> bool:
+    """Whether the hooks in force are those of a non-reentrant ``torch.utils.checkpoint``.
+
+    It counts what is saved inside it in forward and again in the recompute, so nothing may be
+    taken from under it; and what it drops needs no offload.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) -> Tensors:
-    """Open a group and mark its start on the first tensor that needs a gradient.
+    """Open a group: what autograd saves under the manager's hooks belongs to it from here on.
+
+    Backward has left the group when the gradient of the first tensor that needs one is complete.
 
     Args:
         manager: whose current chunk gets the group.
-        tensors: one tensor, or a tuple or list of anything.
+        tensors: the group's inputs: one tensor, or a tuple or list of anything.
         name: the group's name.
+
+    Returns:
+        ``tensors`` itself.
     """
     chunk = manager.cur_forward_chunk()
-    if chunk is None or not manager.records():
-        return tensors
-    return _mark(tensors, GroupStart, chunk.start_group(name))
+    if chunk is not None:
+        start_group_of(chunk, tensors, name)
+    return tensors
+
+
+def start_group_of(
+    chunk: ChunkOffloadHandler, tensors: torch.Tensor | Sequence[Any], name: str
+) -> OffloadGroup | None:
+    """Open a group of a given chunk; see `start_group`. Returns None where nothing is recorded."""
+    if not chunk.manager.records():
+        return None
+    group = chunk.start_group(name)
+    tensor = _first_with_grad(tensors)
+    if tensor is not None:
+        handle = tensor.register_hook(partial(_leave, group))
+        if tensor.is_leaf:  # it may outlive its graph, and the hook must not
+            group.leaf_hook = handle
+    return group
 
 
 def commit_group(
@@ -84,7 +95,9 @@ def commit_group(
     *,
     delay: bool = False,
 ) -> Tensors:
-    """Close a group, issue its copies, and mark its end.
+    """Close a group and issue its copies.
+
+    Backward enters the group when the gradient of the first tensor that needs one is complete.
 
     Args:
         manager: whose current chunk holds the group.
@@ -93,26 +106,52 @@ def commit_group(
         forced_released_tensors: tensors that something else keeps alive and that no one reads
             again: their storage is emptied at the release, if this manager has copied it.
         delay: leave the copies to `PipelineOffloadManager.flush_delayed_groups`.
+
+    Returns:
+        ``tensors`` itself.
     """
     chunk = manager.cur_forward_chunk()
-    if chunk is None or not manager.records():
-        return tensors
-    group = chunk.close_group(name)
-    if group is None:
-        return tensors
-    manager.commit(group, forced_released_tensors or (), delay=delay)
-    return _mark(tensors, GroupCommit, group)
-
-
-def _mark(tensors: Tensors, boundary: type[torch.autograd.Function], group: Any) -> Tensors:
-    if isinstance(tensors, torch.Tensor):
-        return boundary.apply(tensors, group) if tensors.requires_grad else tensors
-    for index, tensor in enumerate(tensors):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            marked = [*tensors]
-            marked[index] = boundary.apply(tensor, group)
-            if isinstance(tensors, list):
-                return marked
-            # A named tuple is rebuilt by its own class.
-            return tensors._make(marked) if hasattr(tensors, "_make") else tuple(marked)
+    if chunk is not None:
+        commit_group_of(chunk, tensors, name, forced_released_tensors, delay=delay)
     return tensors
+
+
+def commit_group_of(
+    chunk: ChunkOffloadHandler,
+    tensors: torch.Tensor | Sequence[Any],
+    name: str | None,
+    forced_released_tensors: Iterable[torch.Tensor] | None = None,
+    *,
+    delay: bool = False,
+) -> OffloadGroup | None:
+    """Close a group of a given chunk; see `commit_group`. Returns None where none is open."""
+    group = chunk.close_group(name) if chunk.manager.records() else None
+    if group is None:
+        return None
+    chunk.manager.commit(group, forced_released_tensors or (), delay=delay)
+    tensor = _first_with_grad(tensors)
+    if tensor is not None and tensor.grad_fn is not None:
+        # A node's hooks run after those of its outputs: where one group ends with the tensor that
+        # the next begins with, backward leaves the one before it enters the other.
+        tensor.grad_fn.register_prehook(partial(_enter, group))
+    return group
+
+
+def _enter(group: OffloadGroup, grads: Sequence[torch.Tensor]) -> None:
+    group.chunk.manager.enter_backward(group)
+
+
+def _leave(group: OffloadGroup, grad: torch.Tensor) -> None:
+    group.chunk.manager.leave_backward(group)
+
+
+def _first_with_grad(tensors: torch.Tensor | Sequence[Any]) -> torch.Tensor | None:
+    """Return the first activation that needs a gradient; parameters outlive every graph."""
+    for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.requires_grad
+            and not isinstance(tensor, torch.nn.Parameter)
+        ):
+            return tensor
+    return None

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.saved_tensor import Block, BlockRef, SavedTensor
 from megatron_offload.errors import StateError
@@ -64,6 +65,7 @@ class OffloadGroup:
         name: the module's name, such as ``core_attn``; groups of one name are counted together.
         num_bytes: bytes that moving the group copies; set at commit.
         held_bytes: what it takes of the prefetch budget just now.
+        leaf_hook: the hook at the group's start where that is a leaf of the graph.
         delayed: its commit waits for `PipelineOffloadManager.flush_delayed_groups`.
     """
 
@@ -73,6 +75,7 @@ class OffloadGroup:
         "delayed",
         "held_bytes",
         "key",
+        "leaf_hook",
         "moves",
         "name",
         "num_bytes",
@@ -92,6 +95,7 @@ class OffloadGroup:
         self.num_bytes = 0
         self.held_bytes = 0
         self.delayed = False
+        self.leaf_hook: RemovableHandle | None = None
         self._blocks: list[BlockRef] = []
 
     @property
@@ -110,6 +114,12 @@ class OffloadGroup:
             raise StateError(f"group {self.label} can't move to {to.name}; its moves were {past}")
         self.state = to
         self.moves.append(to)
+
+    def unhook(self) -> None:
+        """Take the hook off the leaf that the group started with; leaves outlive graphs."""
+        if self.leaf_hook is not None:
+            self.leaf_hook.remove()
+            self.leaf_hook = None
 
     def blocks(self) -> Iterator[Block]:
         """Yield the blocks that some record still needs."""

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend, Stream
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine.boundary import is_in_backward
+from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.prefetch import Prefetcher, keep_resident
@@ -224,8 +224,13 @@ class PipelineOffloadManager:
         return self._chunk
 
     def records(self) -> bool:
-        """Whether groups are recorded here and now: with grad, and not in a recompute."""
-        return self.do_offload and torch.is_grad_enabled() and not is_in_backward()
+        """Whether groups are recorded here and now: with grad, and not where is recomputed."""
+        return (
+            self.do_offload
+            and torch.is_grad_enabled()
+            and not is_in_backward()
+            and not is_in_checkpoint()
+        )
 
     def reset(self) -> None:
         """End the training step: release what is in flight, learn, and count from zero.
@@ -274,6 +279,9 @@ class PipelineOffloadManager:
         self.host_pool.close()
 
     def _begin_step(self) -> None:
+        for group in self.prefetcher.groups():
+            if next(group.blocks(), None) is None:
+                group.unhook()
         self._chunk = None
         self._committed = []
         self._num_chunks = 0
@@ -377,6 +385,7 @@ class PipelineOffloadManager:
 
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left a group."""
+        group.unhook()
         if group.state is not GroupState.DONE:
             group.advance(GroupState.DONE)
             self.transfers.pass_boundary(group.num_bytes)

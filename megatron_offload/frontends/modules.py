@@ -14,7 +14,7 @@ Read next: `megatron_offload.engine.boundary`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -171,18 +171,17 @@ def _mark(result: ModuleOffload, chunk: nn.Module, name: str, kind: _Modules | _
 def _mark_module(result: ModuleOffload, module: nn.Module, name: str) -> None:
     manager = result.manager
 
-    def start(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        marked = _start(manager, args, kwargs, name)
+    def start(module: nn.Module, args: Any, kwargs: Any) -> None:
+        start_group(manager, (*args, *kwargs.values()), name)
         manager.__enter__()
-        return marked
 
-    def commit(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def commit(module: nn.Module, args: Any, output: Any) -> None:
         manager.__exit__()
-        return _commit_output(manager, output, name)
+        commit_group(manager, _values(output), name)
 
     result._handles += (
         module.register_forward_pre_hook(start, with_kwargs=True),
-        module.register_forward_hook(commit, with_kwargs=True, always_call=True),
+        module.register_forward_hook(commit, always_call=True),
     )
 
 
@@ -192,20 +191,18 @@ def _mark_span(
     manager = result.manager
     num_open = 0
 
-    def start(module: nn.Module, args: Any, output: Any) -> Any:
+    def start(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal num_open
-        marked = _map_values(output, lambda values: start_group(manager, values, name))
+        start_group(manager, _values(output), name)
         manager.__enter__()
         num_open += 1
-        return marked
 
-    def commit(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def commit(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal num_open
-        if num_open == 0:
-            return args, kwargs
-        num_open -= 1
-        manager.__exit__()
-        return _split(args, kwargs, lambda values: commit_group(manager, values, name))
+        if num_open:
+            num_open -= 1
+            manager.__exit__()
+            commit_group(manager, (*args, *kwargs.values()), name)
 
     def close(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal num_open
@@ -221,28 +218,11 @@ def _mark_span(
     )
 
 
-def _start(manager: PipelineOffloadManager, args: Any, kwargs: Any, name: str) -> Any:
-    return _split(args, kwargs, lambda values: start_group(manager, values, name))
-
-
-def _split(args: Any, kwargs: Any, mark: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:
-    """Apply ``mark`` to all arguments as one tuple and take them apart again."""
-    marked = mark((*args, *kwargs.values()))
-    positional, by_name = marked[: len(args)], marked[len(args) :]
-    return positional, dict(zip(kwargs, by_name, strict=True))
-
-
-def _commit_output(manager: PipelineOffloadManager, output: Any, name: str) -> Any:
-    return _map_values(output, lambda values: commit_group(manager, values, name))
-
-
-def _map_values(output: Any, mark: Callable[[Any], Any]) -> Any:
-    """Apply ``mark`` to a module's output, whatever holds its tensors."""
+def _values(output: Any) -> Sequence[Any]:
+    """Return what a module's output holds, whatever holds it."""
     if isinstance(output, dict):
-        return dict(zip(output, mark(tuple(output.values())), strict=True))
-    if isinstance(output, (tuple, list)):
-        return mark(output)
-    return mark((output,))[0]
+        return tuple(output.values())
+    return output if isinstance(output, (tuple, list)) else (output,)
 
 
 def _matching(patterns: Sequence[str], modules: Iterable[str]) -> list[str]:

@@ -58,6 +58,11 @@ def op_square(x, weight):
     return x * x * 0.5
 
 
+def op_used_thrice(x, weight):
+    # Its gradient is a sum of three terms, whose order must not change either.
+    return x * weight[0] + x.cos() * x.mean(dim=-1, keepdim=True)
+
+
 def op_chunk(x, weight):
     a, b, c = F.linear(x, weight).chunk(3, dim=-1)
     return torch.cat([a * b, b * c, c.sigmoid()], dim=-1)
@@ -110,6 +115,7 @@ class Segment:
     group: str | None = None
     commit_late: bool = False
     inner: list[Segment] = field(default_factory=list)
+    residual: bool = False
     as_tuple: bool = False
 
 
@@ -120,6 +126,7 @@ def make_segment(rng, depth=0):
         group=group,
         commit_late=rng.random() < 0.3,
         as_tuple=rng.random() < 0.2,
+        residual=rng.random() < 0.4,
     )
     if depth < 2:
         segment.inner = [make_segment(rng, depth + 1) for _ in range(rng.choice([0, 0, 1, 2]))]
@@ -238,6 +245,7 @@ class Program:
         return x.square().mean()
 
     def _run_segment(self, manager, weights, segment, x, late):
+        residual = x
         grouped = manager is not None and segment.group is not None
         if grouped:
             x = (
@@ -255,6 +263,8 @@ class Program:
         finally:
             if grouped:
                 manager.__exit__()
+        if segment.residual:
+            x = x + residual
         if not grouped:
             return x
         if segment.commit_late:
