@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
+from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -139,8 +140,9 @@ class HostPool:
         self._backend = backend
         self._slab_bytes = _aligned(slab_bytes)
         self._slabs: list[_Slab] = []
-        # Free pieces by exact size; `_sizes` are the sizes that have any, sorted.
-        self._free: dict[int, list[_Piece]] = {}
+        # Free pieces by exact size, the longest free first: its last H2D copy is likeliest to be
+        # over, so that the next D2H copy needn't wait for it. `_sizes` are the sizes that have any.
+        self._free: dict[int, deque[_Piece]] = {}
         self._sizes: list[int] = []
         self._may_coalesce = False
         self._num_frees = 0
@@ -162,7 +164,7 @@ class HostPool:
         size_bytes = _aligned(num_bytes)
         same_size = self._free.get(size_bytes)
         if same_size:
-            piece = same_size.pop()
+            piece = same_size.popleft()
             if not same_size:
                 self._forget_size(size_bytes)
         else:
@@ -281,7 +283,7 @@ class HostPool:
             return None
         found_bytes = self._sizes[at]
         same_size = self._free[found_bytes]
-        piece = same_size.pop()
+        piece = same_size.popleft()
         if not same_size:
             self._forget_size(found_bytes)
         if found_bytes > size_bytes:
@@ -296,7 +298,7 @@ class HostPool:
     def _keep(self, piece: _Piece) -> None:
         same_size = self._free.get(piece.num_bytes)
         if same_size is None:
-            self._free[piece.num_bytes] = same_size = []
+            self._free[piece.num_bytes] = same_size = deque()
         if not same_size:
             insort(self._sizes, piece.num_bytes)
         same_size.append(piece)
@@ -329,7 +331,7 @@ class HostPool:
             piece: _Piece | None = slab.first
             while piece is not None:
                 if piece.is_free:
-                    self._free.setdefault(piece.num_bytes, []).append(piece)
+                    self._free.setdefault(piece.num_bytes, deque()).append(piece)
                 piece = piece.next
         self._sizes = sorted(self._free)
 
