@@ -25,7 +25,7 @@ def make_config(timing="late", *, seed=0, **settings):
             "host_slab_bytes": 256 * KIB,
             "host_memory_bytes": 64 * KIB * KIB,
             "max_inflight_bytes": 0,
-            "prefetch_bytes": 64 * KIB,
+            "prefetch_bytes": 0,
             **settings,
         },
     )

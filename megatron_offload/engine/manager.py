@@ -330,7 +330,7 @@ class PipelineOffloadManager:
             if group.chunk.max_inflight_groups is not None:
                 transfers.limit_inflight(group.name, group.chunk.max_inflight_groups)
         transfers.stats.of(group.name).num_groups += 1
-        transfers.pass_boundary(group.num_bytes)
+        transfers.pass_boundary(group.num_bytes, prefetcher.spare_bytes)
         prefetcher.advance()
 
     def _size_budgets(self, num_bytes: int) -> None:
@@ -388,10 +388,10 @@ class PipelineOffloadManager:
         group.unhook()
         if group.state is not GroupState.DONE:
             group.advance(GroupState.DONE)
-            self.transfers.pass_boundary(group.num_bytes)
             if self.prefetcher.knows(group):
                 self.prefetcher.leave_backward(group)
                 self._live_bytes -= group.num_bytes
+            self.transfers.pass_boundary(group.num_bytes, self.prefetcher.spare_bytes)
         self.prefetcher.advance()
 
     # Hooks

@@ -35,15 +35,15 @@ __all__ = ["Transfers"]
 class _InFlight:
     """A group whose copy to the host is issued and whose device memory is still held."""
 
-    __slots__ = ("d2h", "due_bytes", "group", "sources")
+    __slots__ = ("d2h", "group", "issued_at_bytes", "sources")
 
-    def __init__(self, group: OffloadGroup, d2h: Event, due_bytes: int, blocks: Sequence[Block]):
+    def __init__(self, group: OffloadGroup, d2h: Event, issued_at: int, blocks: Sequence[Block]):
         self.group = group
         self.d2h = d2h
-        self.due_bytes = due_bytes
+        self.issued_at_bytes = issued_at
         # Holding the aliases keeps the memory even where the graph is dropped before its copy ends.
-        self.sources: list[tuple[BlockRef, list[torch.Tensor]]] = [
-            (weakref.ref(block), block.aliases) for block in blocks
+        self.sources: list[tuple[BlockRef, list[torch.Tensor], int]] = [
+            (weakref.ref(block), block.aliases, block.storage_key) for block in blocks
         ]
 
 
@@ -72,6 +72,8 @@ class Transfers:
         self.stats = StepStats()
         self.observer: TensorObserver | None = None
         self._window: deque[_InFlight] = deque()
+        self._copies_in_flight: Counter[int] = Counter()
+        """By storage: different parts of one may be saved, and copied, by different groups."""
         self._passed_bytes = 0
         self._host_bytes: Counter[str] = Counter()
         self._host_bytes_total = 0
@@ -121,16 +123,32 @@ class Transfers:
         for block in issued:
             block.d2h = d2h
             num_bytes += block.num_bytes
+            self._copies_in_flight[block.storage_key] += 1
         self.stats.of(group.name).offloaded_bytes += num_bytes
         self._count_host(group.name, num_bytes)
-        due_bytes = self._passed_bytes + self.max_inflight_bytes
-        self._window.append(_InFlight(group, d2h, due_bytes, issued))
+        self._window.append(_InFlight(group, d2h, self._passed_bytes, issued))
         group.advance(GroupState.OFFLOADING)
 
-    def pass_boundary(self, num_bytes: int) -> None:
-        """Note that the program has gone by a group of this size; release what is due."""
+    def pass_boundary(self, num_bytes: int, spare_bytes: int = 0) -> None:
+        """Note that the program has gone by a group of this size; release what is due.
+
+        Args:
+            num_bytes: the group's size.
+            spare_bytes: see `release_due`.
+        """
         self._passed_bytes += num_bytes
-        while self._window and self._window[0].due_bytes < self._passed_bytes:
+        self.release_due(spare_bytes)
+
+    def release_due(self, spare_bytes: int) -> None:
+        """Release the groups that have been in flight for more than the bytes allowed.
+
+        Args:
+            spare_bytes: what the prefetch budget leaves unused now, lent to the copies in flight:
+                while a pipeline fills up, forwards come faster than the link can take, and nothing
+                is reloaded yet.
+        """
+        due_bytes = self._passed_bytes - self.max_inflight_bytes - spare_bytes
+        while self._window and self._window[0].issued_at_bytes < due_bytes:
             self._release(self._window.popleft())
 
     def limit_inflight(self, name: str, num_groups: int) -> None:
@@ -150,18 +168,22 @@ class Transfers:
         backend = self.backend
         backend.wait(backend.compute_stream(), entry.d2h, Wait.W2)
         group = entry.group
-        for reference, aliases in entry.sources:
+        for reference, aliases, storage_key in entry.sources:
+            self._copies_in_flight[storage_key] -= 1
+            is_last = self._copies_in_flight[storage_key] == 0
+            if is_last:
+                del self._copies_in_flight[storage_key]
             block = reference()
             if block is None:
-                self._free_source(aliases, group)
+                self._free_source(aliases, group, is_last=is_last)
             elif block.cancelled:
                 block.region = None
             else:
-                self._release_block(block)
+                self._release_block(block, is_last=is_last)
         if group.state is GroupState.OFFLOADING:
             group.advance(GroupState.ON_HOST)
 
-    def _release_block(self, block: Block) -> None:
+    def _release_block(self, block: Block, *, is_last: bool) -> None:
         block.region = None
         storage = block.aliases[0].untyped_storage()
         if storage.data_ptr() != block.address:
@@ -169,24 +191,29 @@ class Transfers:
             # longer its own. Whoever did it restores the contents before backward.
             self.cancel(block)
             return
-        sole_owner = self._free_source(block.aliases, block.group)
+        chunk = block.group.chunk
+        sole_owner = self._free_source(block.aliases, block.group, is_last=is_last)
         block.released = True
-        if block.forced_release:
+        is_emptied = block.forced_release and is_last
+        if is_emptied:
             storage.resize_(0)
-        if sole_owner or block.forced_release:
-            block.group.chunk.blocks.pop(block.storage_key, None)
+        if sole_owner or is_emptied:
+            if chunk.find_block(block.storage_key) is block:
+                del chunk.blocks[block.storage_key]
         else:
             self.stats.held_elsewhere_bytes += block.num_bytes
             block.storage_ref = StorageWeakRef(storage)
 
-    def _free_source(self, aliases: list[torch.Tensor], group: OffloadGroup) -> bool:
+    def _free_source(
+        self, aliases: list[torch.Tensor], group: OffloadGroup, *, is_last: bool
+    ) -> bool:
         """Empty all aliases of one storage; return whether that was the last of its owners."""
         storage = aliases[0].untyped_storage()
         for alias in aliases:
             self.empty(alias)
         aliases.clear()
         sole_owner = _num_owners(storage) == 1  # the Python handle of this frame
-        if self.backend.observes:
+        if self.backend.observes and is_last:
             region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self.backend.note_freed(region, group.label, sole_owner=sole_owner)
         return sole_owner

@@ -54,7 +54,7 @@ def test_changing_sequence_lengths_stay_exact(timing):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_evaluation_passes_shift_nothing(grad):
-    model, manager = make_model(), make_manager()
+    model, manager = make_model(), make_manager(prefetch_bytes=24 * KIB)
     expected = run_step(model, None, ORDER)
     for _ in range(3):
         with torch.set_grad_enabled(grad):
