@@ -330,7 +330,7 @@ class PipelineOffloadManager:
             if group.chunk.max_inflight_groups is not None:
                 transfers.limit_inflight(group.name, group.chunk.max_inflight_groups)
         transfers.stats.of(group.name).num_groups += 1
-        transfers.pass_boundary(group.num_bytes, prefetcher.spare_bytes)
+        transfers.pass_boundary(group.num_bytes)
         prefetcher.advance()
 
     def _size_budgets(self, num_bytes: int) -> None:
@@ -391,7 +391,7 @@ class PipelineOffloadManager:
             if self.prefetcher.knows(group):
                 self.prefetcher.leave_backward(group)
                 self._live_bytes -= group.num_bytes
-            self.transfers.pass_boundary(group.num_bytes, self.prefetcher.spare_bytes)
+            self.transfers.pass_boundary(group.num_bytes)
         self.prefetcher.advance()
 
     # Hooks

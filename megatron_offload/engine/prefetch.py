@@ -107,7 +107,6 @@ class Prefetcher:
                     return
                 self.hold(group)
                 if group.state is GroupState.ON_HOST:
-                    self.transfers.release_due(self.spare_bytes)
                     self.transfers.reload(group)
                 else:
                     keep_resident(group)
@@ -119,11 +118,6 @@ class Prefetcher:
             group.held_bytes = group.num_bytes
             self.held_bytes += group.num_bytes
             self._holders.append(group)
-
-    @property
-    def spare_bytes(self) -> int:
-        """What of the budget nothing holds."""
-        return max(0, self.budget_bytes - self.held_bytes)
 
     def _may_hold(self, group: OffloadGroup) -> bool:
         if self.held_bytes == 0 or self.held_bytes + group.num_bytes <= self.budget_bytes:

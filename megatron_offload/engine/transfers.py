@@ -35,12 +35,12 @@ __all__ = ["Transfers"]
 class _InFlight:
     """A group whose copy to the host is issued and whose device memory is still held."""
 
-    __slots__ = ("d2h", "group", "issued_at_bytes", "sources")
+    __slots__ = ("d2h", "due_bytes", "group", "sources")
 
-    def __init__(self, group: OffloadGroup, d2h: Event, issued_at: int, blocks: Sequence[Block]):
+    def __init__(self, group: OffloadGroup, d2h: Event, due_bytes: int, blocks: Sequence[Block]):
         self.group = group
         self.d2h = d2h
-        self.issued_at_bytes = issued_at
+        self.due_bytes = due_bytes
         # Holding the aliases keeps the memory even where the graph is dropped before its copy ends.
         self.sources: list[tuple[BlockRef, list[torch.Tensor], int]] = [
             (weakref.ref(block), block.aliases, block.storage_key) for block in blocks
@@ -126,29 +126,14 @@ class Transfers:
             self._copies_in_flight[block.storage_key] += 1
         self.stats.of(group.name).offloaded_bytes += num_bytes
         self._count_host(group.name, num_bytes)
-        self._window.append(_InFlight(group, d2h, self._passed_bytes, issued))
+        due_bytes = self._passed_bytes + self.max_inflight_bytes
+        self._window.append(_InFlight(group, d2h, due_bytes, issued))
         group.advance(GroupState.OFFLOADING)
 
-    def pass_boundary(self, num_bytes: int, spare_bytes: int = 0) -> None:
-        """Note that the program has gone by a group of this size; release what is due.
-
-        Args:
-            num_bytes: the group's size.
-            spare_bytes: see `release_due`.
-        """
+    def pass_boundary(self, num_bytes: int) -> None:
+        """Note that the program has gone by a group of this size; release what is due."""
         self._passed_bytes += num_bytes
-        self.release_due(spare_bytes)
-
-    def release_due(self, spare_bytes: int) -> None:
-        """Release the groups that have been in flight for more than the bytes allowed.
-
-        Args:
-            spare_bytes: what the prefetch budget leaves unused now, lent to the copies in flight:
-                while a pipeline fills up, forwards come faster than the link can take, and nothing
-                is reloaded yet.
-        """
-        due_bytes = self._passed_bytes - self.max_inflight_bytes - spare_bytes
-        while self._window and self._window[0].issued_at_bytes < due_bytes:
+        while self._window and self._window[0].due_bytes < self._passed_bytes:
             self._release(self._window.popleft())
 
     def limit_inflight(self, name: str, num_groups: int) -> None:

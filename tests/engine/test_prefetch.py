@@ -125,27 +125,3 @@ def test_transfers_hide_behind_compute_when_the_link_is_fast_enough():
         total = backend.time_us(backend.compute_stream())
         assert total == pytest.approx(stalls[gbps] + 10.0 * 3 * 2 * 6 * len(model) * 2)
     assert stalls[1000.0] < 10.0 < stalls[0.001]
-
-
-def test_copies_in_flight_borrow_what_prefetch_does_not_use():
-    model = make_model(layers=4)
-    forwards = [("F", m) for m in range(4)]
-    order = [*forwards, *[("B", m) for m in range(4)]]
-    num_inflight = {}
-    for prefetch_bytes in (0, 48 * KIB):
-        manager = make_manager(max_inflight_bytes=16 * KIB, prefetch_bytes=prefetch_bytes)
-        for _ in range(2):
-            run_step(model, manager, order)
-        most = 0
-        commit = manager.commit
-
-        def watch(*args, commit=commit, manager=manager, **kwargs):
-            nonlocal most
-            commit(*args, **kwargs)
-            most = max(most, manager.transfers.num_inflight)
-
-        manager.commit = watch
-        run_step(model, manager, order)
-        num_inflight[prefetch_bytes] = most
-        assert_nothing_left(manager)
-    assert num_inflight[48 * KIB] > num_inflight[0] > 0
