@@ -66,13 +66,11 @@ class OffloadGroup:
         num_bytes: bytes that moving the group copies; set at commit.
         held_bytes: what it takes of the prefetch budget just now.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
-        delayed: its commit waits for `PipelineOffloadManager.flush_delayed_groups`.
     """
 
     __slots__ = (
         "_blocks",
         "chunk",
-        "delayed",
         "held_bytes",
         "key",
         "leaf_hook",
@@ -94,7 +92,6 @@ class OffloadGroup:
         self.moves = [GroupState.RECORDING]
         self.num_bytes = 0
         self.held_bytes = 0
-        self.delayed = False
         self.leaf_hook: RemovableHandle | None = None
         self._blocks: list[BlockRef] = []
 

@@ -308,7 +308,6 @@ class PipelineOffloadManager:
     ) -> None:
         """Decide about a group whose forward is over, and issue its copies."""
         if delay:
-            group.delayed = True
             self._delayed.append((group, tuple(forced_released_tensors)))
             return
         transfers, prefetcher = self.transfers, self.prefetcher
@@ -354,15 +353,10 @@ class PipelineOffloadManager:
         if block is not None and not block.released and any(b is block for b in group.blocks()):
             block.forced_release = True
 
-    def push_delayed(self, group: OffloadGroup) -> None:
-        """Put off a group's copies until `flush_delayed_groups`."""
-        self.commit(group, delay=True)
-
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
         delayed, self._delayed = self._delayed, []
         for group, forced_released_tensors in delayed:
-            group.delayed = False
             if group.state is GroupState.RECORDING:
                 self.commit(group, forced_released_tensors)
 
