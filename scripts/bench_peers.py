@@ -10,14 +10,17 @@ colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0
     ours-five    this package, Megatron's five modules of a dense layer (or --modules)
     ours-all     this package, every saved tensor of every layer
     ours         this package, any modules: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
-    megatron     megatron-core's own offload, the same five (or --modules, or as for ours)
+    megatron     megatron-core's own offload, the same five (or --modules, or as for ours); its
+                 trainer asks for NVTE_CPU_OFFLOAD_V1=1, megatron:te_v1=0 goes without
     te           TransformerEngine's cpu_offloading, all layers but one; PP=1 only
     trl          TRL's OffloadActivations, where it is installed; PP=1 only
     save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around each forward
     recompute    full recompute, layer by layer
 
 Each mode runs in processes of its own; one that fails or takes too long is a row with its reason.
-R is the drop of the peak against ``none`` over the bytes held on the host at their peak.
+R is the drop of the peak against ``none`` over the most bytes held on the host. ``--examine`` adds
+a step outside the measured ones to this package's own modes: it is traced (a Chrome trace for each
+mode, stalls by cause in the JSON), and tells what the host held when the device peak came by.
 ``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
 """
 
@@ -90,6 +93,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--repetitions", type=int, default=1, help="odd ones in reverse order")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mode")
     parser.add_argument("--deterministic", action="store_true", help="as for --shape bitwise")
+    parser.add_argument("--examine", action="store_true", help="trace one more step of ours")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--output", type=Path, required=True, help="a folder")
@@ -134,15 +138,18 @@ def read_mode(text, modules=None):
         raise ValueError(f"{text!r}: settings are key=value, separated by commas")
     chosen = ["layer"] if kind == "ours-all" else list(modules or FIVE)
     options = []
+    te_v1 = "1" if kind == "megatron" else "0"
     for item in items:
         key, _, value = item.partition("=")
         if key == "modules" and kind in ("ours", "megatron"):
             chosen = value.split("+")
+        elif key == "te_v1" and kind == "megatron" and value in ("0", "1"):
+            te_v1 = value
         elif key != "modules" and kind.startswith("ours"):
             options.append(item)
         else:
             raise ValueError(f"mode {kind!r} takes no setting {key!r}")
-    return {"mode": text, "kind": kind, "options": options, "modules": chosen}
+    return {"mode": text, "kind": kind, "options": options, "modules": chosen, "te_v1": te_v1}
 
 
 def order_of(specs, repetition):
@@ -162,7 +169,7 @@ def run_mode(options, spec, repetition):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.json"
         whole = {**sizes, **spec, "results": folder, "timeout_s": options.timeout}
-        for name in ("device", "steps", "warmup", "seed", "deterministic"):
+        for name in ("device", "steps", "warmup", "seed", "deterministic", "examine"):
             whole[name] = getattr(options, name)
         path.write_text(json.dumps(whole))
         started = time.monotonic()
@@ -175,12 +182,23 @@ def run_mode(options, spec, repetition):
         record["seconds"] = round(time.monotonic() - started, 1)
         if status == "ok":
             ranks = [Path(folder) / f"rank{rank}.json" for rank in range(sizes["pp"])]
+            traces = sorted(Path(folder).glob("trace*.json"))
+            if traces:
+                keep_traces(traces, options.output / "traces" / f"{label}.{repetition}.json")
             return record | {"ranks": [json.loads(file.read_text()) for file in ranks]}
         error = f"after {options.timeout:g} s"
         if failed_rank is not None:
             log = logs / f"{label}.{repetition}.rank{failed_rank}.log"
             error = f"rank {failed_rank}: {_reason(Path(folder), failed_rank, log)}"
         return record | {"status": status, "error": error}
+
+
+def keep_traces(paths, path):
+    """Put the traces of a mode's ranks into one file."""
+    sys.path.insert(0, str(ROOT))
+    from megatron_offload.reporting.trace import merge_files
+
+    merge_files(paths, path)
 
 
 def _reason(folder, rank, log):
@@ -205,8 +223,7 @@ def worker_environment(options, spec):
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(options.sizes["pp"]),
         "LOCAL_WORLD_SIZE": str(options.sizes["pp"]),
-        # Megatron's own offload and TransformerEngine's new one exclude each other.
-        "NVTE_CPU_OFFLOAD_V1": "1" if spec["kind"] == "megatron" else "0",
+        "NVTE_CPU_OFFLOAD_V1": spec["te_v1"],
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
     # A program that uses NVLink multicast can put a shared host's GPUs out of service.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -39,6 +40,11 @@ class Mode:
 
     def end_step(self):
         """After all backwards, inside the time that is measured."""
+
+    @contextlib.contextmanager
+    def examined(self, rank):
+        """Look closely at one more step, at a cost that the measured ones don't pay."""
+        yield
 
     def report(self):
         """Return what this mode did in a steady step."""
@@ -85,6 +91,8 @@ class Marked(Mode):
 
 
 class Ours(Marked):
+    examination = {}
+
     def prepare(self):
         from megatron_offload import PipelineOffloadManager
         from megatron_offload.config import OffloadConfig, apply_overrides, validate
@@ -109,6 +117,24 @@ class Ours(Marked):
             self.manager.reset()
         self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_host_bytes)
 
+    @contextlib.contextmanager
+    def examined(self, rank):
+        from megatron_offload.tracing import trace_step
+
+        with PeakWatch(self.manager) as watch, trace_step(self.manager, rank) as trace:
+            yield
+        trace.write_chrome(Path(self.spec["results"]) / f"trace{rank}.json")
+        summary = trace.summary()
+        self.examination = {
+            "held_at_peak_bytes": watch.held_bytes,
+            "inflight_at_peak_bytes": watch.inflight_bytes,
+            "prefetched_at_peak_bytes": watch.prefetched_bytes,
+            "traced_step_us": summary.duration_us,
+            "stall_us": summary.stall_us,
+            "busy_us": summary.busy_us,
+            "gbps": {stream: summary.gbps(stream) for stream in summary.busy_us},
+        }
+
     def report(self):
         stats, pool = self.manager.last_step, self.manager.host_pool.stats
         return {
@@ -124,7 +150,40 @@ class Ours(Marked):
             "num_groups": stats.num_groups,
             "max_inflight_bytes": self.manager.transfers.max_inflight_bytes,
             "prefetch_bytes": self.manager.prefetcher.budget_bytes,
+            **self.examination,
         }
+
+
+class PeakWatch:
+    """Looks at every boundary whether the device's peak has come by, and what was held then."""
+
+    def __init__(self, manager):
+        self.manager = manager
+        self.held_bytes = self.inflight_bytes = self.prefetched_bytes = None
+        self._peak_bytes = 0
+        self._now = (0, 0, 0)
+
+    def __enter__(self):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self._original = self.manager.transfers.pass_boundary
+            self.manager.transfers.pass_boundary = self._look
+        return self
+
+    def __exit__(self, *exception):
+        if torch.cuda.is_available():
+            del self.manager.transfers.pass_boundary
+
+    def _look(self, num_bytes):
+        peak_bytes = torch.cuda.max_memory_allocated()
+        if peak_bytes > self._peak_bytes:  # since the last look, so with what was held since then
+            self._peak_bytes = peak_bytes
+            self.held_bytes, self.inflight_bytes, self.prefetched_bytes = self._now
+        self._original(num_bytes)
+        transfers = self.manager.transfers
+        inflight_bytes = transfers.inflight_bytes
+        prefetched_bytes = self.manager.prefetcher.held_bytes
+        self._now = (transfers.host_bytes - inflight_bytes, inflight_bytes, prefetched_bytes)
 
 
 class Megatron(Marked):

@@ -230,6 +230,9 @@ def run(spec, rank):
         setup_s = time.perf_counter() - started
         steps, peaks, first_peaks = measure(spec, program, on_gpu)
         times = [step[0] for step in steps[spec["warmup"] :]]
+        if spec["examine"]:
+            with mode.examined(rank):
+                program.step(len(steps))
         result = {
             "rank": rank,
             "step_ms": statistics.median(times),

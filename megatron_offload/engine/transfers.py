@@ -35,12 +35,13 @@ __all__ = ["Transfers"]
 class _InFlight:
     """A group whose copy to the host is issued and whose device memory is still held."""
 
-    __slots__ = ("d2h", "due_bytes", "group", "sources")
+    __slots__ = ("d2h", "due_bytes", "group", "num_bytes", "sources")
 
     def __init__(self, group: OffloadGroup, d2h: Event, due_bytes: int, blocks: Sequence[Block]):
         self.group = group
         self.d2h = d2h
         self.due_bytes = due_bytes
+        self.num_bytes = sum(block.num_bytes for block in blocks)
         # Holding the aliases keeps the memory even where the graph is dropped before its copy ends.
         self.sources: list[tuple[BlockRef, list[torch.Tensor], int]] = [
             (weakref.ref(block), block.aliases, block.storage_key) for block in blocks
@@ -342,6 +343,11 @@ class Transfers:
     def num_inflight(self) -> int:
         """Groups whose copies are issued and whose sources are still held."""
         return len(self._window)
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes of these groups that are copied, or being copied, to the host."""
+        return sum(entry.num_bytes for entry in self._window)
 
     def _label(self, group: OffloadGroup) -> str:
         """Name a group for its copies; in full only where someone reads it."""
