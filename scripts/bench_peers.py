@@ -18,6 +18,7 @@ colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0
     recompute    full recompute, layer by layer
 
 Each mode runs in processes of its own; one that fails or takes too long is a row with its reason.
+Peaks and what the host holds are the most of the measured steps; in warm-up nothing is learned yet.
 R is the drop of the peak against ``none`` over the most bytes held on the host. ``--examine`` adds
 a step outside the measured ones to this package's own modes: it is traced (a Chrome trace for each
 mode, stalls by cause in the JSON), and tells what the host held when the device peak came by.

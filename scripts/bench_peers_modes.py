@@ -1,7 +1,8 @@
 """The modes that `bench_peers.py` compares, one class each: what differs from no offload.
 
 A mode may prepare the process, add options to the TransformerConfig, attach itself to the built
-chunks, wrap each forward, and end the step; afterwards it reports what it moved and held.
+chunks, wrap each forward, and end the step; afterwards it reports what it moved and held in the
+measured steps.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Mode:
 
     def __init__(self, spec):
         self.spec = spec
+        self.examination = {}
         self.held_bytes = 0
         self.d2h_bytes = None
         self.h2d_bytes = None
@@ -40,6 +42,10 @@ class Mode:
 
     def end_step(self):
         """After all backwards, inside the time that is measured."""
+
+    def begin_measured(self):
+        """Warm-up is over: the most that is held counts from here."""
+        self.held_bytes = 0
 
     @contextlib.contextmanager
     def examined(self, rank):
@@ -91,8 +97,6 @@ class Marked(Mode):
 
 
 class Ours(Marked):
-    examination = {}
-
     def prepare(self):
         from megatron_offload import PipelineOffloadManager
         from megatron_offload.config import OffloadConfig, apply_overrides, validate
@@ -150,7 +154,6 @@ class Ours(Marked):
             "num_groups": stats.num_groups,
             "max_inflight_bytes": self.manager.transfers.max_inflight_bytes,
             "prefetch_bytes": self.manager.prefetcher.budget_bytes,
-            **self.examination,
         }
 
 

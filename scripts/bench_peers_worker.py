@@ -230,6 +230,7 @@ def run(spec, rank):
         setup_s = time.perf_counter() - started
         steps, peaks, first_peaks = measure(spec, program, on_gpu)
         times = [step[0] for step in steps[spec["warmup"] :]]
+        measured = mode.report()  # before the examination, whose step is none of the measured
         if spec["examine"]:
             with mode.examined(rank):
                 program.step(len(steps))
@@ -248,7 +249,8 @@ def run(spec, rank):
             "setup_s": setup_s,
             "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
             "versions": versions(),
-            **mode.report(),
+            **measured,
+            **mode.examination,
         }
         dist.barrier()
         parallel_state.destroy_model_parallel()
@@ -263,9 +265,11 @@ def measure(spec, program, on_gpu):
     steps = []
     before = (0, 0)
     for number in range(spec["warmup"] + spec["steps"]):
-        if number == spec["warmup"] and on_gpu:
-            before = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-            torch.cuda.reset_peak_memory_stats()
+        if number == spec["warmup"]:
+            program.mode.begin_measured()
+            if on_gpu:
+                before = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+                torch.cuda.reset_peak_memory_stats()
         steps.append(program.step(number))
     if not on_gpu:
         return steps, (None, None), (None, None)

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import bench_peers
+from bench_peers_modes import MODES
 from bench_peers_table import COUNTERS, HEAD, is_bitwise, last_loss, returned, rows, table
 from bench_peers_worker import HASH_PIECE, GradientHash
 
@@ -239,6 +241,40 @@ def test_modes_without_pipelines_are_left_out():
 def test_the_last_line_that_says_something():
     assert bench_peers.last_line("a\n  b  \n\n") == "b"
     assert bench_peers.last_line("") == "ended without a word"
+
+
+def test_our_steps_of_warm_up_do_not_count_as_held():
+    mode = MODES["ours"]({"modules": ["mlp_fc1"]})
+    stats = SimpleNamespace(peak_host_bytes=100)
+    mode.manager = SimpleNamespace(reset=lambda: None, last_step=stats)
+    mode.end_step()
+    assert mode.held_bytes == 100
+    mode.begin_measured()
+    for stats.peak_host_bytes in (60, 70, 50):
+        mode.end_step()
+    assert mode.held_bytes == 70
+
+
+def test_other_modes_steps_of_warm_up_do_not_count_as_held():
+    mode = MODES["trl"]({})
+    mode.count(100)
+    mode.begin_measured()
+    mode.count(70)
+    assert mode.held_bytes == 70
+
+    mode = MODES["save_on_cpu"]({"device": "cpu"})
+
+    def step(num_values):
+        x = torch.ones(num_values, requires_grad=True)
+        with mode.forward_context():
+            y = x.exp().sum()
+        y.backward()
+        mode.end_step()
+
+    step(100)
+    mode.begin_measured()
+    step(70)
+    assert (mode.held_bytes, mode.now_bytes) == (70 * 4, 0)
 
 
 class Gradients:
