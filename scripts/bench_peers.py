@@ -21,7 +21,8 @@ Each mode runs in processes of its own; one that fails or takes too long is a ro
 Peaks and what the host holds are the most of the measured steps; in warm-up nothing is learned yet.
 R is the drop of the peak against ``none`` over the most bytes held on the host. ``--examine`` adds
 a step outside the measured ones to this package's own modes: it is traced (a Chrome trace for each
-mode, stalls by cause in the JSON), and tells what the host held when the device peak came by.
+mode, stalls by cause in the JSON), and tells what lay on the host alone when the device's peak came
+by; R@ is the same drop over those bytes.
 ``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
 """
 

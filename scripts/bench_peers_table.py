@@ -3,6 +3,11 @@
 A record is one mode in one repetition, with one entry per rank. A row is one mode on one rank over
 all repetitions: peaks are the highest, times and ratios the median. Times are of the slowest rank,
 and a ratio is taken against ``none`` of the same repetition.
+
+R is how much of what lies on the host the device's peak gives back, and comes in two kinds. Both
+divide the drop of the peak against ``none``: R by the most bytes that the host held in the measured
+steps, whenever that was; R@, known for an examined mode, by the bytes that lay on the host alone,
+released on the device, when the device's peak came by.
 """
 
 from __future__ import annotations
@@ -72,11 +77,14 @@ def _rank_row(mine, references, rank):
     row = {"rank": entries[0]["rank"]}
     for key in (*PEAKS, "pinned_bytes", "torch_pinned_bytes", "held_bytes"):
         row[key] = _highest(entry.get(key) for entry in entries)
+    row["held_at_peak_bytes"] = _highest(entry.get("held_at_peak_bytes") for entry in entries)
     for key in ("d2h_bytes", "h2d_bytes", *COUNTERS):
         if entries[-1].get(key) is not None:
             row[key] = entries[-1][key]
-    for name, key in (("r_allocated", PEAKS[0]), ("r_reserved", PEAKS[1])):
-        row[name] = returned(_highest(o[key] for o in others), row[key], row["held_bytes"])
+    for name, key in (("allocated", PEAKS[0]), ("reserved", PEAKS[1])):
+        without = _highest(other[key] for other in others)
+        row[f"r_{name}"] = returned(without, row[key], row["held_bytes"])
+        row[f"r_at_peak_{name}"] = returned(without, row[key], row["held_at_peak_bytes"])
     row["gradient_hash"] = entries[-1]["gradient_hashes"][-1]
     row["first_gradient_hash"] = entries[-1]["gradient_hashes"][0]
     pairs = [
@@ -104,9 +112,12 @@ def _highest(values):
     return max(known) if known else None
 
 
+R_KEYS = ("r_allocated", "r_reserved", "r_at_peak_allocated", "r_at_peak_reserved")
+
 HEAD = (
     *("mode", "rank", "ms", "ratio", "alloc", "reserved", "ever", "pinned", "held", "d2h", "h2d"),
-    *("R alloc", "R res", "late", "early", "kept", "refused", "bitwise", "loss", "gradients"),
+    *("R alloc", "R res", "R@ alloc", "R@ res", "late", "early", "kept", "refused"),
+    *("bitwise", "loss", "gradients"),
 )
 
 
@@ -118,8 +129,9 @@ def table(report):
         f"{report['date']}  shape {report['shape']}  {_machine(report)}",
         report["command"],
         "",
-        "Sizes in GiB; peaks after warm-up, 'ever' is reserved from the first step on; R is the "
-        "drop of the peak over the bytes held on the host.",
+        "Sizes in GiB, peaks after warm-up; 'ever' is reserved and 'pinned' page-locked from the "
+        "first step on. R is the drop of the peak against none over the most bytes held on the "
+        "host, R@ over those that lay on the host alone when the device's peak came by.",
         "",
     ]
     for line in [HEAD, *lines]:
@@ -150,7 +162,7 @@ def _cells_of(row):
         "-" if ratio is None else f"{(ratio - 1) * 100:+.2f}%",
         *(_gib(row[key]) for key in (PEAKS[0], PEAKS[1], PEAKS[3])),
         *(_gib(row.get(key)) for key in ("pinned_bytes", "held_bytes", "d2h_bytes", "h2d_bytes")),
-        *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("r_allocated", "r_reserved")),
+        *("-" if row[key] is None else f"{row[key]:.3f}" for key in R_KEYS),
         *(str(row.get(key, "-")) for key in ("late_reloads", "early_returns")),
         *(_gib(row.get(key)) for key in ("kept_bytes", "refused_bytes")),
         {True: "yes", False: "NO", None: "-"}[row["bitwise"]],

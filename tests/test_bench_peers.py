@@ -161,6 +161,20 @@ def test_rows_compare_with_none_of_the_same_repetition():
     assert ours0["bitwise"]
 
 
+def test_r_at_the_peak_divides_by_what_lay_on_the_host_alone_then():
+    examined = entry(0, 105.0, 26 * GIB, 29 * GIB, held=8 * GIB, held_at_peak_bytes=5 * GIB)
+    runs = [record("none", entry(0)), record("ours-all", examined), record("trl", entry(0, held=1))]
+    none, ours, trl = rows(runs)
+    assert (ours["r_allocated"], ours["r_reserved"]) == (0.5, 0.375)
+    assert (ours["r_at_peak_allocated"], ours["r_at_peak_reserved"]) == (0.8, 0.6)
+    assert none["r_at_peak_allocated"] is None
+    assert trl["r_at_peak_reserved"] is None
+    columns = slice(HEAD.index("R alloc"), HEAD.index("R@ res") + 1)
+    lines = {line.split()[0]: line.split() for line in table(report_of(runs)).splitlines() if line}
+    assert lines["ours-all"][columns] == ["0.500", "0.375", "0.800", "0.600"]
+    assert lines["none"][columns] == ["-"] * 4
+
+
 def test_one_differing_step_is_not_bitwise():
     none = record("none", entry(0), entry(1))
     other = record("te", entry(0), entry(1, gradient_hashes=["xx", "bb"]))
