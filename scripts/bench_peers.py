@@ -22,7 +22,8 @@ Peaks and what the host holds are the most of the measured steps; in warm-up not
 R is the drop of the peak against ``none`` over the most bytes held on the host. ``--examine`` adds
 a step outside the measured ones to this package's own modes: it is traced (a Chrome trace for each
 mode, stalls by cause in the JSON), and tells what lay on the host alone when the device's peak came
-by; R@ is the same drop over those bytes.
+by; R@ is the same drop over those bytes. Each mode begins by measuring what the link to the host
+gives all ranks together, and copies of the examined step are held against that.
 ``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
 """
 

@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 
 import torch
+from bench_peers_link import link_shares
 
 
 class Mode:
@@ -20,6 +21,7 @@ class Mode:
 
     def __init__(self, spec):
         self.spec = spec
+        self.link_gbps = None
         self.examination = {}
         self.held_bytes = 0
         self.d2h_bytes = None
@@ -137,6 +139,7 @@ class Ours(Marked):
             "stall_us": summary.stall_us,
             "busy_us": summary.busy_us,
             "gbps": {stream: summary.gbps(stream) for stream in summary.busy_us},
+            "link_share": link_shares(trace.spans, self.link_gbps) if self.link_gbps else None,
         }
 
     def report(self):

@@ -22,6 +22,9 @@ COUNTERS = (
 )
 """What only this package reports."""
 
+LINK = ("link_gbps", "gbps", "link_share")
+"""What the link gave before the model, what an examined step's copies made of it, and the share."""
+
 PEAKS = (
     *("peak_allocated_bytes", "peak_reserved_bytes"),
     *("overall_peak_allocated_bytes", "overall_peak_reserved_bytes"),
@@ -78,7 +81,7 @@ def _rank_row(mine, references, rank):
     for key in (*PEAKS, "pinned_bytes", "torch_pinned_bytes", "held_bytes"):
         row[key] = _highest(entry.get(key) for entry in entries)
     row["held_at_peak_bytes"] = _highest(entry.get("held_at_peak_bytes") for entry in entries)
-    for key in ("d2h_bytes", "h2d_bytes", *COUNTERS):
+    for key in ("d2h_bytes", "h2d_bytes", *COUNTERS, *LINK):
         if entries[-1].get(key) is not None:
             row[key] = entries[-1][key]
     for name, key in (("allocated", PEAKS[0]), ("reserved", PEAKS[1])):
@@ -121,10 +124,15 @@ HEAD = (
 )
 
 
+LINK_HEAD = (
+    *("mode", "rank", "d2h", "h2d", "d2h of both", "h2d of both"),
+    *("copied d2h", "share", "copied h2d", "share"),
+)
+
+
 def table(report):
     """Return the report as text; sizes in GiB."""
-    lines = [_cells_of(row) for row in report["rows"] if "rank" in row]
-    widths = [max(len(line[i]) for line in [HEAD, *lines]) for i in range(len(HEAD))]
+    ran = [row for row in report["rows"] if "rank" in row]
     text = [
         f"{report['date']}  shape {report['shape']}  {_machine(report)}",
         report["command"],
@@ -133,15 +141,29 @@ def table(report):
         "first step on. R is the drop of the peak against none over the most bytes held on the "
         "host, R@ over those that lay on the host alone when the device's peak came by.",
         "",
+        *_aligned([HEAD, *(_cells_of(row) for row in ran)]),
     ]
-    for line in [HEAD, *lines]:
-        cells = [line[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        text.append("  ".join(cells).rstrip())
+    linked = [_link_cells_of(row) for row in ran if row.get("link_gbps")]
+    if linked:
+        text += [
+            "",
+            "The link in GB/s, before the model; the copies of an examined step, and their share "
+            "of what the link would have moved meanwhile.",
+            "",
+            *_aligned([LINK_HEAD, *linked]),
+        ]
     failed = {row["mode"]: row["failures"] for row in report["rows"] if row["failures"]}
     text += [""] if failed else []
     text += [f"{mode}: {failure}" for mode, found in failed.items() for failure in found]
     return "\n".join(text) + "\n"
+
+
+def _aligned(lines):
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [line[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        yield "  ".join(cells).rstrip()
 
 
 def _machine(report):
@@ -173,3 +195,13 @@ def _cells_of(row):
 
 def _gib(num_bytes):
     return "-" if num_bytes is None else f"{num_bytes / GIB:.3f}"
+
+
+def _link_cells_of(row):
+    link, copied, shares = (row.get(key) or {} for key in LINK)
+    numbers = [link[key] for key in ("d2h", "h2d", "both_d2h", "both_h2d")]
+    for stream in ("d2h", "h2d"):
+        numbers += [copied.get(stream), shares.get(stream)]
+    formats = (*["{:.2f}"] * 5, "{:.1%}", "{:.2f}", "{:.1%}")
+    cells = ["-" if n is None else f.format(n) for n, f in zip(numbers, formats, strict=True)]
+    return row["mode"], str(row["rank"]), *cells

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bench_peers_link import measure_link
 from bench_peers_modes import MODES, torch_pinned_bytes
 
 HASH_PIECE = 1 << 22
@@ -197,6 +198,10 @@ def run(spec, rank):
         timeout=timedelta(seconds=spec["timeout_s"]),
         device_id=device if on_gpu else None,
     )
+    dist.barrier()  # no rank's start is part of what follows
+    link_started = time.perf_counter()
+    link_gbps = measure_link() if on_gpu else None
+    link_s = time.perf_counter() - link_started
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -221,6 +226,7 @@ def run(spec, rank):
         torch.manual_seed(spec["seed"] + pp_rank)
         model_parallel_cuda_manual_seed(spec["seed"] + pp_rank, force_reset_rng=True)
         mode = MODES[spec["kind"]](spec)
+        mode.link_gbps = link_gbps
         mode.prepare()
         chunks = build_chunks(spec, mode, device)
         mode.attach(chunks, pp_rank)
@@ -246,6 +252,8 @@ def run(spec, rank):
             "overall_peak_reserved_bytes": first_peaks[1],
             "torch_pinned_bytes": torch_pinned_bytes(),
             "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+            "link_gbps": link_gbps,
+            "link_s": link_s,
             "setup_s": setup_s,
             "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
             "versions": versions(),

@@ -11,9 +11,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import bench_peers
+import bench_peers_link
+from bench_peers_link import gbps_of, link_shares, overlap_us
 from bench_peers_modes import MODES
 from bench_peers_table import COUNTERS, HEAD, is_bitwise, last_loss, returned, rows, table
 from bench_peers_worker import HASH_PIECE, GradientHash
+
+from megatron_offload.backends import cuda
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.config import SimulatedConfig
+from megatron_offload.reporting.trace import Span
 
 GIB = 2**30
 
@@ -289,6 +296,83 @@ def test_other_modes_steps_of_warm_up_do_not_count_as_held():
     mode.begin_measured()
     step(70)
     assert (mode.held_bytes, mode.now_bytes) == (70 * 4, 0)
+
+
+def copy_span(stream, start_us, end_us, gbps):
+    num_bytes = round((end_us - start_us) * gbps * 1e3)
+    return Span(stream, stream, "g", start_us, end_us - start_us, num_bytes)
+
+
+LINK = {"d2h": 50.0, "h2d": 60.0, "both_d2h": 40.0, "both_h2d": 30.0}
+
+
+def test_copies_are_held_against_the_link_of_one_direction_or_of_both():
+    spans = [
+        Span("compute", "forward", "g", 0, 1000),
+        copy_span("d2h", 0, 100, 25),  # alone
+        copy_span("h2d", 400, 500, 60),  # alone
+        copy_span("d2h", 200, 300, 40),  # beside all of the next
+        copy_span("h2d", 200, 300, 15),
+    ]
+    assert link_shares(spans[:2], LINK) == {"d2h": 0.5, "h2d": None}
+    assert link_shares(spans[:3], LINK) == {"d2h": 0.5, "h2d": 1.0}
+    shares = link_shares(spans, LINK)
+    assert shares["d2h"] == pytest.approx((25 + 40) / (50 + 40))
+    assert shares["h2d"] == pytest.approx((60 + 15) / (60 + 30))
+    assert link_shares([], LINK) == {"d2h": None, "h2d": None}
+
+
+def test_a_copy_that_is_partly_beside_others_is_held_against_both():
+    spans = [
+        copy_span("d2h", 0, 100, 30),
+        copy_span("h2d", 30, 50, 1),
+        copy_span("h2d", 90, 200, 1),
+    ]
+    shares = link_shares(spans, LINK)
+    assert shares["d2h"] == pytest.approx(100 * 30 / (70 * 50 + 30 * 40))
+    assert shares["h2d"] == pytest.approx(130 * 1 / (100 * 60 + 30 * 30))
+
+
+def test_copies_at_the_links_speed_have_a_share_of_one():
+    both = [copy_span("d2h", 0, 100, 40), copy_span("h2d", 0, 100, 30)]
+    alone = [copy_span("d2h", 100, 150, 50), copy_span("h2d", 150, 160, 60)]
+    assert link_shares([*alone, *both], LINK) == pytest.approx({"d2h": 1.0, "h2d": 1.0})
+
+
+def test_overlap_of_two_streams():
+    assert overlap_us([(0, 10), (20, 30)], [(5, 25), (28, 40)]) == 5 + 5 + 2
+    assert overlap_us([(0, 10)], [(10, 20)]) == 0
+    assert overlap_us([], [(0, 1)]) == 0
+
+
+def test_the_link_of_both_directions_counts_while_both_copied():
+    assert gbps_of([[0, 1, 2]], 1000) == [1.0]
+    slow, quick = [0, 4, 8, 12, 16], [1, 2, 3, 4, 5]
+    assert gbps_of([slow, quick], 4000) == [1.0, 4.0]
+    assert gbps_of([[0, 8, 16], quick], 8000) == [1.0, 8.0]  # its first copy took longer
+
+
+def test_the_link_is_measured_each_way_alone_and_both_ways_at_once(monkeypatch):
+    device = SimulatedConfig(d2h_gbps=20, h2d_gbps=10, check_hazards=False)
+    monkeypatch.setattr(cuda, "CudaBackend", lambda: SimulatedBackend(device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(bench_peers_link, "BLOCK_BYTES", 4096)
+    found = bench_peers_link.measure_link()
+    # The simulated link is as quick both ways at once as alone.
+    expected = {"d2h": 20, "h2d": 10, "both_d2h": 20, "both_h2d": 10}
+    assert found == pytest.approx(expected)
+
+
+def test_the_table_shows_the_link_where_it_was_measured():
+    link = {"link_gbps": LINK}
+    examined = entry(0, held=GIB, **link, gbps={"d2h": 45.0, "h2d": None})
+    examined["link_share"] = {"d2h": 0.9, "h2d": None}
+    text = table(report_of([record("none", entry(0, **link)), record("ours-all", examined)]))
+    last = [line.split() for line in text.splitlines()[-2:]]
+    assert last[0] == ["none", "0", "50.00", "60.00", "40.00", "30.00", *"----"]
+    assert last[1] == ["ours-all", "0", "50.00", "60.00", "40.00", "30.00", "45.00", "90.0%", *"--"]
+    assert "GB/s" not in table(report_of([record("none", entry(0))]))
 
 
 class Gradients:
