@@ -71,6 +71,16 @@ def test_shape_c_is_what_the_issue_asks_for():
     assert sizes["normalization"] == "RMSNorm"
 
 
+def test_in_shape_d_copies_take_several_times_as_long_as_compute():
+    sizes = parse("--shape", "d").sizes
+    copies_s = 2 * 32 * sizes["hidden"] / 50e9
+    compute_s = 72 * sizes["hidden"] ** 2 / 600e12
+    assert copies_s > 4 * compute_s
+    tokens = sizes["seq"] * sizes["mbs"]
+    assert 32 * sizes["hidden"] * tokens * sizes["layers"] == 16 * GIB
+    assert copies_s * tokens * sizes["layers"] * sizes["microbatches"] < 2
+
+
 def test_flags_replace_sizes():
     options = parse("--shape", "bitwise", "--vpp", "4", "--dtype", "fp32", "--min-elements", "7")
     assert (options.sizes["vpp"], options.sizes["dtype"]) == (4, "fp32")
