@@ -81,7 +81,7 @@ class _Boundaries:
 
     def __init__(self, manager: PipelineOffloadManager, backend: TracingBackend) -> None:
         self._transfers = manager.transfers
-        self._prefetcher = manager.prefetcher
+        self._budget = manager.budget
         self._backend = backend
         # Groups that the program is in, innermost last.
         self._open: list[tuple[str, OffloadGroup]] = []
@@ -98,7 +98,7 @@ class _Boundaries:
         held = self._live_bytes - on_host + self._backend.inflight_bytes
         return {
             HOST_BYTES: on_host,
-            PREFETCHED_BYTES: self._prefetcher.held_bytes,
+            PREFETCHED_BYTES: self._budget.held_bytes,
             LIVE_BYTES: self._live_bytes,
             HELD_BYTES: min(max(held, 0), self._live_bytes),
         }

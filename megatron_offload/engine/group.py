@@ -64,7 +64,7 @@ class OffloadGroup:
         key: position in the step, a hint for prefetch and planning only.
         name: the module's name, such as ``core_attn``; groups of one name are counted together.
         num_bytes: bytes that moving the group copies; set at commit.
-        held_bytes: what it takes of the prefetch budget just now.
+        held_bytes: what it takes of the device budget just now.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
     """
 
@@ -156,7 +156,7 @@ class OffloadGroup:
                     block.aliases.append(record.alias)
                 self._adopt(block)
                 return record
-        block = Block(self, storage_key, tensor._version)
+        block = Block(self, len(self._blocks), storage_key, tensor._version)
         reference = weakref.ref(block)
         chunk.blocks[storage_key] = reference
         self._blocks.append(reference)

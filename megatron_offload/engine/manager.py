@@ -28,6 +28,7 @@ from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend, Stream
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
+from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.prefetch import Prefetcher, keep_resident
@@ -41,9 +42,8 @@ from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfil
 
 __all__ = ["PipelineOffloadManager"]
 
-_AUTO_SHARE = 8
-"""Budgets that are not set are this fraction of what a step could offload at its peak."""
-
+_HOST_SLACK = 32
+"""Pinned memory is kept for a learned step's peak and this fraction more."""
 
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
@@ -123,25 +123,24 @@ class PipelineOffloadManager:
             cap_bytes=config.host_memory_bytes,
         )
         self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
+        self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.transfers = Transfers(
             self.backend,
             self.host_pool,
             self.tensor_pool,
-            max_inflight_bytes=config.max_inflight_bytes or 0,
+            self.budget,
         )
-        self.prefetcher = Prefetcher(self.transfers, budget_bytes=config.prefetch_bytes or 0)
+        self.prefetcher = Prefetcher(self.transfers, self.budget)
         self.policy = ModulesPolicy(fraction=config.fraction)
         self.do_offload = True
         self.last_profile = None
         self.kept = {}
+        self._has_fitted_host = False
         self._hooks: list[saved_tensors_hooks | None] = []
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
         self._committed: list[OffloadGroup] = []
         self._num_chunks = 0
-        self._live_bytes = 0
-        self._peak_live_bytes = 0
-        self._largest_group_bytes = 0
         self._begin_step()
 
     # The step
@@ -285,17 +284,34 @@ class PipelineOffloadManager:
         self._chunk = None
         self._committed = []
         self._num_chunks = 0
-        self._live_bytes = 0
         self._parameter_storages = None
         self.transfers.begin_step(StepStats())
+        self.budget.begin_step()
         self.prefetcher.begin_step(self.last_profile)
 
     def _learn(self) -> None:
+        before = self.last_profile
         self.last_profile = StepProfile(
             groups=tuple(GroupProfile(g.key, g.name, g.num_bytes) for g in self._committed),
             backward_order=tuple(self.prefetcher.backward_order),
+            backward_at_bytes=tuple(self.prefetcher.backward_at_bytes),
         )
+        if before is not None:
+            if not before.has_groups_of(self.last_profile):
+                self._has_fitted_host = False
+                self.transfers.forget_held_elsewhere()
+            elif not self._has_fitted_host:
+                self._has_fitted_host = True
+                self._fit_host_pool()
         self.kept = self.policy.plan(self.last_profile)
+
+    def _fit_host_pool(self) -> None:
+        """Give back, once, what only the first step needed: it had nothing to learn from."""
+        peak_bytes = self.transfers.stats.peak_host_bytes
+        keep_bytes = peak_bytes + peak_bytes // _HOST_SLACK
+        if self.host_pool.stats.slab_bytes_total >= keep_bytes + self.config.host_slab_bytes:
+            self.backend.sync_copies()
+            self.host_pool.shrink(keep_bytes)
 
     # Boundaries
 
@@ -311,10 +327,10 @@ class PipelineOffloadManager:
             self._delayed.append((group, tuple(forced_released_tensors)))
             return
         transfers, prefetcher = self.transfers, self.prefetcher
-        group.num_bytes = sum(block.num_bytes for block in group.blocks() if block.d2h is None)
+        group.num_bytes = transfers.movable_bytes(group)
         self._committed.append(group)
         group.chunk.committed.append(group)
-        self._size_budgets(group.num_bytes)
+        self.budget.add_saved(group.num_bytes, is_learned=self.last_profile is not None)
         if group.num_bytes == 0:
             group.advance(GroupState.RESIDENT)
         elif self.policy.keeps_everything() or group.key in self.kept:
@@ -331,18 +347,6 @@ class PipelineOffloadManager:
         transfers.stats.of(group.name).num_groups += 1
         transfers.pass_boundary(group.num_bytes)
         prefetcher.advance()
-
-    def _size_budgets(self, num_bytes: int) -> None:
-        """Follow the step's sizes with the budgets that were left to the package."""
-        self._live_bytes += num_bytes
-        self._peak_live_bytes = max(self._peak_live_bytes, self._live_bytes)
-        self._largest_group_bytes = max(self._largest_group_bytes, num_bytes)
-        seen_bytes = self._peak_live_bytes if self.last_profile is not None else 0
-        budget_bytes = max(self._largest_group_bytes, seen_bytes // _AUTO_SHARE)
-        if self.config.max_inflight_bytes is None:
-            self.transfers.max_inflight_bytes = budget_bytes
-        if self.config.prefetch_bytes is None:
-            self.prefetcher.budget_bytes = budget_bytes
 
     def _keep(self, group: OffloadGroup) -> None:
         self.transfers.stats.of(group.name).kept_bytes += group.num_bytes
@@ -375,6 +379,7 @@ class PipelineOffloadManager:
         elif group.state is GroupState.OFFLOADING:
             transfers.stats.num_early_returns += 1
             keep_resident(group)
+        transfers.learn_owners(group)
         prefetcher.advance()
 
     def leave_backward(self, group: OffloadGroup) -> None:
@@ -384,7 +389,7 @@ class PipelineOffloadManager:
             group.advance(GroupState.DONE)
             if self.prefetcher.knows(group):
                 self.prefetcher.leave_backward(group)
-                self._live_bytes -= group.num_bytes
+                self.budget.drop_saved(group.num_bytes)
             self.transfers.pass_boundary(group.num_bytes)
         self.prefetcher.advance()
 
@@ -491,5 +496,6 @@ class PipelineOffloadManager:
         return {
             "groups in flight": self.transfers.num_inflight,
             "host bytes": self.transfers.host_bytes,
-            "prefetched bytes": self.prefetcher.held_bytes,
+            "bytes in flight": self.budget.inflight_bytes,
+            "prefetched bytes": self.budget.held_bytes,
         }

@@ -1,11 +1,11 @@
 """Which group comes back next, and how far ahead.
 
-Owns the predicted order of group backwards and the budget of bytes that are reloaded and not yet
-consumed. Must not know streams or tensors: it looks at groups' states and asks `Transfers` to move.
+Owns the predicted order of group backwards, and the bytes that each group holds of the budget. Must
+not know streams or tensors: it looks at groups' states and asks `Transfers` to move.
 
 Order is only a hint. A wrong prediction costs a late reload or an idle byte, never correctness.
 
-Invariant: ``held_bytes`` is the sum over groups of what each holds of the budget.
+Invariant: the budget's ``held_bytes`` are the sum over groups of what each holds.
 Read next: `megatron_offload.engine.manager`.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.planning.profile import GroupKey, StepProfile
@@ -23,22 +24,27 @@ __all__ = ["Prefetcher"]
 class Prefetcher:
     """Reloads groups along the order in which the last such step needed them.
 
+    Nothing comes back before it is *near*: within so many bytes of passed groups, forward and
+    backward, of its use. What comes back earlier only takes room that copies to the host could use.
+
     Args:
         transfers: what really copies.
-        budget_bytes: most bytes reloaded and not yet consumed; one group is always allowed.
+        budget: how much may be held, and how much lies in between when a group is near.
     """
 
-    def __init__(self, transfers: Transfers, *, budget_bytes: int) -> None:
+    def __init__(self, transfers: Transfers, budget: DeviceBudget) -> None:
         self.transfers = transfers
-        self.budget_bytes = budget_bytes
-        self.held_bytes = 0
+        self.budget = budget
         self.backward_order: list[GroupKey] = []
         """The order seen in this step so far."""
+        self.backward_at_bytes: list[int] = []
+        """By the step's clock; see `StepProfile`."""
         self._groups: dict[GroupKey, OffloadGroup] = {}
         self._learned: tuple[GroupKey, ...] = ()
         self._order: Sequence[GroupKey] = ()
         self._position: dict[GroupKey, int] = {}
         self._bytes_before: list[int] = []
+        self._needed_at_bytes: dict[GroupKey, int] = {}
         self._next = 0
         self._holders: list[OffloadGroup] = []
 
@@ -46,14 +52,16 @@ class Prefetcher:
         """Forget the last step and predict along ``profile``, if there is one."""
         self._groups.clear()
         self._holders.clear()
-        self.held_bytes = 0
         self.backward_order = []
+        self.backward_at_bytes = []
         self._follow(profile.backward_order if profile is not None else ())
         self._learned = tuple(self._order)
         num_bytes = {g.key: g.num_bytes for g in profile.groups} if profile is not None else {}
         self._bytes_before = [0]
         for key in self._order:
             self._bytes_before.append(self._bytes_before[-1] + num_bytes.get(key, 0))
+        at_bytes = profile.backward_at_bytes if profile is not None else ()
+        self._needed_at_bytes = dict(zip(self._order, at_bytes, strict=False))
 
     def register(self, group: OffloadGroup) -> None:
         """Take note of a group whose forward has begun."""
@@ -68,22 +76,22 @@ class Prefetcher:
         return self._groups.values()
 
     def is_needed_soon(self, group: OffloadGroup) -> bool:
-        """Whether the group would be reloaded at once if it were offloaded now.
+        """Whether the group would have to come back at once if it were offloaded now.
 
-        True where everything that backward needs from here up to and with this group fits into the
-        budget.
+        True where it is near, and it and all that backward needs before it fit into the budget.
         """
-        if self._order is not self._learned:
+        if not self._follows_learned():
             return False
         position = self._position.get(group.key)
         if position is None or position < self._next:
             return position is not None
-        ahead = self._bytes_before[position] - self._bytes_before[self._next]
-        return self.held_bytes + ahead + group.num_bytes <= self.budget_bytes
+        ahead_bytes = self._bytes_before[position] - self._bytes_before[self._next]
+        return self._is_near(group.key) and self.budget.may_stay(ahead_bytes + group.num_bytes)
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached the end of ``group``: its data is needed from here on."""
         self.backward_order.append(group.key)
+        self.backward_at_bytes.append(self.transfers.step_bytes)
         if group.key not in self._position:
             self._follow([other.key for other in reversed(group.chunk.committed)])
         position = self._position.get(group.key)
@@ -92,35 +100,52 @@ class Prefetcher:
 
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left ``group``: its bytes no longer count."""
-        self.held_bytes -= group.held_bytes
+        self.budget.held_bytes -= group.held_bytes
         group.held_bytes = 0
 
     def advance(self) -> None:
-        """Reload along the order while the budget lasts."""
+        """Bring back along the order what is near, while the budget lasts."""
         order = self._order
         while self._next < len(order):
             group = self._groups.get(order[self._next])
             if group is None or group.state is GroupState.RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
             if group.state in (GroupState.ON_HOST, GroupState.OFFLOADING):
+                if self._follows_learned() and not self._is_near(group.key):
+                    return
                 if not self._may_hold(group):
                     return
-                self.hold(group)
-                if group.state is GroupState.ON_HOST:
-                    self.transfers.reload(group)
-                else:
+                if group.state is GroupState.OFFLOADING:
                     keep_resident(group)
+                    self.hold(group)
+                else:
+                    self.hold(group)
+                    self.transfers.release_over_budget()
+                    self.transfers.reload(group)
             self._next += 1
 
     def hold(self, group: OffloadGroup) -> None:
         """Count a group's bytes against the budget until backward has left it."""
         if group.held_bytes == 0:
             group.held_bytes = group.num_bytes
-            self.held_bytes += group.num_bytes
+            self.budget.held_bytes += group.num_bytes
             self._holders.append(group)
 
+    def _follows_learned(self) -> bool:
+        """Whether this step has gone the way of the last so far."""
+        return self._order is self._learned
+
+    def _is_near(self, key: GroupKey) -> bool:
+        needed_at_bytes = self._needed_at_bytes.get(key)
+        if needed_at_bytes is None:
+            return True
+        return needed_at_bytes - self.transfers.step_bytes <= self.budget.total_bytes
+
     def _may_hold(self, group: OffloadGroup) -> bool:
-        if self.held_bytes == 0 or self.held_bytes + group.num_bytes <= self.budget_bytes:
+        budget = self.budget
+        # What is still there takes no more room by staying.
+        may = budget.may_prefetch if group.state is GroupState.ON_HOST else budget.may_stay
+        if may(group.num_bytes):
             return True
         # Groups that no one needs any more must not block the budget: dropped graphs, and groups
         # whose start has no backward of its own.
@@ -128,7 +153,7 @@ class Prefetcher:
             if holder.held_bytes and next(holder.blocks(), None) is None:
                 self.leave_backward(holder)
         self._holders = [holder for holder in self._holders if holder.held_bytes]
-        return self.held_bytes == 0 or self.held_bytes + group.num_bytes <= self.budget_bytes
+        return may(group.num_bytes)
 
     def _follow(self, order: Sequence[GroupKey]) -> None:
         self._order = tuple(order)

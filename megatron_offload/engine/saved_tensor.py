@@ -11,7 +11,8 @@ so memory on host and device goes with the last record, whatever became of the b
     in-flight window -> aliases of the source, until the compute stream has waited for the copy
 
 Invariants: a block is *released* (its source dropped) only after its copy was issued; a released
-block has a host region or a reload target. Read next: `megatron_offload.engine.transfers`.
+block has a host region, a reload target, or a source that something else keeps alive.
+Read next: `megatron_offload.engine.transfers`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.errors import InPlaceModificationError
 
 if TYPE_CHECKING:
     from megatron_offload.engine.group import OffloadGroup
-    from megatron_offload.engine.transfers import Transfers
+    from megatron_offload.engine.transfers import Transfers, _Source
     from megatron_offload.memory.host_pool import HostRegion
+    from megatron_offload.planning.profile import GroupKey
 
 __all__ = ["Block", "Reload", "SavedTensor"]
 
@@ -51,11 +54,14 @@ class Block:
 
     Attributes:
         group: the group that saved it first and moves it.
+        index: its place among the blocks of that group.
         low, high: the region's byte range within the storage; grows until the copy is issued.
         aliases: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
         address: where the storage lay when the copy was issued.
         region: flat uint8 view of the source, from issue to release.
+        source: its entry in the in-flight window.
+        storage_ref: the storage, where something else still held it at the release.
         version: version counter of the source when it was first saved.
         d2h: the event behind the copy to the host, once issued.
         reload: the bulk reload that brings or brought it back.
@@ -71,18 +77,21 @@ class Block:
         "group",
         "high",
         "host",
+        "index",
         "low",
         "region",
         "released",
         "reload",
+        "source",
         "storage_key",
         "storage_ref",
         "target",
         "version",
     )
 
-    def __init__(self, group: OffloadGroup, storage_key: int, version: int) -> None:
+    def __init__(self, group: OffloadGroup, index: int, storage_key: int, version: int) -> None:
         self.group = group
+        self.index = index
         self.storage_key = storage_key
         self.version = version
         self.address = 0
@@ -94,7 +103,8 @@ class Block:
         self.target: torch.Tensor | None = None
         self.d2h: Event | None = None
         self.reload: Reload | None = None
-        self.storage_ref: object | None = None
+        self.source: _Source | None = None
+        self.storage_ref: StorageWeakRef | None = None
         self.cancelled = False
         self.released = False
         self.forced_release = False
@@ -103,6 +113,21 @@ class Block:
     def num_bytes(self) -> int:
         """Size of the region."""
         return self.high - self.low
+
+    @property
+    def identity(self) -> tuple[GroupKey, int]:
+        """What it is called in every step of the same program."""
+        return self.group.key, self.index
+
+    def live_source(self) -> torch.Tensor | None:
+        """Return the flat bytes of a released source that is whole and where it was, if it is."""
+        if self.storage_ref is None:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage_ref.cdata)
+        if storage is None or storage.data_ptr() != self.address or storage.nbytes() < self.high:
+            return None
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return view.set_(storage, self.low, (self.num_bytes,), (1,))
 
     def covers(self, low: int, high: int) -> bool:
         """Whether the byte range lies inside the region."""

@@ -7,7 +7,8 @@ Release without ``record_stream``: a source is held until a known later point of
 the compute stream waits for its copy and the last reference is dropped. The caching allocator can
 hand the memory on at once, in stream order, and does so the same way in every run.
 
-Invariant: the window is released in the order of issue, so one wait covers all before it.
+Invariants: the window is released in the order of issue, so one wait covers all before it. What
+something else keeps on the device is neither reloaded nor, from the next step on, copied at all.
 Read next: `megatron_offload.backends.base` for the contract, `megatron_offload.engine.prefetch`
 for who reloads when.
 """
@@ -16,36 +17,47 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends.base import Backend, Event, Wait
+from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.saved_tensor import Block, BlockRef, Reload
 from megatron_offload.engine.stats import StepStats, TensorObserver
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
+from megatron_offload.planning.profile import GroupKey
 
 __all__ = ["Transfers"]
+
+
+class _Source:
+    """The device memory of a block whose copy to the host is issued."""
+
+    __slots__ = ("aliases", "block", "num_bytes", "storage_key")
+
+    def __init__(self, block: Block) -> None:
+        self.block: BlockRef = weakref.ref(block)
+        # Holding the aliases keeps the memory even where the graph is dropped before its copy ends.
+        self.aliases = block.aliases
+        self.storage_key = block.storage_key
+        self.num_bytes = block.num_bytes
 
 
 class _InFlight:
     """A group whose copy to the host is issued and whose device memory is still held."""
 
-    __slots__ = ("d2h", "due_bytes", "group", "num_bytes", "sources")
+    __slots__ = ("d2h", "due_bytes", "group", "sources")
 
-    def __init__(self, group: OffloadGroup, d2h: Event, due_bytes: int, blocks: Sequence[Block]):
+    def __init__(self, group: OffloadGroup, d2h: Event, due_bytes: int, sources: list[_Source]):
         self.group = group
         self.d2h = d2h
         self.due_bytes = due_bytes
-        self.num_bytes = sum(block.num_bytes for block in blocks)
-        # Holding the aliases keeps the memory even where the graph is dropped before its copy ends.
-        self.sources: list[tuple[BlockRef, list[torch.Tensor], int]] = [
-            (weakref.ref(block), block.aliases, block.storage_key) for block in blocks
-        ]
+        self.sources = sources
 
 
 class Transfers:
@@ -55,7 +67,7 @@ class Transfers:
         backend: streams, events and copies.
         host_pool: where offloaded bytes live.
         tensor_pool: where reloaded bytes live.
-        max_inflight_bytes: how many bytes of later boundaries pass before a release.
+        budget: how much device memory copies in flight may hold.
     """
 
     def __init__(
@@ -63,24 +75,38 @@ class Transfers:
         backend: Backend,
         host_pool: HostPool,
         tensor_pool: TensorPool,
-        *,
-        max_inflight_bytes: int,
+        budget: DeviceBudget,
     ) -> None:
         self.backend = backend
         self.host_pool = host_pool
         self.tensor_pool = tensor_pool
-        self.max_inflight_bytes = max_inflight_bytes
+        self.budget = budget
         self.stats = StepStats()
         self.observer: TensorObserver | None = None
         self._window: deque[_InFlight] = deque()
         self._copies_in_flight: Counter[int] = Counter()
         """By storage: different parts of one may be saved, and copied, by different groups."""
         self._passed_bytes = 0
+        self._step_began_at_bytes = 0
+        self._held_elsewhere: set[tuple[GroupKey, int]] = set()
+        """Blocks, by group and place in it, that something else keeps on the device anyway."""
         self._host_bytes: Counter[str] = Counter()
         self._host_bytes_total = 0
         self._empty: torch.Tensor | None = None
 
     # Device to host
+
+    def movable_bytes(self, group: OffloadGroup) -> int:
+        """Return what moving a group would copy; count what something else keeps anyway."""
+        num_bytes = 0
+        for block in group.blocks():
+            if block.d2h is not None:
+                continue
+            if block.identity in self._held_elsewhere:
+                self.stats.held_elsewhere_bytes += block.num_bytes
+            else:
+                num_bytes += block.num_bytes
+        return num_bytes
 
     def offload(self, group: OffloadGroup) -> None:
         """Issue the copies of a group's blocks that no one has moved yet.
@@ -94,7 +120,7 @@ class Transfers:
         pairs = []
         reused: dict[int, Event] = {}
         for block in group.blocks():
-            if block.d2h is not None:
+            if block.d2h is not None or block.identity in self._held_elsewhere:
                 continue
             host = self.host_pool.allocate(block.num_bytes)
             if host is None:
@@ -120,21 +146,31 @@ class Transfers:
             backend.wait(d2h_stream, event, Wait.W5)
         backend.copy(pairs, d2h_stream, label)
         d2h = backend.record(d2h_stream)
+        sources = []
         num_bytes = 0
         for block in issued:
             block.d2h = d2h
+            block.source = _Source(block)
+            sources.append(block.source)
             num_bytes += block.num_bytes
             self._copies_in_flight[block.storage_key] += 1
         self.stats.of(group.name).offloaded_bytes += num_bytes
         self._count_host(group.name, num_bytes)
-        due_bytes = self._passed_bytes + self.max_inflight_bytes
-        self._window.append(_InFlight(group, d2h, due_bytes, issued))
+        self.budget.inflight_bytes += num_bytes
+        due_bytes = self._passed_bytes + self.budget.total_bytes
+        self._window.append(_InFlight(group, d2h, due_bytes, sources))
         group.advance(GroupState.OFFLOADING)
 
     def pass_boundary(self, num_bytes: int) -> None:
         """Note that the program has gone by a group of this size; release what is due."""
         self._passed_bytes += num_bytes
         while self._window and self._window[0].due_bytes < self._passed_bytes:
+            self._release(self._window.popleft())
+        self.release_over_budget()
+
+    def release_over_budget(self) -> None:
+        """Release from the oldest on until the budget is kept."""
+        while self._window and self.budget.is_exceeded():
             self._release(self._window.popleft())
 
     def limit_inflight(self, name: str, num_groups: int) -> None:
@@ -154,18 +190,20 @@ class Transfers:
         backend = self.backend
         backend.wait(backend.compute_stream(), entry.d2h, Wait.W2)
         group = entry.group
-        for reference, aliases, storage_key in entry.sources:
-            self._copies_in_flight[storage_key] -= 1
-            is_last = self._copies_in_flight[storage_key] == 0
+        for source in entry.sources:
+            key = source.storage_key
+            self._copies_in_flight[key] -= 1
+            is_last = self._copies_in_flight[key] == 0
             if is_last:
-                del self._copies_in_flight[storage_key]
-            block = reference()
+                del self._copies_in_flight[key]
+            block = source.block()
             if block is None:
-                self._free_source(aliases, group, is_last=is_last)
+                self._free_source(source.aliases, group, is_last=is_last)
             elif block.cancelled:
                 block.region = None
             else:
                 self._release_block(block, is_last=is_last)
+            self._count_landed(source)
         if group.state is GroupState.OFFLOADING:
             group.advance(GroupState.ON_HOST)
 
@@ -187,7 +225,6 @@ class Transfers:
             if chunk.find_block(block.storage_key) is block:
                 del chunk.blocks[block.storage_key]
         else:
-            self.stats.held_elsewhere_bytes += block.num_bytes
             block.storage_ref = StorageWeakRef(storage)
 
     def _free_source(
@@ -212,6 +249,13 @@ class Transfers:
         """
         block.cancelled = True
         self._free_host(block, None)
+        if block.source is not None:
+            self._count_landed(block.source)
+
+    def _count_landed(self, source: _Source) -> None:
+        """Count a source as in flight no longer; a second time changes nothing."""
+        self.budget.inflight_bytes -= source.num_bytes
+        source.num_bytes = 0
 
     # Host to device
 
@@ -228,7 +272,7 @@ class Transfers:
         ready: dict[int, Event] = {}
         fresh = False
         for block in blocks:
-            if block.host is None or not block.released:
+            if block.host is None or not block.released or self._revive(block):
                 continue
             block.target, last_use = self.tensor_pool.allocate(block.num_bytes)
             if last_use is None:
@@ -258,6 +302,42 @@ class Transfers:
             num_bytes += block.num_bytes
             self._free_host(block, reload.event)
         self.stats.of(group.name).reloaded_bytes += num_bytes
+
+    def _revive(self, block: Block) -> bool:
+        """Take a block's bytes from its source where something else has kept that alive.
+
+        They are the bytes that autograd alone would have used, whoever may have written to them
+        since.
+        """
+        source = block.live_source()
+        if source is None:
+            return False
+        block.target = source
+        self._free_host(block, None)
+        self.stats.held_elsewhere_bytes += block.num_bytes
+        return True
+
+    def learn_owners(self, group: OffloadGroup) -> None:
+        """See, now that backward is here, which blocks something else has kept on the device.
+
+        There is nothing to gain from moving those in the next step. One that stayed for that reason
+        and has no other owner any more moves again.
+        """
+        for block in group.blocks():
+            stayed = block.d2h is None and block.identity in self._held_elsewhere
+            revived = block.target is not None and block.reload is None
+            if not (stayed or revived):
+                continue
+            own = block.aliases if block.target is None else [block.target]
+            # One more is the Python handle of this line.
+            if _num_owners(own[0].untyped_storage()) > len(own) + 1:
+                self._held_elsewhere.add(block.identity)
+            else:
+                self._held_elsewhere.discard(block.identity)
+
+    def forget_held_elsewhere(self) -> None:
+        """Learn anew which blocks something else keeps alive."""
+        self._held_elsewhere.clear()
 
     def wait_reloads(self, groups: Iterable[OffloadGroup]) -> None:
         """Make the compute stream wait for the reloads of these groups that are under way."""
@@ -294,11 +374,12 @@ class Transfers:
         return block.target
 
     def _wait_reloaded(self, block: Block) -> None:
-        assert block.reload is not None
-        compute_stream = self.backend.compute_stream()
-        if compute_stream not in block.reload.waited_streams:
-            self.backend.wait(compute_stream, block.reload.event, Wait.W4)
-            block.reload.waited_streams.append(compute_stream)
+        reload = block.reload
+        if reload is not None:  # else it never left the device
+            compute_stream = self.backend.compute_stream()
+            if compute_stream not in reload.waited_streams:
+                self.backend.wait(compute_stream, reload.event, Wait.W4)
+                reload.waited_streams.append(compute_stream)
         if block.group.state is GroupState.RELOADING:
             block.group.advance(GroupState.RELOADED)
 
@@ -312,6 +393,8 @@ class Transfers:
             # Also where nobody read it: the copy must not write into memory that was handed on.
             self._wait_reloaded(block)
             target, block.target = block.target, None
+            if block.reload is None:
+                return
             if self.backend.observes:
                 sole_owner = _num_owners(target.untyped_storage()) == 2  # target and the handle
                 self.backend.note_freed(target, block.group.label, sole_owner=sole_owner)
@@ -331,6 +414,7 @@ class Transfers:
     def begin_step(self, stats: StepStats) -> None:
         """Count into ``stats`` from here on; what is still on the host stays counted."""
         self.stats = stats
+        self._step_began_at_bytes = self._passed_bytes
         stats.peak_host_bytes = self._host_bytes_total
         stats.peak_host_bytes_by_name = dict(self._host_bytes)
 
@@ -345,9 +429,9 @@ class Transfers:
         return len(self._window)
 
     @property
-    def inflight_bytes(self) -> int:
-        """Bytes of these groups that are copied, or being copied, to the host."""
-        return sum(entry.num_bytes for entry in self._window)
+    def step_bytes(self) -> int:
+        """Bytes of all groups that this step has passed; its clock."""
+        return self._passed_bytes - self._step_began_at_bytes
 
     def _label(self, group: OffloadGroup) -> str:
         """Name a group for its copies; in full only where someone reads it."""

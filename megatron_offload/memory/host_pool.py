@@ -214,10 +214,13 @@ class HostPool:
         self._may_coalesce = True
         self._keep(piece)
 
-    def shrink(self) -> int:
-        """Give back every slab that is wholly free and whose last H2D copies are done.
+    def shrink(self, keep_bytes: int = 0) -> int:
+        """Give back slabs that are wholly free and whose last H2D copies are done.
 
         Also forgets pinning failures, so that the next request tries again.
+
+        Args:
+            keep_bytes: stop before fewer than these would be left pinned.
 
         Returns:
             The number of bytes given back.
@@ -227,7 +230,11 @@ class HostPool:
         given_back_bytes = 0
         for slab in self._slabs:
             piece = slab.first
-            if piece.is_free and piece.next is None and self._is_over(piece.event):
+            is_surplus = (
+                self.stats.slab_bytes_total - given_back_bytes - slab.num_bytes >= keep_bytes
+            )
+            is_free = piece.is_free and piece.next is None
+            if is_surplus and is_free and self._is_over(piece.event):
                 given_back_bytes += slab.num_bytes
             else:
                 kept.append(slab)

@@ -30,7 +30,11 @@ SETTINGS = {
     Wait.W3: {"retained_device_bytes": 256 * KIB},
     # The pool lends what has been free longest, so only where it is short of memory does it lend
     # what a reload is still reading.
-    Wait.W5: {"host_memory_bytes": 48 * KIB, "host_slab_bytes": 4 * KIB},
+    Wait.W5: {
+        "host_memory_bytes": 40 * KIB,
+        "host_slab_bytes": 4 * KIB,
+        "prefetch_bytes": 16 * KIB,
+    },
 }
 
 

@@ -63,7 +63,10 @@ def test_reloaded_and_not_consumed_stays_within_the_budget(budget_bytes, monkeyp
 
 
 def test_what_fits_into_the_budget_at_the_turning_point_is_not_copied_for_nothing():
-    model, manager = make_model(), make_manager(prefetch_bytes=24 * KIB, max_inflight_bytes=1 << 30)
+    model, manager = (
+        make_model(),
+        make_manager(prefetch_bytes=16 * KIB, max_inflight_bytes=24 * KIB),
+    )
     order = [("F", 0), ("B", 0)]
     run_step(model, manager, order)
     assert manager.last_step.num_early_returns > 0

@@ -1,0 +1,86 @@
+"""How many bytes of saved tensors may lie on the device between a group's commit and its backward.
+
+Owns two limits and what counts against them: bytes *in flight* (copied or being copied to the
+host, memory still held) and bytes *held* for a backward that is near (reloaded, or never sent
+away). Must not know groups' states, streams or tensors.
+
+The two share one total. What the held bytes leave of it, bytes in flight may take: while a pipeline
+fills nothing has to come back yet, and the copies to the host need the room.
+"""
+
+from __future__ import annotations
+
+__all__ = ["DeviceBudget"]
+
+_AUTO_SHARE = 8
+"""A limit that is not set is this fraction of what a step could offload at its peak."""
+
+
+class DeviceBudget:
+    """Limits and counts, in bytes.
+
+    Args:
+        max_inflight_bytes: most bytes in flight beside a full prefetch; None follows the step.
+        prefetch_bytes: most bytes that are reloaded ahead; None follows the step.
+
+    Attributes:
+        max_inflight_bytes, prefetch_bytes: the limits in force now.
+        inflight_bytes: what is in flight.
+        held_bytes: what is held for a backward that is near.
+    """
+
+    def __init__(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
+        self._follows_inflight = max_inflight_bytes is None
+        self._follows_prefetch = prefetch_bytes is None
+        self.max_inflight_bytes = max_inflight_bytes or 0
+        self.prefetch_bytes = prefetch_bytes or 0
+        self.inflight_bytes = 0
+        self.held_bytes = 0
+        self._saved_bytes = 0
+        self._peak_saved_bytes = 0
+        self._largest_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Both limits together."""
+        return self.max_inflight_bytes + self.prefetch_bytes
+
+    def is_exceeded(self) -> bool:
+        """Whether something in flight has to be released."""
+        return self.inflight_bytes + self.held_bytes > self.total_bytes
+
+    def may_prefetch(self, num_bytes: int) -> bool:
+        """Whether a group of this size may be reloaded now; one is always allowed."""
+        return self.held_bytes == 0 or self.held_bytes + num_bytes <= self.prefetch_bytes
+
+    def may_stay(self, num_bytes: int) -> bool:
+        """Whether a group of this size, still on the device, may wait there for its backward."""
+        return self.held_bytes + num_bytes <= self.total_bytes
+
+    # What the step could offload
+
+    def begin_step(self) -> None:
+        """Count what a step saves from zero."""
+        self.held_bytes = 0
+        self._saved_bytes = 0
+
+    def add_saved(self, num_bytes: int, *, is_learned: bool) -> None:
+        """Note a group that was committed, and follow with the limits that were not set.
+
+        Args:
+            num_bytes: what moving it would copy.
+            is_learned: a step was seen to its end, so that the peak so far is a step's.
+        """
+        self._saved_bytes += num_bytes
+        self._peak_saved_bytes = max(self._peak_saved_bytes, self._saved_bytes)
+        self._largest_bytes = max(self._largest_bytes, num_bytes)
+        seen_bytes = self._peak_saved_bytes if is_learned else 0
+        limit_bytes = max(self._largest_bytes, seen_bytes // _AUTO_SHARE)
+        if self._follows_inflight:
+            self.max_inflight_bytes = limit_bytes
+        if self._follows_prefetch:
+            self.prefetch_bytes = limit_bytes
+
+    def drop_saved(self, num_bytes: int) -> None:
+        """Note that backward has left a group."""
+        self._saved_bytes -= num_bytes

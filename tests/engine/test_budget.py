@@ -1,0 +1,88 @@
+"""How the device budget is shared by what leaves and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+from programs import KIB, assert_same, make_manager, make_model, one_forward_one_backward, run_step
+
+from megatron_offload.engine.budget import DeviceBudget
+
+ORDER = one_forward_one_backward(8, depth=6)
+
+
+def watch(manager, monkeypatch):
+    """Return a list that gets the budget's two counts at every boundary."""
+    counts = []
+    passed = manager.transfers.pass_boundary
+
+    def pass_boundary(num_bytes):
+        passed(num_bytes)
+        counts.append((manager.budget.inflight_bytes, manager.budget.held_bytes))
+
+    monkeypatch.setattr(manager.transfers, "pass_boundary", pass_boundary)
+    return counts
+
+
+def test_limits_that_are_not_set_follow_the_step():
+    budget = DeviceBudget(None, None)
+    budget.add_saved(100, is_learned=False)
+    budget.add_saved(700, is_learned=False)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 700)
+    for _ in range(19):
+        budget.add_saved(800, is_learned=True)
+    assert budget.max_inflight_bytes == budget.prefetch_bytes == 16000 // 8
+    budget.begin_step()
+    budget.add_saved(1, is_learned=True)
+    assert budget.total_bytes == 4000, "the peak of a step holds for those after it"
+
+
+def test_limits_that_are_set_stay():
+    budget = DeviceBudget(0, 5)
+    budget.add_saved(700, is_learned=True)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes, budget.total_bytes) == (0, 5, 5)
+
+
+def test_one_group_may_always_come_back():
+    budget = DeviceBudget(0, 0)
+    assert budget.may_prefetch(1)
+    assert not budget.may_stay(1)
+    budget.held_bytes = 1
+    assert not budget.may_prefetch(1)
+
+
+@pytest.mark.parametrize("inflight_bytes", [8 * KIB, 24 * KIB])
+def test_both_kinds_stay_within_the_total(inflight_bytes, monkeypatch):
+    model = make_model()
+    expected = run_step(model, None, ORDER)
+    manager = make_manager(max_inflight_bytes=inflight_bytes, prefetch_bytes=16 * KIB)
+    counts = watch(manager, monkeypatch)
+    for _ in range(3):
+        assert_same(expected, run_step(model, manager, ORDER))
+    assert max(inflight + held for inflight, held in counts) <= inflight_bytes + 16 * KIB
+
+
+def test_while_the_pipeline_fills_copies_take_the_room_that_nothing_needs_yet(monkeypatch):
+    model = make_model()
+    manager = make_manager(max_inflight_bytes=8 * KIB, prefetch_bytes=16 * KIB)
+    for _ in range(2):
+        run_step(model, manager, ORDER)
+    counts = watch(manager, monkeypatch)
+    run_step(model, manager, ORDER)
+    num_groups = len(manager.last_profile.groups) // 8
+    filling = counts[: 4 * num_groups]  # the first four of six forwards
+    assert not any(held for _, held in filling), "nothing of it is needed soon"
+    assert max(inflight for inflight, _ in filling) > 8 * KIB
+    assert max(held for _, held in counts) > 8 * KIB, "later it comes back ahead of its use"
+
+
+def test_what_is_needed_at_once_is_not_sent_away():
+    model = make_model()
+    manager = make_manager(max_inflight_bytes=40 * KIB, prefetch_bytes=40 * KIB)
+    order = [("F", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 2), ("B", 0)]
+    for _ in range(2):
+        run_step(model, manager, order)
+    num_bytes = {group.key: group.num_bytes for group in manager.last_profile.groups}
+    of_chunk = [sum(n for key, n in num_bytes.items() if key.chunk == c) for c in range(3)]
+    assert 2 * of_chunk[1] <= 80 * KIB, "forward and backward of a chunk are within the total"
+    assert manager.last_step.offloaded_bytes == of_chunk[0]
+    assert manager.last_step.num_early_returns == manager.last_step.num_late_reloads == 0

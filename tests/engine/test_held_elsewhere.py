@@ -1,0 +1,135 @@
+"""What something else keeps on the device isn't brought back, nor copied in the next step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import KIB, TIMINGS, assert_nothing_left, make_manager
+from test_aliasing import offload
+
+from megatron_offload.errors import InPlaceModificationError
+
+
+def step(manager, *, holder=None, change=None):
+    """Save one tensor; something else may hold it until after backward, as schedules do."""
+    seen = []
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, generator=generator)
+    expected = x.clone()
+    manager.begin_chunk()
+    loss = offload(manager, [x], seen)
+    if holder is not None:
+        holder.append(x)
+    del x
+    loss = loss + offload(manager, [torch.randn(1024)], [], "filler")
+    if change is not None:
+        change(holder)
+    loss.sum().backward()
+    del loss
+    assert torch.equal(seen[0][0], expected)
+    seen.clear()
+    if holder is not None:
+        holder.clear()
+    manager.reset()
+    assert_nothing_left(manager)
+    return manager.last_step.by_name["group"]
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_it_is_copied_once_to_find_out_and_then_no_more(timing):
+    manager = make_manager(timing)
+    first = step(manager, holder=[])
+    assert (first.offloaded_bytes, first.reloaded_bytes) == (4 * KIB, 0)
+    for _ in range(2):
+        later = step(manager, holder=[])
+        assert (later.offloaded_bytes, later.reloaded_bytes) == (0, 0)
+        assert manager.last_step.held_elsewhere_bytes >= 4 * KIB
+
+
+def test_it_moves_again_when_no_one_else_keeps_it_any_more():
+    manager = make_manager()
+    for _ in range(2):
+        step(manager, holder=[])
+    step(manager)  # stays once more, and is seen to have no other owner
+    again = step(manager)
+    assert (again.offloaded_bytes, again.reloaded_bytes) == (4 * KIB, 4 * KIB)
+
+
+def test_it_moves_where_the_other_owner_lets_go_before_backward():
+    manager = make_manager()
+    for _ in range(3):
+        moved = step(manager, holder=[], change=list.clear)
+        assert (moved.offloaded_bytes, moved.reloaded_bytes) == (4 * KIB, 4 * KIB)
+
+
+def test_the_other_owner_may_not_change_it():
+    manager = make_manager()
+
+    def change(holder):
+        holder[0].add_(1)
+
+    for _ in range(2):
+        with pytest.raises(InPlaceModificationError):
+            step(manager, holder=[], change=change)
+        manager.abort()
+        assert_nothing_left(manager)
+        step(manager, holder=[])
+
+
+def test_a_source_that_was_emptied_comes_from_the_host():
+    manager = make_manager()
+
+    def change(holder):
+        holder[0].untyped_storage().resize_(0)
+
+    for _ in range(2):
+        moved = step(manager, holder=[], change=change)
+        assert (moved.offloaded_bytes, moved.reloaded_bytes) == (4 * KIB, 4 * KIB)
+
+
+def test_another_program_is_learned_anew():
+    manager = make_manager()
+    step(manager, holder=[])
+    manager.begin_chunk()
+    offload(manager, [torch.randn(1024)], [], "another").backward()
+    manager.reset()
+    moved = step(manager)
+    assert moved.offloaded_bytes == 4 * KIB
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_parts_of_one_storage_in_two_groups(timing):
+    manager = make_manager(timing)
+    for _ in range(3):
+        seen = []
+        both = torch.arange(2048.0)
+        manager.begin_chunk()
+        loss = offload(manager, [both[:1024]], seen, "first")
+        loss = loss + offload(manager, [both[1024:]], seen, "second")
+        del both
+        loss = loss + offload(manager, [torch.randn(1024)], [], "filler")
+        loss.backward()
+        del loss
+        values = sorted((tensors[0] for tensors in seen), key=lambda tensor: float(tensor[0]))
+        assert torch.equal(torch.cat(values), torch.arange(2048.0))
+        del values
+        seen.clear()
+        manager.reset()
+        assert_nothing_left(manager)
+        assert manager.last_step.by_name["first"].reloaded_bytes == 4 * KIB
+        assert manager.last_step.by_name["second"].reloaded_bytes == 4 * KIB
+
+
+def test_pinned_memory_that_only_the_first_step_needed_is_given_back():
+    manager = make_manager(host_slab_bytes=4 * KIB)
+    pinned = []
+    for _ in range(4):
+        manager.begin_chunk()
+        held = [torch.randn(1024) for _ in range(8)]
+        loss = sum(offload(manager, [x], []) for x in held)
+        loss = loss + sum(offload(manager, [torch.randn(1024)], [], "moves") for _ in range(4))
+        loss.backward()
+        del loss, held
+        manager.reset()
+        pinned.append(manager.host_pool.stats.slab_bytes_total // (4 * KIB))
+    assert pinned[0] > pinned[1] == pinned[2] == pinned[3] >= 4
