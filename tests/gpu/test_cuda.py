@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from programs import assert_nothing_left, assert_same, one_forward_one_backward
@@ -9,6 +11,7 @@ from programs import assert_nothing_left, assert_same, one_forward_one_backward
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.saved_tensor import Block
 
 pytestmark = pytest.mark.gpu
 
@@ -144,6 +147,58 @@ def test_reserved_memory_falls_and_stays_flat():
         torch.cuda.empty_cache()
     assert peaks["with"][-1] < 0.6 * peaks["without"][-1]
     assert len(set(peaks["with"][3:])) == 1
+
+
+class BlockCount:
+    """How many blocks live, and the most since it was last asked."""
+
+    def __init__(self):
+        self._alive = weakref.WeakSet()
+        self._most = 0
+
+    def __len__(self):
+        return len(self._alive)
+
+    def add(self, block):
+        self._alive.add(block)
+        self._most = max(self._most, len(self._alive))
+
+    def take_most(self):
+        most, self._most = self._most, len(self._alive)
+        return most
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    count = BlockCount()
+    construct = Block.__init__
+
+    def construct_and_count(block, *args, **settings):
+        construct(block, *args, **settings)
+        count.add(block)
+
+    monkeypatch.setattr(Block, "__init__", construct_and_count)
+    return count
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 8 * MIB])
+def test_nothing_grows_in_a_long_run(blocks, limit_bytes):
+    model = make_model(layers=4, width=512)
+    inputs = make_inputs(model, rows=512)
+    manager = make_manager(max_inflight_bytes=limit_bytes, prefetch_bytes=limit_bytes)
+    torch.cuda.empty_cache()
+    seen = []
+    for _ in range(300):
+        torch.cuda.reset_peak_memory_stats()
+        run_step(model, manager, inputs)
+        pinned_bytes = manager.host_pool.stats.slab_bytes_total
+        seen.append((torch.cuda.max_memory_reserved(), pinned_bytes, blocks.take_most()))
+        assert len(blocks) == 0
+        assert_nothing_left(manager)
+    assert manager.last_step.reloaded_bytes > 0
+    assert min(seen[-1]) > 0
+    assert set(seen[10:]) == {seen[10]}, "reserved bytes, pinned bytes and live blocks by step"
+    manager.close()
 
 
 def test_pinned_memory_is_exactly_what_was_asked():
