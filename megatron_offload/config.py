@@ -137,13 +137,21 @@ class OffloadConfig(StrictModel):
     """Pipeline rank r keeps r times this many bytes on the device: later ranks need less relief."""
 
     max_inflight_bytes: Bytes | None = None
-    """How many bytes of later groups may pass before a group's device memory is released. Larger
-    hides slower copies; smaller frees memory sooner. None: an eighth of what the step could
-    offload at its peak, and at least its largest group."""
+    """Device memory for groups whose copy to the host is issued. Larger hides slower copies;
+    smaller frees memory sooner. What of ``prefetch_bytes`` is not in use is added. None: an eighth
+    of what the step could offload at its peak, and at least its largest group."""
 
     prefetch_bytes: Bytes | None = None
-    """Budget of bytes that are reloaded and not yet consumed. One group is always allowed. None: as
-    for ``max_inflight_bytes``."""
+    """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
+    None: as for ``max_inflight_bytes``."""
+
+    resident_bytes: Bytes = ByteSize(0)
+    """The part of both that groups may take which never move: those whose backward follows their
+    forward soonest. It saves traffic and costs no memory, as long as the rest hides the copies."""
+
+    resident_delta_bytes_across_pp_ranks: Bytes = ByteSize(0)
+    """Pipeline rank r may keep r times this many bytes more of that kind: later ranks hold fewer
+    microbatches, and what they don't copy leaves the node's bandwidth to the first."""
 
     host_memory_bytes: Bytes | None = None
     """Cap of pinned host memory in this process; over it tensors stay on the device. None: half of

@@ -1,11 +1,11 @@
 """How many bytes of saved tensors may lie on the device between a group's commit and its backward.
 
 Owns two limits and what counts against them: bytes *in flight* (copied or being copied to the
-host, memory still held) and bytes *held* for a backward that is near (reloaded, or never sent
-away). Must not know groups' states, streams or tensors.
+host, memory still held), bytes *held* for a backward that is near (reloaded, or not sent away) and
+bytes that are *resident* by plan. Must not know groups' states, streams or tensors.
 
-The two share one total. What the held bytes leave of it, bytes in flight may take: while a pipeline
-fills nothing has to come back yet, and the copies to the host need the room.
+All share one total. What the others leave of it, bytes in flight may take: while a pipeline fills
+nothing has to come back yet, and the copies to the host need the room.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class DeviceBudget:
         max_inflight_bytes, prefetch_bytes: the limits in force now.
         inflight_bytes: what is in flight.
         held_bytes: what is held for a backward that is near.
+        resident_bytes: what stays by plan.
     """
 
     def __init__(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
@@ -36,6 +37,7 @@ class DeviceBudget:
         self.prefetch_bytes = prefetch_bytes or 0
         self.inflight_bytes = 0
         self.held_bytes = 0
+        self.resident_bytes = 0
         self._saved_bytes = 0
         self._peak_saved_bytes = 0
         self._largest_bytes = 0
@@ -47,7 +49,7 @@ class DeviceBudget:
 
     def is_exceeded(self) -> bool:
         """Whether something in flight has to be released."""
-        return self.inflight_bytes + self.held_bytes > self.total_bytes
+        return self.inflight_bytes + self.held_bytes + self.resident_bytes > self.total_bytes
 
     def may_prefetch(self, num_bytes: int) -> bool:
         """Whether a group of this size may be reloaded now; one is always allowed."""
@@ -55,13 +57,14 @@ class DeviceBudget:
 
     def may_stay(self, num_bytes: int) -> bool:
         """Whether a group of this size, still on the device, may wait there for its backward."""
-        return self.held_bytes + num_bytes <= self.total_bytes
+        return self.held_bytes + self.resident_bytes + num_bytes <= self.total_bytes
 
     # What the step could offload
 
     def begin_step(self) -> None:
         """Count what a step saves from zero."""
         self.held_bytes = 0
+        self.resident_bytes = 0
         self._saved_bytes = 0
 
     def add_saved(self, num_bytes: int, *, is_learned: bool) -> None:

@@ -64,6 +64,8 @@ class OffloadGroup:
         key: position in the step, a hint for prefetch and planning only.
         name: the module's name, such as ``core_attn``; groups of one name are counted together.
         num_bytes: bytes that moving the group copies; set at commit.
+        committed_at_bytes: when its forward ended, by the step's clock.
+        is_resident: whether the plan keeps it in the room for groups that never move.
         held_bytes: what it takes of the device budget just now.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
     """
@@ -71,7 +73,9 @@ class OffloadGroup:
     __slots__ = (
         "_blocks",
         "chunk",
+        "committed_at_bytes",
         "held_bytes",
+        "is_resident",
         "key",
         "leaf_hook",
         "moves",
@@ -91,7 +95,9 @@ class OffloadGroup:
         self.state = GroupState.RECORDING
         self.moves = [GroupState.RECORDING]
         self.num_bytes = 0
+        self.committed_at_bytes = 0
         self.held_bytes = 0
+        self.is_resident = False
         self.leaf_hook: RemovableHandle | None = None
         self._blocks: list[BlockRef] = []
 

@@ -135,6 +135,8 @@ class PipelineOffloadManager:
         self.do_offload = True
         self.last_profile = None
         self.kept = {}
+        self._residents: frozenset[GroupKey] = frozenset()
+        self._planned_for: tuple[ModulesPolicy, StepProfile] | None = None
         self._has_fitted_host = False
         self._hooks: list[saved_tensors_hooks | None] = []
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
@@ -174,7 +176,9 @@ class PipelineOffloadManager:
         delta_bytes = delta_bytes_across_pp_ranks
         if delta_bytes is None or "delta_bytes_across_pp_ranks" in config.model_fields_set:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
-        policy = ModulesPolicy(fraction, pp_rank * delta_bytes)
+        resident_bytes = int(config.resident_bytes)
+        resident_bytes += pp_rank * int(config.resident_delta_bytes_across_pp_ranks)
+        policy = ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes)
         if policy != self.policy:
             self.policy = policy
         min_tensor_bytes = int(config.min_tensor_bytes)
@@ -292,7 +296,10 @@ class PipelineOffloadManager:
     def _learn(self) -> None:
         before = self.last_profile
         self.last_profile = StepProfile(
-            groups=tuple(GroupProfile(g.key, g.name, g.num_bytes) for g in self._committed),
+            groups=tuple(
+                GroupProfile(g.key, g.name, g.num_bytes, g.committed_at_bytes)
+                for g in self._committed
+            ),
             backward_order=tuple(self.prefetcher.backward_order),
             backward_at_bytes=tuple(self.prefetcher.backward_at_bytes),
         )
@@ -303,7 +310,10 @@ class PipelineOffloadManager:
             elif not self._has_fitted_host:
                 self._has_fitted_host = True
                 self._fit_host_pool()
-        self.kept = self.policy.plan(self.last_profile)
+        if self._planned_for != (self.policy, self.last_profile):
+            self._planned_for = self.policy, self.last_profile
+            self.kept = self.policy.plan(self.last_profile)
+            self._residents = self.policy.residents(self.last_profile)
 
     def _fit_host_pool(self) -> None:
         """Give back, once, what only the first step needed: it had nothing to learn from."""
@@ -328,6 +338,7 @@ class PipelineOffloadManager:
             return
         transfers, prefetcher = self.transfers, self.prefetcher
         group.num_bytes = transfers.movable_bytes(group)
+        group.committed_at_bytes = transfers.step_bytes
         self._committed.append(group)
         group.chunk.committed.append(group)
         self.budget.add_saved(group.num_bytes, is_learned=self.last_profile is not None)
@@ -335,6 +346,10 @@ class PipelineOffloadManager:
             group.advance(GroupState.RESIDENT)
         elif self.policy.keeps_everything() or group.key in self.kept:
             self._keep(group)
+        elif group.key in self._residents:
+            self._keep(group)
+            self.budget.resident_bytes += group.num_bytes
+            group.is_resident = True
         elif prefetcher.is_needed_soon(group):
             self._keep(group)
             prefetcher.hold(group)
@@ -390,6 +405,8 @@ class PipelineOffloadManager:
             if self.prefetcher.knows(group):
                 self.prefetcher.leave_backward(group)
                 self.budget.drop_saved(group.num_bytes)
+                if group.is_resident:
+                    self.budget.resident_bytes -= group.num_bytes
             self.transfers.pass_boundary(group.num_bytes)
         self.prefetcher.advance()
 

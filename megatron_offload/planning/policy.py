@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.planning.resident import choose_residents
 
 __all__ = ["ModulesPolicy"]
 
@@ -26,10 +27,13 @@ class ModulesPolicy:
         keep_bytes: bytes that stay on the device besides, taken from the groups whose backward
             comes first, because they are gone soonest anyway. Megatron sets it to pipeline rank
             times ``delta_offload_bytes_across_pp_ranks``.
+        resident_bytes: room on the device, at any one time, for groups that never move: those
+            whose backward follows their forward soonest.
     """
 
     fraction: float = 1.0
     keep_bytes: int = 0
+    resident_bytes: int = 0
 
     def keeps_everything(self) -> bool:
         """Whether nothing moves, which is known before any step was seen."""
@@ -55,3 +59,7 @@ class ModulesPolicy:
             for group in groups[len(groups) - num_kept :]:
                 kept[group.key] = f"beyond the fraction {self.fraction:g} of its chunk"
         return kept
+
+    def residents(self, profile: StepProfile) -> frozenset[GroupKey]:
+        """Return the groups that stay within the room for such."""
+        return choose_residents(profile, self.resident_bytes)

@@ -36,6 +36,8 @@ class GroupProfile:
     name: str
     num_bytes: int
     """Bytes that offloading the group moves; zero where it holds nothing worth moving."""
+    committed_at_bytes: int = 0
+    """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
