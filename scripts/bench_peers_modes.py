@@ -127,7 +127,11 @@ class Ours(Marked):
     def examined(self, rank):
         from megatron_offload.tracing import trace_step
 
-        with PeakWatch(self.manager) as watch, trace_step(self.manager, rank) as trace:
+        peak_bytes = None
+        if self.spec["device"] == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            peak_bytes = torch.cuda.max_memory_allocated
+        with PeakWatch(self.manager, peak_bytes) as watch, trace_step(self.manager, rank) as trace:
             yield
         trace.write_chrome(Path(self.spec["results"]) / f"trace{rank}.json")
         summary = trace.summary()
@@ -155,41 +159,48 @@ class Ours(Marked):
             "refused_bytes": stats.refused_bytes,
             "held_elsewhere_bytes": stats.held_elsewhere_bytes,
             "num_groups": stats.num_groups,
-            "max_inflight_bytes": self.manager.transfers.max_inflight_bytes,
-            "prefetch_bytes": self.manager.prefetcher.budget_bytes,
+            "max_inflight_bytes": self.manager.budget.max_inflight_bytes,
+            "prefetch_bytes": self.manager.budget.prefetch_bytes,
         }
 
 
 class PeakWatch:
-    """Looks at every boundary whether the device's peak has come by, and what was held then."""
+    """Looks at every boundary whether the device's peak has come by, and what was held then.
 
-    def __init__(self, manager):
+    What is held changes where the manager looks ahead, at the end of every boundary; a peak that is
+    seen later came by with what was held since.
+
+    Args:
+        manager: whose bytes are asked for.
+        peak_bytes: returns the device's peak so far; None watches nothing.
+    """
+
+    def __init__(self, manager, peak_bytes):
         self.manager = manager
         self.held_bytes = self.inflight_bytes = self.prefetched_bytes = None
+        self._peak_bytes_now = peak_bytes
         self._peak_bytes = 0
         self._now = (0, 0, 0)
 
     def __enter__(self):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            self._original = self.manager.transfers.pass_boundary
-            self.manager.transfers.pass_boundary = self._look
+        if self._peak_bytes_now is not None:
+            self._advance = self.manager.prefetcher.advance
+            self.manager.prefetcher.advance = self._look
         return self
 
     def __exit__(self, *exception):
-        if torch.cuda.is_available():
-            del self.manager.transfers.pass_boundary
+        if self._peak_bytes_now is not None:
+            self.manager.prefetcher.advance = self._advance
 
-    def _look(self, num_bytes):
-        peak_bytes = torch.cuda.max_memory_allocated()
-        if peak_bytes > self._peak_bytes:  # since the last look, so with what was held since then
+    def _look(self):
+        peak_bytes = self._peak_bytes_now()
+        if peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
             self.held_bytes, self.inflight_bytes, self.prefetched_bytes = self._now
-        self._original(num_bytes)
-        transfers = self.manager.transfers
-        inflight_bytes = transfers.inflight_bytes
-        prefetched_bytes = self.manager.prefetcher.held_bytes
-        self._now = (transfers.host_bytes - inflight_bytes, inflight_bytes, prefetched_bytes)
+        self._advance()
+        inflight_bytes = self.manager.budget.inflight_bytes
+        host_bytes = self.manager.transfers.host_bytes - inflight_bytes
+        self._now = (host_bytes, inflight_bytes, self.manager.budget.held_bytes)
 
 
 class Megatron(Marked):

@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import bench_peers
 import bench_peers_link
 from bench_peers_link import gbps_of, link_shares, overlap_us
-from bench_peers_modes import MODES
+from bench_peers_modes import MODES, PeakWatch
 from bench_peers_table import COUNTERS, HEAD, is_bitwise, last_loss, returned, rows, table
 from bench_peers_worker import HASH_PIECE, GradientHash
+from programs import KIB, make_manager, make_model, one_forward_one_backward, run_step
 
 from megatron_offload.backends import cuda
 from megatron_offload.backends.simulated import SimulatedBackend
@@ -383,6 +384,28 @@ def test_the_table_shows_the_link_where_it_was_measured():
     assert last[0] == ["none", "0", "50.00", "60.00", "40.00", "30.00", *"----"]
     assert last[1] == ["ours-all", "0", "50.00", "60.00", "40.00", "30.00", "45.00", "90.0%", *"--"]
     assert "GB/s" not in table(report_of([record("none", entry(0))]))
+
+
+@pytest.mark.parametrize("number", [1, 7, 12, 20])
+def test_what_was_held_when_the_peak_came_by(number):
+    order = one_forward_one_backward(4, depth=2)
+    model = make_model()
+    manager = make_manager(max_inflight_bytes=8 * KIB, prefetch_bytes=8 * KIB)
+    run_step(model, manager, order)
+    released, advance = [0], manager.prefetcher.advance
+
+    def advance_and_count():
+        advance()
+        blocks = {id(b): b for group in manager.prefetcher.groups() for b in group.blocks()}
+        alone = [b.num_bytes for b in blocks.values() if b.host is not None and b.released]
+        released.append(sum(alone))
+
+    manager.prefetcher.advance = advance_and_count
+    with PeakWatch(manager, lambda: 1 + (len(released) > number)) as watch:
+        run_step(model, manager, order)
+    assert manager.prefetcher.advance is advance_and_count
+    assert max(released) > 0
+    assert watch.held_bytes == released[number]
 
 
 class Gradients:
