@@ -18,8 +18,8 @@ On a GPU both run as they are, with real streams, events, pinned memory and copi
         --num-runs 7 --output FILE
 
 A run is one step: the groups lie in chunks of equal size, and each chunk's backward follows its
-forward. The clock stops when the host has issued everything; how long the device then still takes
-is a number of its own, and far below the host's where the host was the limit.
+forward. The clock stops when the host has issued everything; the time until the device is done is
+a number of its own, and hardly more where the host was the limit.
 
 To measure against a megatron-core that lies unpacked in a folder, put the folder first on
 PYTHONPATH. Of the handler only the table that it prints once is left out, for it needs a process
