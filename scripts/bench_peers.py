@@ -170,7 +170,8 @@ def run_mode(options, spec, repetition):
     record = {"mode": spec["mode"], "repetition": repetition, "status": "ok", "error": None}
     if spec["kind"] in SINGLE_STAGE and sizes["pp"] > 1:
         return record | {"status": "left out", "error": "knows no pipeline parallelism"}
-    label = re.sub(r"[^\w.=-]+", "_", spec["mode"])
+    words = re.sub(r"[^\w.=-]+", "_", spec["mode"])[:80]  # file names have an end
+    label = f"{options.modes.index(spec['mode'])}_{words}"
     logs = options.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
