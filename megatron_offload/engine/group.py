@@ -39,6 +39,8 @@ class GroupState(enum.Enum):
     RELOADED = "the compute stream is ordered behind the reload"
     DONE = "backward has left the group; what is left goes with the autograd graph"
 
+    __hash__ = object.__hash__  # members are singletons; enum's own hash is a call into Python
+
 
 MOVES: dict[GroupState, frozenset[GroupState]] = {
     GroupState.RECORDING: frozenset(
@@ -56,6 +58,10 @@ MOVES: dict[GroupState, frozenset[GroupState]] = {
 }
 """The whole state table: from each state, the states it may move to."""
 
+# A group's past is kept as text: unlike a list, the garbage collector need not look at it.
+_LETTERS = {state: str(index) for index, state in enumerate(GroupState)}
+_STATES = {letter: state for state, letter in _LETTERS.items()}
+
 
 class OffloadGroup:
     """One layer group of one chunk.
@@ -72,13 +78,13 @@ class OffloadGroup:
 
     __slots__ = (
         "_blocks",
+        "_moves",
         "chunk",
         "committed_at_bytes",
         "held_bytes",
         "is_resident",
         "key",
         "leaf_hook",
-        "moves",
         "name",
         "num_bytes",
         "state",
@@ -93,7 +99,7 @@ class OffloadGroup:
         self.name = name
         self.transfers = transfers
         self.state = GroupState.RECORDING
-        self.moves = [GroupState.RECORDING]
+        self._moves = _LETTERS[GroupState.RECORDING]
         self.num_bytes = 0
         self.committed_at_bytes = 0
         self.held_bytes = 0
@@ -116,7 +122,16 @@ class OffloadGroup:
             past = " -> ".join(state.name for state in self.moves)
             raise StateError(f"group {self.label} can't move to {to.name}; its moves were {past}")
         self.state = to
-        self.moves.append(to)
+        self._moves += _LETTERS[to]
+
+    @property
+    def moves(self) -> list[GroupState]:
+        """Every state that the group has been in, in order."""
+        return [_STATES[letter] for letter in self._moves]
+
+    def drop_dead_blocks(self) -> None:
+        """Forget the blocks that no record needs any more."""
+        self._blocks = [reference for reference in self._blocks if reference() is not None]
 
     def unhook(self) -> None:
         """Take the hook off the leaf that the group started with; leaves outlive graphs."""

@@ -402,6 +402,7 @@ class PipelineOffloadManager:
         group.unhook()
         if group.state is not GroupState.DONE:
             group.advance(GroupState.DONE)
+            group.drop_dead_blocks()
             if self.prefetcher.knows(group):
                 self.prefetcher.leave_backward(group)
                 self.budget.drop_saved(group.num_bytes)

@@ -84,7 +84,7 @@ class Transfers:
         self.stats = StepStats()
         self.observer: TensorObserver | None = None
         self._window: deque[_InFlight] = deque()
-        self._copies_in_flight: Counter[int] = Counter()
+        self._copies_in_flight: dict[int, int] = {}
         """By storage: different parts of one may be saved, and copied, by different groups."""
         self._passed_bytes = 0
         self._step_began_at_bytes = 0
@@ -153,7 +153,8 @@ class Transfers:
             block.source = _Source(block)
             sources.append(block.source)
             num_bytes += block.num_bytes
-            self._copies_in_flight[block.storage_key] += 1
+            key = block.storage_key
+            self._copies_in_flight[key] = self._copies_in_flight.get(key, 0) + 1
         self.stats.of(group.name).offloaded_bytes += num_bytes
         self._count_host(group.name, num_bytes)
         self.budget.inflight_bytes += num_bytes
@@ -192,10 +193,10 @@ class Transfers:
         group = entry.group
         for source in entry.sources:
             key = source.storage_key
-            self._copies_in_flight[key] -= 1
-            is_last = self._copies_in_flight[key] == 0
-            if is_last:
-                del self._copies_in_flight[key]
+            num_others = self._copies_in_flight.pop(key) - 1
+            is_last = num_others == 0
+            if not is_last:
+                self._copies_in_flight[key] = num_others
             block = source.block()
             if block is None:
                 self._free_source(source.aliases, group, is_last=is_last)
@@ -390,11 +391,12 @@ class Transfers:
         if block.host is not None:
             self._free_host(block, None)
         if block.target is not None:
-            # Also where nobody read it: the copy must not write into memory that was handed on.
-            self._wait_reloaded(block)
             target, block.target = block.target, None
             if block.reload is None:
                 return
+            if not block.reload.waited_streams:
+                # Nobody read it; still the copy must not write into memory that was handed on.
+                self._wait_reloaded(block)
             if self.backend.observes:
                 sole_owner = _num_owners(target.untyped_storage()) == 2  # target and the handle
                 self.backend.note_freed(target, block.group.label, sole_owner=sole_owner)
