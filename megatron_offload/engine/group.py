@@ -79,6 +79,7 @@ class OffloadGroup:
     __slots__ = (
         "_blocks",
         "_moves",
+        "_num_alive",
         "chunk",
         "committed_at_bytes",
         "held_bytes",
@@ -106,6 +107,7 @@ class OffloadGroup:
         self.is_resident = False
         self.leaf_hook: RemovableHandle | None = None
         self._blocks: list[BlockRef] = []
+        self._num_alive = 0
 
     @property
     def label(self) -> str:
@@ -128,6 +130,27 @@ class OffloadGroup:
     def moves(self) -> list[GroupState]:
         """Every state that the group has been in, in order."""
         return [_STATES[letter] for letter in self._moves]
+
+    def hold(self) -> None:
+        """Count the group's bytes as held on the device until no one needs them any more."""
+        if self.held_bytes == 0 and self._num_alive:
+            self.held_bytes = self.num_bytes
+            self.transfers.budget.held_bytes += self.num_bytes
+
+    def let_go(self) -> None:
+        """Count nothing of the group as held any more."""
+        self.transfers.budget.held_bytes -= self.held_bytes
+        self.held_bytes = 0
+
+    def lose_block(self, num_bytes: int) -> None:
+        """Take note that no record needs one of its own blocks any more."""
+        self._num_alive -= 1
+        if self.held_bytes:
+            if self._num_alive == 0 or num_bytes >= self.held_bytes:
+                self.let_go()
+            else:
+                self.held_bytes -= num_bytes
+                self.transfers.budget.held_bytes -= num_bytes
 
     def drop_dead_blocks(self) -> None:
         """Forget the blocks that no record needs any more."""
@@ -181,6 +204,7 @@ class OffloadGroup:
         reference = weakref.ref(block)
         chunk.blocks[storage_key] = reference
         self._blocks.append(reference)
+        self._num_alive += 1
         record = SavedTensor(tensor, block, self.name)
         block.add(record.alias, low, high)
         return record

@@ -352,7 +352,7 @@ class PipelineOffloadManager:
             group.is_resident = True
         elif prefetcher.is_needed_soon(group):
             self._keep(group)
-            prefetcher.hold(group)
+            group.hold()
         else:
             for tensor in forced_released_tensors:
                 self._force_release(group, tensor)
@@ -390,7 +390,7 @@ class PipelineOffloadManager:
             stats.of(group.name).num_late_reloads += 1
             transfers.reload(group)
             if prefetcher.knows(group):
-                prefetcher.hold(group)
+                group.hold()
         elif group.state is GroupState.OFFLOADING:
             transfers.stats.num_early_returns += 1
             keep_resident(group)
@@ -404,7 +404,7 @@ class PipelineOffloadManager:
             group.advance(GroupState.DONE)
             group.drop_dead_blocks()
             if self.prefetcher.knows(group):
-                self.prefetcher.leave_backward(group)
+                group.let_go()
                 self.budget.drop_saved(group.num_bytes)
                 if group.is_resident:
                     self.budget.resident_bytes -= group.num_bytes

@@ -1,11 +1,11 @@
 """Which group comes back next, and how far ahead.
 
-Owns the predicted order of group backwards, and the bytes that each group holds of the budget. Must
-not know streams or tensors: it looks at groups' states and asks `Transfers` to move.
+Owns the predicted order of group backwards. Must not know streams or tensors: it looks at groups'
+states and asks `Transfers` to move.
 
 Order is only a hint. A wrong prediction costs a late reload or an idle byte, never correctness.
 
-Invariant: the budget's ``held_bytes`` are the sum over groups of what each holds.
+Invariant: what comes back is near, in place, and within the budget.
 Read next: `megatron_offload.engine.manager`.
 """
 
@@ -46,12 +46,12 @@ class Prefetcher:
         self._bytes_before: list[int] = []
         self._needed_at_bytes: dict[GroupKey, int] = {}
         self._next = 0
-        self._holders: list[OffloadGroup] = []
 
     def begin_step(self, profile: StepProfile | None) -> None:
         """Forget the last step and predict along ``profile``, if there is one."""
+        for group in self._groups.values():
+            group.held_bytes = 0
         self._groups.clear()
-        self._holders.clear()
         self.backward_order = []
         self.backward_at_bytes = []
         self._follow(profile.backward_order if profile is not None else ())
@@ -98,38 +98,33 @@ class Prefetcher:
         if position is not None:
             self._next = position + 1
 
-    def leave_backward(self, group: OffloadGroup) -> None:
-        """Backward has left ``group``: its bytes no longer count."""
-        self.budget.held_bytes -= group.held_bytes
-        group.held_bytes = 0
-
     def advance(self) -> None:
         """Bring back along the order what is near, while the budget lasts."""
         order = self._order
+        groups = self._groups
         while self._next < len(order):
-            group = self._groups.get(order[self._next])
+            key = order[self._next]
+            group = groups.get(key)
             if group is None or group.state is GroupState.RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
-            if group.state in (GroupState.ON_HOST, GroupState.OFFLOADING):
-                if self._follows_learned() and not self._is_near(group.key):
+            state = group.state
+            if state is GroupState.ON_HOST or state is GroupState.OFFLOADING:
+                if order is self._learned and not self._is_near(key):
                     return
-                if not self._may_hold(group):
-                    return
-                if group.state is GroupState.OFFLOADING:
+                budget = self.budget
+                if state is GroupState.OFFLOADING:  # staying takes no more room
+                    if not budget.may_stay(group.num_bytes):
+                        return
                     keep_resident(group)
-                    self.hold(group)
+                    group.hold()
                 else:
-                    self.hold(group)
-                    self.transfers.release_over_budget()
+                    if not budget.may_prefetch(group.num_bytes):
+                        return
+                    group.hold()
+                    if budget.is_exceeded():
+                        self.transfers.release_over_budget()
                     self.transfers.reload(group)
             self._next += 1
-
-    def hold(self, group: OffloadGroup) -> None:
-        """Count a group's bytes against the budget until backward has left it."""
-        if group.held_bytes == 0:
-            group.held_bytes = group.num_bytes
-            self.budget.held_bytes += group.num_bytes
-            self._holders.append(group)
 
     def _follows_learned(self) -> bool:
         """Whether this step has gone the way of the last so far."""
@@ -140,20 +135,6 @@ class Prefetcher:
         if needed_at_bytes is None:
             return True
         return needed_at_bytes - self.transfers.step_bytes <= self.budget.total_bytes
-
-    def _may_hold(self, group: OffloadGroup) -> bool:
-        budget = self.budget
-        # What is still there takes no more room by staying.
-        may = budget.may_prefetch if group.state is GroupState.ON_HOST else budget.may_stay
-        if may(group.num_bytes):
-            return True
-        # Groups that no one needs any more must not block the budget: dropped graphs, and groups
-        # whose start has no backward of its own.
-        for holder in self._holders:
-            if holder.held_bytes and next(holder.blocks(), None) is None:
-                self.leave_backward(holder)
-        self._holders = [holder for holder in self._holders if holder.held_bytes]
-        return may(group.num_bytes)
 
     def _follow(self, order: Sequence[GroupKey]) -> None:
         self._order = tuple(order)

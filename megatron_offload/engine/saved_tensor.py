@@ -144,8 +144,10 @@ class Block:
         self.aliases.append(alias)
 
     def __del__(self) -> None:
+        group = self.group
+        group.lose_block(self.high - self.low)
         if self.host is not None or self.target is not None:
-            self.group.transfers.forget(self)
+            group.transfers.forget(self)
 
 
 class SavedTensor:
