@@ -121,7 +121,7 @@ class Ours(Marked):
     def end_step(self):
         if not self.core:  # else the schedule has done it
             self.manager.reset()
-        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_host_bytes)
+        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_away_bytes)
 
     @contextlib.contextmanager
     def examined(self, rank):
@@ -153,6 +153,7 @@ class Ours(Marked):
             "d2h_bytes": stats.offloaded_bytes,
             "h2d_bytes": stats.reloaded_bytes,
             "pinned_bytes": pool.peak_slab_bytes,
+            "pinned_now_bytes": pool.slab_bytes_total,
             "late_reloads": stats.num_late_reloads,
             "early_returns": stats.num_early_returns,
             "kept_bytes": sum(group.kept_bytes for group in stats.by_name.values()),

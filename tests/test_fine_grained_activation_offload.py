@@ -587,3 +587,15 @@ def test_debug_messages_go_to_logging_and_only_when_on(manager, monkeypatch, cap
     monkeypatch.setattr(facade, "DEBUG_RANK", 1)
     facade.debug_rank("another rank's")
     assert len(caplog.messages) == 1
+
+
+def test_a_handler_that_was_never_initialised_answers_questions_about_tensors(manager):
+    handler = ChunkOffloadHandler.__new__(ChunkOffloadHandler)
+    handler.min_offloaded_tensor_size = 8
+    assert handler.tensor_need_offloading_checker(torch.randn(8))
+    assert not handler.tensor_need_offloading_checker(torch.randn(7))
+    assert not handler.tensor_need_offloading_checker(torch.nn.Parameter(torch.randn(8)))
+    parameter = torch.nn.Parameter(torch.randn(8))
+    assert handler.tensor_push(parameter) is parameter
+    with pytest.raises(AttributeError, match="'no_such_thing'"):
+        handler.no_such_thing  # noqa: B018

@@ -26,7 +26,7 @@ from __future__ import annotations
 import abc
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -74,6 +74,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def compute_stream(self) -> Stream:
         """Return the stream that the calling program computes on now. Never cache it."""
+
+    def compute_stream_key(self) -> Hashable:
+        """Return what tells the present compute stream from others, as cheaply as it can be had."""
+        return self.compute_stream()
 
     @abc.abstractmethod
     def record(self, stream: Stream) -> Event:

@@ -58,6 +58,11 @@ class CudaBackend(Backend):
         """Return the stream that is current for the calling thread."""
         return torch.cuda.current_stream(self.device)
 
+    def compute_stream_key(self) -> tuple[int, int, int]:
+        """Return the present compute stream's identity, without making an object for it."""
+        key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self._index)
+        return key
+
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Return a new event behind all work queued on ``stream`` so far."""
         event = torch.cuda.Event()
@@ -78,9 +83,13 @@ class CudaBackend(Backend):
             self._copy(pairs, stream)
 
     def _copy(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
+        before = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(stream)  # cheaper than the context manager, once per group
+        try:
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(before)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
         """Whether the work before ``event`` has finished, without waiting."""

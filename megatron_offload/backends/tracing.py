@@ -10,7 +10,7 @@ alone; spans of one stream don't overlap. Read next: `megatron_offload.tracing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -167,6 +167,10 @@ class TracingBackend(Backend):
     def compute_stream(self) -> Stream:
         """Return the stream that the calling program computes on now."""
         return self.inner.compute_stream()
+
+    def compute_stream_key(self) -> Hashable:
+        """Return what tells the present compute stream from others."""
+        return self.inner.compute_stream_key()
 
     def record(self, stream: Stream) -> Event:
         """Return a new event; behind an offload, note whose bytes it stands for."""

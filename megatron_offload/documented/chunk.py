@@ -78,10 +78,24 @@ class ChunkOffloadHandler(engine_chunk.ChunkOffloadHandler):
         self.cpu_tensor_pool = cpu_tensor_pool
         self._in_backward: list[OffloadGroup] = []
 
+    # Questions about tensors are answered without ``__init__`` too, as by the original.
+    min_tensor_bytes = 0
+    min_tensor_elements = 0
+    open_groups: list[OffloadGroup] = []  # noqa: RUF012 - replaced by ``__init__``, never changed
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "manager":
+            return engine_manager.PipelineOffloadManager.get_instance()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @property
     def min_offloaded_tensor_size(self) -> int:
         """Smallest tensor that moves, in elements."""
         return self.min_tensor_elements
+
+    @min_offloaded_tensor_size.setter
+    def min_offloaded_tensor_size(self, num_elements: int) -> None:
+        self.min_tensor_elements = num_elements
 
     @property
     def do_offload(self) -> bool:
@@ -130,12 +144,17 @@ class ChunkOffloadHandler(engine_chunk.ChunkOffloadHandler):
         """Bring back what `offload` moved; the host is not blocked in either case."""
         return state.unpack()
 
-    def tensor_push(self, tensor: torch.Tensor) -> SavedTensor:
+    def tensor_push(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
         """Record a tensor for the group that was started last; the pack hook.
+
+        Returns:
+            The record; the tensor itself where it is not an activation on this device.
 
         Raises:
             StateError: no group is open.
         """
+        if type(tensor) is not torch.Tensor or not self.manager.backend.owns(tensor):
+            return tensor
         if not self.open_groups:
             raise StateError("tensor_push without an open group: call on_group_start_forward first")
         return self.open_groups[-1].pack(tensor)

@@ -77,12 +77,18 @@ class DeviceBudget:
         self._saved_bytes += num_bytes
         self._peak_saved_bytes = max(self._peak_saved_bytes, self._saved_bytes)
         self._largest_bytes = max(self._largest_bytes, num_bytes)
-        seen_bytes = self._peak_saved_bytes if is_learned else 0
+        self._follow(self._peak_saved_bytes if is_learned else 0)
+
+    def _follow(self, seen_bytes: int) -> None:
         limit_bytes = max(self._largest_bytes, seen_bytes // _AUTO_SHARE)
         if self._follows_inflight:
             self.max_inflight_bytes = limit_bytes
         if self._follows_prefetch:
             self.prefetch_bytes = limit_bytes
+
+    def learn(self) -> None:
+        """Follow the step that is over, now that its peak is known."""
+        self._follow(self._peak_saved_bytes)
 
     def drop_saved(self, num_bytes: int) -> None:
         """Note that backward has left a group."""

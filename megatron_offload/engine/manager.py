@@ -137,7 +137,7 @@ class PipelineOffloadManager:
         self.kept = {}
         self._residents: frozenset[GroupKey] = frozenset()
         self._planned_for: tuple[ModulesPolicy, StepProfile] | None = None
-        self._has_fitted_host = False
+        self._is_steady = False
         self._hooks: list[saved_tensors_hooks | None] = []
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
@@ -294,6 +294,7 @@ class PipelineOffloadManager:
         self.prefetcher.begin_step(self.last_profile)
 
     def _learn(self) -> None:
+        self.budget.learn()
         before = self.last_profile
         self.last_profile = StepProfile(
             groups=tuple(
@@ -303,13 +304,13 @@ class PipelineOffloadManager:
             backward_order=tuple(self.prefetcher.backward_order),
             backward_at_bytes=tuple(self.prefetcher.backward_at_bytes),
         )
-        if before is not None:
-            if not before.has_groups_of(self.last_profile):
-                self._has_fitted_host = False
-                self.transfers.forget_held_elsewhere()
-            elif not self._has_fitted_host:
-                self._has_fitted_host = True
+        was_steady, self._is_steady = self._is_steady, False
+        if before is not None and before.has_groups_of(self.last_profile):
+            self._is_steady = True
+            if not was_steady:
                 self._fit_host_pool()
+        elif before is not None:
+            self.transfers.forget_held_elsewhere()
         if self._planned_for != (self.policy, self.last_profile):
             self._planned_for = self.policy, self.last_profile
             self.kept = self.policy.plan(self.last_profile)
@@ -501,13 +502,21 @@ class PipelineOffloadManager:
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """Bytes held on the host at the last step's peak, per group name."""
-        return {k: v for k, v in self.last_step.peak_host_bytes_by_name.items() if v}
+        """Bytes off the device at the peak, per group name.
+
+        After the first step of a program, which had nothing to learn from, what the next will have.
+        """
+        if self.last_profile is None or self._is_steady:
+            return {k: v for k, v in self.last_step.peak_away_bytes_by_name.items() if v}
+        if self.policy.keeps_everything():
+            return {}
+        staying = self._residents.union(self.kept)
+        return self.last_profile.bytes_away(staying, self.budget.total_bytes)
 
     @property
     def offload_summary_total_bytes(self) -> int:
-        """Bytes held on the host at the last step's peak."""
-        return self.last_step.peak_host_bytes
+        """Bytes off the device at the peak; see `offload_summary_bytes`."""
+        return sum(self.offload_summary_bytes.values())
 
     def state_of(self) -> dict[str, Any]:
         """Return counts that must all be zero between steps, for leak checks."""

@@ -18,12 +18,13 @@ Read next: `megatron_offload.engine.transfers`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_offload.backends.base import Event, Stream
+from megatron_offload.backends.base import Event
 from megatron_offload.errors import InPlaceModificationError
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ alignment as its source: kernels choose their code path, and so their rounding, 
 
 
 class Reload:
-    """One bulk reload: its event, and the streams that have waited for it already."""
+    """One bulk reload: its event, and which streams have waited for it already."""
 
-    __slots__ = ("event", "waited_streams")
+    __slots__ = ("event", "waited_keys")
 
     def __init__(self, event: Event) -> None:
         self.event = event
-        self.waited_streams: list[Stream] = []
+        self.waited_keys: list[Hashable] = []
 
 
 class Block:
@@ -56,6 +57,7 @@ class Block:
         group: the group that saved it first and moves it.
         index: its place among the blocks of that group.
         low, high: the region's byte range within the storage; grows until the copy is issued.
+        num_bytes: size of the region.
         aliases: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
         address: where the storage lay when the copy was issued.
@@ -79,6 +81,7 @@ class Block:
         "host",
         "index",
         "low",
+        "num_bytes",
         "region",
         "released",
         "reload",
@@ -97,6 +100,7 @@ class Block:
         self.address = 0
         self.low = 0
         self.high = 0
+        self.num_bytes = 0
         self.aliases: list[torch.Tensor] = []
         self.region: torch.Tensor | None = None
         self.host: HostRegion | None = None
@@ -108,11 +112,6 @@ class Block:
         self.cancelled = False
         self.released = False
         self.forced_release = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the region."""
-        return self.high - self.low
 
     @property
     def identity(self) -> tuple[GroupKey, int]:
@@ -141,11 +140,12 @@ class Block:
             self.high = max(self.high, high)
         else:
             self.low, self.high = low, high
+        self.num_bytes = self.high - self.low
         self.aliases.append(alias)
 
     def __del__(self) -> None:
         group = self.group
-        group.lose_block(self.high - self.low)
+        group.lose_block(self.num_bytes)
         if self.host is not None or self.target is not None:
             group.transfers.forget(self)
 

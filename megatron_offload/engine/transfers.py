@@ -92,6 +92,8 @@ class Transfers:
         """Blocks, by group and place in it, that something else keeps on the device anyway."""
         self._host_bytes: Counter[str] = Counter()
         self._host_bytes_total = 0
+        self._away_bytes: Counter[str] = Counter()
+        self._away_bytes_total = 0
         self._empty: torch.Tensor | None = None
 
     # Device to host
@@ -191,6 +193,7 @@ class Transfers:
         backend = self.backend
         backend.wait(backend.compute_stream(), entry.d2h, Wait.W2)
         group = entry.group
+        away_bytes = 0
         for source in entry.sources:
             key = source.storage_key
             num_others = self._copies_in_flight.pop(key) - 1
@@ -204,7 +207,10 @@ class Transfers:
                 block.region = None
             else:
                 self._release_block(block, is_last=is_last)
+                if block.released:
+                    away_bytes += block.num_bytes
             self._count_landed(source)
+        self._count_away(group.name, away_bytes)
         if group.state is GroupState.OFFLOADING:
             group.advance(GroupState.ON_HOST)
 
@@ -377,10 +383,10 @@ class Transfers:
     def _wait_reloaded(self, block: Block) -> None:
         reload = block.reload
         if reload is not None:  # else it never left the device
-            compute_stream = self.backend.compute_stream()
-            if compute_stream not in reload.waited_streams:
-                self.backend.wait(compute_stream, reload.event, Wait.W4)
-                reload.waited_streams.append(compute_stream)
+            key = self.backend.compute_stream_key()
+            if key not in reload.waited_keys:
+                self.backend.wait(self.backend.compute_stream(), reload.event, Wait.W4)
+                reload.waited_keys.append(key)
         if block.group.state is GroupState.RELOADING:
             block.group.advance(GroupState.RELOADED)
 
@@ -394,7 +400,7 @@ class Transfers:
             target, block.target = block.target, None
             if block.reload is None:
                 return
-            if not block.reload.waited_streams:
+            if not block.reload.waited_keys:
                 # Nobody read it; still the copy must not write into memory that was handed on.
                 self._wait_reloaded(block)
             if self.backend.observes:
@@ -419,6 +425,8 @@ class Transfers:
         self._step_began_at_bytes = self._passed_bytes
         stats.peak_host_bytes = self._host_bytes_total
         stats.peak_host_bytes_by_name = dict(self._host_bytes)
+        stats.peak_away_bytes = self._away_bytes_total
+        stats.peak_away_bytes_by_name = dict(self._away_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -443,8 +451,19 @@ class Transfers:
         assert block.host is not None
         self.host_pool.free(block.host, after)
         block.host = None
-        self._host_bytes[block.group.name] -= block.num_bytes
-        self._host_bytes_total -= block.num_bytes
+        name, num_bytes = block.group.name, block.num_bytes
+        self._host_bytes[name] -= num_bytes
+        self._host_bytes_total -= num_bytes
+        if block.released:
+            self._away_bytes[name] -= num_bytes
+            self._away_bytes_total -= num_bytes
+
+    def _count_away(self, name: str, num_bytes: int) -> None:
+        self._away_bytes[name] += num_bytes
+        self._away_bytes_total += num_bytes
+        if self._away_bytes_total > self.stats.peak_away_bytes:
+            self.stats.peak_away_bytes = self._away_bytes_total
+            self.stats.peak_away_bytes_by_name = dict(self._away_bytes)
 
     def _count_host(self, name: str, num_bytes: int) -> None:
         self._host_bytes[name] += num_bytes

@@ -9,6 +9,8 @@ Invariant: groups stand in the order of their commits. Read next:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +55,32 @@ class StepProfile:
     backward_at_bytes: tuple[int, ...] = ()
     """When that was, for each of them: the bytes of all groups that the step had passed by then, in
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
+
+    def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
+        """Return, by group name, what such a step has off the device when its backward begins.
+
+        Args:
+            staying: groups that never leave.
+            device_bytes: room for what backward needs first; the first group is there in any case.
+        """
+        begins_at = self.backward_at_bytes[0] if self.backward_at_bytes else math.inf
+        away = {
+            group.key: group
+            for group in self.groups
+            if group.num_bytes and group.committed_at_bytes < begins_at and group.key not in staying
+        }
+        used_bytes = 0
+        for key in self.backward_order:
+            if key in away:
+                is_first = used_bytes == 0
+                used_bytes += away[key].num_bytes
+                if used_bytes > device_bytes and not is_first:
+                    break
+                del away[key]
+        by_name: dict[str, int] = {}
+        for group in away.values():
+            by_name[group.name] = by_name.get(group.name, 0) + group.num_bytes
+        return by_name
 
     def has_groups_of(self, other: StepProfile) -> bool:
         """Whether both steps had the same groups in the same places, of whatever sizes."""
