@@ -277,12 +277,12 @@ def test_the_last_line_that_says_something():
 
 def test_our_steps_of_warm_up_do_not_count_as_held():
     mode = MODES["ours"]({"modules": ["mlp_fc1"]})
-    stats = SimpleNamespace(peak_host_bytes=100)
+    stats = SimpleNamespace(peak_away_bytes=100)
     mode.manager = SimpleNamespace(reset=lambda: None, last_step=stats)
     mode.end_step()
     assert mode.held_bytes == 100
     mode.begin_measured()
-    for stats.peak_host_bytes in (60, 70, 50):
+    for stats.peak_away_bytes in (60, 70, 50):
         mode.end_step()
     assert mode.held_bytes == 70
 
