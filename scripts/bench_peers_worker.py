@@ -35,7 +35,7 @@ HASH_PIECE = 1 << 22
 MASK = (1 << 64) - 1
 
 
-def build_chunks(spec, mode, device):
+def build_chunks(spec, mode, device, *, layer_spec=None, activation=F.gelu):
     """Build this rank's chunks; parameters and persistent gradients of the same dtype."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -54,7 +54,7 @@ def build_chunks(spec, mode, device):
         normalization=spec["normalization"],
         layernorm_epsilon=1e-5,
         add_bias_linear=False,
-        activation_func=F.gelu,
+        activation_func=activation,
         pipeline_model_parallel_size=spec["pp"],
         virtual_pipeline_model_parallel_size=virtual,
         pipeline_dtype=dtype,
@@ -74,9 +74,9 @@ def build_chunks(spec, mode, device):
         cross_entropy_loss_fusion=False,
         **mode.transformer_options(),
     )
-    if on_gpu:
+    if layer_spec is None and on_gpu:
         layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-    else:
+    elif layer_spec is None:
         layer_spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=spec["normalization"])
     chunks = []
     for stage in range(spec["vpp"]):
