@@ -40,7 +40,8 @@ Event: TypeAlias = Any
 """A point in a stream; opaque outside its backend. Waiting on it covers all that came before."""
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Destination and source of one copy: flat uint8 tensors of the same size."""
+"""Destination and source of one copy: contiguous tensors of the same dtype and shape. The source is
+read when it is copied: its storage may move on to other tensors, its bytes not before a wait."""
 
 
 class Wait(enum.Enum):
@@ -57,7 +58,7 @@ class Wait(enum.Enum):
 class Backend(abc.ABC):
     """Streams, events, memory and copies of one device.
 
-    All regions are flat ``torch.uint8`` tensors. Nothing here blocks the host except the
+    All regions are contiguous tensors. Nothing here blocks the host except the
     ``sync_`` calls.
     """
 

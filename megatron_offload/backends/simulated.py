@@ -252,7 +252,8 @@ class SimulatedBackend(Backend):
         if stream._is_lazy:
             queue = stream._queue
             for destination, source in pairs:
-                queue.append((None, destination, source))
+                # The engine may empty the source's tensor, not its storage, before the copy runs.
+                queue.append((None, destination, source.detach()))
                 num_bytes += destination.nbytes
         else:
             for destination, source in pairs:
@@ -479,7 +480,8 @@ _INDEX = {"compute": _COMPUTE, "d2h": _D2H, "h2d": _H2D}
 
 def _is_backed(region: torch.Tensor) -> bool:
     """Whether the storage still has the bytes of ``region``."""
-    return region.untyped_storage().nbytes() >= region.storage_offset() + region.nbytes
+    start = region.storage_offset() * region.itemsize
+    return region.untyped_storage().nbytes() >= start + region.nbytes
 
 
 def _merge(stream: SimulatedStream, event: SimulatedEvent) -> None:

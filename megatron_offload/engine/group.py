@@ -182,18 +182,19 @@ class OffloadGroup:
         storage_key = chunk.movable_storage(tensor)
         if storage_key is None:
             return SavedTensor(tensor, None, self.name)
-        low = int(tensor.storage_offset()) * tensor.itemsize
-        high = low + _span_bytes(tensor)
+        offset = int(tensor.storage_offset())
+        low = offset * tensor.itemsize
+        high = low + (tensor.nbytes if tensor.is_contiguous() else _span_bytes(tensor))
         reference = chunk.blocks.get(storage_key)
         block = reference() if reference is not None else None
         if block is not None:
             if block.d2h is None:
-                record = SavedTensor(tensor, block, self.name)
+                record = SavedTensor(tensor, block, self.name, offset)
                 block.add(record.alias, low, high)
                 self._adopt(block)
                 return record
             if block.covers(low, high) and block.version == tensor._version:
-                record = SavedTensor(tensor, block, self.name)
+                record = SavedTensor(tensor, block, self.name, offset)
                 if block.released:
                     block.group.transfers.empty(record.alias)
                 else:
@@ -205,7 +206,7 @@ class OffloadGroup:
         chunk.blocks[storage_key] = reference
         self._blocks.append(reference)
         self._num_alive += 1
-        record = SavedTensor(tensor, block, self.name)
+        record = SavedTensor(tensor, block, self.name, offset)
         block.add(record.alias, low, high)
         return record
 
@@ -219,8 +220,6 @@ class OffloadGroup:
 
 def _span_bytes(tensor: torch.Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last, in its storage."""
-    if tensor.is_contiguous():
-        return tensor.numel() * tensor.itemsize
     span = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         span += int((size - 1) * stride)

@@ -61,7 +61,6 @@ class Block:
         aliases: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
         address: where the storage lay when the copy was issued.
-        region: flat uint8 view of the source, from issue to release.
         source: its entry in the in-flight window.
         storage_ref: the storage, where something else still held it at the release.
         version: version counter of the source when it was first saved.
@@ -82,7 +81,6 @@ class Block:
         "index",
         "low",
         "num_bytes",
-        "region",
         "released",
         "reload",
         "source",
@@ -102,7 +100,6 @@ class Block:
         self.high = 0
         self.num_bytes = 0
         self.aliases: list[torch.Tensor] = []
-        self.region: torch.Tensor | None = None
         self.host: HostRegion | None = None
         self.target: torch.Tensor | None = None
         self.d2h: Event | None = None
@@ -155,11 +152,19 @@ class SavedTensor:
 
     It knows the tensor's own size, stride, offset and dtype, so that a transposed, expanded or
     overlapping view comes back exactly as it was.
+
+    Args:
+        tensor: what autograd saves.
+        block: where its bytes lie; None where it stays as it is.
+        group_name: for messages.
+        offset: the tensor's offset in its storage, in elements; only with a block.
     """
 
     __slots__ = ("alias", "block", "dtype", "group_name", "offset", "size", "stride", "version")
 
-    def __init__(self, tensor: torch.Tensor, block: Block | None, group_name: str) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, block: Block | None, group_name: str, offset: int = 0
+    ) -> None:
         # Detached, because holding a node's own output from that node would be a cycle.
         self.alias = tensor.detach()
         self.version = tensor._version
@@ -168,7 +173,7 @@ class SavedTensor:
         if block is not None:
             self.size = tensor.shape
             self.stride = tensor.stride()
-            self.offset = tensor.storage_offset()
+            self.offset = offset
             self.dtype = tensor.dtype
 
     def unpack(self) -> torch.Tensor:

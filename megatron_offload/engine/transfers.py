@@ -22,13 +22,13 @@ from collections.abc import Iterable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_offload.backends.base import Backend, Event, Wait
+from megatron_offload.backends.base import Backend, Event, Pair, Wait
 from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.saved_tensor import Block, BlockRef, Reload
 from megatron_offload.engine.stats import StepStats, TensorObserver
 from megatron_offload.errors import StateError
-from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.profile import GroupKey
 
@@ -131,13 +131,13 @@ class Transfers:
                 self.stats.of(group.name).kept_bytes += block.num_bytes
                 continue
             block.host = host
-            block.region = _region(block)
-            block.address = block.region.data_ptr() - block.low
+            pair = _offload_pair(block, host)
+            block.address = pair[1].data_ptr() - block.low
             if host.ready_event is not None:
                 reused[id(host.ready_event)] = host.ready_event
             if backend.observes:
-                backend.note_produced(block.region, label)
-            pairs.append((host.tensor, block.region))
+                backend.note_produced(pair[1], label)
+            pairs.append(pair)
             issued.append(block)
         if not issued:
             group.advance(GroupState.RESIDENT)
@@ -203,9 +203,7 @@ class Transfers:
             block = source.block()
             if block is None:
                 self._free_source(source.aliases, group, is_last=is_last)
-            elif block.cancelled:
-                block.region = None
-            else:
+            elif not block.cancelled:
                 self._release_block(block, is_last=is_last)
                 if block.released:
                     away_bytes += block.num_bytes
@@ -215,7 +213,6 @@ class Transfers:
             group.advance(GroupState.ON_HOST)
 
     def _release_block(self, block: Block, *, is_last: bool) -> None:
-        block.region = None
         storage = block.aliases[0].untyped_storage()
         if storage.data_ptr() != block.address:
             # Someone emptied the storage meanwhile, so the copy may have read memory that was no
@@ -473,13 +470,14 @@ class Transfers:
             self.stats.peak_host_bytes_by_name = dict(self._host_bytes)
 
 
-def _region(block: Block) -> torch.Tensor:
-    """Return the flat bytes of a block's source."""
+def _offload_pair(block: Block, host: HostRegion) -> Pair:
+    """Return where a block goes, and its source."""
     source = block.aliases[0]
     if len(block.aliases) == 1 and source.nbytes == block.num_bytes and source.is_contiguous():
-        return source.view(-1).view(torch.uint8)  # much the most frequent, and quicker
+        return host.like(source), source  # much the most frequent, and needs no new view
     view = torch.empty(0, dtype=torch.uint8, device=source.device)
-    return view.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
+    view.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
+    return host.tensor, view
 
 
 def _num_owners(storage: torch.UntypedStorage) -> int:

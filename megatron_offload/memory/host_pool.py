@@ -82,7 +82,10 @@ class _Piece:
     It knows the slab's tensor but not the slab: with no cycle, a dropped slab is unpinned at once.
     """
 
-    __slots__ = ("base", "event", "is_free", "next", "num_bytes", "offset", "sequence", "view")
+    __slots__ = (
+        *("base", "event", "is_free", "next", "num_bytes", "offset", "sequence", "typed_view"),
+        "view",
+    )
 
     def __init__(self, base: torch.Tensor, offset: int, num_bytes: int) -> None:
         self.base = base
@@ -93,6 +96,7 @@ class _Piece:
         self.event: Event | None = None
         self.sequence = 0
         self.view: torch.Tensor | None = None
+        self.typed_view: torch.Tensor | None = None
 
 
 class HostRegion:
@@ -109,6 +113,22 @@ class HostRegion:
         self.ready_event = piece.event
         """The newest H2D event of any former user of these bytes, which a new write must wait for
         (W5), or None."""
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the bytes as a tensor of the dtype and shape of a contiguous one of their size.
+
+        The last such view of the same bytes is kept: most regions serve one kind of tensor.
+
+        Raises:
+            ValueError: the region was freed, or ``tensor`` is not of its size.
+        """
+        piece = self._piece
+        if piece is None or tensor.nbytes != self.num_bytes:
+            raise ValueError(f"{self!r} has no view like a tensor of {tensor.nbytes} bytes")
+        view = piece.typed_view
+        if view is None or view.dtype is not tensor.dtype or view.shape != tensor.shape:
+            view = piece.typed_view = self.tensor.view(tensor.dtype).view(tensor.shape)
+        return view
 
     def __repr__(self) -> str:
         state = "live" if self._piece is not None else "freed"

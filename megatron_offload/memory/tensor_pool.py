@@ -118,8 +118,8 @@ class TensorPool:
         self.stats = TensorPoolStats()
         self._backend = backend
         self._kept: FreeList[int, tuple[torch.Tensor, Event]] = FreeList(retained_bytes)
-        # Lent tensors: the address of their storage and their bytes. An address is not reused
-        # while its tensor lives; a tensor dropped without `free` is noticed when it is.
+        # Lent tensors: their identity and their bytes. An identity is not reused while its tensor
+        # lives; a tensor dropped without `free` is noticed when it is.
         self._lent: dict[int, int] = {}
         # How many holders a storage has, as counted here, when one tensor alone uses it.
         self._lone_holders = _num_holders(torch.empty(1, dtype=torch.uint8))
@@ -148,10 +148,11 @@ class TensorPool:
         else:
             tensor = self._backend.empty_device(num_bytes)
             stats.num_fresh += 1
-        identity = tensor.untyped_storage()._cdata
+        identity = id(tensor)
         stats.in_use_bytes += num_bytes - self._lent.get(identity, 0)
         self._lent[identity] = num_bytes
-        stats.peak_in_use_bytes = max(stats.peak_in_use_bytes, stats.in_use_bytes)
+        if stats.in_use_bytes > stats.peak_in_use_bytes:
+            stats.peak_in_use_bytes = stats.in_use_bytes
         return tensor, event
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -163,7 +164,7 @@ class TensorPool:
         Raises:
             ValueError: the tensor was not lent by this pool, or was freed before.
         """
-        num_bytes = self._lent.pop(tensor.untyped_storage()._cdata, None)
+        num_bytes = self._lent.pop(id(tensor), None)
         if num_bytes is None:
             raise ValueError(
                 f"a tensor of {tensor.nbytes} bytes was freed that this pool has not lent, or that "

@@ -429,3 +429,18 @@ def test_live_regions_never_overlap_whatever_is_asked(seed):
     assert pool.shrink() > 0
     assert (pool.stats.slab_bytes_total, pool.stats.num_slabs) == (0, 0)
     assert pool.stats.num_refused > 0
+
+
+def test_a_region_can_be_seen_like_another_tensor(backend):
+    with make(backend) as pool:
+        region = pool.allocate(1024)
+        like = region.like(torch.empty(16, 32, dtype=torch.bfloat16))
+        assert (like.dtype, like.shape) == (torch.bfloat16, (16, 32))
+        assert like.data_ptr() == region.tensor.data_ptr()
+        assert region.like(torch.empty(16, 32, dtype=torch.bfloat16)) is like
+        assert region.like(torch.empty(256)).shape == (256,)
+        with pytest.raises(ValueError, match="no view like a tensor of 4 bytes"):
+            region.like(torch.empty(1))
+        pool.free(region, None)
+        with pytest.raises(ValueError, match="freed"):
+            region.like(torch.empty(256))
