@@ -47,6 +47,15 @@ class DeviceBudget:
         """Both limits together."""
         return self.max_inflight_bytes + self.prefetch_bytes
 
+    @property
+    def lookahead_bytes(self) -> int:
+        """How far ahead, by the step's clock, what is on the host is looked at for its reload.
+
+        Twice what may come back: backward of one half hides the reload of the other. Farther ahead
+        it would only take the room of copies to the host.
+        """
+        return min(2 * self.prefetch_bytes or self.total_bytes, self.total_bytes)
+
     def is_exceeded(self) -> bool:
         """Whether something in flight has to be released."""
         return self.inflight_bytes + self.held_bytes + self.resident_bytes > self.total_bytes

@@ -86,7 +86,8 @@ class Prefetcher:
         if position is None or position < self._next:
             return position is not None
         ahead_bytes = self._bytes_before[position] - self._bytes_before[self._next]
-        return self._is_near(group.key) and self.budget.may_stay(ahead_bytes + group.num_bytes)
+        near = self._is_near(group.key, self.budget.total_bytes)
+        return near and self.budget.may_stay(ahead_bytes + group.num_bytes)
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached the end of ``group``: its data is needed from here on."""
@@ -109,9 +110,9 @@ class Prefetcher:
                 return  # its forward is still to come; nothing behind it is needed sooner
             state = group.state
             if state is GroupState.ON_HOST or state is GroupState.OFFLOADING:
-                if order is self._learned and not self._is_near(key):
-                    return
                 budget = self.budget
+                if order is self._learned and not self._is_near(key, budget.lookahead_bytes):
+                    return
                 if state is GroupState.OFFLOADING:  # staying takes no more room
                     if not budget.may_stay(group.num_bytes):
                         return
@@ -130,11 +131,11 @@ class Prefetcher:
         """Whether this step has gone the way of the last so far."""
         return self._order is self._learned
 
-    def _is_near(self, key: GroupKey) -> bool:
+    def _is_near(self, key: GroupKey, distance_bytes: int) -> bool:
         needed_at_bytes = self._needed_at_bytes.get(key)
         if needed_at_bytes is None:
             return True
-        return needed_at_bytes - self.transfers.step_bytes <= self.budget.total_bytes
+        return needed_at_bytes - self.transfers.step_bytes <= distance_bytes
 
     def _follow(self, order: Sequence[GroupKey]) -> None:
         self._order = tuple(order)
