@@ -118,6 +118,10 @@ class Backend(abc.ABC):
         wait for the compute stream's present point (W6).
         """
 
+    def trim_device(self) -> None:
+        """Hand device memory that is cached and unused back; may block the host."""
+        return
+
     @abc.abstractmethod
     def empty_host(self, num_bytes: int) -> torch.Tensor:
         """Allocate page-locked host memory, which the device copies to and from by itself.

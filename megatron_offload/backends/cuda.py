@@ -120,6 +120,10 @@ class CudaBackend(Backend):
         """Allocate device memory from the caching allocator, in the order of the compute stream."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def trim_device(self) -> None:
+        """Hand the caching allocator's unused memory back to the device."""
+        torch.cuda.empty_cache()
+
     def empty_host(self, num_bytes: int) -> torch.Tensor:
         """Allocate page-locked host memory of exactly this size.
 

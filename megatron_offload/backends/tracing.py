@@ -234,6 +234,10 @@ class TracingBackend(Backend):
         """Allocate device memory in the order of the compute stream."""
         return self.inner.empty_device(num_bytes)
 
+    def trim_device(self) -> None:
+        """Hand device memory that is cached and unused back."""
+        self.inner.trim_device()
+
     def empty_host(self, num_bytes: int) -> torch.Tensor:
         """Allocate page-locked host memory.
 

@@ -138,6 +138,7 @@ class PipelineOffloadManager:
         self._residents: frozenset[GroupKey] = frozenset()
         self._planned_for: tuple[ModulesPolicy, StepProfile] | None = None
         self._is_steady = False
+        self._has_fitted_pools = False
         self._hooks: list[saved_tensors_hooks | None] = []
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
@@ -304,25 +305,25 @@ class PipelineOffloadManager:
             backward_order=tuple(self.prefetcher.backward_order),
             backward_at_bytes=tuple(self.prefetcher.backward_at_bytes),
         )
-        was_steady, self._is_steady = self._is_steady, False
-        if before is not None and before.has_groups_of(self.last_profile):
-            self._is_steady = True
-            if not was_steady:
-                self._fit_host_pool()
-        elif before is not None:
+        self._is_steady = before is not None and before.has_groups_of(self.last_profile)
+        if self._is_steady and not self._has_fitted_pools:
+            self._has_fitted_pools = True
+            self._fit_pools()
+        elif before is not None and not self._is_steady:
             self.transfers.forget_held_elsewhere()
         if self._planned_for != (self.policy, self.last_profile):
             self._planned_for = self.policy, self.last_profile
             self.kept = self.policy.plan(self.last_profile)
             self._residents = self.policy.residents(self.last_profile)
 
-    def _fit_host_pool(self) -> None:
+    def _fit_pools(self) -> None:
         """Give back, once, what only the first step needed: it had nothing to learn from."""
         peak_bytes = self.transfers.stats.peak_host_bytes
         keep_bytes = peak_bytes + peak_bytes // _HOST_SLACK
         if self.host_pool.stats.slab_bytes_total >= keep_bytes + self.config.host_slab_bytes:
             self.backend.sync_copies()
             self.host_pool.shrink(keep_bytes)
+        self.backend.trim_device()
 
     # Boundaries
 
