@@ -1,0 +1,367 @@
+"""Whether offload leaves every bit as it was, for every module and pipeline shape: one command.
+
+    python3 scripts/check_bitwise.py --output DIR                       # four GPUs, PP=4
+    python3 scripts/check_bitwise.py --device cpu --tiny --output DIR   # two processes, no GPU
+
+For each VPP and dtype a model takes a few steps without offload; then, for each set of modules, the
+same model, built anew from the same seed, takes them with offload. Every rank compares its losses
+and a hash of all its gradients, from the first step on. All combinations run in the same processes,
+because starting those takes longer than any check.
+
+    dense  the layer of megatron-core's own spec (TransformerEngine's on a GPU)
+    moe    mixture of experts; its norms are modules of their own, which the dense layer's on a GPU
+           are not
+    fused  the same with the experts as one fused operation
+
+To save time on a GPU, fp32 takes half the sequence (without a fused kernel attention keeps all its
+scores) and mixtures of experts take half the microbatches, as far as those divide.
+
+What moved is counted over all steps, and shown are the bytes that came back: none may, where all
+that left is kept on the device by something else. A combination that raises is a row with its
+reason. One that takes too long ends its process with exit code 3 and leaves in its log where it
+was; what is left runs in new processes. Results are in DIR/check_bitwise.json after every
+combination. Ends with exit code 1 if anything differs, failed, moved nothing, or did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+from bench_peers import FIVE, SHAPES, last_line, worker_environment
+
+WORKER = Path(__file__).with_name("check_bitwise_worker.py")
+GRACE_S = 3.0
+LATE = 3
+"""Exit code of a rank whose combination took too long."""
+
+_MLP = ("mlp_fc1", "mlp_act", "mlp_fc2")
+_EXPERTS = ("expert_fc1", "moe_act", "expert_fc2", "shared_experts", "router")
+
+
+def _each(*names):
+    # megatron-core takes attn_proj only together with core_attn, whose output it shares.
+    sets = [("core_attn", "attn_proj") if name == "attn_proj" else (name,) for name in names]
+    return {"+".join(modules): modules for modules in sets}
+
+
+SETS = {
+    "dense": {
+        **_each(*FIVE, *_MLP, "layer"),
+        "five": FIVE,
+        "five+mlp": FIVE + _MLP,
+    },
+    "moe": {
+        **_each("attn_norm", "mlp_norm", *_EXPERTS, "layer"),
+        "five+experts": FIVE + _EXPERTS,
+    },
+    "fused": _each("fused_group_mlp"),
+}
+"""For each kind of layer the sets of modules that are offloaded, by what they are called here."""
+
+SIZES = {
+    False: {**SHAPES["bitwise"], "min_elements": 1, "slab": "64MiB", "budgets": "64MiB/96MiB"},
+    True: {**SHAPES["tiny"], "slab": "1MiB", "budgets": "16KiB/24KiB"},
+}
+"""The model's sizes, without and with ``--tiny``."""
+
+GIVEN = ("layers", "hidden", "seq", "mbs", "microbatches", "vocabulary")
+
+
+def parse_arguments(arguments=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, help="PP; by default 4, on the CPU 2")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--vpp", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    parser.add_argument("--models", nargs="+", choices=tuple(SETS), default=list(SETS))
+    parser.add_argument(
+        "--only", nargs="+", metavar="PATTERN", default=["*"], help="such as 'dense:*' '*:layer'"
+    )
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        metavar="INFLIGHT/PREFETCH",
+        help="small ones by default; auto leaves both to the package",
+    )
+    for size in GIVEN:
+        parser.add_argument(f"--{size}", type=int, help="in place of the model's")
+    parser.add_argument("--normalization", choices=("RMSNorm", "LayerNorm"), default="RMSNorm")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--host-memory", default="16GiB", help="pinned, at most, on each rank")
+    parser.add_argument("--deadline", type=float, default=40.0, help="seconds for one combination")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds to begin another")
+    parser.add_argument("--restarts", type=int, default=2, help="after a failure in a pipeline")
+    parser.add_argument("--output", type=Path, required=True, help="a folder")
+    options = parser.parse_args(arguments)
+    options.ranks = options.ranks or (4 if options.device == "cuda" else 2)
+    options.sizes = read_sizes(options)
+    try:
+        check(options)
+    except ValueError as error:
+        parser.error(str(error))
+    options.todo = combinations(options)
+    if not options.todo:
+        parser.error(f"--only {' '.join(options.only)} leaves nothing to check")
+    return options
+
+
+def read_sizes(options):
+    sizes = dict(SIZES[options.tiny])
+    if options.tiny:
+        sizes["layers"] = options.ranks * max(options.vpp)
+    for name in GIVEN:
+        if getattr(options, name) is not None:
+            sizes[name] = getattr(options, name)
+    sizes.setdefault("heads", max(1, sizes["hidden"] // 128))
+    sizes |= {"pp": options.ranks, "normalization": options.normalization}
+    for name in ("vpp", "dtype"):  # every combination has its own
+        sizes.pop(name)
+    options.budgets = options.budgets or [sizes["budgets"]]
+    sizes.pop("budgets")
+    return sizes
+
+
+def check(options):
+    """Raise `ValueError` for what can't run."""
+    sizes, ranks = options.sizes, options.ranks
+    if min(*options.vpp, ranks, options.steps, *(sizes[name] for name in GIVEN)) < 1:
+        raise ValueError("sizes, steps, ranks and VPP are at least 1")
+    if sizes["hidden"] % sizes["heads"]:
+        raise ValueError(f"hidden {sizes['hidden']} is no multiple of {sizes['heads']} heads")
+    for vpp in options.vpp:
+        if sizes["layers"] % (ranks * vpp):
+            raise ValueError(f"{sizes['layers']} layers don't divide into {ranks * vpp} stages")
+        if vpp > 1 and (ranks == 1 or sizes["microbatches"] % ranks):
+            raise ValueError("VPP above 1 needs more than one rank, and microbatches that divide")
+    for budgets in options.budgets:
+        if budgets != "auto" and budgets.count("/") != 1:
+            raise ValueError(f"--budgets takes INFLIGHT/PREFETCH or auto, not {budgets!r}")
+
+
+def combinations(options):
+    """Return all that is to be checked; what shares a run without offload stays together."""
+    return [
+        {
+            "id": f"vpp{vpp} {dtype} {model}:{name} {budgets}",
+            "vpp": vpp,
+            "dtype": dtype,
+            "model": model,
+            "name": name,
+            "modules": list(modules),
+            "budgets": budgets,
+        }
+        for model in options.models
+        for dtype in options.dtypes
+        for vpp in options.vpp
+        for name, modules in SETS[model].items()
+        for budgets in options.budgets
+        if any(fnmatch.fnmatchcase(f"{model}:{name}", pattern) for pattern in options.only)
+    ]
+
+
+def share_a_reference(one, other):
+    return all(one[key] == other[key] for key in ("vpp", "dtype", "model"))
+
+
+def first_difference(expected, actual):
+    """Return the first step, counted from 1, whose loss or gradients differ; None if none does."""
+    steps = zip(expected, actual, strict=True)
+    return next((number for number, (a, b) in enumerate(steps, 1) if a != b), None)
+
+
+def judge(combination, ranks):
+    """Return the row of a combination from what its ranks found."""
+    row = {**combination, "status": "equal", "reason": None, "ranks": ranks}
+    leaks = [rank["left"] for rank in ranks if rank["left"]]
+    if any(rank["first_difference"] is not None for rank in ranks):
+        row["status"] = "differs"
+    elif leaks:
+        row |= {"status": "failed", "reason": f"left behind: {leaks[0]}"}
+    elif any(rank["offloaded_bytes"] == 0 for rank in ranks):
+        row["status"] = "nothing moved"
+    return row
+
+
+_LINE = "{:>3}  {:<5}  {:<5}  {:<19}  {:<13}  {:>5}  {:<27}  {:<15}  {:>5}  {}"
+HEAD = _LINE.format(
+    *("vpp", "dtype", "model", "modules", "budgets"),
+    *("s", "MiB that came back", "equal, by rank", "first", ""),
+).rstrip()
+"""``first`` is the first step that differs."""
+
+
+def row_line(row):
+    ranks = row["ranks"]
+    differences = [rank["first_difference"] for rank in ranks]
+    first = min((number for number in differences if number is not None), default="")
+    reason = "" if row["status"] in ("equal", "done") else row["status"]
+    return _LINE.format(
+        *(row["vpp"], row["dtype"], row["model"], row["name"], row["budgets"] or ""),
+        f"{row['seconds']:.1f}" if "seconds" in row else "",
+        " ".join(f"{rank['reloaded_bytes'] / 2**20:.4g}" for rank in ranks),
+        " ".join("yes" if difference is None else "no" for difference in differences),
+        first,
+        f"{reason}: {row['reason']}" if row["reason"] else reason,
+    ).rstrip()
+
+
+def summary(rows):
+    """Return one line on all rows, and whether that is a yes."""
+    counts = Counter(row["status"] for row in rows if row["modules"])
+    text = ", ".join(f"{count} {status}" for status, count in counts.items())
+    good = counts["equal"] > 0 and not set(counts) - {"equal", "left out"}
+    return f"bitwise identical: {'yes' if good else 'no'} ({text})", good
+
+
+def save(report, path):
+    """Write aside and put in place, so that a killed run keeps what it has."""
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(report, indent=1))
+    os.replace(aside, path)
+
+
+def launch(options, todo, path, attempt, stop_at):
+    """Run combinations in new processes; return why they ended early, if they did."""
+    logs = options.output / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    names = [logs / f"{attempt}.rank{rank}.log" for rank in range(options.ranks)]
+    environment = worker_environment(
+        SimpleNamespace(sizes=options.sizes, device=options.device, deterministic=True),
+        {"te_v1": "0"},
+    )
+    # Whatever is compiled would be compiled anew for every model.
+    environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        spec = {"todo": todo, "report": str(path), "failures": folder, "stop_at": stop_at}
+        for name in ("device", "sizes", "steps", "seed", "host_memory", "deadline"):
+            spec[name] = getattr(options, name)
+        spec_path = Path(folder) / "spec.json"
+        spec_path.write_text(json.dumps(spec))
+        codes = _run_ranks([sys.executable, str(WORKER), str(spec_path)], environment, names)
+        if not any(codes):
+            return None
+        failures = [json.loads(file.read_text()) for file in Path(folder).glob("rank*.json")]
+        if failures:  # the first; others may have failed because that one did
+            failure = min(failures, key=lambda failure: failure["at"])
+            return f"rank {failure['rank']}: {failure['reason']}"
+    if LATE in codes:
+        return f"rank {codes.index(LATE)} took too long; {names[codes.index(LATE)]} says where"
+    rank = next(rank for rank, code in enumerate(codes) if code)
+    return f"rank {rank}: {last_line(names[rank].read_text(errors='replace'))}"
+
+
+def _run_ranks(command, environment, logs):
+    """Run one process a rank, the first with this one's output; return their exit codes."""
+    processes = []
+    files = [log.open("w") for log in logs]
+    try:
+        for rank, file in enumerate(files):
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=None if rank == 0 else file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            )
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.1)
+        if any(codes):
+            time.sleep(GRACE_S)  # others may have something to say as well
+        return [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for file in files:
+            file.close()
+
+
+def settle(report, todo, reason):
+    """Make rows of what was running when the ranks ended."""
+    running = report["running"]
+    if running is None:
+        return
+    gone = [running["combination"]]
+    if running["reference"]:
+        reason = f"without offload: {reason}"
+        gone = [one for one in todo if share_a_reference(one, gone[0])]
+    done = {row["id"] for row in report["rows"]}
+    for one in gone:
+        if one["id"] not in done:
+            report["rows"].append({**one, "status": "failed", "reason": reason, "ranks": []})
+            print(row_line(report["rows"][-1]), flush=True)
+    report["running"] = None
+
+
+def main(arguments=None):
+    options = parse_arguments(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "check_bitwise.json"
+    started = time.time()
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "device": options.device,
+        "sizes": options.sizes,
+        "steps": options.steps,
+        "seed": options.seed,
+        "running": None,
+        "rows": [],
+    }
+    save(report, path)
+    print(HEAD, flush=True)
+    why = "no time left"
+    for attempt in range(1 + options.restarts):
+        done = {row["id"] for row in report["rows"]}
+        todo = [one for one in options.todo if one["id"] not in done]
+        reason = launch(options, todo, path, attempt, started + options.limit)
+        report = json.loads(path.read_text())
+        if reason is None:
+            break
+        why = f"an earlier failure: {reason}"
+        at_start = report["running"] is None
+        settle(report, options.todo, reason)
+        save(report, path)
+        done = {row["id"] for row in report["rows"]}
+        if at_start or all(one["id"] in done for one in options.todo):
+            break
+    done = {row["id"] for row in report["rows"]}
+    for one in options.todo:
+        if one["id"] not in done:
+            report["rows"].append({**one, "status": "not run", "reason": why, "ranks": []})
+    report["seconds"] = round(time.time() - started, 1)
+    line, good = summary(report["rows"])
+    report["summary"] = line
+    save(report, path)
+    lines = [HEAD, *map(row_line, report["rows"]), "", line]
+    path.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    for row in report["rows"]:
+        if row["status"] not in ("equal", "done", "left out"):
+            print(row_line(row))
+    print(f"{line}, {report['seconds']:.0f} s")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())

@@ -1,0 +1,446 @@
+"""One rank of `check_bitwise.py`: all combinations, one after another, in one process.
+
+    python check_bitwise_worker.py SPEC.json
+
+`check_bitwise.py` starts it once per rank, with the rank in the environment. The first rank writes
+the report. What fails while a model is built, on any rank, is a row, and all go on. What fails
+inside a pipeline ends the process, because its neighbours may wait for what never comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import math
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bench_peers_modes import MODES
+from bench_peers_worker import Program, build_chunks, versions, write
+from check_bitwise import LATE, first_difference, judge, row_line, save
+
+STARTING_S = 180.0
+ENDING_S = 30.0
+NUM_EXPERTS = 4
+NO_GRADIENT = "0" * 16
+
+
+class Deadline:
+    """Ends the process where the body takes longer, and says where it was.
+
+    The thread needs the interpreter; where something holds on to that, faulthandler's own thread
+    ends the process a little later.
+    """
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+        self._timer = threading.Timer(seconds, self._expire)
+        self._timer.daemon = True
+
+    def __enter__(self):
+        faulthandler.dump_traceback_later(self._seconds + 10, exit=True)
+        self._timer.start()
+
+    def __exit__(self, *exception):
+        self._timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _expire(self):
+        print(f"not done after {self._seconds:g} s", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(LATE)
+
+
+@contextlib.contextmanager
+def open_ranks(spec):
+    """Join all ranks, once for all combinations; yields this rank's device."""
+    on_gpu = spec["device"] == "cuda"
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(seconds=1800),  # what is late ends by its deadline
+        device_id=device if on_gpu else None,
+    )
+    from megatron.core import parallel_state
+
+    with contextlib.ExitStack() as stack:
+        for name in ("models.gpt.gpt_layer_specs", "pipeline_parallel.schedules"):
+            importlib.import_module(f"megatron.core.{name}")
+        if not on_gpu:  # its bridges reach the modules that are loaded
+            import megatron.core.optimizer  # noqa: F401
+            from megatron.core.transformer.moe import moe_utils
+
+            from megatron_offload.integrations import megatron_cpu
+
+            # Some versions ask for it by this name where TransformerEngine is not installed.
+            vars(moe_utils).setdefault("te_general_gemm", None)
+            stack.enter_context(megatron_cpu.recompute_without_transformer_engine())
+            stack.enter_context(megatron_cpu.cpu_bridges())
+        else:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=spec["sizes"]["pp"], create_gloo_process_groups=False
+        )
+        # What is here now stays: the collections after each model need not look at it.
+        gc.collect()
+        gc.freeze()
+        yield device
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def expert_options(sizes, on_gpu):
+    """Return what makes the model a mixture of experts, all of it on each rank."""
+    return {
+        "num_moe_experts": NUM_EXPERTS,
+        "moe_ffn_hidden_size": 2 * sizes["hidden"],
+        "moe_router_topk": 2,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_permute_fusion": False,
+        "moe_grouped_gemm": on_gpu,
+        # The other needs a stream to the host.
+        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
+    }
+
+
+def expert_layer(sizes, on_gpu):
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if not on_gpu:
+        return gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=NUM_EXPERTS, normalization=sizes["normalization"]
+        )
+    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=NUM_EXPERTS, moe_grouped_gemm=True
+    )
+    # By default only the norm before the experts is a module of its own.
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm
+    attention = layer.submodules.self_attention.submodules
+    attention.linear_qkv = transformer_engine.TEColumnParallelLinear
+    return layer
+
+
+class Check:
+    """What is kept from one combination to the next: the steps without offload."""
+
+    def __init__(self, spec, device, report):
+        self.spec, self.device, self.report = spec, device, report
+        self.on_gpu = device.type == "cuda"
+        self.references = {}
+
+    def row(self, combination):
+        """Check one combination; return its row, the same on every rank."""
+        reason = self.left_out(combination)
+        if reason is not None:
+            return {**combination, "status": "left out", "reason": reason, "ranks": []}
+        started = time.perf_counter()
+        key = tuple(combination[name] for name in ("vpp", "dtype", "model"))
+        if key not in self.references:
+            self.references[key] = self.reference(combination)
+            started = time.perf_counter()
+        reference = self.references[key]
+        if reference["error"] is None:
+            reason = reference["empty"].get(combination["name"])
+            if reason is not None:
+                return {**combination, "status": "left out", "reason": reason, "ranks": []}
+            found = self.train(combination, combination["modules"])
+            error = found["error"]
+        else:
+            error = f"without offload: {reference['error']}"
+        if error is not None:
+            row = {**combination, "status": "failed", "reason": error, "ranks": []}
+        else:
+            found["first_difference"] = first_difference(reference["steps"], found["steps"])
+            if found["first_difference"] is None:
+                del found["steps"]
+            row = judge(combination, exchange(found))
+        return row | {"seconds": round(time.perf_counter() - started, 2)}
+
+    def left_out(self, combination):
+        fused = combination["model"] == "fused"
+        if not self.on_gpu and (fused or combination["name"] in ("expert_fc1", "moe_act")):
+            return "needs TransformerEngine's grouped experts"
+        return None
+
+    def reference(self, combination):
+        """Take the steps without offload, and make a row of them."""
+        started = time.perf_counter()
+        found = self.train(combination, None)
+        if found["error"] is None:
+            bad = None if all(map(is_sound, found["steps"])) else "no finite loss, or no gradients"
+            errors = [error for error in exchange(bad) if error]
+            found["error"] = errors[0] if errors else None
+        row = {**combination, "name": "none", "modules": [], "budgets": None, "reason": None}
+        row["id"] = row["id"].partition(":")[0] + ":none"
+        row["status"] = "done" if found["error"] is None else "failed"
+        row |= {"reason": found["error"], "ranks": []}
+        row["steps"] = exchange(found.get("steps"))
+        row["seconds"] = round(time.perf_counter() - started, 2)
+        self.report.add(row)
+        return found
+
+    def repeat(self, combination):
+        """After a difference: whether the steps without offload repeat themselves, as a row."""
+        key = tuple(combination[name] for name in ("vpp", "dtype", "model"))
+        reference = self.references[key]
+        if reference.get("repeated"):
+            return
+        reference["repeated"] = True
+        started = time.perf_counter()
+        again = self.train(combination, None)
+        difference = None
+        if again["error"] is None:
+            difference = first_difference(reference["steps"], again["steps"])
+        row = {**combination, "name": "none, again", "modules": [], "budgets": None}
+        row["id"] = row["id"].partition(":")[0] + ":none, again"
+        row["ranks"] = exchange({"first_difference": difference, "reloaded_bytes": 0})
+        same = all(rank["first_difference"] is None for rank in row["ranks"])
+        row |= {"status": "equal" if same else "differs", "reason": again["error"]}
+        row["seconds"] = round(time.perf_counter() - started, 2)
+        self.report.add(row)
+
+    def train(self, combination, modules):
+        """Build the model and take the steps, with these modules or (None) without offload.
+
+        Returns:
+            What this rank saw, with ``error`` None, or the ``error`` of all ranks.
+        """
+        self.report.begin(combination, reference=modules is None)
+        # The first steps of a kind of layer also load and choose its kernels.
+        with Deadline(self.spec["deadline"] * (2 if modules is None else 1)):
+            try:
+                return self._train(combination, modules)
+            finally:
+                gc.collect()
+
+    def _train(self, combination, modules):
+        spec = self.spec_of(combination, modules)
+        error = program = mode = None
+        try:
+            mode = self.mode_of(spec, combination)
+            program = self.build(spec, mode, combination)
+            if modules is None:
+                try_layer(program)
+        except Exception as exception:  # noqa: BLE001 - every failure is a row
+            traceback.print_exc()
+            error = reason_of(exception)
+        errors = [f"rank {rank}: {e}" for rank, e in enumerate(exchange(error)) if e]
+        if errors:
+            return {"error": errors[0]}
+        found = {"error": None, "steps": []}
+        counters = dict.fromkeys(("offloaded_bytes", "reloaded_bytes", "refused_bytes"), 0)
+        for number in range(self.spec["steps"]):
+            _, loss, gradients = program.step(number)
+            found["steps"].append([loss, gradients])
+            for name in counters if modules is not None else ():
+                counters[name] += getattr(mode.manager.last_step, name)
+        if modules is None:
+            return found | {"empty": empty_groups(program.chunks)}
+        left = {name: count for name, count in mode.manager.state_of().items() if count}
+        mode.manager.close()
+        return found | counters | {"left": left}
+
+    def spec_of(self, combination, modules):
+        """Return what the benchmark's parts want to be told."""
+        sizes = self.spec["sizes"]
+        options = [f"host_memory_bytes={self.spec['host_memory']}"]
+        options.append(f"host_slab_bytes={sizes['slab']}")
+        if combination["budgets"] != "auto":
+            inflight, _, prefetch = combination["budgets"].partition("/")
+            options += [f"max_inflight_bytes={inflight}", f"prefetch_bytes={prefetch}"]
+        seq, microbatches = sizes["seq"], sizes["microbatches"]
+        if self.on_gpu and combination["dtype"] == "fp32":
+            seq = max(1, seq // 2)
+        may_halve = microbatches % (2 * sizes["pp"]) == 0
+        if self.on_gpu and combination["model"] != "dense" and may_halve:
+            microbatches //= 2
+        return {
+            **sizes,
+            "vpp": combination["vpp"],
+            "dtype": combination["dtype"],
+            "seq": seq,
+            "microbatches": microbatches,
+            "seed": self.spec["seed"],
+            "deterministic": True,
+            "mode": combination["id"],
+            "modules": modules or [],
+            "options": options,
+        }
+
+    def mode_of(self, spec, combination):
+        """Return how the model runs: the benchmark's own modes, on this kind of layer."""
+        from megatron_offload.integrations import megatron_core
+
+        if not spec["modules"]:
+            megatron_core.uninstall()
+        mode = MODES["ours" if spec["modules"] else "none"](spec)
+        options = mode.transformer_options()
+        if combination["model"] != "dense":
+            options |= expert_options(spec, self.on_gpu)
+        if combination["model"] == "moe":
+            options["moe_shared_expert_intermediate_size"] = spec["hidden"]
+        elif combination["model"] == "fused":
+            options["use_transformer_engine_op_fuser"] = True
+            options["use_fused_weighted_squared_relu"] = True
+        mode.transformer_options = lambda: options
+        return mode
+
+    def build(self, spec, mode, combination):
+        """Build the model as if it were the first of its process."""
+        from megatron.core import parallel_state
+        from megatron.core.activations import squared_relu
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        # All else of the parallel state is the same for every VPP.
+        virtual = spec["vpp"] if spec["vpp"] > 1 else None
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        torch.manual_seed(spec["seed"] + pp_rank)
+        model_parallel_cuda_manual_seed(spec["seed"] + pp_rank, force_reset_rng=True)
+        mode.prepare()
+        dense = combination["model"] == "dense"
+        chunks = build_chunks(
+            spec,
+            mode,
+            self.device,
+            layer_spec=None if dense else expert_layer(spec, self.on_gpu),
+            activation=squared_relu if combination["model"] == "fused" else F.gelu,
+        )
+        mode.attach(chunks, pp_rank)
+        return Program(spec, mode, chunks, self.device)
+
+
+def try_layer(program):
+    """Run one layer alone, forward and backward.
+
+    A kernel that does not exist for this kind of layer then fails on every rank at the same place,
+    and not inside a pipeline.
+    """
+    layer = program.chunks[0].decoder.layers[0]
+    spec, parameter = program.spec, next(layer.parameters())
+    size = (spec["seq"], spec["mbs"], spec["hidden"])
+    hidden = torch.randn(size, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
+    output = layer(hidden_states=hidden, attention_mask=None)
+    (output[0] if isinstance(output, tuple) else output).float().sum().backward()
+    program.synchronize()
+
+
+def empty_groups(chunks):
+    """Return the groups in which this kind of layer has nothing, each with why."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    layer = chunks[0].decoder.layers[0]
+    norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm}
+    why = "the norm is part of the linear layer behind it"
+    return {name: why for name, norm in norms.items() if isinstance(norm, IdentityOp)}
+
+
+def is_sound(step):
+    loss, gradients = step
+    return gradients != NO_GRADIENT and (loss is None or math.isfinite(float.fromhex(loss)))
+
+
+def exchange(value):
+    """Return every rank's value."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def reason_of(exception):
+    text = (str(exception).strip() or "no message").splitlines()[0]
+    return f"{type(exception).__name__}: {text}"
+
+
+class Report:
+    """The file with all rows, which the first rank writes; the others' do nothing."""
+
+    def __init__(self, path, rank):
+        self._path = path if rank == 0 else None
+        self._data = json.loads(path.read_text())
+
+    def describe(self, device):
+        """Add where all this runs."""
+        on_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "CPU"
+        self._data |= {"device_name": name, "versions": versions()}
+        self._save()
+
+    def begin(self, combination, *, reference):
+        """Note what runs, for whoever finds this process dead."""
+        self._data["running"] = {"combination": combination, "reference": reference}
+        self._save()
+
+    def add(self, row):
+        self._data["running"] = None
+        if row["id"] not in {known["id"] for known in self._data["rows"]}:
+            self._data["rows"].append(row)
+            if self._path is not None:
+                print(row_line(row), flush=True)
+        self._save()
+
+    def _save(self):
+        if self._path is not None:
+            save(self._data, self._path)
+
+
+def run(spec, rank):
+    report = Report(Path(spec["report"]), rank)
+    ranks = contextlib.ExitStack()
+    with Deadline(STARTING_S):
+        device = ranks.enter_context(open_ranks(spec))
+    report.describe(device)
+    check = Check(spec, device, report)
+    for combination in spec["todo"]:
+        if exchange(time.time() > spec["stop_at"])[0]:
+            break
+        row = check.row(combination)
+        report.add(row)
+        if row["status"] == "differs":
+            check.repeat(combination)
+    with Deadline(ENDING_S):
+        ranks.close()
+
+
+def main():
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ["RANK"])
+    faulthandler.enable()
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    try:
+        run(spec, rank)
+    except BaseException as error:  # noqa: BLE001 - the row of what ran says why
+        failure = {"rank": rank, "at": time.time(), "reason": reason_of(error)}
+        write(Path(spec["failures"]) / f"rank{rank}.json", failure)
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Leaving the communicators to their destructors could wait for ranks that wait for this.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""scripts/check_bitwise.py: that it says yes on two CPU processes, and that it can say no."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import check_bitwise
+from check_bitwise import first_difference, judge, row_line, settle, summary
+
+from megatron_offload.config import MODULES
+
+ROOT = Path(__file__).resolve().parent.parent
+ON_CPU = ("--device", "cpu", "--tiny")
+
+PLAN = """
+import os, time
+
+if os.environ.get("RANK") == "1":
+    from megatron_offload.engine.manager import PipelineOffloadManager
+    from megatron_offload.engine.saved_tensor import SavedTensor
+
+    steps = 0
+    configure, reset = PipelineOffloadManager.configure, PipelineOffloadManager.reset
+    unpack = SavedTensor.unpack
+
+    def begin(self, *arguments, **more):
+        global steps
+        steps = 0
+        configure(self, *arguments, **more)
+
+    def end(self):
+        global steps
+        steps += 1
+        reset(self)
+
+    def wrong(self):
+        tensor = unpack(self)
+        if self.block is not None and self.block.released:
+            DO
+        return tensor
+
+    PipelineOffloadManager.configure, PipelineOffloadManager.reset = begin, end
+    SavedTensor.unpack = wrong
+"""
+
+
+def parse(*arguments):
+    return check_bitwise.parse_arguments([*arguments, "--output", "out"])
+
+
+def one(name="layer", **more):
+    chosen = ("--vpp", "2", "--dtypes", "fp32", "--only", f"dense:{name}")
+    return parse(*ON_CPU, *chosen).todo[0] | more
+
+
+def found(first=None, moved=2**20, offloaded=2**20, left=None):
+    return {
+        "first_difference": first,
+        "reloaded_bytes": moved,
+        "offloaded_bytes": offloaded,
+        "left": left or {},
+    }
+
+
+def run(tmp_path, *arguments, do=None, later=False):
+    """Run the script; return its exit code, its rows by id, and what it printed."""
+    places = []
+    if do is not None:
+        (tmp_path / "sitecustomize.py").write_text(PLAN.replace("DO", do))
+        places.append(str(tmp_path))
+    if later:
+        folder = os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later")
+        if not Path(folder, "megatron").is_dir():
+            pytest.skip(f"no later megatron-core in {folder}; `make test` puts one there")
+        places.append(str(folder))
+    output = tmp_path / "out"
+    script = ROOT / "scripts" / "check_bitwise.py"
+    result = subprocess.run(
+        [sys.executable, str(script), *ON_CPU, *arguments, "--output", str(output)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert not result.stderr, result.stderr
+    report = json.loads((output / "check_bitwise.json").read_text())
+    assert report["running"] is None
+    return result.returncode, {row["id"]: row for row in report["rows"]}, result.stdout
+
+
+def test_every_module_is_in_some_set():
+    sets = [set(modules) for sets in check_bitwise.SETS.values() for modules in sets.values()]
+    assert set().union(*sets) == set(MODULES)
+    alone = set().union(*(modules for modules in sets if len(modules) == 1))
+    assert alone == set(MODULES) - {"attn_proj"}
+
+
+def test_combinations_are_all_there_once():
+    todo = parse().todo
+    assert len(todo) == 2 * 3 * sum(map(len, check_bitwise.SETS.values()))
+    assert len({each["id"] for each in todo}) == len(todo)
+    assert (parse().sizes["layers"], parse().ranks, parse().sizes["seq"]) == (16, 4, 2048)
+    assert len(parse("--budgets", "1MiB/2MiB", "auto").todo) == 2 * len(todo)
+
+
+def test_combinations_can_be_chosen():
+    todo = parse("--vpp", "2", "--dtypes", "bf16", "--only", "*:layer", "moe:router").todo
+    assert [each["id"].split()[2] for each in todo] == ["dense:layer", "moe:router", "moe:layer"]
+    assert [each["model"] for each in parse("--models", "fused").todo] == ["fused"] * 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--vpp", "3"], "don't divide"),
+        (["--vpp", "0"], "at least 1"),
+        (["--microbatches", "6"], "microbatches that divide"),
+        (["--ranks", "1"], "more than one rank"),
+        (["--budgets", "1MiB"], "INFLIGHT/PREFETCH"),
+        (["--only", "dense:router"], "leaves nothing"),
+        (["--tiny", "--hidden", "66"], "no multiple"),
+    ],
+)
+def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert reason in capsys.readouterr().err
+
+
+def test_the_first_step_that_differs():
+    steps = [[None, "aa"], ["0x1p0", "bb"], ["0x1p1", "cc"]]
+    assert first_difference(steps, [list(step) for step in steps]) is None
+    assert first_difference(steps, [steps[0], ["0x1p0", "b0"], steps[2]]) == 2
+    assert first_difference(steps, [*steps[:2], ["0x1p2", "cc"]]) == 3
+
+
+def test_a_row_is_as_bad_as_its_worst_rank():
+    assert judge(one(), [found(), found()])["status"] == "equal"
+    assert judge(one(), [found(), found(first=2)])["status"] == "differs"
+    assert judge(one(), [found(moved=0), found()])["status"] == "equal"
+    assert judge(one(), [found(), found(offloaded=0)])["status"] == "nothing moved"
+    row = judge(one(), [found(), found(left={"host bytes": 7})])
+    assert (row["status"], row["reason"]) == ("failed", "left behind: {'host bytes': 7}")
+
+
+def test_the_line_of_a_row():
+    row = judge(one(), [found(), found(first=2, moved=2**19)]) | {"seconds": 1.25}
+    expected = "2 fp32 dense layer 16KiB/24KiB 1.2 1 0.5 yes no 2 differs"
+    assert row_line(row).split() == expected.split()
+    failed = {**one(), "status": "failed", "reason": "ValueError: no", "ranks": []}
+    assert row_line(failed).endswith("failed: ValueError: no")
+
+
+def test_only_equal_is_a_yes():
+    equal, out = {**one(), "status": "equal"}, {**one(), "status": "left out"}
+    none = {**one(), "modules": [], "status": "done"}
+    assert summary([none, equal, out]) == ("bitwise identical: yes (1 equal, 1 left out)", True)
+    assert not summary([none, out])[1]
+    for status in ("differs", "failed", "nothing moved", "not run"):
+        assert not summary([equal, {**one(), "status": status}])[1]
+
+
+def test_a_failure_without_offload_is_one_of_all_that_needs_it(capsys):
+    todo = parse("--models", "dense", "--vpp", "2", "4", "--dtypes", "bf16").todo
+    report = {"rows": [], "running": {"combination": todo[0], "reference": True}}
+    settle(report, todo, "rank 1: boom")
+    assert {row["id"] for row in report["rows"]} == {c["id"] for c in todo if c["vpp"] == 2}
+    assert report["rows"][0]["reason"] == "without offload: rank 1: boom"
+    assert report["running"] is None
+    report["running"] = {"combination": todo[-1], "reference": False}
+    settle(report, todo, "rank 0: boom")
+    assert report["rows"][-1]["id"] == todo[-1]["id"]
+    assert "rank 0: boom" in capsys.readouterr().out
+
+
+def check_yes(code, rows, printed):
+    assert code == 0, printed
+    assert "bitwise identical: yes" in printed
+    for row in rows.values():
+        if row["modules"] and row["status"] != "left out":
+            assert row["status"] == "equal", row
+            assert len(row["ranks"]) == 2
+            assert all(rank["offloaded_bytes"] > 0 for rank in row["ranks"])
+    references = [row for row in rows.values() if row["name"] == "none"]
+    hashes = {step[1] for row in references for steps in row["steps"] for step in steps}
+    assert len(hashes) == sum(len(steps) for row in references for steps in row["steps"])
+
+
+@pytest.mark.slow
+def test_every_combination_says_yes(tmp_path):
+    code, rows, printed = run(tmp_path, "--vpp", "1", "2", "--dtypes", "fp32")
+    check_yes(code, rows, printed)
+    left_out = {row["name"] for row in rows.values() if row["status"] == "left out"}
+    assert left_out == {"expert_fc1", "moe_act", "fused_group_mlp"}
+    assert len(rows) == 2 * (sum(map(len, check_bitwise.SETS.values())) + 2)
+    assert rows["vpp2 fp32 dense:layer 16KiB/24KiB"]["ranks"][0]["reloaded_bytes"] > 2**20
+
+
+@pytest.mark.slow
+def test_a_later_megatron_core_says_yes(tmp_path):
+    only = ("--only", *(f"*:{name}" for name in ("five+mlp", "five+experts", "layer", "router")))
+    check_yes(*run(tmp_path, "--vpp", "1", "2", "--dtypes", "bf16", *only, later=True))
+
+
+@pytest.mark.slow
+def test_one_bit_of_a_reloaded_tensor_is_a_no(tmp_path):
+    do = "if steps == 1: tensor.as_strided((1,), (1,)).view(__import__('torch').uint8)[2] ^= 64"
+    chosen = ("--vpp", "2", "--dtypes", "fp32", "--only", "dense:mlp_act")
+    code, rows, printed = run(tmp_path, *chosen, do=do)
+    assert code == 1
+    assert "bitwise identical: no (1 differs)" in printed
+    ranks = rows["vpp2 fp32 dense:mlp_act 16KiB/24KiB"]["ranks"]
+    assert ranks[1]["first_difference"] == 2
+    assert rows["vpp2 fp32 dense:none, again"]["status"] == "equal"
+
+
+@pytest.mark.slow
+def test_what_hangs_or_raises_is_a_row_and_the_rest_is_checked(tmp_path):
+    do = """if self.group_name == "core_attn": time.sleep(1000)
+            if self.group_name == "mlp_act": raise ValueError("boom")"""
+    only = ("--only", "dense:core_attn", "dense:mlp_act", "dense:layer")
+    chosen = ("--vpp", "2", "--dtypes", "fp32", *only, "--deadline", "4")
+    code, rows, printed = run(tmp_path, *chosen, do=do)
+    assert code == 1
+    assert "bitwise identical: no (2 failed, 1 equal)" in printed
+    assert "took too long" in rows["vpp2 fp32 dense:core_attn 16KiB/24KiB"]["reason"]
+    assert rows["vpp2 fp32 dense:mlp_act 16KiB/24KiB"]["reason"] == "rank 1: ValueError: boom"
+    assert "not done after 4 s" in (tmp_path / "out" / "logs" / "0.rank1.log").read_text()
+
+
+@pytest.mark.slow
+def test_without_time_left_nothing_is_a_yes(tmp_path):
+    chosen = ("--vpp", "2", "--dtypes", "fp32", "--only", "dense:layer", "--limit", "0")
+    code, rows, _ = run(tmp_path, *chosen)
+    assert code == 1
+    row = rows["vpp2 fp32 dense:layer 16KiB/24KiB"]
+    assert (row["status"], row["reason"]) == ("not run", "no time left")
