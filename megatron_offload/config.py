@@ -143,15 +143,21 @@ class OffloadConfig(StrictModel):
 
     prefetch_bytes: Bytes | None = None
     """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
-    None: as for ``max_inflight_bytes``."""
+    None: as for ``max_inflight_bytes``, and at least twice its largest group."""
 
-    resident_bytes: Bytes = ByteSize(0)
+    resident_bytes: Bytes | None = None
     """The part of both that groups may take which never move: those whose backward follows their
-    forward soonest. It saves traffic and costs no memory, as long as the rest hides the copies."""
+    forward soonest. It saves traffic and costs no memory, as long as the rest hides the copies.
+    None: nothing, and with ``device_target_bytes`` half of both."""
 
     resident_delta_bytes_across_pp_ranks: Bytes = ByteSize(0)
     """Pipeline rank r may keep r times this many bytes more of that kind: later ranks hold fewer
     microbatches, and what they don't copy leaves the node's bandwidth to the first."""
+
+    device_target_bytes: Bytes | None = None
+    """Most device memory that this process should reserve, weights and all. The two limits above
+    are the start of a search over the first steps, each of which gives cached memory back; it ends
+    with the fastest setting that was seen to keep the target."""
 
     host_memory_bytes: Bytes | None = None
     """Cap of pinned host memory in this process; over it tensors stay on the device. None: half of

@@ -118,6 +118,10 @@ class Backend(abc.ABC):
         wait for the compute stream's present point (W6).
         """
 
+    def reserved_bytes(self) -> int | None:
+        """Return the device memory that the process has taken and not handed back, if known."""
+        return None
+
     def trim_device(self) -> None:
         """Hand device memory that is cached and unused back; may block the host."""
         return

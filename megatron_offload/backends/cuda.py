@@ -120,6 +120,10 @@ class CudaBackend(Backend):
         """Allocate device memory from the caching allocator, in the order of the compute stream."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def reserved_bytes(self) -> int:
+        """Return what the caching allocator has taken from the device."""
+        return int(torch.cuda.memory_reserved(self.device))
+
     def trim_device(self) -> None:
         """Hand the caching allocator's unused memory back to the device."""
         torch.cuda.empty_cache()

@@ -234,6 +234,10 @@ class TracingBackend(Backend):
         """Allocate device memory in the order of the compute stream."""
         return self.inner.empty_device(num_bytes)
 
+    def reserved_bytes(self) -> int | None:
+        """Return the device memory that the process has taken and not handed back, if known."""
+        return self.inner.reserved_bytes()
+
     def trim_device(self) -> None:
         """Hand device memory that is cached and unused back."""
         self.inner.trim_device()

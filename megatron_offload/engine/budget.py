@@ -35,6 +35,7 @@ class DeviceBudget:
         self._follows_prefetch = prefetch_bytes is None
         self.max_inflight_bytes = max_inflight_bytes or 0
         self.prefetch_bytes = prefetch_bytes or 0
+        self._prefetch_wanted_bytes = self.prefetch_bytes
         self.inflight_bytes = 0
         self.held_bytes = 0
         self.resident_bytes = 0
@@ -55,6 +56,31 @@ class DeviceBudget:
         it would only take the room of copies to the host.
         """
         return min(2 * self.prefetch_bytes or self.total_bytes, self.total_bytes)
+
+    def set_total(self, total_bytes: int) -> None:
+        """Set both limits to make up ``total_bytes``; from here on they follow nothing.
+
+        What may come back keeps its limit as far as that is at most half of the total.
+        """
+        self._follows_inflight = self._follows_prefetch = False
+        self.prefetch_bytes = min(self._prefetch_wanted_bytes, total_bytes // 2)
+        self.max_inflight_bytes = total_bytes - self.prefetch_bytes
+
+    def bounds_bytes(self) -> tuple[int, int]:
+        """Return the least total that still works well, two groups, and the most of any use."""
+        least_bytes = 2 * self._largest_bytes
+        return least_bytes, max(least_bytes, self._peak_saved_bytes)
+
+    def resident_room_bytes(self) -> int:
+        """Return how much of the total groups that never move may take.
+
+        Half of it: what they take no copy needs, and the other half keeps both directions busy. All
+        of it where everything has room.
+        """
+        if self.total_bytes >= self._peak_saved_bytes:
+            return self.total_bytes
+        transit_bytes = max(self.total_bytes // 2, self.bounds_bytes()[0])
+        return max(0, self.total_bytes - transit_bytes)
 
     def is_exceeded(self) -> bool:
         """Whether something in flight has to be released."""
@@ -89,11 +115,13 @@ class DeviceBudget:
         self._follow(self._peak_saved_bytes if is_learned else 0)
 
     def _follow(self, seen_bytes: int) -> None:
-        limit_bytes = max(self._largest_bytes, seen_bytes // _AUTO_SHARE)
+        share_bytes = seen_bytes // _AUTO_SHARE
         if self._follows_inflight:
-            self.max_inflight_bytes = limit_bytes
+            self.max_inflight_bytes = max(self._largest_bytes, share_bytes)
         if self._follows_prefetch:
-            self.prefetch_bytes = limit_bytes
+            # Two of the largest: one comes back while the one before it is in use.
+            self.prefetch_bytes = max(2 * self._largest_bytes, share_bytes)
+            self._prefetch_wanted_bytes = self.prefetch_bytes
 
     def learn(self) -> None:
         """Follow the step that is over, now that its peak is known."""

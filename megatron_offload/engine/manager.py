@@ -1,9 +1,9 @@
 """The one manager of a process: it knows the step, and asks the parts to move.
 
-Owns the singleton, the current chunk, the saved-tensor hooks, and what is learned from step to
-step. Must not know megatron-core or any model. Who does what:
+Owns the singleton, the current chunk and the saved-tensor hooks. Must not know megatron-core or any
+model. Who does what:
 
-    boundary -> manager -> policy      keep or offload this group?
+    boundary -> manager -> learner     keep or offload this group?
                         -> transfers   copies, waits, releases
                         -> prefetcher  what comes back next
 
@@ -31,6 +31,7 @@ from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
 from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.prefetch import Prefetcher, keep_resident
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats, TensorObserver
@@ -41,9 +42,6 @@ from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 
 __all__ = ["PipelineOffloadManager"]
-
-_HOST_SLACK = 32
-"""Pinned memory is kept for a learned step's peak and this fraction more."""
 
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
@@ -90,10 +88,6 @@ class PipelineOffloadManager:
     ) -> None:
         self.last_step = StepStats()
         """Counters of the last finished step."""
-        self.last_profile: StepProfile | None = None
-        """Groups and backward order of the last finished step."""
-        self.kept: dict[GroupKey, str] = {}
-        """Groups that the plan keeps on the device in this step, each with the reason."""
         self._opted_out: dict[int, StorageWeakRef] = {}
         # By identity: a set would compare tensors by value.
         self._parameters: weakref.WeakValueDictionary[int, torch.Tensor] = (
@@ -131,14 +125,8 @@ class PipelineOffloadManager:
             self.budget,
         )
         self.prefetcher = Prefetcher(self.transfers, self.budget)
-        self.policy = ModulesPolicy(fraction=config.fraction)
+        self.learner = Learner(config, self.backend, self.host_pool, self.transfers)
         self.do_offload = True
-        self.last_profile = None
-        self.kept = {}
-        self._residents: frozenset[GroupKey] = frozenset()
-        self._planned_for: tuple[ModulesPolicy, StepProfile] | None = None
-        self._is_steady = False
-        self._has_fitted_pools = False
         self._hooks: list[saved_tensors_hooks | None] = []
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
@@ -177,11 +165,9 @@ class PipelineOffloadManager:
         delta_bytes = delta_bytes_across_pp_ranks
         if delta_bytes is None or "delta_bytes_across_pp_ranks" in config.model_fields_set:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
-        resident_bytes = int(config.resident_bytes)
+        resident_bytes = int(config.resident_bytes or 0)
         resident_bytes += pp_rank * int(config.resident_delta_bytes_across_pp_ranks)
-        policy = ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes)
-        if policy != self.policy:
-            self.policy = policy
+        self.learner.follow(ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes))
         min_tensor_bytes = int(config.min_tensor_bytes)
         if min_tensor_elements is None:
             min_tensor_elements = config.min_tensor_elements
@@ -295,35 +281,16 @@ class PipelineOffloadManager:
         self.prefetcher.begin_step(self.last_profile)
 
     def _learn(self) -> None:
-        self.budget.learn()
-        before = self.last_profile
-        self.last_profile = StepProfile(
-            groups=tuple(
-                GroupProfile(g.key, g.name, g.num_bytes, g.committed_at_bytes)
-                for g in self._committed
-            ),
-            backward_order=tuple(self.prefetcher.backward_order),
-            backward_at_bytes=tuple(self.prefetcher.backward_at_bytes),
+        self.learner.learn(
+            StepProfile(
+                groups=tuple(
+                    GroupProfile(g.key, g.name, g.num_bytes, g.committed_at_bytes)
+                    for g in self._committed
+                ),
+                backward_order=tuple(self.prefetcher.backward_order),
+                backward_at_bytes=tuple(self.prefetcher.backward_at_bytes),
+            )
         )
-        self._is_steady = before is not None and before.has_groups_of(self.last_profile)
-        if self._is_steady and not self._has_fitted_pools:
-            self._has_fitted_pools = True
-            self._fit_pools()
-        elif before is not None and not self._is_steady:
-            self.transfers.forget_held_elsewhere()
-        if self._planned_for != (self.policy, self.last_profile):
-            self._planned_for = self.policy, self.last_profile
-            self.kept = self.policy.plan(self.last_profile)
-            self._residents = self.policy.residents(self.last_profile)
-
-    def _fit_pools(self) -> None:
-        """Give back, once, what only the first step needed: it had nothing to learn from."""
-        peak_bytes = self.transfers.stats.peak_host_bytes
-        keep_bytes = peak_bytes + peak_bytes // _HOST_SLACK
-        if self.host_pool.stats.slab_bytes_total >= keep_bytes + self.config.host_slab_bytes:
-            self.backend.sync_copies()
-            self.host_pool.shrink(keep_bytes)
-        self.backend.trim_device()
 
     # Boundaries
 
@@ -338,17 +305,17 @@ class PipelineOffloadManager:
         if delay:
             self._delayed.append((group, tuple(forced_released_tensors)))
             return
-        transfers, prefetcher = self.transfers, self.prefetcher
+        transfers, prefetcher, learner = self.transfers, self.prefetcher, self.learner
         group.num_bytes = transfers.movable_bytes(group)
         group.committed_at_bytes = transfers.step_bytes
         self._committed.append(group)
         group.chunk.committed.append(group)
-        self.budget.add_saved(group.num_bytes, is_learned=self.last_profile is not None)
+        self.budget.add_saved(group.num_bytes, is_learned=learner.profile is not None)
         if group.num_bytes == 0:
             group.advance(GroupState.RESIDENT)
-        elif self.policy.keeps_everything() or group.key in self.kept:
+        elif learner.keeps(group.key):
             self._keep(group)
-        elif group.key in self._residents:
+        elif group.key in learner.residents:
             self._keep(group)
             self.budget.resident_bytes += group.num_bytes
             group.is_resident = True
@@ -502,17 +469,27 @@ class PipelineOffloadManager:
         self.transfers.observer = observer
 
     @property
+    def last_profile(self) -> StepProfile | None:
+        """Groups and backward order of the last finished step."""
+        return self.learner.profile
+
+    @property
+    def policy(self) -> ModulesPolicy:
+        """Megatron's rules for what stays on the device."""
+        return self.learner.policy
+
+    @property
+    def kept(self) -> dict[GroupKey, str]:
+        """Groups that the plan keeps on the device in this step, each with the reason."""
+        return self.learner.kept
+
+    @property
     def offload_summary_bytes(self) -> dict[str, int]:
         """Bytes off the device at the peak, per group name.
 
         After the first step of a program, which had nothing to learn from, what the next will have.
         """
-        if self.last_profile is None or self._is_steady:
-            return {k: v for k, v in self.last_step.peak_away_bytes_by_name.items() if v}
-        if self.policy.keeps_everything():
-            return {}
-        staying = self._residents.union(self.kept)
-        return self.last_profile.bytes_away(staying, self.budget.total_bytes)
+        return self.learner.bytes_away(self.last_step)
 
     @property
     def offload_summary_total_bytes(self) -> int:

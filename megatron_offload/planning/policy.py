@@ -10,7 +10,7 @@ Read next: `megatron_offload.engine.manager`, which asks at every commit.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.planning.resident import choose_residents
@@ -34,6 +34,10 @@ class ModulesPolicy:
     fraction: float = 1.0
     keep_bytes: int = 0
     resident_bytes: int = 0
+
+    def with_residents(self, resident_bytes: int) -> ModulesPolicy:
+        """Return the same policy with other room for groups that never move."""
+        return replace(self, resident_bytes=self.resident_bytes + resident_bytes)
 
     def keeps_everything(self) -> bool:
         """Whether nothing moves, which is known before any step was seen."""

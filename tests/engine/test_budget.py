@@ -27,7 +27,7 @@ def test_limits_that_are_not_set_follow_the_step():
     budget = DeviceBudget(None, None)
     budget.add_saved(100, is_learned=False)
     budget.add_saved(700, is_learned=False)
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 700)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 2 * 700)
     for _ in range(19):
         budget.add_saved(800, is_learned=True)
     assert budget.max_inflight_bytes == budget.prefetch_bytes == 16000 // 8
@@ -134,3 +134,21 @@ def test_the_summary_of_the_first_step_is_that_of_the_next():
     assert promised["mlp"] == manager.offload_summary_bytes["mlp"]
     assert manager.offload_summary_bytes == manager.last_step.peak_away_bytes_by_name
     assert manager.offload_summary_total_bytes == manager.last_step.peak_away_bytes
+
+
+def test_a_total_leaves_half_to_what_comes_back_at_most():
+    budget = DeviceBudget(None, None)
+    for _ in range(20):
+        budget.add_saved(800, is_learned=True)
+    budget.set_total(10_000)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (8000, 2000)
+    budget.set_total(3000)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (1500, 1500)
+    budget.set_total(10_000)
+    assert budget.prefetch_bytes == 2000
+    budget.learn()
+    assert budget.total_bytes == 10_000, "what was set follows no step"
+    assert budget.bounds_bytes() == (1600, 16000)
+    assert budget.resident_room_bytes() == 5000
+    budget.set_total(1700)
+    assert budget.resident_room_bytes() == 100

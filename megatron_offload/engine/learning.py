@@ -1,0 +1,142 @@
+"""What a step teaches those after it: which groups stay, how large the budgets are, what to unpin.
+
+Owns the profile of the last step, the plan made from it, and the search for a device memory target.
+Must not know streams or autograd; it acts between steps alone.
+
+Invariant: nothing learned is needed for exactness. A step that differs from the last is planned as
+well as may be, and learned from in turn. Read next: `megatron_offload.planning.policy`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from megatron_offload.backends.base import Backend
+from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.stats import StepStats
+from megatron_offload.engine.transfers import Transfers
+from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.planning.policy import ModulesPolicy
+from megatron_offload.planning.profile import GroupKey, StepProfile
+from megatron_offload.planning.target import MemoryTarget
+
+__all__ = ["Learner"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Learner:
+    """Plans a step from the one before it.
+
+    Args:
+        config: the limits that were set.
+        backend: whose device memory has a target.
+        host_pool: what gives back memory that only the first step needed.
+        transfers: what learns which blocks something else keeps alive.
+
+    Attributes:
+        policy: Megatron's rules for what stays.
+        profile: the last step, or None.
+        kept: groups that the policy keeps on the device, each with the reason.
+        residents: groups that stay in the device budget's room for such.
+        is_steady: whether the last step had the groups of the one before.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, backend: Backend, host_pool: HostPool, transfers: Transfers
+    ) -> None:
+        self.policy = ModulesPolicy(fraction=config.fraction)
+        self.profile: StepProfile | None = None
+        self.kept: dict[GroupKey, str] = {}
+        self.residents: frozenset[GroupKey] = frozenset()
+        self.is_steady = False
+        self._config = config
+        self._backend = backend
+        self._host_pool = host_pool
+        self._transfers = transfers
+        self._target: MemoryTarget | None = None
+        if config.device_target_bytes is not None:
+            self._target = MemoryTarget(int(config.device_target_bytes))
+        self._has_fitted_pools = False
+        self._has_trimmed = False
+        self._planned_for: tuple[ModulesPolicy, StepProfile] | None = None
+
+    def follow(self, policy: ModulesPolicy) -> None:
+        """Take the rules of the caller's model; they count from the next step on."""
+        if policy != self.policy:
+            self.policy = policy
+
+    def learn(self, profile: StepProfile) -> None:
+        """Learn from a step that is over."""
+        self._transfers.budget.learn()
+        before, self.profile = self.profile, profile
+        self.is_steady = before is not None and before.has_groups_of(profile)
+        if self.is_steady:
+            self._fit()
+        elif before is not None:
+            self._transfers.forget_held_elsewhere()
+        policy = self._effective_policy()
+        if self._planned_for != (policy, profile):
+            self._planned_for = policy, profile
+            self.kept = policy.plan(profile)
+            self.residents = policy.residents(profile)
+
+    def keeps(self, key: GroupKey) -> bool:
+        """Whether the policy leaves a group on the device."""
+        return self.policy.keeps_everything() or key in self.kept
+
+    def bytes_away(self, last_step: StepStats) -> dict[str, int]:
+        """Return the bytes off the device at the peak, per group name."""
+        if self.profile is None or self.is_steady:
+            return {k: v for k, v in last_step.peak_away_bytes_by_name.items() if v}
+        if self.policy.keeps_everything():
+            return {}
+        staying: Collection[GroupKey] = self.residents.union(self.kept)
+        return self.profile.bytes_away(staying, self._transfers.budget.total_bytes)
+
+    def _effective_policy(self) -> ModulesPolicy:
+        """Return the policy with the room for residents that a memory target leaves to it."""
+        if self._target is None or self._config.resident_bytes is not None:
+            return self.policy
+        return self.policy.with_residents(self._transfers.budget.resident_room_bytes())
+
+    def _fit(self) -> None:
+        """Give back what only the first step needed, and come closer to the memory target."""
+        if not self._has_fitted_pools:
+            self._has_fitted_pools = True
+            self._fit_host_pool()
+            self._trim_device()
+        elif self._target is not None and not self._target.is_settled:
+            reserved_bytes = self._backend.reserved_bytes()
+            if reserved_bytes is None:
+                self._target.is_settled = True
+            elif not self._has_trimmed:
+                self._trim_device()
+            else:
+                self._approach(self._target, reserved_bytes)
+
+    def _fit_host_pool(self) -> None:
+        peak_bytes = self._transfers.stats.peak_host_bytes
+        slab_bytes = int(self._config.host_slab_bytes)
+        if self._host_pool.stats.slab_bytes_total >= peak_bytes + slab_bytes:
+            self._backend.sync_copies()
+            self._host_pool.shrink(peak_bytes)
+
+    def _trim_device(self) -> None:
+        self._has_trimmed = True
+        self._backend.trim_device()
+
+    def _approach(self, target: MemoryTarget, reserved_bytes: int) -> None:
+        budget = self._transfers.budget
+        least_bytes, most_bytes = budget.bounds_bytes()
+        total_bytes = target.propose(reserved_bytes, budget.total_bytes, least_bytes, most_bytes)
+        if total_bytes != budget.total_bytes:
+            budget.set_total(total_bytes)
+            self._trim_device()
+        if target.is_settled and not target.is_met:
+            _logger.warning(
+                "device_target_bytes %d is not met: the last step reserved %d bytes with %d for "
+                "offloading, the least is %d; offload more modules or lower the batch",
+                *(target.target_bytes, reserved_bytes, budget.total_bytes, least_bytes),
+            )
