@@ -71,7 +71,7 @@ def test_a_target_that_can_not_be_met_is_said_once(monkeypatch, caplog):
 
 def test_with_room_for_all_nothing_moves(monkeypatch):
     model = make_model()
-    manager, _, _ = make_measured(monkeypatch, device_target_bytes=100 * FIXED)
+    manager, _, _ = make_measured(monkeypatch, device_target_bytes=FIXED + 400 * KIB)
     for _ in range(12):
         run_step(model, manager, ORDER)
     assert manager.last_step.offloaded_bytes == 0
