@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import math
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
@@ -117,6 +118,11 @@ class Backend(abc.ABC):
         Its previous owner may still be in use there: the first write from another stream has to
         wait for the compute stream's present point (W6).
         """
+
+    def empty_device_like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a contiguous tensor of device memory, in the order of the compute stream."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self.empty_device(num_bytes).view(dtype).view(shape)
 
     def reserved_bytes(self) -> int | None:
         """Return the device memory that the process has taken and not handed back, if known."""

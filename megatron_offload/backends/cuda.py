@@ -49,6 +49,8 @@ class CudaBackend(Backend):
         self.d2h_stream = torch.cuda.Stream(self.device)
         self.h2d_stream = torch.cuda.Stream(self.device)
         self._nvtx = nvtx
+        # Which stream is current is asked every time; only the object that stands for it is kept.
+        self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lives on this device."""
@@ -56,7 +58,11 @@ class CudaBackend(Backend):
 
     def compute_stream(self) -> torch.cuda.Stream:
         """Return the stream that is current for the calling thread."""
-        return torch.cuda.current_stream(self.device)
+        key = self.compute_stream_key()
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = torch.cuda.current_stream(self.device)
+        return stream
 
     def compute_stream_key(self) -> tuple[int, int, int]:
         """Return the present compute stream's identity, without making an object for it."""
@@ -83,7 +89,7 @@ class CudaBackend(Backend):
             self._copy(pairs, stream)
 
     def _copy(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> None:
-        before = torch.cuda.current_stream(self.device)
+        before = self.compute_stream()
         torch.cuda.set_stream(stream)  # cheaper than the context manager, once per group
         try:
             for destination, source in pairs:
@@ -119,6 +125,10 @@ class CudaBackend(Backend):
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         """Allocate device memory from the caching allocator, in the order of the compute stream."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def empty_device_like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a contiguous tensor of device memory, in the order of the compute stream."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def reserved_bytes(self) -> int:
         """Return what the caching allocator has taken from the device."""

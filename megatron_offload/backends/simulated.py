@@ -297,11 +297,16 @@ class SimulatedBackend(Backend):
 
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         """Allocate "device" memory; counts as used by the compute stream up to now (W6)."""
-        region = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.empty_device_like((num_bytes,), torch.uint8)
+
+    def empty_device_like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a contiguous tensor of such memory."""
+        region = torch.empty(shape, dtype=dtype)
         if self._poison:
-            region.fill_(_POISON)
+            region.untyped_storage().fill_(_POISON)
         if self._check:
-            self._access(self._device, region, self._compute, True, f"empty_device({num_bytes})")
+            label = f"empty_device({region.nbytes})"
+            self._access(self._device, region, self._compute, True, label)
         if self._rng is not None:
             self._run_some()
         return region

@@ -234,6 +234,10 @@ class TracingBackend(Backend):
         """Allocate device memory in the order of the compute stream."""
         return self.inner.empty_device(num_bytes)
 
+    def empty_device_like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a contiguous tensor of device memory, in the order of the compute stream."""
+        return self.inner.empty_device_like(shape, dtype)
+
     def reserved_bytes(self) -> int | None:
         """Return the device memory that the process has taken and not handed back, if known."""
         return self.inner.reserved_bytes()

@@ -61,6 +61,7 @@ class Block:
         aliases: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
         address: where the storage lay when the copy was issued.
+        like: shape and dtype of the source where one contiguous tensor was all of it.
         source: its entry in the in-flight window.
         storage_ref: the storage, where something else still held it at the release.
         version: version counter of the source when it was first saved.
@@ -79,6 +80,7 @@ class Block:
         "high",
         "host",
         "index",
+        "like",
         "low",
         "num_bytes",
         "released",
@@ -104,6 +106,7 @@ class Block:
         self.target: torch.Tensor | None = None
         self.d2h: Event | None = None
         self.reload: Reload | None = None
+        self.like: tuple[torch.Size, torch.dtype] | None = None
         self.source: _Source | None = None
         self.storage_ref: StorageWeakRef | None = None
         self.cancelled = False
@@ -196,8 +199,11 @@ class SavedTensor:
         transfers: Transfers = block.group.transfers
         if block.released:
             target = transfers.ready_target(block)
-            itemsize = self.dtype.itemsize
-            offset = self.offset + (target.storage_offset() - block.low) // itemsize
+            is_whole = target.dtype is self.dtype and target.shape == self.size
+            if is_whole and target.stride() == self.stride:
+                return target.detach()
+            low = target.storage_offset() * target.itemsize
+            offset = self.offset + (low - block.low) // self.dtype.itemsize
             view = torch.empty(0, dtype=self.dtype, device=target.device)
             return view.set_(target.untyped_storage(), offset, self.size, self.stride)
         if block.d2h is not None and not block.cancelled:

@@ -101,10 +101,11 @@ class Transfers:
     def movable_bytes(self, group: OffloadGroup) -> int:
         """Return what moving a group would copy; count what something else keeps anyway."""
         num_bytes = 0
+        held_elsewhere = self._held_elsewhere
         for block in group.blocks():
             if block.d2h is not None:
                 continue
-            if block.identity in self._held_elsewhere:
+            if held_elsewhere and block.identity in held_elsewhere:
                 self.stats.held_elsewhere_bytes += block.num_bytes
             else:
                 num_bytes += block.num_bytes
@@ -121,8 +122,9 @@ class Transfers:
         issued: list[Block] = []
         pairs = []
         reused: dict[int, Event] = {}
+        held_elsewhere = self._held_elsewhere
         for block in group.blocks():
-            if block.d2h is not None or block.identity in self._held_elsewhere:
+            if block.d2h is not None or (held_elsewhere and block.identity in held_elsewhere):
                 continue
             host = self.host_pool.allocate(block.num_bytes)
             if host is None:
@@ -275,16 +277,20 @@ class Transfers:
         written: dict[int, Event] = {}
         ready: dict[int, Event] = {}
         fresh = False
+        own_bytes = 0
         for block in blocks:
             if block.host is None or not block.released or self._revive(block):
                 continue
-            block.target, last_use = self.tensor_pool.allocate(block.num_bytes)
+            block.target, last_use = self.tensor_pool.allocate(block.num_bytes, block.like)
             if last_use is None:
                 fresh = True
             else:
                 ready[id(last_use)] = last_use
             written[id(block.d2h)] = block.d2h
-            pairs.append((block.target, block.host.tensor))
+            target, host = block.target, block.host
+            # What is kept for reuse has no shape of its own.
+            is_flat = block.like is None or target.dtype is not block.like[1]
+            pairs.append((target, host.tensor if is_flat else host.like(target)))
             moving.append(block)
             if self.observer is not None:
                 self.observer.observe(block.target)
@@ -304,7 +310,14 @@ class Transfers:
         for block in moving:
             block.reload = reload
             num_bytes += block.num_bytes
-            self._free_host(block, reload.event)
+            if block.group is group:
+                assert block.host is not None
+                self.host_pool.free(block.host, reload.event)
+                block.host = None
+                own_bytes += block.num_bytes
+            else:
+                self._free_host(block, reload.event)
+        self._uncount_host(group.name, own_bytes, were_away=True)
         self.stats.of(group.name).reloaded_bytes += num_bytes
 
     def _revive(self, block: Block) -> bool:
@@ -448,10 +461,12 @@ class Transfers:
         assert block.host is not None
         self.host_pool.free(block.host, after)
         block.host = None
-        name, num_bytes = block.group.name, block.num_bytes
+        self._uncount_host(block.group.name, block.num_bytes, were_away=block.released)
+
+    def _uncount_host(self, name: str, num_bytes: int, *, were_away: bool) -> None:
         self._host_bytes[name] -= num_bytes
         self._host_bytes_total -= num_bytes
-        if block.released:
+        if were_away:
             self._away_bytes[name] -= num_bytes
             self._away_bytes_total -= num_bytes
 
@@ -474,6 +489,7 @@ def _offload_pair(block: Block, host: HostRegion) -> Pair:
     """Return where a block goes, and its source."""
     source = block.aliases[0]
     if len(block.aliases) == 1 and source.nbytes == block.num_bytes and source.is_contiguous():
+        block.like = source.shape, source.dtype
         return host.like(source), source  # much the most frequent, and needs no new view
     view = torch.empty(0, dtype=torch.uint8, device=source.device)
     view.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))

@@ -124,8 +124,15 @@ class TensorPool:
         # How many holders a storage has, as counted here, when one tensor alone uses it.
         self._lone_holders = _num_holders(torch.empty(1, dtype=torch.uint8))
 
-    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, Event | None]:
-        """Lend a flat uint8 tensor of ``num_bytes``.
+    def allocate(
+        self, num_bytes: int, like: tuple[Sequence[int], torch.dtype] | None = None
+    ) -> tuple[torch.Tensor, Event | None]:
+        """Lend a contiguous tensor of ``num_bytes``: flat uint8, where nothing else is said.
+
+        Args:
+            num_bytes: its size.
+            like: a shape and dtype that it had better have, which a pool that keeps tensors for
+                other uses doesn't heed.
 
         Returns:
             The tensor, and the event that the first write from another stream has to wait for
@@ -146,7 +153,10 @@ class TensorPool:
             stats.num_reused += 1
             stats.retained_bytes = self._kept.num_bytes
         else:
-            tensor = self._backend.empty_device(num_bytes)
+            if like is None or self._kept.limit_bytes:
+                tensor = self._backend.empty_device(num_bytes)
+            else:
+                tensor = self._backend.empty_device_like(*like)
             stats.num_fresh += 1
         identity = id(tensor)
         stats.in_use_bytes += num_bytes - self._lent.get(identity, 0)

@@ -169,6 +169,7 @@ def test_nvtx_ranges_carry_the_groups_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(cuda.CudaBackend, "compute_stream_key", lambda self: (0, 0, 1))
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
     pairs = [(region(), region() + 1)]
     quiet = cuda.CudaBackend()
