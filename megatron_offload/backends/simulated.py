@@ -303,7 +303,7 @@ class SimulatedBackend(Backend):
         """Allocate a contiguous tensor of such memory."""
         region = torch.empty(shape, dtype=dtype)
         if self._poison:
-            region.untyped_storage().fill_(_POISON)
+            region.view(-1).view(torch.uint8).fill_(_POISON)
         if self._check:
             label = f"empty_device({region.nbytes})"
             self._access(self._device, region, self._compute, True, label)
