@@ -117,6 +117,8 @@ class Segment:
     inner: list[Segment] = field(default_factory=list)
     residual: bool = False
     as_tuple: bool = False
+    holds: bool = False
+    """Whether the program itself keeps its result for a while, as a schedule keeps inputs."""
 
 
 def make_segment(rng, depth=0):
@@ -127,6 +129,7 @@ def make_segment(rng, depth=0):
         commit_late=rng.random() < 0.3,
         as_tuple=rng.random() < 0.2,
         residual=rng.random() < 0.4,
+        holds=rng.random() < 0.25,
     )
     if depth < 2:
         segment.inner = [make_segment(rng, depth + 1) for _ in range(rng.choice([0, 0, 1, 2]))]
@@ -176,7 +179,9 @@ class Program:
             "host_slab_bytes": rng.choice([4 * KIB, 64 * KIB]),
             "retained_device_bytes": rng.choice([0, 0, 16 * KIB]),
             "fraction": rng.choice([1.0, 1.0, 0.5, 0.0]),
+            "resident_bytes": rng.choice([None, None, 2 * KIB, 8 * KIB]),
         }
+        self._held = []
 
     def run(self, manager):
         """Run all steps; return each whole step's losses and gradients."""
@@ -204,6 +209,7 @@ class Program:
 
     def _run_step(self, manager, weights, actions, number):
         graphs, losses = {}, []
+        self._held.clear()
         for kind, microbatch in actions:
             torch.manual_seed(self.seed * 1000 + number * 100 + microbatch)
             if kind == "forward":
@@ -214,6 +220,7 @@ class Program:
                     losses.append(self._forward(manager, weights))
             elif kind == "backward":
                 graphs.pop(microbatch).backward()
+                del self._held[::2]
             elif kind == "twice":
                 graphs[microbatch].backward(retain_graph=True)
                 graphs.pop(microbatch).backward()
@@ -258,6 +265,8 @@ class Program:
             for op, index in segment.ops:
                 # Values stay tame: what is compared is bits, and NaN would hide them.
                 x = torch.tanh(op(x, weights[index]))
+                if segment.holds:
+                    self._held.append(x.detach())
             for inner in segment.inner:
                 x = self._run_segment(manager, weights, inner, x, late)
         finally:
