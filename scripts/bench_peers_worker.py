@@ -31,8 +31,7 @@ import torch.nn.functional as F
 from bench_peers_link import measure_link
 from bench_peers_modes import MODES, torch_pinned_bytes
 
-HASH_PIECE = 1 << 22
-MASK = (1 << 64) - 1
+from megatron_offload.train.digest import digest
 
 
 def build_chunks(spec, mode, device, *, layer_spec=None, activation=F.gelu):
@@ -98,29 +97,6 @@ def build_chunks(spec, mode, device, *, layer_spec=None, activation=F.gelu):
     return chunks
 
 
-class GradientHash:
-    """A 64-bit hash of all gradients, on their device, the same in every run and order of threads.
-
-    Every value's bits, as an integer, times an odd weight of its own; all sums wrap at 64 bits.
-    """
-
-    def __init__(self, device):
-        index = torch.arange(HASH_PIECE, dtype=torch.int64, device=device)
-        mixed = index * -7046029254386353131
-        self._weights = (mixed ^ (mixed >> 29)) * -4658895280553007687 | 1
-        self._device = device
-
-    def __call__(self, chunks):
-        total = torch.zeros((), dtype=torch.int64, device=self._device)
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                bits = torch.int16 if parameter.grad.element_size() == 2 else torch.int32
-                for piece in parameter.grad.view(-1).view(bits).split(HASH_PIECE):
-                    products = piece.to(torch.int64) * self._weights[: piece.numel()]
-                    total = total * 6364136223846793005 + products.sum()
-        return f"{int(total) & MASK:016x}"
-
-
 class Program:
     """The steps: the same microbatches and the same schedule in every mode."""
 
@@ -131,7 +107,6 @@ class Program:
         self.forward_backward = get_forward_backward_func()
         self.gradients = [p.grad for chunk in chunks for p in chunk.parameters()]
         self.positions = torch.arange(spec["seq"], device=device).expand(spec["mbs"], -1)
-        self.hash = GradientHash(device)
 
     def synchronize(self):
         if self.device.type == "cuda":
@@ -160,7 +135,7 @@ class Program:
         loss = None
         if losses:
             loss = float(torch.stack([entry["loss"] for entry in losses]).double().mean()).hex()
-        return step_ms, loss, self.hash(self.chunks)
+        return step_ms, loss, digest(self.gradients)
 
     def tokens(self, number):
         generator = torch.Generator(self.device).manual_seed(self.spec["seed"] + number)

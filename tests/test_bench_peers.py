@@ -15,7 +15,6 @@ import bench_peers_link
 from bench_peers_link import gbps_of, link_shares, overlap_us
 from bench_peers_modes import MODES, PeakWatch
 from bench_peers_table import COUNTERS, HEAD, is_bitwise, last_loss, returned, rows, table
-from bench_peers_worker import HASH_PIECE, GradientHash
 from programs import KIB, make_manager, make_model, one_forward_one_backward, run_step
 
 from megatron_offload.backends import cuda
@@ -406,31 +405,3 @@ def test_what_was_held_when_the_peak_came_by(number):
     assert manager.prefetcher.advance is advance_and_count
     assert max(released) > 0
     assert watch.held_bytes == released[number]
-
-
-class Gradients:
-    def __init__(self, *gradients):
-        self._parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-
-    def parameters(self):
-        return iter(self._parameters)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_hash_sees_values_places_and_signs_of_zero(dtype):
-    hash_of = GradientHash(torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    gradient = torch.randn(HASH_PIECE + 10, generator=generator).to(dtype)
-    seen = {hash_of([Gradients(gradient)])}
-    assert seen == {hash_of([Gradients(gradient.clone())])}
-    swapped = gradient.clone()
-    swapped[:2] = gradient[:2].flip(0)
-    zero, negative_zero = gradient.clone(), gradient.clone()
-    zero[-1], negative_zero[-1] = 0.0, -0.0
-    moved = gradient.roll(HASH_PIECE)
-    for other in (swapped, zero, negative_zero, moved):
-        seen.add(hash_of([Gradients(other)]))
-    assert len(seen) == 5
-    assert hash_of([Gradients(gradient, zero)]) != hash_of([Gradients(zero, gradient)])

@@ -24,6 +24,7 @@ from megatron_offload.train.data import (
     build_source,
     microbatches,
 )
+from megatron_offload.train.digest import digest
 from megatron_offload.train.offload import OffloadSession, open_offload
 from megatron_offload.train.parallel import Device, Parallel, open_model_parallel
 from megatron_offload.train.progress import StepPrinter
@@ -32,7 +33,6 @@ from megatron_offload.train.records import (
     RunReport,
     StepLog,
     StepRecord,
-    digest,
     gather,
     merge,
 )

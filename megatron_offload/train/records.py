@@ -1,7 +1,6 @@
 """What a run leaves behind: numbers of every step, gathered over ranks, bit-exact.
 
-Owns the record types, their JSON form and the digests of parameters and gradients. Must not know
-the model or the loop.
+Owns the record types and their JSON form. Must not know the model or the loop.
 
 Invariant: a floating-point number that is compared later is written as ``float.hex`` beside its
 decimal form. Read next: `megatron_offload.train.loop`.
@@ -9,9 +8,7 @@ decimal form. Read next: `megatron_offload.train.loop`.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +16,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed
 
-__all__ = ["RankStep", "RunReport", "StepLog", "StepRecord", "digest", "gather", "merge"]
+__all__ = ["RankStep", "RunReport", "StepLog", "StepRecord", "gather", "merge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +125,6 @@ class StepLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a 128-bit digest of the bytes of ``tensors``, in their order."""
-    state = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        state.update(memoryview(flat.cpu().numpy()))  # type: ignore[arg-type]
-    return state.hexdigest()
 
 
 def gather(mine: Any, group: Any) -> list[Any]:
