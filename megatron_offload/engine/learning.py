@@ -131,8 +131,9 @@ class Learner:
         budget = self._transfers.budget
         least_bytes, most_bytes = budget.bounds_bytes()
         total_bytes = target.propose(reserved_bytes, budget.total_bytes, least_bytes, most_bytes)
-        if total_bytes != budget.total_bytes:
-            budget.set_total(total_bytes)
+        has_changed = total_bytes != budget.total_bytes
+        budget.set_total(total_bytes)
+        if has_changed:
             self._trim_device()
         if target.is_settled and not target.is_met:
             _logger.warning(

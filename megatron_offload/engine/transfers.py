@@ -91,6 +91,7 @@ class Transfers:
         self._held_elsewhere: set[tuple[GroupKey, int]] = set()
         """Blocks, by group and place in it, that something else keeps on the device anyway."""
         self._host_bytes: Counter[str] = Counter()
+        """By the group that saved a block first, which may be another than the one that moves it."""
         self._host_bytes_total = 0
         self._away_bytes: Counter[str] = Counter()
         self._away_bytes_total = 0
@@ -151,16 +152,20 @@ class Transfers:
         backend.copy(pairs, d2h_stream, label)
         d2h = backend.record(d2h_stream)
         sources = []
-        num_bytes = 0
+        num_bytes = own_bytes = 0
         for block in issued:
             block.d2h = d2h
             block.source = _Source(block)
             sources.append(block.source)
             num_bytes += block.num_bytes
+            if block.group is group:
+                own_bytes += block.num_bytes
+            else:
+                self._count_host(block.group.name, block.num_bytes)
             key = block.storage_key
             self._copies_in_flight[key] = self._copies_in_flight.get(key, 0) + 1
         self.stats.of(group.name).offloaded_bytes += num_bytes
-        self._count_host(group.name, num_bytes)
+        self._count_host(group.name, own_bytes)
         self.budget.inflight_bytes += num_bytes
         due_bytes = self._passed_bytes + self.budget.total_bytes
         self._window.append(_InFlight(group, d2h, due_bytes, sources))
@@ -195,7 +200,7 @@ class Transfers:
         backend = self.backend
         backend.wait(backend.compute_stream(), entry.d2h, Wait.W2)
         group = entry.group
-        away_bytes = 0
+        own_bytes = 0
         for source in entry.sources:
             key = source.storage_key
             num_others = self._copies_in_flight.pop(key) - 1
@@ -207,10 +212,12 @@ class Transfers:
                 self._free_source(source.aliases, group, is_last=is_last)
             elif not block.cancelled:
                 self._release_block(block, is_last=is_last)
-                if block.released:
-                    away_bytes += block.num_bytes
+                if block.released and block.group is group:
+                    own_bytes += block.num_bytes
+                elif block.released:
+                    self._count_away(block.group.name, block.num_bytes)
             self._count_landed(source)
-        self._count_away(group.name, away_bytes)
+        self._count_away(group.name, own_bytes)
         if group.state is GroupState.OFFLOADING:
             group.advance(GroupState.ON_HOST)
 

@@ -301,3 +301,28 @@ def test_boundaries_leave_the_graph_as_it_is():
     assert commit_group(manager, [x, None], "g")[0] is x
     assert x.grad_fn is node
     assert x._base is None
+
+
+def test_bytes_are_counted_for_the_group_that_saved_them_first(monkeypatch):
+    # A group that stays, because the policy keeps it, shares a storage with a later one that moves.
+    manager = make_manager()
+    monkeypatch.setattr(manager.learner, "keeps", lambda key: key.order == 1)
+    for _ in range(3):
+        seen = []
+        manager.begin_chunk()
+        shared = torch.randn(1024)
+        loss = offload(manager, [torch.randn(512)], [], "moves")
+        loss = loss + offload(manager, [shared], seen, "keeps")
+        loss = loss + offload(manager, [torch.randn(512)], [], "moves")
+        loss = loss + offload(manager, [shared, torch.randn(512)], seen, "shares")
+        assert min(manager.transfers._host_bytes.values(), default=0) >= 0
+        del shared
+        loss.backward()
+        del loss
+        seen.clear()
+        counts = (manager.transfers._host_bytes, manager.transfers._away_bytes)
+        assert all(value >= 0 for count in counts for value in count.values())
+        manager.reset()
+        assert_nothing_left(manager)
+    assert not any(manager.transfers._host_bytes.values())
+    assert not any(manager.transfers._away_bytes.values())
