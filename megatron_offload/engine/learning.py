@@ -75,7 +75,7 @@ class Learner:
         if self.is_steady:
             self._fit()
         elif before is not None:
-            self._transfers.forget_held_elsewhere()
+            self._transfers.owners.forget()
         policy = self._effective_policy()
         if self._planned_for != (policy, profile):
             self._planned_for = policy, profile

@@ -363,7 +363,7 @@ class PipelineOffloadManager:
         elif group.state is GroupState.OFFLOADING:
             transfers.stats.num_early_returns += 1
             keep_resident(group)
-        transfers.learn_owners(group)
+        transfers.owners.learn(group)
         prefetcher.advance()
 
     def leave_backward(self, group: OffloadGroup) -> None:

@@ -16,7 +16,7 @@ for who reloads when.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -25,12 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
 from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.owners import ForeignOwners, num_owners
 from megatron_offload.engine.saved_tensor import Block, BlockRef, Reload
-from megatron_offload.engine.stats import StepStats, TensorObserver
+from megatron_offload.engine.stats import HostLedger, StepStats, TensorObserver
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.tensor_pool import TensorPool
-from megatron_offload.planning.profile import GroupKey
 
 __all__ = ["Transfers"]
 
@@ -88,13 +88,8 @@ class Transfers:
         """By storage: different parts of one may be saved, and copied, by different groups."""
         self._passed_bytes = 0
         self._step_began_at_bytes = 0
-        self._held_elsewhere: set[tuple[GroupKey, int]] = set()
-        """Blocks, by group and place in it, that something else keeps on the device anyway."""
-        self._host_bytes: Counter[str] = Counter()
-        """By the group that saved a block first, which may be another than the one that moves it."""
-        self._host_bytes_total = 0
-        self._away_bytes: Counter[str] = Counter()
-        self._away_bytes_total = 0
+        self.owners = ForeignOwners()
+        self.ledger = HostLedger()
         self._empty: torch.Tensor | None = None
 
     # Device to host
@@ -102,11 +97,10 @@ class Transfers:
     def movable_bytes(self, group: OffloadGroup) -> int:
         """Return what moving a group would copy; count what something else keeps anyway."""
         num_bytes = 0
-        held_elsewhere = self._held_elsewhere
         for block in group.blocks():
             if block.d2h is not None:
                 continue
-            if held_elsewhere and block.identity in held_elsewhere:
+            if self.owners.knows(block):
                 self.stats.held_elsewhere_bytes += block.num_bytes
             else:
                 num_bytes += block.num_bytes
@@ -123,9 +117,8 @@ class Transfers:
         issued: list[Block] = []
         pairs = []
         reused: dict[int, Event] = {}
-        held_elsewhere = self._held_elsewhere
         for block in group.blocks():
-            if block.d2h is not None or (held_elsewhere and block.identity in held_elsewhere):
+            if block.d2h is not None or self.owners.knows(block):
                 continue
             host = self.host_pool.allocate(block.num_bytes)
             if host is None:
@@ -161,11 +154,11 @@ class Transfers:
             if block.group is group:
                 own_bytes += block.num_bytes
             else:
-                self._count_host(block.group.name, block.num_bytes)
+                self.ledger.add(block.group.name, block.num_bytes)
             key = block.storage_key
             self._copies_in_flight[key] = self._copies_in_flight.get(key, 0) + 1
         self.stats.of(group.name).offloaded_bytes += num_bytes
-        self._count_host(group.name, own_bytes)
+        self.ledger.add(group.name, own_bytes)
         self.budget.inflight_bytes += num_bytes
         due_bytes = self._passed_bytes + self.budget.total_bytes
         self._window.append(_InFlight(group, d2h, due_bytes, sources))
@@ -215,9 +208,9 @@ class Transfers:
                 if block.released and block.group is group:
                     own_bytes += block.num_bytes
                 elif block.released:
-                    self._count_away(block.group.name, block.num_bytes)
+                    self.ledger.release(block.group.name, block.num_bytes)
             self._count_landed(source)
-        self._count_away(group.name, own_bytes)
+        self.ledger.release(group.name, own_bytes)
         if group.state is GroupState.OFFLOADING:
             group.advance(GroupState.ON_HOST)
 
@@ -248,7 +241,7 @@ class Transfers:
         for alias in aliases:
             self.empty(alias)
         aliases.clear()
-        sole_owner = _num_owners(storage) == 1  # the Python handle of this frame
+        sole_owner = num_owners(storage) == 1  # the Python handle of this frame
         if self.backend.observes and is_last:
             region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self.backend.note_freed(region, group.label, sole_owner=sole_owner)
@@ -324,7 +317,7 @@ class Transfers:
                 own_bytes += block.num_bytes
             else:
                 self._free_host(block, reload.event)
-        self._uncount_host(group.name, own_bytes, were_away=True)
+        self.ledger.remove(group.name, own_bytes, were_away=True)
         self.stats.of(group.name).reloaded_bytes += num_bytes
 
     def _revive(self, block: Block) -> bool:
@@ -340,28 +333,6 @@ class Transfers:
         self._free_host(block, None)
         self.stats.held_elsewhere_bytes += block.num_bytes
         return True
-
-    def learn_owners(self, group: OffloadGroup) -> None:
-        """See, now that backward is here, which blocks something else has kept on the device.
-
-        There is nothing to gain from moving those in the next step. One that stayed for that reason
-        and has no other owner any more moves again.
-        """
-        for block in group.blocks():
-            stayed = block.d2h is None and block.identity in self._held_elsewhere
-            revived = block.target is not None and block.reload is None
-            if not (stayed or revived):
-                continue
-            own = block.aliases if block.target is None else [block.target]
-            # One more is the Python handle of this line.
-            if _num_owners(own[0].untyped_storage()) > len(own) + 1:
-                self._held_elsewhere.add(block.identity)
-            else:
-                self._held_elsewhere.discard(block.identity)
-
-    def forget_held_elsewhere(self) -> None:
-        """Learn anew which blocks something else keeps alive."""
-        self._held_elsewhere.clear()
 
     def wait_reloads(self, groups: Iterable[OffloadGroup]) -> None:
         """Make the compute stream wait for the reloads of these groups that are under way."""
@@ -421,7 +392,7 @@ class Transfers:
                 # Nobody read it; still the copy must not write into memory that was handed on.
                 self._wait_reloaded(block)
             if self.backend.observes:
-                sole_owner = _num_owners(target.untyped_storage()) == 2  # target and the handle
+                sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
                 self.backend.note_freed(target, block.group.label, sole_owner=sole_owner)
             self.tensor_pool.free(target)
 
@@ -440,15 +411,12 @@ class Transfers:
         """Count into ``stats`` from here on; what is still on the host stays counted."""
         self.stats = stats
         self._step_began_at_bytes = self._passed_bytes
-        stats.peak_host_bytes = self._host_bytes_total
-        stats.peak_host_bytes_by_name = dict(self._host_bytes)
-        stats.peak_away_bytes = self._away_bytes_total
-        stats.peak_away_bytes_by_name = dict(self._away_bytes)
+        self.ledger.begin_step(stats)
 
     @property
     def host_bytes(self) -> int:
         """Bytes held on the host now."""
-        return self._host_bytes_total
+        return self.ledger.host_bytes
 
     @property
     def num_inflight(self) -> int:
@@ -468,28 +436,7 @@ class Transfers:
         assert block.host is not None
         self.host_pool.free(block.host, after)
         block.host = None
-        self._uncount_host(block.group.name, block.num_bytes, were_away=block.released)
-
-    def _uncount_host(self, name: str, num_bytes: int, *, were_away: bool) -> None:
-        self._host_bytes[name] -= num_bytes
-        self._host_bytes_total -= num_bytes
-        if were_away:
-            self._away_bytes[name] -= num_bytes
-            self._away_bytes_total -= num_bytes
-
-    def _count_away(self, name: str, num_bytes: int) -> None:
-        self._away_bytes[name] += num_bytes
-        self._away_bytes_total += num_bytes
-        if self._away_bytes_total > self.stats.peak_away_bytes:
-            self.stats.peak_away_bytes = self._away_bytes_total
-            self.stats.peak_away_bytes_by_name = dict(self._away_bytes)
-
-    def _count_host(self, name: str, num_bytes: int) -> None:
-        self._host_bytes[name] += num_bytes
-        self._host_bytes_total += num_bytes
-        if self._host_bytes_total > self.stats.peak_host_bytes:
-            self.stats.peak_host_bytes = self._host_bytes_total
-            self.stats.peak_host_bytes_by_name = dict(self._host_bytes)
+        self.ledger.remove(block.group.name, block.num_bytes, were_away=block.released)
 
 
 def _offload_pair(block: Block, host: HostRegion) -> Pair:
@@ -501,8 +448,3 @@ def _offload_pair(block: Block, host: HostRegion) -> Pair:
     view = torch.empty(0, dtype=torch.uint8, device=source.device)
     view.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
     return host.tensor, view
-
-
-def _num_owners(storage: torch.UntypedStorage) -> int:
-    """Count the owners of a storage: tensors, and the Python handle itself."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
