@@ -60,7 +60,8 @@ class Learner:
             self._target = MemoryTarget(int(config.device_target_bytes))
         self._has_fitted_pools = False
         self._has_trimmed = False
-        self._planned_for: tuple[ModulesPolicy, StepProfile] | None = None
+        self._planned_for: StepProfile | None = None
+        self._planned_with: ModulesPolicy | None = None
 
     def follow(self, policy: ModulesPolicy) -> None:
         """Take the rules of the caller's model; they count from the next step on."""
@@ -70,15 +71,18 @@ class Learner:
     def learn(self, profile: StepProfile) -> None:
         """Learn from a step that is over."""
         self._transfers.budget.learn()
-        before, self.profile = self.profile, profile
-        self.is_steady = before is not None and before.has_groups_of(profile)
+        before = self.profile
+        if profile == before:
+            profile = before  # whoever planned with it needn't plan again
+        self.profile = profile
+        self.is_steady = before is not None and (profile is before or before.has_groups_of(profile))
         if self.is_steady:
             self._fit()
         elif before is not None:
             self._transfers.owners.forget()
         policy = self._effective_policy()
-        if self._planned_for != (policy, profile):
-            self._planned_for = policy, profile
+        if self._planned_for is not profile or self._planned_with != policy:
+            self._planned_for, self._planned_with = profile, policy
             self.kept = policy.plan(profile)
             self.residents = policy.residents(profile)
 

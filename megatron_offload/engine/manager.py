@@ -351,20 +351,21 @@ class PipelineOffloadManager:
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
         transfers, prefetcher = self.transfers, self.prefetcher
-        if prefetcher.knows(group):
-            prefetcher.enter_backward(group)
+        is_known = prefetcher.knows(group)
+        has_moved = is_known and prefetcher.enter_backward(group)
         if group.state is GroupState.ON_HOST:
             stats = transfers.stats
             stats.num_late_reloads += 1
             stats.of(group.name).num_late_reloads += 1
             transfers.reload(group)
-            if prefetcher.knows(group):
+            if is_known:
                 group.hold()
         elif group.state is GroupState.OFFLOADING:
             transfers.stats.num_early_returns += 1
             keep_resident(group)
         transfers.owners.learn(group)
-        prefetcher.advance()
+        if has_moved:
+            prefetcher.advance()
 
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left a group."""

@@ -40,7 +40,9 @@ class Prefetcher:
         self.backward_at_bytes: list[int] = []
         """By the step's clock; see `StepProfile`."""
         self._groups: dict[GroupKey, OffloadGroup] = {}
+        self._profile: StepProfile | None = None
         self._learned: tuple[GroupKey, ...] = ()
+        self._learned_position: dict[GroupKey, int] = {}
         self._order: Sequence[GroupKey] = ()
         self._position: dict[GroupKey, int] = {}
         self._bytes_before: list[int] = []
@@ -54,8 +56,13 @@ class Prefetcher:
         self._groups.clear()
         self.backward_order = []
         self.backward_at_bytes = []
+        if profile is not None and profile is self._profile:
+            # As the last step, so what was made of it is right still.
+            self._order, self._position, self._next = self._learned, self._learned_position, 0
+            return
+        self._profile = profile
         self._follow(profile.backward_order if profile is not None else ())
-        self._learned = tuple(self._order)
+        self._learned, self._learned_position = tuple(self._order), self._position
         num_bytes = {g.key: g.num_bytes for g in profile.groups} if profile is not None else {}
         self._bytes_before = [0]
         for key in self._order:
@@ -89,15 +96,23 @@ class Prefetcher:
         near = self._is_near(group.key, self.budget.total_bytes)
         return near and self.budget.may_stay(ahead_bytes + group.num_bytes)
 
-    def enter_backward(self, group: OffloadGroup) -> None:
-        """Backward has reached the end of ``group``: its data is needed from here on."""
+    def enter_backward(self, group: OffloadGroup) -> bool:
+        """Backward has reached the end of ``group``: its data is needed from here on.
+
+        Returns:
+            Whether what comes next is another than it was.
+        """
         self.backward_order.append(group.key)
         self.backward_at_bytes.append(self.transfers.step_bytes)
         if group.key not in self._position:
             self._follow([other.key for other in reversed(group.chunk.committed)])
         position = self._position.get(group.key)
-        if position is not None:
+        if position is None:
+            return False
+        was_foreseen = position < self._next and group.state is not GroupState.ON_HOST
+        if not was_foreseen:
             self._next = position + 1
+        return not was_foreseen
 
     def advance(self) -> None:
         """Bring back along the order what is near, while the budget lasts."""

@@ -30,8 +30,7 @@ class GroupKey(NamedTuple):
     """Position of the group in its chunk, in the order of the group starts."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupProfile:
+class GroupProfile(NamedTuple):
     """One group of a step."""
 
     key: GroupKey
@@ -84,5 +83,7 @@ class StepProfile:
 
     def has_groups_of(self, other: StepProfile) -> bool:
         """Whether both steps had the same groups in the same places, of whatever sizes."""
-        mine, others = ([(g.key, g.name) for g in p.groups] for p in (self, other))
-        return mine == others
+        if len(self.groups) != len(other.groups):
+            return False
+        pairs = zip(self.groups, other.groups, strict=True)
+        return all(one.key == two.key and one.name == two.name for one, two in pairs)
