@@ -119,11 +119,11 @@ class Block:
         return self.group.key, self.index
 
     def live_source(self) -> torch.Tensor | None:
-        """Return the flat bytes of a released source that is whole and where it was, if it is."""
+        """Return the flat bytes of a released source that is where it was; resizing moves one."""
         if self.storage_ref is None:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage_ref.cdata)
-        if storage is None or storage.data_ptr() != self.address or storage.nbytes() < self.high:
+        if storage is None or storage.data_ptr() != self.address:
             return None
         view = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return view.set_(storage, self.low, (self.num_bytes,), (1,))

@@ -76,11 +76,13 @@ def test_the_other_owner_may_not_change_it():
         step(manager, holder=[])
 
 
-def test_a_source_that_was_emptied_comes_from_the_host():
+@pytest.mark.parametrize("num_bytes", [0, 1 << 20])
+def test_a_source_that_was_emptied_comes_from_the_host(num_bytes):
     manager = make_manager()
 
     def change(holder):
         holder[0].untyped_storage().resize_(0)
+        holder[0].untyped_storage().resize_(num_bytes)
 
     for _ in range(2):
         moved = step(manager, holder=[], change=change)
@@ -91,10 +93,23 @@ def test_another_program_is_learned_anew():
     manager = make_manager()
     step(manager, holder=[])
     manager.begin_chunk()
-    offload(manager, [torch.randn(1024)], [], "another").backward()
+    held = torch.randn(1024)  # under the same key, so what is known of it stays true
+    offload(manager, [held], [], "another").backward()
     manager.reset()
-    moved = step(manager)
-    assert moved.offloaded_bytes == 4 * KIB
+    assert step(manager).offloaded_bytes == 4 * KIB
+
+
+def test_a_group_holds_what_is_still_needed_of_it():
+    manager = make_manager()
+    group = manager.begin_chunk().start_group("g")
+    records = [group.pack(torch.randn(size)) for size in (256, 512)]
+    group.num_bytes = 3 * KIB
+    group.hold()
+    assert manager.budget.held_bytes == 3 * KIB
+    records.pop()
+    assert manager.budget.held_bytes == 1 * KIB
+    records.pop()
+    assert manager.budget.held_bytes == 0
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
