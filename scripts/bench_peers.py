@@ -56,7 +56,7 @@ SINGLE_STAGE = ("te", "trl")
 GRACE_S = 3.0
 
 _BASE = {"vocabulary": 32000, "dtype": "bf16", "pp": 1, "vpp": 1, "min_elements": 1024 * 1024}
-_BASE |= {"normalization": "RMSNorm"}
+_BASE |= {"normalization": "RMSNorm", "positions": "rope"}
 SHAPES = {
     "a": {**_BASE, "layers": 6, "hidden": 8192, "seq": 4096, "mbs": 2, "microbatches": 2},
     "b": {**_BASE, "layers": 16, "hidden": 4096, "seq": 8192, "mbs": 1, "microbatches": 2},
@@ -72,7 +72,7 @@ SHAPES = {
     | {"vocabulary": 128, "dtype": "fp32", "pp": 2, "vpp": 2, "min_elements": 1}
     # On a CPU torch's RMSNorm is many operations, which use their input more than once: a group's
     # boundary in front of it changes the order in which those gradients are summed.
-    | {"normalization": "LayerNorm"},
+    | {"normalization": "LayerNorm", "positions": "rope"},
 }
 """Sizes; a head is 128 wide where a shape doesn't say otherwise."""
 
@@ -91,6 +91,7 @@ def parse_arguments(arguments=None):
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, help="in place of the shape's")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="in place of the shape's")
     parser.add_argument("--normalization", choices=("RMSNorm", "LayerNorm"), help="likewise")
+    parser.add_argument("--positions", choices=("rope", "none"), help="likewise")
     parser.add_argument(
         "--modes", nargs="+", default=["none", "ours-five", "ours-all", "megatron", "recompute"]
     )
@@ -121,7 +122,7 @@ def parse_arguments(arguments=None):
 def read_sizes(options):
     """Return the shape's sizes with what was given in their place."""
     sizes = dict(SHAPES[options.shape])
-    for name in (*SIZES, "dtype", "normalization"):
+    for name in (*SIZES, "dtype", "normalization", "positions"):
         if (given := getattr(options, name)) is not None:
             sizes[name] = given
     sizes.setdefault("heads", max(1, sizes["hidden"] // 128))

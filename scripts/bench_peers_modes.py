@@ -127,11 +127,8 @@ class Ours(Marked):
     def examined(self, rank):
         from megatron_offload.tracing import trace_step
 
-        peak_bytes = None
-        if self.spec["device"] == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            peak_bytes = torch.cuda.max_memory_allocated
-        with PeakWatch(self.manager, peak_bytes) as watch, trace_step(self.manager, rank) as trace:
+        take_peak = take_peak_bytes if self.spec["device"] == "cuda" else None
+        with PeakWatch(self.manager, take_peak) as watch, trace_step(self.manager, rank) as trace:
             yield
         trace.write_chrome(Path(self.spec["results"]) / f"trace{rank}.json")
         summary = trace.summary()
@@ -139,6 +136,7 @@ class Ours(Marked):
             "held_at_peak_bytes": watch.held_bytes,
             "inflight_at_peak_bytes": watch.inflight_bytes,
             "prefetched_at_peak_bytes": watch.prefetched_bytes,
+            "device_profile": watch.profile,
             "traced_step_us": summary.duration_us,
             "stall_us": summary.stall_us,
             "busy_us": summary.busy_us,
@@ -173,35 +171,49 @@ class PeakWatch:
 
     Args:
         manager: whose bytes are asked for.
-        peak_bytes: returns the device's peak so far; None watches nothing.
+        take_peak_bytes: returns the device's peak since the last call; None watches nothing.
+
+    Attributes:
+        profile: for each boundary the step's clock there, the device's peak since the one before,
+            and what of it was in flight, held and resident.
     """
 
-    def __init__(self, manager, peak_bytes):
+    def __init__(self, manager, take_peak_bytes):
         self.manager = manager
         self.held_bytes = self.inflight_bytes = self.prefetched_bytes = None
-        self._peak_bytes_now = peak_bytes
+        self.profile = []
+        self._take_peak_bytes = take_peak_bytes
         self._peak_bytes = 0
-        self._now = (0, 0, 0)
+        self._now = (0, 0, 0, 0)
 
     def __enter__(self):
-        if self._peak_bytes_now is not None:
+        if self._take_peak_bytes is not None:
+            self._take_peak_bytes()
             self._advance = self.manager.prefetcher.advance
             self.manager.prefetcher.advance = self._look
         return self
 
     def __exit__(self, *exception):
-        if self._peak_bytes_now is not None:
+        if self._take_peak_bytes is not None:
             self.manager.prefetcher.advance = self._advance
 
     def _look(self):
-        peak_bytes = self._peak_bytes_now()
+        peak_bytes = self._take_peak_bytes()
         if peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
-            self.held_bytes, self.inflight_bytes, self.prefetched_bytes = self._now
+            self.held_bytes, self.inflight_bytes, self.prefetched_bytes, _ = self._now
+        self.profile.append((self.manager.transfers.step_bytes, peak_bytes, *self._now[1:]))
         self._advance()
-        inflight_bytes = self.manager.budget.inflight_bytes
-        host_bytes = self.manager.transfers.host_bytes - inflight_bytes
-        self._now = (host_bytes, inflight_bytes, self.manager.budget.held_bytes)
+        budget = self.manager.budget
+        host_bytes = self.manager.transfers.host_bytes - budget.inflight_bytes
+        self._now = (host_bytes, budget.inflight_bytes, budget.held_bytes, budget.resident_bytes)
+
+
+def take_peak_bytes():
+    """Return the device's peak since the last call."""
+    peak_bytes = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak_bytes
 
 
 class Megatron(Marked):

@@ -88,7 +88,7 @@ def build_chunks(spec, mode, device, *, layer_spec=None, activation=F.gelu):
             pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(False, vp_stage),
             share_embeddings_and_output_weights=False,
-            position_embedding_type="none",
+            position_embedding_type=spec["positions"],
             vp_stage=vp_stage,
         ).to(device=device, dtype=dtype)
         for parameter in chunk.parameters():

@@ -63,12 +63,12 @@ def report_of(runs):
     return {"date": "today", "command": "this", "shape": "c", "runs": runs, "rows": rows(runs)}
 
 
-def test_shape_c_is_what_the_issue_asks_for():
+def test_shape_c_is_a_pipeline_over_four_gpus():
     sizes = parse("--shape", "c").sizes
     expected = {"layers": 16, "hidden": 8192, "seq": 4096, "mbs": 1, "microbatches": 8}
     expected |= {"pp": 4, "vpp": 2, "vocabulary": 32000, "dtype": "bf16", "heads": 64}
     assert expected.items() <= sizes.items()
-    assert sizes["normalization"] == "RMSNorm"
+    assert (sizes["normalization"], sizes["positions"]) == ("RMSNorm", "rope")
 
 
 def test_in_shape_d_copies_take_several_times_as_long_as_compute():
@@ -84,6 +84,7 @@ def test_in_shape_d_copies_take_several_times_as_long_as_compute():
 def test_flags_replace_sizes():
     options = parse("--shape", "bitwise", "--vpp", "4", "--dtype", "fp32", "--min-elements", "7")
     assert (options.sizes["vpp"], options.sizes["dtype"]) == (4, "fp32")
+    assert parse("--shape", "a", "--positions", "none").sizes["positions"] == "none"
     assert options.sizes["min_elements"] == 7
     assert options.deterministic
     assert bench_peers.SHAPES["bitwise"]["vpp"] == 2
