@@ -5,7 +5,8 @@ host, memory still held), bytes *held* for a backward that is near (reloaded, or
 bytes that are *resident* by plan. Must not know groups' states, streams or tensors.
 
 All share one total. What the others leave of it, bytes in flight may take: while a pipeline fills
-nothing has to come back yet, and the copies to the host need the room.
+nothing has to come back yet, and the copies to the host need the room. Until a step's first
+backward there may be more of them: what a backward itself needs is still free.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class DeviceBudget:
         inflight_bytes: what is in flight.
         held_bytes: what is held for a backward that is near.
         resident_bytes: what stays by plan.
+        warmup_extra_bytes: what a step may hold above the total until its first backward.
     """
 
     def __init__(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
@@ -39,6 +41,8 @@ class DeviceBudget:
         self.inflight_bytes = 0
         self.held_bytes = 0
         self.resident_bytes = 0
+        self.warmup_extra_bytes = 0
+        self._is_warming_up = False
         self._saved_bytes = 0
         self._peak_saved_bytes = 0
         self._largest_bytes = 0
@@ -47,6 +51,11 @@ class DeviceBudget:
     def total_bytes(self) -> int:
         """Both limits together."""
         return self.max_inflight_bytes + self.prefetch_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most of all kinds that may be there now."""
+        return self.total_bytes + (self.warmup_extra_bytes if self._is_warming_up else 0)
 
     @property
     def lookahead_bytes(self) -> int:
@@ -84,7 +93,7 @@ class DeviceBudget:
 
     def is_exceeded(self) -> bool:
         """Whether something in flight has to be released."""
-        return self.inflight_bytes + self.held_bytes + self.resident_bytes > self.total_bytes
+        return self.inflight_bytes + self.held_bytes + self.resident_bytes > self.limit_bytes
 
     def may_prefetch(self, num_bytes: int) -> bool:
         """Whether a group of this size may be reloaded now; one is always allowed."""
@@ -100,7 +109,13 @@ class DeviceBudget:
         """Count what a step saves from zero."""
         self.held_bytes = 0
         self.resident_bytes = 0
+        self._is_warming_up = True
         self._saved_bytes = 0
+
+    def end_warmup(self) -> bool:
+        """Note a backward; return whether it is the first of the step."""
+        was_warming_up, self._is_warming_up = self._is_warming_up, False
+        return was_warming_up
 
     def add_saved(self, num_bytes: int, *, is_learned: bool) -> None:
         """Note a group that was committed, and follow with the limits that were not set.

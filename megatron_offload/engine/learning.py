@@ -56,10 +56,14 @@ class Learner:
         self._host_pool = host_pool
         self._transfers = transfers
         self._target: MemoryTarget | None = None
+        self._warmup_target: MemoryTarget | None = None
         if config.device_target_bytes is not None:
             self._target = MemoryTarget(int(config.device_target_bytes))
+            self._warmup_target = MemoryTarget(int(config.device_target_bytes))
+        self._reserved_at_start_bytes: int | None = None
+        self._reserved_at_backward_bytes: int | None = None
+        self._is_trimmed = False
         self._has_fitted_pools = False
-        self._has_trimmed = False
         self._planned_for: StepProfile | None = None
         self._planned_with: ModulesPolicy | None = None
 
@@ -67,6 +71,16 @@ class Learner:
         """Take the rules of the caller's model; they count from the next step on."""
         if policy != self.policy:
             self.policy = policy
+
+    def note_start(self) -> None:
+        """Take note of what is reserved when a step begins."""
+        if self._target is not None:
+            self._reserved_at_start_bytes = self._backend.reserved_bytes()
+
+    def note_first_backward(self) -> None:
+        """Take note of what a step has reserved when its first backward begins."""
+        if self._warmup_target is not None and not self._warmup_target.is_settled:
+            self._reserved_at_backward_bytes = self._backend.reserved_bytes()
 
     def learn(self, profile: StepProfile) -> None:
         """Learn from a step that is over."""
@@ -80,6 +94,7 @@ class Learner:
             self._fit()
         elif before is not None:
             self._transfers.owners.forget()
+            self._is_trimmed = False
         policy = self._effective_policy()
         if self._planned_for is not profile or self._planned_with != policy:
             self._planned_for, self._planned_with = profile, policy
@@ -111,14 +126,18 @@ class Learner:
             self._has_fitted_pools = True
             self._fit_host_pool()
             self._trim_device()
-        elif self._target is not None and not self._target.is_settled:
+        elif self._target is not None and not self._is_trimmed:
+            self._trim_device()  # what other steps have reserved tells nothing of these
+        elif self._target is not None and self._warmup_target is not None:
             reserved_bytes = self._backend.reserved_bytes()
             if reserved_bytes is None:
-                self._target.is_settled = True
-            elif not self._has_trimmed:
-                self._trim_device()
-            else:
-                self._approach(self._target, reserved_bytes)
+                self._target = self._warmup_target = None
+            elif not self._target.is_settled:
+                self._approach(self._target, self._warmup_target, reserved_bytes)
+            elif not self._warmup_target.is_settled:
+                self._extend_warmup(self._warmup_target, reserved_bytes)
+            elif self._target.is_met:
+                self._keep_target(self._target, reserved_bytes)
 
     def _fit_host_pool(self) -> None:
         peak_bytes = self._transfers.stats.peak_host_bytes
@@ -128,10 +147,16 @@ class Learner:
             self._host_pool.shrink(peak_bytes)
 
     def _trim_device(self) -> None:
-        self._has_trimmed = True
         self._backend.trim_device()
+        self._is_trimmed = True
 
-    def _approach(self, target: MemoryTarget, reserved_bytes: int) -> None:
+    # The memory target. What a step reserves is seen where it began with an empty cache, so every
+    # change empties it.
+
+    def _approach(
+        self, target: MemoryTarget, warmup_target: MemoryTarget, reserved_bytes: int
+    ) -> None:
+        """Set the total for the next step."""
         budget = self._transfers.budget
         least_bytes, most_bytes = budget.bounds_bytes()
         total_bytes = target.propose(reserved_bytes, budget.total_bytes, least_bytes, most_bytes)
@@ -139,9 +164,46 @@ class Learner:
         budget.set_total(total_bytes)
         if has_changed:
             self._trim_device()
-        if target.is_settled and not target.is_met:
+        if not target.is_settled:
+            return
+        if not target.is_met:
+            warmup_target.is_settled = True
             _logger.warning(
                 "device_target_bytes %d is not met: the last step reserved %d bytes with %d for "
                 "offloading, the least is %d; offload more modules or lower the batch",
                 *(target.target_bytes, reserved_bytes, budget.total_bytes, least_bytes),
             )
+        elif not has_changed:
+            self._extend_warmup(warmup_target, reserved_bytes)
+
+    def _extend_warmup(self, warmup_target: MemoryTarget, reserved_bytes: int) -> None:
+        """Set what the next step may hold above the total until its first backward."""
+        budget = self._transfers.budget
+        at_backward_bytes = self._reserved_at_backward_bytes
+        if at_backward_bytes is None:
+            warmup_target.is_settled = True
+            return
+        if reserved_bytes > warmup_target.target_bytes:
+            at_backward_bytes = reserved_bytes
+        most_bytes = max(0, budget.bounds_bytes()[1] - budget.total_bytes)
+        extra_bytes = warmup_target.propose(
+            at_backward_bytes, budget.warmup_extra_bytes, 0, most_bytes
+        )
+        if extra_bytes != budget.warmup_extra_bytes:
+            budget.warmup_extra_bytes = extra_bytes
+            self._trim_device()
+
+    def _keep_target(self, target: MemoryTarget, reserved_bytes: int) -> None:
+        """Come down where the target is missed after all, if the last step did it."""
+        budget = self._transfers.budget
+        if (self._reserved_at_start_bytes or 0) > target.target_bytes:
+            self._trim_device()  # an evaluation, say
+            return
+        least_bytes, _ = budget.bounds_bytes()
+        total_bytes = target.correct(reserved_bytes, budget.total_bytes, least_bytes)
+        if total_bytes == budget.total_bytes:
+            return
+        over_bytes = budget.total_bytes - total_bytes
+        budget.set_total(total_bytes)
+        budget.warmup_extra_bytes = max(0, budget.warmup_extra_bytes - over_bytes)
+        self._trim_device()

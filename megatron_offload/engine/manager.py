@@ -202,6 +202,8 @@ class PipelineOffloadManager:
             self._chunk = chunk
         position = self._num_chunks
         self._num_chunks += 1
+        if position == 0:
+            self.learner.note_start()
         return position
 
     def _is_idle(self) -> bool:
@@ -352,6 +354,9 @@ class PipelineOffloadManager:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
         transfers, prefetcher = self.transfers, self.prefetcher
         is_known = prefetcher.knows(group)
+        if is_known and self.budget.end_warmup():
+            self.learner.note_first_backward()
+            transfers.release_over_budget()
         has_moved = is_known and prefetcher.enter_backward(group)
         if group.state is GroupState.ON_HOST:
             stats = transfers.stats

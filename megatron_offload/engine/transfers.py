@@ -160,7 +160,7 @@ class Transfers:
         self.stats.of(group.name).offloaded_bytes += num_bytes
         self.ledger.add(group.name, own_bytes)
         self.budget.inflight_bytes += num_bytes
-        due_bytes = self._passed_bytes + self.budget.total_bytes
+        due_bytes = self._passed_bytes + self.budget.limit_bytes
         self._window.append(_InFlight(group, d2h, due_bytes, sources))
         group.advance(GroupState.OFFLOADING)
 

@@ -4,7 +4,9 @@ Owns a search over steps: the budget is changed by what the reserved memory miss
 until it is there. Must not know torch. What else lies on the device (weights, gradients, what one
 kernel needs, what the allocator can't use) needs no model: it is in what was measured.
 
-Invariant: it ends, with the largest budget that was seen to keep the target, if any did.
+Invariant: it ends, with the largest budget that was seen to keep the target, if any did. What the
+allocator can't use still changes from step to step, so that a budget which kept the target once may
+miss it later: then it comes down, a few times at most.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ __all__ = ["MemoryTarget"]
 
 _TOLERANCE_SHARE = 64
 _MOST_CHANGES = 8
+_MOST_CORRECTIONS = 8
 
 
 class MemoryTarget:
@@ -34,6 +37,7 @@ class MemoryTarget:
         self._most_kept: int | None = None
         self._least_missed: int | None = None
         self._num_changes = 0
+        self._num_corrections = 0
 
     def propose(
         self, reserved_bytes: int, budget_bytes: int, least_bytes: int, most_bytes: int
@@ -66,6 +70,20 @@ class MemoryTarget:
             return self._settle(kept if kept is not None else least_bytes)
         self._num_changes += 1
         return proposal
+
+    def correct(self, reserved_bytes: int, budget_bytes: int, least_bytes: int) -> int:
+        """Return the budget after a later step, with the search over; less if that step missed.
+
+        Args:
+            reserved_bytes: what the process reserves after it.
+            budget_bytes: the budget it had.
+            least_bytes: what any budget has at least.
+        """
+        over_bytes = reserved_bytes - self.target_bytes
+        if over_bytes <= 0 or self._num_corrections >= _MOST_CORRECTIONS:
+            return budget_bytes
+        self._num_corrections += 1
+        return max(least_bytes, budget_bytes - over_bytes - self._tolerance_bytes // 4)
 
     def _settle(self, budget_bytes: int) -> int:
         self.is_settled = True

@@ -50,6 +50,21 @@ def test_one_group_may_always_come_back():
     assert not budget.may_prefetch(1)
 
 
+def test_until_the_first_backward_of_a_step_there_may_be_more():
+    budget = DeviceBudget(60, 40)
+    budget.warmup_extra_bytes = 30
+    budget.inflight_bytes = 130
+    assert budget.is_exceeded(), "before any step"
+    for _ in range(2):
+        budget.begin_step()
+        assert (budget.limit_bytes, budget.total_bytes) == (130, 100)
+        assert not budget.is_exceeded()
+        assert budget.end_warmup()
+        assert not budget.end_warmup(), "there is one first backward"
+        assert budget.limit_bytes == 100
+        assert budget.is_exceeded()
+
+
 @pytest.mark.parametrize("inflight_bytes", [8 * KIB, 24 * KIB])
 def test_both_kinds_stay_within_the_total(inflight_bytes, monkeypatch):
     model = make_model()

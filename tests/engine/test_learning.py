@@ -11,8 +11,11 @@ ORDER = one_forward_one_backward(8, depth=6)
 FIXED = 1024 * KIB
 
 
-def make_measured(monkeypatch, *, waste=0, **settings):
-    """Return a manager whose device reserves what is fixed, what a step kept at most, and waste."""
+def make_measured(monkeypatch, *, waste=0, backward=0, **settings):
+    """Return a manager whose device reserves what is fixed, what a step kept at most, and waste.
+
+    From the first backward of a step on it needs ``backward`` bytes more.
+    """
     manager = make_manager(**settings)
     reserved, trims = [FIXED], []
     passed = manager.transfers.pass_boundary
@@ -21,6 +24,8 @@ def make_measured(monkeypatch, *, waste=0, **settings):
         passed(num_bytes)
         budget = manager.budget
         kept = budget.inflight_bytes + budget.held_bytes + budget.resident_bytes
+        if manager.prefetcher.backward_order:
+            kept += backward
         reserved[0] = max(reserved[0], FIXED + kept + waste)
 
     def trim_device():
@@ -33,20 +38,22 @@ def make_measured(monkeypatch, *, waste=0, **settings):
     return manager, reserved, trims
 
 
-@pytest.mark.parametrize("room", [32 * KIB, 64 * KIB, 96 * KIB])
+@pytest.mark.parametrize("room", [40 * KIB, 64 * KIB, 96 * KIB])
 @pytest.mark.parametrize("waste", [0, 7 * KIB])
-def test_steps_come_to_the_target_and_stay_there(room, waste, monkeypatch):
+@pytest.mark.parametrize("backward", [0, 11 * KIB])
+def test_steps_come_to_the_target_and_stay_there(room, waste, backward, monkeypatch):
     model = make_model()
     expected = run_step(model, None, ORDER)
     target = FIXED + room
     manager, reserved, trims = make_measured(
         monkeypatch,
         waste=waste,
+        backward=backward,
         max_inflight_bytes=16 * KIB,
         prefetch_bytes=16 * KIB,
         device_target_bytes=target,
     )
-    for _ in range(16):
+    for _ in range(20):
         assert_same(expected, run_step(model, manager, ORDER))
     num_trims = len(trims)
     moved = manager.last_step.offloaded_bytes
@@ -56,6 +63,78 @@ def test_steps_come_to_the_target_and_stay_there(room, waste, monkeypatch):
     largest = max(group.num_bytes for group in manager.last_profile.groups)
     assert target - 2 * largest - target // 32 <= reserved[0] <= target
     assert manager.last_step.offloaded_bytes == moved > 0
+
+
+def test_a_warm_up_takes_what_no_backward_needs_yet(monkeypatch):
+    model = make_model()
+    expected = run_step(model, None, ORDER)
+    settings = {"max_inflight_bytes": 16 * KIB, "prefetch_bytes": 16 * KIB}
+    kept = {}
+    for backward in (0, 24 * KIB):
+        manager, reserved, _ = make_measured(
+            monkeypatch, backward=backward, device_target_bytes=FIXED + 80 * KIB, **settings
+        )
+        for _ in range(20):
+            assert_same(expected, run_step(model, manager, ORDER))
+        assert reserved[0] <= FIXED + 80 * KIB
+        at_commits, commit = [], manager.commit
+
+        def watched(group, *args, commit=commit, manager=manager, seen=at_commits, **kw):
+            commit(group, *args, **kw)
+            if not manager.prefetcher.backward_order:
+                budget = manager.budget
+                seen.append(budget.inflight_bytes + budget.resident_bytes + budget.held_bytes)
+
+        monkeypatch.setattr(manager, "commit", watched)
+        run_step(model, manager, ORDER)
+        kept[backward] = max(at_commits) - manager.budget.total_bytes
+        assert manager.budget.warmup_extra_bytes >= kept[backward]
+    assert kept[0] <= 0, "without need of its own a backward leaves nothing"
+    assert 12 * KIB <= kept[24 * KIB] <= 24 * KIB
+
+
+def test_a_step_that_misses_the_target_later_makes_room(monkeypatch):
+    model = make_model()
+    manager, reserved, trims = make_measured(
+        monkeypatch,
+        max_inflight_bytes=16 * KIB,
+        prefetch_bytes=16 * KIB,
+        device_target_bytes=FIXED + 64 * KIB,
+    )
+    for _ in range(16):
+        run_step(model, manager, ORDER)
+    total, num_trims = manager.budget.total_bytes, len(trims)
+    passed = manager.transfers.pass_boundary
+
+    def fragmented(num_bytes):
+        passed(num_bytes)
+        reserved[0] += KIB // 4
+
+    monkeypatch.setattr(manager.transfers, "pass_boundary", fragmented)
+    for _ in range(12):
+        run_step(model, manager, ORDER)
+    assert num_trims < len(trims) <= num_trims + 12
+    assert manager.budget.total_bytes < total
+    assert reserved[0] <= FIXED + 64 * KIB
+
+
+def test_what_others_reserve_between_steps_costs_no_budget(monkeypatch):
+    model = make_model()
+    manager, reserved, trims = make_measured(
+        monkeypatch,
+        max_inflight_bytes=16 * KIB,
+        prefetch_bytes=16 * KIB,
+        device_target_bytes=FIXED + 64 * KIB,
+    )
+    for _ in range(16):
+        run_step(model, manager, ORDER)
+    total, num_trims = manager.budget.total_bytes, len(trims)
+    for _ in range(3):
+        reserved[0] = FIXED + 900 * KIB  # an evaluation with long sequences
+        run_step(model, manager, ORDER)
+        run_step(model, manager, ORDER)
+        assert reserved[0] <= FIXED + 64 * KIB, "handed back"
+    assert (manager.budget.total_bytes, len(trims)) == (total, num_trims + 3)
 
 
 def test_a_target_that_can_not_be_met_is_said_once(monkeypatch, caplog):

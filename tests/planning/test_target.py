@@ -63,3 +63,14 @@ def test_memory_that_does_not_follow_the_budget_ends_the_search():
     target, tried, _ = search(lambda b: 25 << 30)
     assert not target.is_met
     assert len(tried) <= 10
+
+
+def test_a_budget_that_misses_later_comes_down_a_few_times():
+    target, _, budget = search(lambda b: (13 << 30) + b)
+    assert target.correct(TARGET, budget, LEAST) == budget, "kept"
+    corrected = target.correct(TARGET + (1 << 30), budget, LEAST)
+    assert budget - (1 << 30) - TARGET // 64 <= corrected < budget - (1 << 30)
+    assert target.correct(TARGET + (900 << 30), budget, LEAST) == LEAST
+    for _ in range(20):
+        budget = target.correct(TARGET + 1, budget, LEAST)
+    assert target.correct(TARGET + (1 << 30), budget, LEAST) == budget, "it ends"
