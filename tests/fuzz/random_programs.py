@@ -181,6 +181,7 @@ class Program:
             "fraction": rng.choice([1.0, 1.0, 0.5, 0.0]),
             "resident_bytes": rng.choice([None, None, 2 * KIB, 8 * KIB]),
         }
+        self.warmup_extra_bytes = rng.choice([0, 0, 4 * KIB, 16 * KIB])
         self._held = []
 
     def run(self, manager):
@@ -287,6 +288,7 @@ def check(seed):
     program = Program(seed)
     expected = program.run(None)
     manager = make_manager(seed=seed, **program.settings)
+    manager.budget.warmup_extra_bytes = program.warmup_extra_bytes
     actual = program.run(manager)
     assert len(actual) == len(expected)
     for step, ((losses, grads), (other_losses, other_grads)) in enumerate(
