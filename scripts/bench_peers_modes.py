@@ -152,6 +152,7 @@ class Ours(Marked):
             "h2d_bytes": stats.reloaded_bytes,
             "pinned_bytes": pool.peak_slab_bytes,
             "pinned_now_bytes": pool.slab_bytes_total,
+            "in_use_bytes": stats.peak_host_bytes,
             "late_reloads": stats.num_late_reloads,
             "early_returns": stats.num_early_returns,
             "kept_bytes": sum(group.kept_bytes for group in stats.by_name.values()),

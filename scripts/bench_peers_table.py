@@ -18,7 +18,7 @@ GIB = 2**30
 
 COUNTERS = (
     *("late_reloads", "early_returns", "kept_bytes", "refused_bytes", "held_elsewhere_bytes"),
-    *("num_groups", "max_inflight_bytes", "prefetch_bytes"),
+    *("num_groups", "max_inflight_bytes", "prefetch_bytes", "pinned_now_bytes", "in_use_bytes"),
 )
 """What only this package reports."""
 
