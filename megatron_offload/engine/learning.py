@@ -23,6 +23,10 @@ from megatron_offload.planning.target import MemoryTarget
 
 __all__ = ["Learner"]
 
+_NUM_FITS = 3
+"""How often the host pool is cut to what a step used: each of the first needs less than the last,
+because what something else keeps, and what comes back soon, is found out by and by."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -63,7 +67,8 @@ class Learner:
         self._reserved_at_start_bytes: int | None = None
         self._reserved_at_backward_bytes: int | None = None
         self._is_trimmed = False
-        self._has_fitted_pools = False
+        self._num_fits_left = _NUM_FITS
+        self._has_settled = self._target is None
         self._planned_for: StepProfile | None = None
         self._planned_with: ModulesPolicy | None = None
 
@@ -121,23 +126,15 @@ class Learner:
         return self.policy.with_residents(self._transfers.budget.resident_room_bytes())
 
     def _fit(self) -> None:
-        """Give back what only the first step needed, and come closer to the memory target."""
-        if not self._has_fitted_pools:
-            self._has_fitted_pools = True
+        """Give back what only the first steps needed, and come closer to the memory target."""
+        is_first = self._num_fits_left == _NUM_FITS
+        if self._num_fits_left:
+            self._num_fits_left -= 1
             self._fit_host_pool()
+        if is_first:
             self._trim_device()
-        elif self._target is not None and not self._is_trimmed:
-            self._trim_device()  # what other steps have reserved tells nothing of these
         elif self._target is not None and self._warmup_target is not None:
-            reserved_bytes = self._backend.reserved_bytes()
-            if reserved_bytes is None:
-                self._target = self._warmup_target = None
-            elif not self._target.is_settled:
-                self._approach(self._target, self._warmup_target, reserved_bytes)
-            elif not self._warmup_target.is_settled:
-                self._extend_warmup(self._warmup_target, reserved_bytes)
-            elif self._target.is_met:
-                self._keep_target(self._target, reserved_bytes)
+            self._follow_target(self._target, self._warmup_target)
 
     def _fit_host_pool(self) -> None:
         peak_bytes = self._transfers.stats.peak_host_bytes
@@ -152,6 +149,24 @@ class Learner:
 
     # The memory target. What a step reserves is seen where it began with an empty cache, so every
     # change empties it.
+
+    def _follow_target(self, target: MemoryTarget, warmup_target: MemoryTarget) -> None:
+        """Do the next thing that the search needs."""
+        reserved_bytes = self._backend.reserved_bytes()
+        if reserved_bytes is None:
+            self._target = self._warmup_target = None
+        elif not self._is_trimmed:
+            self._trim_device()  # what other steps have reserved tells nothing of these
+        elif not target.is_settled:
+            self._approach(target, warmup_target, reserved_bytes)
+        elif not warmup_target.is_settled:
+            self._extend_warmup(warmup_target, reserved_bytes)
+        else:
+            if not self._has_settled:
+                self._has_settled = True
+                self._num_fits_left = 1  # the next step is the first of those that stay
+            if target.is_met:
+                self._keep_target(target, reserved_bytes)
 
     def _approach(
         self, target: MemoryTarget, warmup_target: MemoryTarget, reserved_bytes: int
