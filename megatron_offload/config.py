@@ -156,8 +156,9 @@ class OffloadConfig(StrictModel):
 
     device_target_bytes: Bytes | None = None
     """Most device memory that this process should reserve, weights and all. The two limits above
-    are the start of a search over the first steps, each of which gives cached memory back; it ends
-    with the fastest setting that was seen to keep the target."""
+    are the start of a search over the first dozen steps, each of which gives cached memory back; it
+    ends with the largest total that was seen to keep the target, and with what may be held above it
+    until a step's first backward."""
 
     host_memory_bytes: Bytes | None = None
     """Cap of pinned host memory in this process; over it tensors stay on the device. None: half of
