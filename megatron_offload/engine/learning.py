@@ -68,7 +68,7 @@ class Learner:
         self._reserved_at_backward_bytes: int | None = None
         self._is_trimmed = False
         self._num_fits_left = _NUM_FITS
-        self._has_settled = self._target is None
+        self._has_settled = False
         self._planned_for: StepProfile | None = None
         self._planned_with: ModulesPolicy | None = None
 

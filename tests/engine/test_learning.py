@@ -38,6 +38,19 @@ def make_measured(monkeypatch, *, waste=0, backward=0, **settings):
     return manager, reserved, trims
 
 
+def make_settled(monkeypatch, model):
+    """Return the same after the search for ``FIXED + 64 * KIB`` is over."""
+    manager, reserved, trims = make_measured(
+        monkeypatch,
+        max_inflight_bytes=16 * KIB,
+        prefetch_bytes=16 * KIB,
+        device_target_bytes=FIXED + 64 * KIB,
+    )
+    for _ in range(16):
+        run_step(model, manager, ORDER)
+    return manager, reserved, trims
+
+
 @pytest.mark.parametrize("room", [40 * KIB, 64 * KIB, 96 * KIB])
 @pytest.mark.parametrize("waste", [0, 7 * KIB])
 @pytest.mark.parametrize("backward", [0, 11 * KIB])
@@ -95,14 +108,7 @@ def test_a_warm_up_takes_what_no_backward_needs_yet(monkeypatch):
 
 def test_a_step_that_misses_the_target_later_makes_room(monkeypatch):
     model = make_model()
-    manager, reserved, trims = make_measured(
-        monkeypatch,
-        max_inflight_bytes=16 * KIB,
-        prefetch_bytes=16 * KIB,
-        device_target_bytes=FIXED + 64 * KIB,
-    )
-    for _ in range(16):
-        run_step(model, manager, ORDER)
+    manager, reserved, trims = make_settled(monkeypatch, model)
     total, num_trims = manager.budget.total_bytes, len(trims)
     passed = manager.transfers.pass_boundary
 
@@ -120,14 +126,7 @@ def test_a_step_that_misses_the_target_later_makes_room(monkeypatch):
 
 def test_what_others_reserve_between_steps_costs_no_budget(monkeypatch):
     model = make_model()
-    manager, reserved, trims = make_measured(
-        monkeypatch,
-        max_inflight_bytes=16 * KIB,
-        prefetch_bytes=16 * KIB,
-        device_target_bytes=FIXED + 64 * KIB,
-    )
-    for _ in range(16):
-        run_step(model, manager, ORDER)
+    manager, reserved, trims = make_settled(monkeypatch, model)
     total, num_trims = manager.budget.total_bytes, len(trims)
     for _ in range(3):
         reserved[0] = FIXED + 900 * KIB  # an evaluation with long sequences
