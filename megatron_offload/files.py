@@ -1,0 +1,142 @@
+"""Files that were handed to us, and files that must survive a crash while they are written.
+
+Owns the bounded reading of text and JSON, and writing aside before putting in place. Must not know
+torch, nor what the files mean.
+
+Invariants: a reader never follows what a file says beyond plain data, and ends in `ConfigError`; a
+writer that fails or is killed leaves the file that was there. Read next: `megatron_offload.config`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megatron_offload.errors import ConfigError
+
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_TEXT_BYTES",
+    "read_json",
+    "read_text",
+    "replace_text",
+    "sync_folder",
+]
+
+MAX_TEXT_BYTES = 16 * 1024**2
+"""Larger files are no configuration of a person."""
+
+MAX_DEPTH = 32
+"""Lists and mappings within one another, at most."""
+
+
+def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return the text of a regular file of at most ``limit_bytes``.
+
+    Raises:
+        ConfigError: it is missing, no regular file, too large, unreadable or not UTF-8.
+    """
+    path = Path(path)
+    try:
+        # Opening a pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError(f"can't read {path}: not a regular file")
+            content = file.read(limit_bytes + 1)
+        if len(content) > limit_bytes:
+            raise ConfigError(f"can't read {path}: it holds more than {limit_bytes} bytes")
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"can't read {path}: {error}") from error
+
+
+def read_json(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Any:
+    """Return what a JSON file holds; a key given twice and ``NaN`` are refused.
+
+    Raises:
+        ConfigError: as for `read_text`, or it isn't JSON, or nested deeper than `MAX_DEPTH`.
+    """
+    text = read_text(path, limit_bytes=limit_bytes)
+    try:
+        data = json.loads(text, object_pairs_hook=_mapping, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deep") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not plain JSON: {error}") from error
+    if _depth(data) > MAX_DEPTH:
+        raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} levels")
+    return data
+
+
+def replace_text(path: str | Path, text: str) -> None:
+    """Write a file as a whole: aside first, then put in place of the one before.
+
+    The folder must exist. The file gets the permissions that a plain ``open`` would give.
+
+    Raises:
+        OSError: it can't be written; the file that was there is untouched.
+    """
+    path = Path(path)
+    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the operating system keep the names in a folder, over a loss of power too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} is given twice")
+    return mapping
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _depth(data: Any) -> int:
+    """Return how deep lists and mappings are nested; stops once past the limit."""
+    depth, level = 0, [data]
+    while level and depth <= MAX_DEPTH:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+        if not any(isinstance(item, (dict, list)) for item in level):
+            break
+        depth, level = depth + 1, inner
+    return depth

@@ -1,0 +1,74 @@
+"""Files from strangers end in one clear error; files of ours survive a failed write."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron_offload import files
+from megatron_offload.errors import ConfigError
+
+
+def test_text_comes_back(tmp_path):
+    path = tmp_path / "a"
+    files.replace_text(path, "héllo")
+    assert files.read_text(path) == "héllo"
+    assert os.stat(path).st_mode & 0o777 == 0o666 & ~files._umask()
+    files.replace_text(path, "again")
+    assert files.read_text(path) == "again"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    files.replace_text(path, "old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        files.replace_text(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_can_not_be_read_says_why(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "large").write_bytes(b"x" * 101)
+    for path, words in [
+        (tmp_path / "absent", "No such file"),
+        (tmp_path, "directory|not a regular file"),
+        (tmp_path / "pipe", "not a regular file"),
+        ("/dev/zero", "not a regular file"),
+        (tmp_path / "bytes", "utf-8"),
+        (tmp_path / "large", "more than 100 bytes"),
+        ("nul\0byte", "null"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            files.read_text(path, limit_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not plain JSON"),
+        ('{"a": 1', "not plain JSON"),
+        ('{"a": 1, "a": 2}', "'a' is given twice"),
+        ("[NaN]", "NaN"),
+        ("[" * 40 + "]" * 40, "deeper than 32"),
+        ("[" * 200_000 + "]" * 200_000, "nested too deep|deeper than 32"),
+        ("1" * 10_000, "not plain JSON"),
+    ],
+)
+def test_bad_json_says_what_is_wrong(tmp_path, text, words):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        files.read_json(path)
+
+
+def test_good_json_comes_back(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("[" * 32 + "]" * 32)
+    files.read_json(path)
+    path.write_text('{"a": [1, 2.5, null, "x"]}')
+    assert files.read_json(path) == {"a": [1, 2.5, None, "x"]}
