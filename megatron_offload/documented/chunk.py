@@ -137,7 +137,7 @@ class ChunkOffloadHandler(engine_chunk.ChunkOffloadHandler):
         group = OffloadGroup(loose, GroupKey(-1, 0), "offload", self.manager.transfers)
         state = group.pack(src_tensor)
         group.num_bytes = sum(block.num_bytes for block in group.blocks())
-        self.manager.transfers.offload(group)
+        self.manager.offload(group)
         return state
 
     def reload(self, state: SavedTensor, non_blocking: bool | None = None) -> torch.Tensor:

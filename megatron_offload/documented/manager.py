@@ -187,14 +187,14 @@ class PipelineOffloadManager(engine_manager.PipelineOffloadManager):
         compute_stream = self.backend.compute_stream()
         if event is not None:
             event.record(compute_stream)
-        self.transfers.drain_window()
+        self.join_offloads()
 
     def record_backward(self, event: Event | None = None) -> None:
         """Record ``event`` on the compute stream, then join the copies to the device into it."""
         event = event or self.cuda_graph_event
         if event is not None:
             event.record(self.backend.compute_stream())
-        self.transfers.wait_reloads(self._committed)
+        self.join_reloads()
 
     # Steps of Megatron's own bookkeeping
 

@@ -79,7 +79,8 @@ class OffloadGroup:
     __slots__ = (
         "_blocks",
         "_moves",
-        "_num_alive",
+        "_num_lost",
+        "_num_saved",
         "chunk",
         "committed_at_bytes",
         "held_bytes",
@@ -107,7 +108,9 @@ class OffloadGroup:
         self.is_resident = False
         self.leaf_hook: RemovableHandle | None = None
         self._blocks: list[BlockRef] = []
-        self._num_alive = 0
+        # Two counts, because one may be added to while the other is.
+        self._num_saved = 0
+        self._num_lost = 0
 
     @property
     def label(self) -> str:
@@ -133,7 +136,7 @@ class OffloadGroup:
 
     def hold(self) -> None:
         """Count the group's bytes as held on the device until no one needs them any more."""
-        if self.held_bytes == 0 and self._num_alive:
+        if self.held_bytes == 0 and self._num_saved > self._num_lost:
             self.held_bytes = self.num_bytes
             self.transfers.budget.held_bytes += self.num_bytes
 
@@ -144,9 +147,9 @@ class OffloadGroup:
 
     def lose_block(self, num_bytes: int) -> None:
         """Take note that no record needs one of its own blocks any more."""
-        self._num_alive -= 1
+        self._num_lost += 1
         if self.held_bytes:
-            if self._num_alive == 0 or num_bytes >= self.held_bytes:
+            if self._num_lost == self._num_saved or num_bytes >= self.held_bytes:
                 self.let_go()
             else:
                 self.held_bytes -= num_bytes
@@ -205,7 +208,7 @@ class OffloadGroup:
         reference = weakref.ref(block)
         chunk.blocks[storage_key] = reference
         self._blocks.append(reference)
-        self._num_alive += 1
+        self._num_saved += 1
         record = SavedTensor(tensor, block, self.name, offset)
         block.add(record.alias, low, high)
         return record

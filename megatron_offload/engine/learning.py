@@ -106,6 +106,15 @@ class Learner:
             self.kept = policy.plan(profile)
             self.residents = policy.residents(profile)
 
+    def restart(self) -> None:
+        """Learn anew what the step looks like; what the memory target has found stays."""
+        self.profile = None
+        self.is_steady = False
+        self.kept = {}
+        self.residents = frozenset()
+        self._planned_for = self._planned_with = None
+        self._transfers.owners.forget()
+
     def keeps(self, key: GroupKey) -> bool:
         """Whether the policy leaves a group on the device."""
         return self.policy.keeps_everything() or key in self.kept

@@ -31,6 +31,7 @@ from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
 from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.prefetch import Prefetcher, keep_resident
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -118,11 +119,13 @@ class PipelineOffloadManager:
         )
         self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
+        self.guard = Guard(self.backend.sync_copies)
         self.transfers = Transfers(
             self.backend,
             self.host_pool,
             self.tensor_pool,
             self.budget,
+            self.guard,
         )
         self.prefetcher = Prefetcher(self.transfers, self.budget)
         self.learner = Learner(config, self.backend, self.host_pool, self.transfers)
@@ -159,6 +162,8 @@ class PipelineOffloadManager:
             max_inflight_groups: most groups of one name whose device memory is held for their
                 copies; 0 makes the compute stream wait at every commit. None sets no such bound.
         """
+        if self.guard.has_failed:
+            self.abort()
         config = self.config
         if fraction is None or "fraction" in config.model_fields_set:
             fraction = config.fraction
@@ -187,6 +192,7 @@ class PipelineOffloadManager:
             min_tensor_elements=min_tensor_elements,
         )
 
+    @guarded
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> int:
         """Give a chunk its position in the step, now that it has a group.
 
@@ -227,9 +233,17 @@ class PipelineOffloadManager:
     def reset(self) -> None:
         """End the training step: release what is in flight, learn, and count from zero.
 
-        Holds no collective. Graphs that are still alive keep their data.
+        Holds no collective. Graphs that are still alive keep their data. After a call of the
+        engine that was cut short by an exception it is `abort`.
         """
         self.flush_delayed_groups()
+        if self.guard.has_failed:
+            self.abort()
+        else:
+            self._end_step()
+
+    @guarded
+    def _end_step(self) -> None:
         self.transfers.drain_window()
         self.last_step = self.transfers.stats
         self.last_step.num_groups = len(self._committed)
@@ -252,23 +266,34 @@ class PipelineOffloadManager:
 
         What the step has on the host is gone: a backward through its graphs raises `StateError`.
         """
-        while self._hooks:
-            self.__exit__()
-        self._delayed.clear()
-        self.transfers.abandon()
-        for group in self.prefetcher.groups():
-            # A failed backward may leave its graph alive for long: its data goes now.
-            for block in group.blocks():
-                self.transfers.forget(block)
-            if group.state is not GroupState.DONE:
-                group.advance(GroupState.DONE)
-        self._begin_step()
+        with self.guard.lock:
+            self._pop_hooks()
+            self._delayed.clear()
+            self.guard.put_off.clear()
+            self.transfers.abandon(self.prefetcher.groups())
+            for group in self.prefetcher.groups():
+                if group.state is not GroupState.DONE:
+                    group.advance(GroupState.DONE)
+            if self.guard.has_failed:
+                self.learner.restart()
+                self.guard.has_failed = False
+            self._begin_step()
+
+    def _pop_hooks(self) -> None:
+        """Take this manager's hooks off the top of autograd's, whoever was to do that."""
+        self._hooks.clear()
+        while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            group = getattr(hooks[0], "__self__", None)
+            if not isinstance(group, OffloadGroup) or group.transfers is not self.transfers:
+                return
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def close(self) -> None:
         """Abort what runs and give all host memory back; a second call does nothing more."""
         self.abort()
-        self.tensor_pool.clear()
-        self.host_pool.close()
+        with self.guard.lock:
+            self.tensor_pool.clear()
+            self.host_pool.close()
 
     def _begin_step(self) -> None:
         for group in self.prefetcher.groups():
@@ -306,7 +331,13 @@ class PipelineOffloadManager:
         """Decide about a group whose forward is over, and issue its copies."""
         if delay:
             self._delayed.append((group, tuple(forced_released_tensors)))
-            return
+        else:
+            self._commit(group, forced_released_tensors)
+
+    @guarded
+    def _commit(
+        self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor]
+    ) -> None:
         transfers, prefetcher, learner = self.transfers, self.prefetcher, self.learner
         group.num_bytes = transfers.movable_bytes(group)
         group.committed_at_bytes = transfers.step_bytes
@@ -350,6 +381,7 @@ class PipelineOffloadManager:
             if group.state is GroupState.RECORDING:
                 self.commit(group, forced_released_tensors)
 
+    @guarded
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
         transfers, prefetcher = self.transfers, self.prefetcher
@@ -372,6 +404,7 @@ class PipelineOffloadManager:
         if has_moved:
             prefetcher.advance()
 
+    @guarded
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left a group."""
         group.unhook()
@@ -385,6 +418,21 @@ class PipelineOffloadManager:
                     self.budget.resident_bytes -= group.num_bytes
             self.transfers.pass_boundary(group.num_bytes)
         self.prefetcher.advance()
+
+    @guarded
+    def offload(self, group: OffloadGroup) -> None:
+        """Issue the copies of a group that belongs to no step."""
+        self.transfers.offload(group)
+
+    @guarded
+    def join_offloads(self) -> None:
+        """Make the compute stream wait for all copies to the host, and release their sources."""
+        self.transfers.drain_window()
+
+    @guarded
+    def join_reloads(self) -> None:
+        """Make the compute stream wait for all copies to the device of this step's groups."""
+        self.transfers.wait_reloads(self._committed)
 
     # Hooks
 
@@ -403,7 +451,7 @@ class PipelineOffloadManager:
         exc: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        hooks = self._hooks.pop()
+        hooks = self._hooks.pop() if self._hooks else None  # none are left after an abort
         if hooks is not None:
             hooks.__exit__(exc_type, exc, traceback)
 

@@ -139,7 +139,9 @@ class Prefetcher:
                     group.hold()
                     if budget.is_exceeded():
                         self.transfers.release_over_budget()
-                    self.transfers.reload(group)
+                    if not self.transfers.reload(group, may_fail=True):
+                        group.let_go()
+                        return  # the next boundary tries again
             self._next += 1
 
     def _follows_learned(self) -> bool:

@@ -144,10 +144,40 @@ class Block:
         self.aliases.append(alias)
 
     def __del__(self) -> None:
-        group = self.group
-        group.lose_block(self.num_bytes)
-        if self.host is not None or self.target is not None:
-            group.transfers.forget(self)
+        # Any thread's garbage collection may be here, between any two lines of the engine.
+        guard = self.group.transfers.guard
+        if not guard.lock.acquire(blocking=False):
+            guard.put_off.append(_Remains(self).bury)
+            return
+        try:
+            bury(self)
+        finally:
+            guard.lock.release()
+
+
+class _Remains:
+    """What is left of a block that died while the engine was busy."""
+
+    __slots__ = ("group", "host", "num_bytes", "released", "reload", "target")
+
+    def __init__(self, block: Block) -> None:
+        self.group = block.group
+        self.num_bytes = block.num_bytes
+        self.host = block.host
+        self.released = block.released
+        self.reload = block.reload
+        self.target = block.target
+
+    def bury(self) -> None:
+        bury(self)
+
+
+def bury(block: Block | _Remains) -> None:
+    """Give back what a dead block held, and count it no more; with the guard's lock held."""
+    group = block.group
+    group.lose_block(block.num_bytes)
+    if block.host is not None or block.target is not None:
+        group.transfers.forget(block)
 
 
 class SavedTensor:
@@ -179,6 +209,13 @@ class SavedTensor:
             self.offset = offset
             self.dtype = tensor.dtype
 
+    def _description(self) -> str:
+        if self.block is None:
+            shape, dtype, group = self.alias.shape, self.alias.dtype, self.group_name
+        else:
+            shape, dtype, group = self.size, self.dtype, self.block.group.label
+        return f"of shape {list(shape)} and dtype {dtype}, saved in group {group!r},"
+
     def unpack(self) -> torch.Tensor:
         """Return the saved tensor; the compute stream waits for its reload where there is one.
 
@@ -190,7 +227,7 @@ class SavedTensor:
         if alias._version != self.version:
             raise InPlaceModificationError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor saved in group {self.group_name!r} is at version "
+                f"inplace operation: a tensor {self._description()} is at version "
                 f"{alias._version}; expected version {self.version} instead"
             )
         block = self.block
@@ -207,7 +244,7 @@ class SavedTensor:
             view = torch.empty(0, dtype=self.dtype, device=target.device)
             return view.set_(target.untyped_storage(), offset, self.size, self.stride)
         if block.d2h is not None and not block.cancelled:
-            transfers.cancel(block)
+            transfers.keep(block)
         return alias
 
 

@@ -6,6 +6,7 @@ Owns plain numbers. Must not know streams or pools. Read next: `megatron_offload
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,6 +48,11 @@ class StepStats:
     num_refused_blocks: int = 0
     """Blocks that stayed on the device because the host pool was full."""
     refused_bytes: int = 0
+
+    num_memory_shortages: int = 0
+    """Reloads for which the device had no memory at first. All in flight was released then; one
+    that was ahead of its time came later where that did not suffice."""
+
     held_elsewhere_bytes: int = 0
     """Released bytes whose storage something else kept alive, so that nothing was freed."""
     peak_host_bytes: int = 0
@@ -91,6 +97,18 @@ class HostLedger:
         self.host_bytes_by_name: Counter[str] = Counter()
         self.away_bytes_by_name: Counter[str] = Counter()
         self._stats = StepStats()
+
+    def recover(self, live: Iterable[tuple[str, int]]) -> None:
+        """Count anew.
+
+        Args:
+            live: name and bytes of all that is on the host; nothing of it is on the device.
+        """
+        self.host_bytes_by_name = Counter()
+        for name, num_bytes in live:
+            self.host_bytes_by_name[name] += num_bytes
+        self.away_bytes_by_name = self.host_bytes_by_name.copy()
+        self.host_bytes = self.away_bytes = self.host_bytes_by_name.total()
 
     def begin_step(self, stats: StepStats) -> None:
         """Write peaks into ``stats`` from here on; what is still on the host stays counted."""

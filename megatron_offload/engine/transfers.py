@@ -25,14 +25,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
 from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.owners import ForeignOwners, num_owners
-from megatron_offload.engine.saved_tensor import Block, BlockRef, Reload
+from megatron_offload.engine.saved_tensor import Block, BlockRef, Reload, _Remains
 from megatron_offload.engine.stats import HostLedger, StepStats, TensorObserver
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.tensor_pool import TensorPool
 
 __all__ = ["Transfers"]
+
+_Target = tuple[torch.Tensor, Event | None]
+"""What a block comes back to, and who used that memory last."""
 
 
 class _Source:
@@ -68,6 +72,7 @@ class Transfers:
         host_pool: where offloaded bytes live.
         tensor_pool: where reloaded bytes live.
         budget: how much device memory copies in flight may hold.
+        guard: held by whoever calls; `keep` and `ready_target` take it themselves.
     """
 
     def __init__(
@@ -76,8 +81,10 @@ class Transfers:
         host_pool: HostPool,
         tensor_pool: TensorPool,
         budget: DeviceBudget,
+        guard: Guard,
     ) -> None:
         self.backend = backend
+        self.guard = guard
         self.host_pool = host_pool
         self.tensor_pool = tensor_pool
         self.budget = budget
@@ -127,6 +134,7 @@ class Transfers:
                 self.stats.of(group.name).kept_bytes += block.num_bytes
                 continue
             block.host = host
+            host.owner = weakref.ref(block)
             pair = _offload_pair(block, host)
             block.address = pair[1].data_ptr() - block.low
             if host.ready_event is not None:
@@ -168,30 +176,30 @@ class Transfers:
         """Note that the program has gone by a group of this size; release what is due."""
         self._passed_bytes += num_bytes
         while self._window and self._window[0].due_bytes < self._passed_bytes:
-            self._release(self._window.popleft())
+            self._release_oldest()
         self.release_over_budget()
 
     def release_over_budget(self) -> None:
         """Release from the oldest on until the budget is kept."""
         while self._window and self.budget.is_exceeded():
-            self._release(self._window.popleft())
+            self._release_oldest()
 
     def limit_inflight(self, name: str, num_groups: int) -> None:
         """Release from the oldest on until at most ``num_groups`` of this name are in flight."""
         num_over = sum(entry.group.name == name for entry in self._window) - num_groups
         while num_over > 0:
-            entry = self._window.popleft()
-            num_over -= entry.group.name == name
-            self._release(entry)
+            num_over -= self._release_oldest().group.name == name
 
     def drain_window(self) -> None:
         """Release everything in flight, in order."""
         while self._window:
-            self._release(self._window.popleft())
+            self._release_oldest()
 
-    def _release(self, entry: _InFlight) -> None:
+    def _release_oldest(self) -> _InFlight:
         backend = self.backend
+        entry = self._window[0]
         backend.wait(backend.compute_stream(), entry.d2h, Wait.W2)
+        self._window.popleft()
         group = entry.group
         own_bytes = 0
         for source in entry.sources:
@@ -213,6 +221,7 @@ class Transfers:
         self.ledger.release(group.name, own_bytes)
         if group.state is GroupState.OFFLOADING:
             group.advance(GroupState.ON_HOST)
+        return entry
 
     def _release_block(self, block: Block, *, is_last: bool) -> None:
         storage = block.aliases[0].untyped_storage()
@@ -222,8 +231,8 @@ class Transfers:
             self.cancel(block)
             return
         chunk = block.group.chunk
+        block.released = True  # from here on the host's copy is the one that counts
         sole_owner = self._free_source(block.aliases, block.group, is_last=is_last)
-        block.released = True
         is_emptied = block.forced_release and is_last
         if is_emptied:
             storage.resize_(0)
@@ -247,6 +256,12 @@ class Transfers:
             self.backend.note_freed(region, group.label, sole_owner=sole_owner)
         return sole_owner
 
+    @guarded
+    def keep(self, block: Block) -> None:
+        """Keep a block on the device for a reader who is there before its release."""
+        if block.d2h is not None and not block.cancelled and not block.released:
+            self.cancel(block)
+
     def cancel(self, block: Block) -> None:
         """Keep a block whose copy is in flight on the device after all.
 
@@ -265,37 +280,76 @@ class Transfers:
 
     # Host to device
 
-    def reload(self, group: OffloadGroup) -> None:
-        """Issue the reload of a group that is on the host."""
-        group.advance(GroupState.RELOADING)
-        self._reload_blocks(list(group.blocks()), group)
+    def reload(self, group: OffloadGroup, *, may_fail: bool = False) -> bool:
+        """Issue the reload of a group that is on the host.
 
-    def _reload_blocks(self, blocks: Iterable[Block], group: OffloadGroup) -> None:
+        Args:
+            group: what comes back.
+            may_fail: leave it on the host where the device has no memory for it.
+
+        Returns:
+            Whether it comes back.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for it.
+        """
+        moving = self._to_reload(group.blocks())
+        targets = self._take_targets(moving, may_fail=may_fail)
+        if targets is None:
+            return False
+        group.advance(GroupState.RELOADING)
+        self._reload_blocks(moving, targets, group)
+        return True
+
+    def _to_reload(self, blocks: Iterable[Block]) -> list[Block]:
+        """Return the blocks that have to come back by a copy."""
+        return [b for b in blocks if b.host is not None and b.released and not self._revive(b)]
+
+    def _take_targets(self, blocks: list[Block], *, may_fail: bool) -> list[_Target] | None:
+        """Allocate what blocks come back to; None where that may fail and does."""
+        targets = self._try_targets(blocks)
+        if targets is not None:
+            return targets
+        # What is in flight is the only memory that is the engine's to give.
+        self.stats.num_memory_shortages += 1
+        self.drain_window()
+        if may_fail:
+            return self._try_targets(blocks)
+        return [self.tensor_pool.allocate(block.num_bytes, block.like) for block in blocks]
+
+    def _try_targets(self, blocks: list[Block]) -> list[_Target] | None:
+        targets: list[_Target] = []
+        try:
+            for block in blocks:
+                targets.append(self.tensor_pool.allocate(block.num_bytes, block.like))  # noqa: PERF401 - kept where a later one fails
+        except torch.OutOfMemoryError:
+            for target, _ in targets:
+                self.tensor_pool.free(target)
+            return None
+        return targets
+
+    def _reload_blocks(
+        self, blocks: list[Block], targets: list[_Target], group: OffloadGroup
+    ) -> None:
+        if not blocks:
+            return
         backend = self.backend
         pairs = []
-        moving: list[Block] = []
         written: dict[int, Event] = {}
         ready: dict[int, Event] = {}
         fresh = False
-        own_bytes = 0
-        for block in blocks:
-            if block.host is None or not block.released or self._revive(block):
-                continue
-            block.target, last_use = self.tensor_pool.allocate(block.num_bytes, block.like)
+        for block, (target, last_use) in zip(blocks, targets, strict=True):
+            assert block.host is not None
             if last_use is None:
                 fresh = True
             else:
                 ready[id(last_use)] = last_use
             written[id(block.d2h)] = block.d2h
-            target, host = block.target, block.host
             # What is kept for reuse has no shape of its own.
             is_flat = block.like is None or target.dtype is not block.like[1]
-            pairs.append((target, host.tensor if is_flat else host.like(target)))
-            moving.append(block)
+            pairs.append((target, block.host.tensor if is_flat else block.host.like(target)))
             if self.observer is not None:
-                self.observer.observe(block.target)
-        if not moving:
-            return
+                self.observer.observe(target)
         h2d_stream = backend.h2d_stream
         if fresh:
             now = backend.record(backend.compute_stream())
@@ -306,15 +360,14 @@ class Transfers:
             backend.wait(h2d_stream, event, Wait.W3)
         backend.copy(pairs, h2d_stream, self._label(group))
         reload = Reload(backend.record(h2d_stream))
-        num_bytes = 0
-        for block in moving:
+        num_bytes = own_bytes = 0
+        for block, (target, _) in zip(blocks, targets, strict=True):
             block.reload = reload
+            block.target = target  # from here on this is the copy that counts
             num_bytes += block.num_bytes
             if block.group is group:
-                assert block.host is not None
-                self.host_pool.free(block.host, reload.event)
-                block.host = None
                 own_bytes += block.num_bytes
+                self._give_back_host(block, reload.event)
             else:
                 self._free_host(block, reload.event)
         self.ledger.remove(group.name, own_bytes, were_away=True)
@@ -341,6 +394,7 @@ class Transfers:
                 if block.target is not None:
                     self._wait_reloaded(block)
 
+    @guarded
     def ready_target(self, block: Block) -> torch.Tensor:
         """Return a released block's reload target, ordered before what the program does next.
 
@@ -348,6 +402,7 @@ class Transfers:
 
         Raises:
             StateError: the data went with a step that was aborted.
+            torch.OutOfMemoryError: the device has no memory for it.
         """
         if block.target is None:
             group = block.group
@@ -361,7 +416,10 @@ class Transfers:
                 self.stats.of(group.name).num_late_reloads += 1
                 self.reload(group)
             if block.target is None:
-                self._reload_blocks([block], group)
+                moving = self._to_reload([block])
+                targets = self._take_targets(moving, may_fail=False)
+                assert targets is not None
+                self._reload_blocks(moving, targets, group)
         assert block.target is not None
         self._wait_reloaded(block)
         if self.backend.observes:
@@ -369,37 +427,55 @@ class Transfers:
         return block.target
 
     def _wait_reloaded(self, block: Block) -> None:
-        reload = block.reload
-        if reload is not None:  # else it never left the device
-            key = self.backend.compute_stream_key()
-            if key not in reload.waited_keys:
-                self.backend.wait(self.backend.compute_stream(), reload.event, Wait.W4)
-                reload.waited_keys.append(key)
+        if block.reload is not None:  # else it never left the device
+            self._wait(block.reload)
         if block.group.state is GroupState.RELOADING:
             block.group.advance(GroupState.RELOADED)
 
+    def _wait(self, reload: Reload) -> None:
+        key = self.backend.compute_stream_key()
+        if key not in reload.waited_keys:
+            self.backend.wait(self.backend.compute_stream(), reload.event, Wait.W4)
+            reload.waited_keys.append(key)
+
     # The end of a block
 
-    def forget(self, block: Block) -> None:
+    def forget(self, block: Block | _Remains) -> None:
         """Give back what a block holds that no one will read any more."""
         if block.host is not None:
             self._free_host(block, None)
         if block.target is not None:
             target, block.target = block.target, None
-            if block.reload is None:
+            reload = block.reload
+            if reload is None:
                 return
-            if not block.reload.waited_keys:
+            if not reload.waited_keys:
                 # Nobody read it; still the copy must not write into memory that was handed on.
-                self._wait_reloaded(block)
+                self._wait(reload)
             if self.backend.observes:
                 sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
                 self.backend.note_freed(target, block.group.label, sole_owner=sole_owner)
             self.tensor_pool.free(target)
 
-    def abandon(self) -> None:
-        """Wait for all copies on the host and drop the window: the way out of a failed step."""
+    def abandon(self, groups: Iterable[OffloadGroup]) -> None:
+        """Take everything from these groups, and count anew what is left: after a failed step.
+
+        Nothing is assumed of the books: any line that changes them may have been the last that ran.
+        """
         self.backend.sync_copies()
-        self.drain_window()
+        self._window.clear()
+        self._copies_in_flight.clear()
+        for group in groups:
+            # A failed backward may leave its graph alive for long: its data goes now.
+            for block in group.blocks():
+                block.cancelled = True
+                block.source = block.host = None
+                if block.reload is not None:
+                    block.target = None
+        self.tensor_pool.recover()
+        blocks = [region.owner() for region in self.host_pool.recover(_is_owned)]
+        self.ledger.recover((block.group.name, block.num_bytes) for block in blocks)
+        self.budget.inflight_bytes = 0
 
     def empty(self, alias: torch.Tensor) -> None:
         """Take the storage out of an alias; its version counter stays, for the in-place check."""
@@ -432,11 +508,20 @@ class Transfers:
         """Name a group for its copies; in full only where someone reads it."""
         return group.label if self.backend.observes else group.name
 
-    def _free_host(self, block: Block, after: Event | None) -> None:
-        assert block.host is not None
-        self.host_pool.free(block.host, after)
-        block.host = None
+    def _free_host(self, block: Block | _Remains, after: Event | None) -> None:
+        self._give_back_host(block, after)
         self.ledger.remove(block.group.name, block.num_bytes, were_away=block.released)
+
+    def _give_back_host(self, block: Block | _Remains, after: Event | None) -> None:
+        host, block.host = block.host, None
+        assert host is not None
+        self.host_pool.free(host, after)
+
+
+def _is_owned(region: HostRegion) -> bool:
+    """Whether a block that is alive, of an earlier step, has its data there."""
+    block = region.owner() if region.owner is not None else None
+    return block is not None and block.host is region
 
 
 def _offload_pair(block: Block, host: HostRegion) -> Pair:

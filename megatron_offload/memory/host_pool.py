@@ -20,10 +20,13 @@ The pool serves one thread. Read next: `megatron_offload.memory.tensor_pool`.
 from __future__ import annotations
 
 import logging
+import weakref
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -76,6 +79,35 @@ class _Slab:
         self.first = _Piece(tensor, 0, num_bytes)
 
 
+    def live(self) -> Iterator[HostRegion]:
+        """Yield the regions of this slab that someone holds, by address."""
+        piece: _Piece | None = self.first
+        while piece is not None:
+            region = piece.region() if piece.region is not None else None
+            if region is not None and region._piece is piece:
+                yield region
+            piece = piece.next
+
+    def rebuild(self, regions: list[HostRegion]) -> None:
+        """Tile the slab anew: these regions, in this order, and what is free between them."""
+        pieces = []
+        free_from = 0
+        for region in regions:
+            piece = region._piece
+            assert piece is not None
+            if piece.offset > free_from:
+                pieces.append(_Piece(self.first.base, free_from, piece.offset - free_from))
+            piece.is_free = False
+            piece.num_bytes = _aligned(region.num_bytes)
+            pieces.append(piece)
+            free_from = piece.offset + piece.num_bytes
+        if free_from < self.num_bytes:
+            pieces.append(_Piece(self.first.base, free_from, self.num_bytes - free_from))
+        for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+            piece.next = following
+        self.first = pieces[0]
+
+
 class _Piece:
     """A stretch of a slab, free or in use; ``view`` is the last region's tensor.
 
@@ -83,8 +115,8 @@ class _Piece:
     """
 
     __slots__ = (
-        *("base", "event", "is_free", "next", "num_bytes", "offset", "sequence", "typed_view"),
-        "view",
+        *("base", "event", "is_free", "next", "num_bytes", "offset", "region", "sequence"),
+        *("typed_view", "view"),
     )
 
     def __init__(self, base: torch.Tensor, offset: int, num_bytes: int) -> None:
@@ -95,6 +127,7 @@ class _Piece:
         self.next: _Piece | None = None
         self.event: Event | None = None
         self.sequence = 0
+        self.region: weakref.ref[HostRegion] | None = None
         self.view: torch.Tensor | None = None
         self.typed_view: torch.Tensor | None = None
 
@@ -102,7 +135,7 @@ class _Piece:
 class HostRegion:
     """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`."""
 
-    __slots__ = ("_piece", "_pool", "num_bytes", "ready_event", "tensor")
+    __slots__ = ("__weakref__", "_piece", "_pool", "num_bytes", "owner", "ready_event", "tensor")
 
     def __init__(self, pool: HostPool, piece: _Piece, tensor: torch.Tensor, num_bytes: int) -> None:
         self._pool = pool
@@ -113,6 +146,8 @@ class HostRegion:
         self.ready_event = piece.event
         """The newest H2D event of any former user of these bytes, which a new write must wait for
         (W5), or None."""
+        self.owner: Any = None
+        """Whose bytes they are; for the user of the pool."""
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the bytes as a tensor of the dtype and shape of a contiguous one of their size.
@@ -202,7 +237,9 @@ class HostPool:
         if view is None or view.nbytes != num_bytes:
             view = piece.base[piece.offset : piece.offset + num_bytes]
             piece.view = view
-        return HostRegion(self, piece, view, num_bytes)
+        region = HostRegion(self, piece, view, num_bytes)
+        piece.region = weakref.ref(region)
+        return region
 
     def free(self, region: HostRegion, after: Event | None) -> None:
         """Take a region back; its bytes may be lent again at once.
@@ -265,6 +302,28 @@ class HostPool:
             self.stats.num_slabs = len(kept)
         self._unpinnable_bytes = None
         return given_back_bytes
+
+    def recover(self, is_owned: Callable[[HostRegion], bool]) -> list[HostRegion]:
+        """Put the books right after a call that an exception cut short.
+
+        Args:
+            is_owned: whether a region that someone still holds stays lent; those that only the
+                frames of the failed call hold don't. No copy may be under way.
+
+        Returns:
+            The regions that stay lent.
+        """
+        owned = []
+        for slab in self._slabs:
+            regions = [region for region in slab.live() if is_owned(region)]
+            slab.rebuild(regions)
+            owned += regions
+        self._index_free_pieces()
+        self._may_coalesce = True
+        self.stats.in_use_bytes = sum(_aligned(region.num_bytes) for region in owned)
+        self.stats.num_slabs = len(self._slabs)
+        self.stats.slab_bytes_total = sum(slab.num_bytes for slab in self._slabs)
+        return owned
 
     def close(self) -> None:
         """Wait for the copies under way and give all slabs back. Twice is fine.

@@ -15,6 +15,7 @@ The pools serve one thread. Read next: `megatron_offload.memory.host_pool`.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -118,9 +119,9 @@ class TensorPool:
         self.stats = TensorPoolStats()
         self._backend = backend
         self._kept: FreeList[int, tuple[torch.Tensor, Event]] = FreeList(retained_bytes)
-        # Lent tensors: their identity and their bytes. An identity is not reused while its tensor
-        # lives; a tensor dropped without `free` is noticed when it is.
-        self._lent: dict[int, int] = {}
+        # Lent tensors by identity, which is not reused while a tensor lives; one dropped without
+        # `free` is noticed when it is.
+        self._lent: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         # How many holders a storage has, as counted here, when one tensor alone uses it.
         self._lone_holders = _num_holders(torch.empty(1, dtype=torch.uint8))
 
@@ -159,8 +160,9 @@ class TensorPool:
                 tensor = self._backend.empty_device_like(*like)
             stats.num_fresh += 1
         identity = id(tensor)
-        stats.in_use_bytes += num_bytes - self._lent.get(identity, 0)
-        self._lent[identity] = num_bytes
+        lost = self._lent.get(identity)
+        stats.in_use_bytes += num_bytes - (lost[1] if lost is not None else 0)
+        self._lent[identity] = weakref.ref(tensor), num_bytes
         if stats.in_use_bytes > stats.peak_in_use_bytes:
             stats.peak_in_use_bytes = stats.in_use_bytes
         return tensor, event
@@ -174,12 +176,13 @@ class TensorPool:
         Raises:
             ValueError: the tensor was not lent by this pool, or was freed before.
         """
-        num_bytes = self._lent.pop(id(tensor), None)
-        if num_bytes is None:
+        lent = self._lent.pop(id(tensor), None)
+        if lent is None:
             raise ValueError(
                 f"a tensor of {tensor.nbytes} bytes was freed that this pool has not lent, or that "
                 "was freed before"
             )
+        num_bytes = lent[1]
         stats = self.stats
         stats.in_use_bytes -= num_bytes
         if self._kept.has_room(num_bytes) and _num_holders(tensor) <= self._lone_holders:
@@ -188,6 +191,11 @@ class TensorPool:
             stats.retained_bytes = self._kept.num_bytes
         else:
             stats.num_dropped += 1
+
+    def recover(self) -> None:
+        """Put the books right after a call that an exception cut short: count what is alive."""
+        self._lent = {key: lent for key, lent in self._lent.items() if lent[0]() is not None}
+        self.stats.in_use_bytes = sum(num_bytes for _, num_bytes in self._lent.values())
 
     def clear(self) -> None:
         """Hand all kept tensors back to the allocator; what is lent stays lent."""

@@ -44,14 +44,15 @@ def test_reloaded_and_not_consumed_stays_within_the_budget(budget_bytes, monkeyp
     seen = []
     reload = manager.transfers.reload
 
-    def watch(group):
-        reload(group)
+    def watch(group, **options):
+        issued = reload(group, **options)
         waiting = [
             g
             for g in manager.prefetcher.groups()
             if g.state in (GroupState.RELOADING, GroupState.RELOADED)
         ]
         seen.append(sum(g.num_bytes for g in waiting))
+        return issued
 
     monkeypatch.setattr(manager.transfers, "reload", watch)
     for _ in range(3):

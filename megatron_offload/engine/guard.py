@@ -1,0 +1,99 @@
+"""One call of the engine at a time, and what becomes of a call that is cut short.
+
+Owns the lock that every entry of the engine takes. Must not know what the calls do.
+
+Three things can come between any two lines of the engine: a garbage collection that frees a graph
+with its blocks, another thread, and an exception (memory that can't be had, a keyboard interrupt).
+
+- A block that dies while a call runs, in whichever thread, is put off until the next call begins.
+- Autograd's own threads enter as the user's do; whoever comes second waits.
+- After an exception all copies are waited for before anything is unwound, so that no copy touches
+  memory that an unwound frame gave back. From then on the step has failed: the next chunk or the
+  end of the step aborts it, and `PipelineOffloadManager.abort` puts every count right.
+
+Errors of this package are raised before anything has changed; they fail no step.
+Read next: `megatron_offload.engine.manager`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from megatron_offload.errors import OffloadError
+
+__all__ = ["Guard", "Guarded", "guarded"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """The lock of one manager.
+
+    Args:
+        settle: waits on the host until no copy is under way; called where a call fails.
+
+    Attributes:
+        lock: held while a call runs. It can't be taken twice: entries don't call entries.
+        has_failed: a call of this step was cut short.
+        put_off: what to do when the next call begins.
+    """
+
+    __slots__ = ("_settle", "has_failed", "lock", "put_off")
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+        self.lock = Lock()
+        self.has_failed = False
+        self.put_off: deque[Callable[[], None]] = deque()
+
+    def catch_up(self) -> None:
+        """Do what was put off; with the lock held."""
+        put_off = self.put_off
+        while put_off:
+            put_off[0]()
+            put_off.popleft()
+
+    def fail(self) -> None:
+        """Take note that a call was cut short, and wait for all copies; with the lock held."""
+        self.has_failed = True
+        try:
+            self._settle()
+        except RuntimeError:
+            _logger.exception("the copies under way can't be waited for")
+
+
+class Guarded(Protocol):
+    """Whoever has a guard."""
+
+    guard: Guard
+
+
+G = TypeVar("G", bound=Guarded)
+
+
+def guarded(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
+    """Make a method an entry of the engine."""
+
+    @functools.wraps(method)
+    def entry(self: G, *args: Any, **kwargs: Any) -> R:
+        guard = self.guard
+        with guard.lock:
+            try:
+                if guard.put_off:
+                    guard.catch_up()
+                return method(self, *args, **kwargs)
+            except OffloadError:
+                raise
+            except BaseException:
+                guard.fail()
+                raise
+
+    return entry

@@ -1,0 +1,414 @@
+"""An exception at every position of a step: nothing leaks, nothing hangs, the next step is right.
+
+Positions are every call of a boundary, every call of the backend, and every line of the engine and
+its pools, where a keyboard interrupt can come.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from programs import (
+    KIB,
+    assert_nothing_left,
+    assert_same,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+import megatron_offload
+from megatron_offload.backends.base import Backend
+from megatron_offload.engine import boundary
+from megatron_offload.engine.manager import PipelineOffloadManager
+
+PACKAGE = str(Path(megatron_offload.__file__).parent)
+ORDER = one_forward_one_backward(3, depth=2)
+SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
+
+BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
+BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")
+
+
+class InjectedError(Exception):
+    """Not one that anything in the package handles."""
+
+
+class Trap:
+    """Counts calls, and raises at the one whose number it is told."""
+
+    def __init__(self):
+        self.num_calls = 0
+        self.at = None
+        self.error = InjectedError
+
+    def passed(self):
+        self.num_calls += 1
+        if self.num_calls - 1 == self.at:
+            raise self.error
+
+    def around(self, call, *, after):
+        def trapped(*args, **kwargs):
+            if not after:
+                self.passed()
+            result = call(*args, **kwargs)
+            if after:
+                self.passed()
+            return result
+
+        return trapped
+
+    def arm(self, at):
+        self.num_calls, self.at = 0, at
+
+
+def run_interrupted(model, manager, *, aborts):
+    """Run a step that is to fail, as a loop with `step()` does, or as one that knows nothing."""
+    try:
+        if aborts:
+            with manager.step():
+                run_forwards_and_backwards(model, manager)
+        else:
+            run_forwards_and_backwards(model, manager)
+            manager.reset()
+    except (InjectedError, KeyboardInterrupt, torch.OutOfMemoryError):
+        return True
+    return False
+
+
+def run_forwards_and_backwards(model, manager):
+    graphs = {}
+    for action, microbatch in ORDER:
+        if action == "B":
+            graphs.pop(microbatch).backward()
+            continue
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(microbatch))
+        x.requires_grad_()
+        manager.begin_chunk()
+        for block in model:
+            x = block(x, manager)
+        graphs[microbatch] = x.square().mean()
+
+
+def check_every_position(model, manager, trap, *, aborts, positions=None):
+    """Let one step after the other fail, each at the next position; see the one after it."""
+    expected = run_step(model, None, ORDER)
+    trap.arm(None)
+    assert_same(expected, run_step(model, manager, ORDER))
+    trap.arm(None)
+    assert not run_interrupted(model, manager, aborts=aborts)
+    num_positions = trap.num_calls
+    assert num_positions > 20
+    for position in positions(num_positions) if positions else range(num_positions):
+        trap.arm(position)
+        if not run_interrupted(model, manager, aborts=aborts):
+            # What is learned decides how many calls a step makes: this one had fewer.
+            assert trap.num_calls <= position
+            break
+        trap.arm(None)
+        if aborts:
+            gc.collect()  # the exception's traceback held the graphs
+            assert_nothing_left(manager)
+        for _ in range(2):
+            assert_same(expected, run_step(model, manager, ORDER))
+            gc.collect()
+            assert_nothing_left(manager)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return num_positions
+
+
+@pytest.mark.parametrize("aborts", [True, False], ids=["step", "no step"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", BOUNDARY_CALLS)
+def test_an_error_at_every_boundary(monkeypatch, name, after, aborts):
+    model, manager, trap = make_model(layers=2), make_manager("late", **SETTINGS), Trap()
+    monkeypatch.setattr(manager, name, trap.around(getattr(manager, name), after=after))
+    expected_calls = 3 if name in ("enter_chunk", "begin_chunk") else 12
+    trap_calls = check_positions_of(model, manager, trap, aborts)
+    assert trap_calls == expected_calls
+
+
+def check_positions_of(model, manager, trap, aborts):
+    """As `check_every_position`, for calls of which there may be few."""
+    expected = run_step(model, None, ORDER)
+    assert_same(expected, run_step(model, manager, ORDER))
+    trap.arm(None)
+    assert not run_interrupted(model, manager, aborts=aborts)
+    num_positions = trap.num_calls
+    for position in range(num_positions):
+        trap.arm(position)
+        assert run_interrupted(model, manager, aborts=aborts)
+        trap.arm(None)
+        gc.collect()
+        if aborts:
+            assert_nothing_left(manager)
+        for _ in range(2):
+            assert_same(expected, run_step(model, manager, ORDER))
+            gc.collect()
+            assert_nothing_left(manager)
+    return num_positions
+
+
+@pytest.mark.parametrize("aborts", [True, False], ids=["step", "no step"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("timing", ["late", "random"])
+def test_an_error_at_every_call_of_the_backend(monkeypatch, timing, after, aborts):
+    model, manager, trap = make_model(layers=2), make_manager(timing, **SETTINGS), Trap()
+    for name in BACKEND_CALLS:
+        call = getattr(manager.backend, name)
+        monkeypatch.setattr(manager.backend, name, trap.around(call, after=after))
+    num_positions = check_every_position(model, manager, trap, aborts=aborts)
+    assert num_positions > 60
+
+
+def test_an_error_while_the_host_pool_grows(monkeypatch):
+    # In the first step of all, where each slab is new.
+    model = make_model(layers=2)
+    expected = run_step(model, None, ORDER)
+    for position in range(4):
+        manager, trap = make_manager(host_slab_bytes=4 * KIB, **SETTINGS), Trap()
+        call = manager.backend.empty_host
+        monkeypatch.setattr(manager.backend, "empty_host", trap.around(call, after=False))
+        trap.arm(position)
+        assert run_interrupted(model, manager, aborts=True)
+        gc.collect()
+        assert_nothing_left(manager)
+        assert_same(expected, run_step(model, manager, ORDER))
+
+
+class LineTrap(Trap):
+    """Counts the lines that run in the engine and its pools, and interrupts at one of them."""
+
+    error = KeyboardInterrupt
+
+    def __init__(self):
+        super().__init__()
+        self.error = KeyboardInterrupt
+
+    def __call__(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        if not name.startswith(PACKAGE) or not any(part in name for part in ("/engine/", "/memory/")):
+            return None
+        if frame.f_code.co_name in ("__del__", "bury", "abort", "abandon"):
+            return None  # Python swallows what a finalizer raises; a second interrupt is another day
+        return self._in_line
+
+    def _in_line(self, frame, event, argument):
+        if event == "line" and not is_in_finalizer(frame):
+            self.passed()
+        return self._in_line
+
+
+def is_in_finalizer(frame):
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "abort", "fail"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@pytest.fixture
+def line_trap():
+    """Autograd runs backwards on the CPU in the caller's thread, so one trace sees both ways."""
+    trap, before = LineTrap(), sys.gettrace()
+    sys.settrace(trap)
+    yield trap
+    sys.settrace(before)
+
+
+@pytest.mark.parametrize("aborts", [True, False], ids=["step", "no step"])
+@pytest.mark.timeout(1200)
+def test_a_keyboard_interrupt_at_every_line(request, line_trap, aborts):
+    stride = request.config.getoption("--every-line")
+    model, manager = make_model(layers=2), make_manager("random", **SETTINGS)
+
+    def positions(count):
+        return range(7 % stride, count, stride)
+
+    num_lines = check_every_position(
+        model, manager, line_trap, aborts=aborts, positions=positions
+    )
+    assert num_lines > 1000
+
+
+def test_memory_that_can_not_be_had_ahead_of_time_comes_later(monkeypatch):
+    model, manager = make_model(), make_manager(max_inflight_bytes=0, prefetch_bytes=64 * KIB)
+    expected = run_step(model, None, ORDER)
+    assert_same(expected, run_step(model, manager, ORDER))
+    allocate = type(manager.backend).empty_device_like
+    num_failed = 0
+
+    def allocate_little(self, shape, dtype):
+        nonlocal num_failed
+        if manager.budget.held_bytes > 16 * KIB:
+            num_failed += 1
+            raise torch.OutOfMemoryError
+        return allocate(self, shape, dtype)
+
+    monkeypatch.setattr(type(manager.backend), "empty_device_like", allocate_little)
+    assert_same(expected, run_step(model, manager, ORDER))
+    assert num_failed > 0
+    assert manager.last_step.num_memory_shortages > 0
+    assert_nothing_left(manager)
+
+
+def test_memory_in_flight_is_released_before_a_reload_fails(monkeypatch):
+    model = make_model()
+    manager = make_manager(max_inflight_bytes=4096 * KIB, prefetch_bytes=0)
+    expected = run_step(model, None, ORDER)
+    allocate = type(manager.backend).empty_device_like
+
+    def allocate_when_drained(self, shape, dtype):
+        if manager.transfers.num_inflight:
+            raise torch.OutOfMemoryError
+        return allocate(self, shape, dtype)
+
+    monkeypatch.setattr(type(manager.backend), "empty_device_like", allocate_when_drained)
+    manager.budget.max_inflight_bytes = 24 * KIB
+    assert_same(expected, run_step(model, manager, ORDER))
+    assert manager.last_step.num_memory_shortages > 0
+    assert_nothing_left(manager)
+
+
+def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(monkeypatch):
+    model, manager = make_model(), make_manager()
+    expected = run_step(model, None, ORDER)
+
+    def allocate_nothing(self, shape, dtype):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr(type(manager.backend), "empty_device_like", allocate_nothing)
+        assert run_interrupted(model, manager, aborts=False)
+    assert_same(expected, run_step(model, manager, ORDER))
+    gc.collect()
+    assert_nothing_left(manager)
+
+
+class Cycle:
+    """Keeps what it is given until the garbage collector comes."""
+
+    def __init__(self, kept):
+        self.kept = kept
+        self.itself = self
+
+
+@pytest.mark.parametrize("timing", ["late", "random"])
+def test_graphs_in_cycles_may_be_collected_between_any_two_lines(timing):
+    model, manager = make_model(layers=2), make_manager(timing, **SETTINGS)
+    expected = run_step(model, None, ORDER)
+
+    class Collector(LineTrap):
+        def passed(self):
+            self.num_calls += 1
+            if self.num_calls % 13 == 0:
+                gc.collect(0)
+
+    before = sys.gettrace()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            for microbatch in range(2):
+                x = torch.randn(16, 32).requires_grad_()
+                manager.begin_chunk()
+                for block in model:
+                    x = block(x, manager)
+                Cycle(x.square().mean())
+                del x
+            sys.settrace(Collector())
+            assert_same(expected, run_step(model, manager, ORDER))
+            sys.settrace(before)
+            gc.collect()
+            assert_nothing_left(manager)
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    check_tiling(manager.host_pool)
+
+
+def check_tiling(pool):
+    for slab in pool._slabs:
+        at, piece = 0, slab.first
+        while piece is not None:
+            assert piece.offset == at
+            at += piece.num_bytes
+            piece = piece.next
+        assert at == slab.num_bytes
+
+
+def test_graphs_may_die_in_another_thread_while_a_step_runs():
+    model, manager = make_model(), make_manager("random", **SETTINGS)
+    expected = run_step(model, None, ORDER)
+    old = []
+    for _ in range(40):
+        x = torch.randn(16, 32).requires_grad_()
+        manager.begin_chunk()
+        for block in model:
+            x = block(x, manager)
+        old.append(x.square().mean())
+    del x
+    manager.reset()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        killer = threading.Thread(target=old.clear)
+        killer.start()
+        for _ in range(5):
+            assert_same(expected, run_step(model, manager, ORDER))
+        killer.join()
+    finally:
+        sys.setswitchinterval(interval)
+    manager.reset()
+    assert_nothing_left(manager)
+    check_tiling(manager.host_pool)
+
+
+def test_a_backward_may_run_in_another_thread_than_its_forward():
+    model, manager = make_model(), make_manager("random", **SETTINGS)
+    expected = run_step(model, None, ORDER)
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(run_step(model, manager, ORDER)))
+    thread.start()
+    thread.join()
+    assert_same(expected, results)
+
+    parameters = list(model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, 32, generator=generator).requires_grad_()
+    reference = x
+    for block in model:
+        reference = block(reference, None)
+    expected = torch.autograd.grad(reference.square().mean(), parameters)
+    manager.begin_chunk()
+    y = x
+    for block in model:
+        y = block(y, manager)
+    loss = y.square().mean()
+    del y
+    thread = threading.Thread(
+        target=lambda: results.append(torch.autograd.grad(loss, parameters))
+    )
+    thread.start()
+    thread.join()
+    assert_same(expected, results[-1])
+    del loss
+    manager.reset()
+    assert_nothing_left(manager)
+
+
+def test_every_entry_of_the_backend_is_trapped():
+    # What the trap leaves out neither allocates nor queues work.
+    left_out = {"owns", "compute_stream", "compute_stream_key", "is_done", "sync_event"}
+    left_out |= {"sync_copies", "reserved_bytes", "trim_device", "timestamp", "sync_elapsed_us"}
+    left_out |= {"graph_stream", "graph_event", "note_produced", "note_consumed", "note_freed"}
+    public = {name for name in vars(Backend) if not name.startswith("_") and callable(getattr(Backend, name))}
+    assert public == left_out | set(BACKEND_CALLS)
+    assert all(hasattr(PipelineOffloadManager, name) for name in BOUNDARY_CALLS)
+    assert {"start_group", "commit_group"} <= set(boundary.__all__)
