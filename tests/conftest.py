@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=300, help="how many random programs to run")
     parser.addoption(
-        "--every-line", type=int, default=41, help="interrupt a step at each n-th of its lines"
+        "--every-line", type=int, default=101, help="interrupt a step at each n-th of its lines"
     )
     parser.addoption("--fuzz-first-seed", type=int, default=0, help="seed of the first of them")
 

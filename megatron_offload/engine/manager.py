@@ -164,6 +164,8 @@ class PipelineOffloadManager:
         """
         if self.guard.has_failed:
             self.abort()
+        elif self._hooks:  # of a forward that an exception has ended
+            self._pop_hooks()
         config = self.config
         if fraction is None or "fraction" in config.model_fields_set:
             fraction = config.fraction
@@ -236,10 +238,11 @@ class PipelineOffloadManager:
         Holds no collective. Graphs that are still alive keep their data. After a call of the
         engine that was cut short by an exception it is `abort`.
         """
-        self.flush_delayed_groups()
         if self.guard.has_failed:
             self.abort()
         else:
+            self.flush_delayed_groups()
+            self._pop_hooks()
             self._end_step()
 
     @guarded
@@ -335,9 +338,7 @@ class PipelineOffloadManager:
             self._commit(group, forced_released_tensors)
 
     @guarded
-    def _commit(
-        self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor]
-    ) -> None:
+    def _commit(self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor]) -> None:
         transfers, prefetcher, learner = self.transfers, self.prefetcher, self.learner
         group.num_bytes = transfers.movable_bytes(group)
         group.committed_at_bytes = transfers.step_bytes
@@ -441,8 +442,9 @@ class PipelineOffloadManager:
         chunk = self._chunk
         if chunk is not None and chunk.open_groups and self.records():
             hooks = saved_tensors_hooks(chunk.open_groups[-1].pack, SavedTensor.unpack)
+        self._hooks.append(hooks)  # first, so that none is in force that isn't known here
+        if hooks is not None:
             hooks.__enter__()
-        self._hooks.append(hooks)
         return self
 
     def __exit__(
@@ -451,9 +453,12 @@ class PipelineOffloadManager:
         exc: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        hooks = self._hooks.pop() if self._hooks else None  # none are left after an abort
+        if not self._hooks:
+            return  # they went with an abort
+        hooks = self._hooks[-1]
         if hooks is not None:
             hooks.__exit__(exc_type, exc, traceback)
+        self._hooks.pop()
 
     def on_save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
         """Record a tensor for the group that was started last; the pack hook.

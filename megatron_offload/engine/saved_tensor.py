@@ -93,7 +93,6 @@ class Block:
     )
 
     def __init__(self, group: OffloadGroup, index: int, storage_key: int, version: int) -> None:
-        self.group = group
         self.index = index
         self.storage_key = storage_key
         self.version = version
@@ -112,6 +111,7 @@ class Block:
         self.cancelled = False
         self.released = False
         self.forced_release = False
+        self.group = group  # last: without it there is nothing to give back
 
     @property
     def identity(self) -> tuple[GroupKey, int]:
@@ -145,7 +145,10 @@ class Block:
 
     def __del__(self) -> None:
         # Any thread's garbage collection may be here, between any two lines of the engine.
-        guard = self.group.transfers.guard
+        group = getattr(self, "group", None)
+        if group is None:
+            return
+        guard = group.transfers.guard
         if not guard.lock.acquire(blocking=False):
             guard.put_off.append(_Remains(self).bury)
             return

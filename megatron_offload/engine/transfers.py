@@ -321,7 +321,7 @@ class Transfers:
         targets: list[_Target] = []
         try:
             for block in blocks:
-                targets.append(self.tensor_pool.allocate(block.num_bytes, block.like))  # noqa: PERF401 - kept where a later one fails
+                targets.append(self.tensor_pool.allocate(block.num_bytes, block.like))
         except torch.OutOfMemoryError:
             for target, _ in targets:
                 self.tensor_pool.free(target)

@@ -78,7 +78,6 @@ class _Slab:
         self.num_bytes = num_bytes
         self.first = _Piece(tensor, 0, num_bytes)
 
-
     def live(self) -> Iterator[HostRegion]:
         """Yield the regions of this slab that someone holds, by address."""
         piece: _Piece | None = self.first

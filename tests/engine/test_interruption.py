@@ -36,6 +36,15 @@ BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", 
 BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")
 
 
+@pytest.fixture(autouse=True)
+def _quick_collections():
+    """Collect what the test makes, and not the libraries, each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class InjectedError(Exception):
     """Not one that anything in the package handles."""
 
@@ -66,6 +75,9 @@ class Trap:
 
     def arm(self, at):
         self.num_calls, self.at = 0, at
+
+    def disarm(self):
+        self.at = None
 
 
 def run_interrupted(model, manager, *, aborts):
@@ -99,7 +111,7 @@ def run_forwards_and_backwards(model, manager):
 def check_every_position(model, manager, trap, *, aborts, positions=None):
     """Let one step after the other fail, each at the next position; see the one after it."""
     expected = run_step(model, None, ORDER)
-    trap.arm(None)
+    trap.disarm()
     assert_same(expected, run_step(model, manager, ORDER))
     trap.arm(None)
     assert not run_interrupted(model, manager, aborts=aborts)
@@ -109,9 +121,9 @@ def check_every_position(model, manager, trap, *, aborts, positions=None):
         trap.arm(position)
         if not run_interrupted(model, manager, aborts=aborts):
             # What is learned decides how many calls a step makes: this one had fewer.
-            assert trap.num_calls <= position
+            assert position >= trap.num_calls > 0.8 * num_positions
             break
-        trap.arm(None)
+        trap.disarm()
         if aborts:
             gc.collect()  # the exception's traceback held the graphs
             assert_nothing_left(manager)
@@ -144,7 +156,7 @@ def check_positions_of(model, manager, trap, aborts):
     for position in range(num_positions):
         trap.arm(position)
         assert run_interrupted(model, manager, aborts=aborts)
-        trap.arm(None)
+        trap.disarm()
         gc.collect()
         if aborts:
             assert_nothing_left(manager)
@@ -185,18 +197,31 @@ def test_an_error_while_the_host_pool_grows(monkeypatch):
 class LineTrap(Trap):
     """Counts the lines that run in the engine and its pools, and interrupts at one of them."""
 
-    error = KeyboardInterrupt
-
     def __init__(self):
         super().__init__()
         self.error = KeyboardInterrupt
 
+    def arm(self, at):
+        super().arm(at)
+        sys.settrace(self)  # Python takes a trace function away that raises
+
+    def disarm(self):
+        sys.settrace(None)
+
     def __call__(self, frame, event, argument):
         name = frame.f_code.co_filename
-        if not name.startswith(PACKAGE) or not any(part in name for part in ("/engine/", "/memory/")):
+        if not name.startswith(PACKAGE) or not any(
+            part in name for part in ("/engine/", "/memory/")
+        ):
+            return None
+        if name.endswith("/guard.py"):
+            # Tracing stops at a `with` a second time, between its body and the release of the
+            # lock. Python itself takes no interrupt there.
             return None
         if frame.f_code.co_name in ("__del__", "bury", "abort", "abandon"):
-            return None  # Python swallows what a finalizer raises; a second interrupt is another day
+            return (
+                None  # Python swallows what a finalizer raises; a second interrupt is another day
+            )
         return self._in_line
 
     def _in_line(self, frame, event, argument):
@@ -231,9 +256,7 @@ def test_a_keyboard_interrupt_at_every_line(request, line_trap, aborts):
     def positions(count):
         return range(7 % stride, count, stride)
 
-    num_lines = check_every_position(
-        model, manager, line_trap, aborts=aborts, positions=positions
-    )
+    num_lines = check_every_position(model, manager, line_trap, aborts=aborts, positions=positions)
     assert num_lines > 1000
 
 
@@ -315,7 +338,7 @@ def test_graphs_in_cycles_may_be_collected_between_any_two_lines(timing):
     gc.disable()
     try:
         for _ in range(4):
-            for microbatch in range(2):
+            for _ in range(2):
                 x = torch.randn(16, 32).requires_grad_()
                 manager.begin_chunk()
                 for block in model:
@@ -392,13 +415,11 @@ def test_a_backward_may_run_in_another_thread_than_its_forward():
         y = block(y, manager)
     loss = y.square().mean()
     del y
-    thread = threading.Thread(
-        target=lambda: results.append(torch.autograd.grad(loss, parameters))
-    )
+    thread = threading.Thread(target=lambda: results.append(torch.autograd.grad(loss, parameters)))
     thread.start()
     thread.join()
     assert_same(expected, results[-1])
-    del loss
+    del thread
     manager.reset()
     assert_nothing_left(manager)
 
@@ -408,7 +429,11 @@ def test_every_entry_of_the_backend_is_trapped():
     left_out = {"owns", "compute_stream", "compute_stream_key", "is_done", "sync_event"}
     left_out |= {"sync_copies", "reserved_bytes", "trim_device", "timestamp", "sync_elapsed_us"}
     left_out |= {"graph_stream", "graph_event", "note_produced", "note_consumed", "note_freed"}
-    public = {name for name in vars(Backend) if not name.startswith("_") and callable(getattr(Backend, name))}
+    public = {
+        name
+        for name in vars(Backend)
+        if not name.startswith("_") and callable(getattr(Backend, name))
+    }
     assert public == left_out | set(BACKEND_CALLS)
     assert all(hasattr(PipelineOffloadManager, name) for name in BOUNDARY_CALLS)
     assert {"start_group", "commit_group"} <= set(boundary.__all__)
