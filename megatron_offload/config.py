@@ -174,6 +174,11 @@ class OffloadConfig(StrictModel):
     backend: Literal["auto", "cuda", "simulated"] = "auto"
     """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""
 
+    checking: bool = False
+    """Compare a checksum of every block before it leaves with one after it has come back, and
+    report at the end of each step which groups still hold memory. The host waits for each block, so
+    this is for finding faults; docs/design.md says what it costs."""
+
     nvtx: bool = False
     """Put an NVTX range with the group's name around the issue of its copies, for Nsight."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "ConfigError",
+    "CorruptionError",
     "HazardError",
     "InPlaceModificationError",
     "IntegrationError",
@@ -37,6 +38,10 @@ class StateError(OffloadError, RuntimeError):
 
 class InPlaceModificationError(OffloadError, RuntimeError):
     """A tensor needed for backward was changed in place after it was saved."""
+
+
+class CorruptionError(OffloadError, RuntimeError):
+    """In checking mode: a tensor came back from the host with other bits than it left with."""
 
 
 class HazardError(OffloadError, RuntimeError):

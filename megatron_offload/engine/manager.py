@@ -14,6 +14,7 @@ Read next: `megatron_offload.engine.chunk`, then `megatron_offload.engine.transf
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from megatron_offload.backends.base import Backend, Stream
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
 from megatron_offload.engine.budget import DeviceBudget
+from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
@@ -43,6 +45,8 @@ from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 
 __all__ = ["PipelineOffloadManager"]
+
+_logger = logging.getLogger(__name__)
 
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
@@ -127,6 +131,7 @@ class PipelineOffloadManager:
             self.budget,
             self.guard,
         )
+        self.transfers.checks = config.checking
         self.prefetcher = Prefetcher(self.transfers, self.budget)
         self.learner = Learner(config, self.backend, self.host_pool, self.transfers)
         self.do_offload = True
@@ -250,9 +255,16 @@ class PipelineOffloadManager:
         self.transfers.drain_window()
         self.last_step = self.transfers.stats
         self.last_step.num_groups = len(self._committed)
+        if self.config.checking:
+            self._report_leaks()
         if self.prefetcher.backward_order:
             self._learn()
         self._begin_step()
+
+    def _report_leaks(self) -> None:
+        leaks = self.last_step.leaks = leaks_of(self.prefetcher.groups())
+        if leaks:
+            _logger.warning("the step has ended and memory is still held:\n%s", "\n".join(leaks))
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:

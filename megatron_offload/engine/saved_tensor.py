@@ -67,6 +67,7 @@ class Block:
         version: version counter of the source when it was first saved.
         d2h: the event behind the copy to the host, once issued.
         reload: the bulk reload that brings or brought it back.
+        checksum, checked_parts: in checking mode, what left and which bytes of it count.
     """
 
     __slots__ = (
@@ -74,6 +75,8 @@ class Block:
         "address",
         "aliases",
         "cancelled",
+        "checked_parts",
+        "checksum",
         "d2h",
         "forced_release",
         "group",
@@ -108,6 +111,8 @@ class Block:
         self.like: tuple[torch.Size, torch.dtype] | None = None
         self.source: _Source | None = None
         self.storage_ref: StorageWeakRef | None = None
+        self.checksum: torch.Tensor | None = None
+        self.checked_parts: tuple[tuple[int, int], ...] = ()
         self.cancelled = False
         self.released = False
         self.forced_release = False

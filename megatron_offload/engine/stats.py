@@ -63,6 +63,9 @@ class StepStats:
     """Most bytes whose device memory was released, at one time: less what is being copied."""
     peak_away_bytes_by_name: dict[str, int] = field(default_factory=dict)
     """The same moment, by group name."""
+    leaks: tuple[str, ...] = ()
+    """In checking mode, the groups that still held memory when the step ended."""
+
     by_name: dict[str, GroupStats] = field(default_factory=dict)
 
     @property

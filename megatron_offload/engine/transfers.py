@@ -23,6 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
+from megatron_offload.engine import checking
 from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
@@ -90,6 +91,8 @@ class Transfers:
         self.budget = budget
         self.stats = StepStats()
         self.observer: TensorObserver | None = None
+        self.checks = False
+        """Whether what comes back is compared with what left."""
         self._window: deque[_InFlight] = deque()
         self._copies_in_flight: dict[int, int] = {}
         """By storage: different parts of one may be saved, and copied, by different groups."""
@@ -141,6 +144,8 @@ class Transfers:
                 reused[id(host.ready_event)] = host.ready_event
             if backend.observes:
                 backend.note_produced(pair[1], label)
+            if self.checks:
+                checking.note_source(block, pair[1])
             pairs.append(pair)
             issued.append(block)
         if not issued:
@@ -402,6 +407,7 @@ class Transfers:
 
         Raises:
             StateError: the data went with a step that was aborted.
+            CorruptionError: in checking mode, other bits came back than left.
             torch.OutOfMemoryError: the device has no memory for it.
         """
         if block.target is None:
@@ -424,6 +430,8 @@ class Transfers:
         self._wait_reloaded(block)
         if self.backend.observes:
             self.backend.note_consumed(block.target, block.group.label)
+        if block.checksum is not None and block.reload is not None:
+            checking.compare(block, block.target)
         return block.target
 
     def _wait_reloaded(self, block: Block) -> None:

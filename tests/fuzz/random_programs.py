@@ -7,6 +7,7 @@ same numbers, so losses and gradients must be bitwise equal.
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -180,33 +181,77 @@ class Program:
             "retained_device_bytes": rng.choice([0, 0, 16 * KIB]),
             "fraction": rng.choice([1.0, 1.0, 0.5, 0.0]),
             "resident_bytes": rng.choice([None, None, 2 * KIB, 8 * KIB]),
+            "checking": rng.random() < 0.2,
         }
         self.warmup_extra_bytes = rng.choice([0, 0, 4 * KIB, 16 * KIB])
         self._held = []
+        # The first weight always learns, so that every loss has a gradient.
+        self.trains = [index == 0 or rng.random() < 0.8 for index in range(4)]
+        self.inputs_need_grad = rng.random() < 0.7
+        self.aborts = rng.random() < 0.5
+        """Whether who catches an error tells the manager."""
+        self.fault = None
+        if rng.random() < 0.2:
+            self.fault = rng.randrange(len(self.steps)), rng.randrange(150), rng.random() < 0.5
 
     def run(self, manager):
-        """Run all steps; return each whole step's losses and gradients."""
+        """Run all steps; return each whole step's losses and gradients, by its number."""
         generator = torch.Generator().manual_seed(self.seed)
         weights = [
-            torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) * 0.2)
-            for _ in range(4)
+            torch.nn.Parameter(
+                torch.randn(WIDTH, WIDTH, generator=generator) * 0.2, requires_grad=trains
+            )
+            for trains in self.trains
         ]
-        results = []
+        results = {}
         for number, actions in enumerate(self.steps):
             for weight in weights:
                 weight.grad = None
             try:
-                losses = self._run_step(manager, weights, actions, number)
+                with self._broken_backend(manager, number):
+                    losses = self._run_step(manager, weights, actions, number)
+                    if manager:
+                        manager.reset()
             except InjectedError:
-                if manager:
+                if manager and self.aborts:
                     manager.abort()
                 continue
             if manager:
-                manager.reset()
                 assert_nothing_left(manager)
             grads = [None if w.grad is None else w.grad.clone() for w in weights]
-            results.append((losses, grads))
+            results[number] = losses, grads
         return results
+
+    @contextmanager
+    def _broken_backend(self, manager, number):
+        """Let one call of the backend in one step raise, before or after it has done its work."""
+        if manager is None or self.fault is None or self.fault[0] != number:
+            yield
+            return
+        _, left, after = self.fault
+        backend = manager.backend
+
+        def broken(call):
+            def trapped(*args, **kwargs):
+                nonlocal left
+                left -= 1
+                if left == 0 and not after:
+                    raise InjectedError
+                result = call(*args, **kwargs)
+                if left == 0:
+                    raise InjectedError
+                return result
+
+            return trapped
+
+        names = ("record", "wait", "copy", "empty_device_like", "empty_host")
+        for name in names:
+            setattr(backend, name, broken(getattr(backend, name)))
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(backend, name)
 
     def _run_step(self, manager, weights, actions, number):
         graphs, losses = {}, []
@@ -234,7 +279,7 @@ class Program:
         return losses
 
     def _forward(self, manager, weights, fail=None):
-        x = torch.randn(ROWS, WIDTH).requires_grad_()
+        x = torch.randn(ROWS, WIDTH).requires_grad_(self.inputs_need_grad)
         if manager:
             manager.begin_chunk()
         late = []
@@ -250,7 +295,7 @@ class Program:
             raise InjectedError
         for name in reversed(late):
             x = commit_group(manager, x, name) if manager else x
-        return x.square().mean()
+        return (x * weights[0][0]).square().mean()
 
     def _run_segment(self, manager, weights, segment, x, late):
         residual = x
@@ -290,13 +335,12 @@ def check(seed):
     manager = make_manager(seed=seed, **program.settings)
     manager.budget.warmup_extra_bytes = program.warmup_extra_bytes
     actual = program.run(manager)
-    assert len(actual) == len(expected)
-    for step, ((losses, grads), (other_losses, other_grads)) in enumerate(
-        zip(expected, actual, strict=True)
-    ):
-        for index, (a, b) in enumerate(zip(losses, other_losses, strict=True)):
+    broken = {program.fault[0]} if program.fault else set()
+    assert expected.keys() - broken <= actual.keys() <= expected.keys()
+    for step, (losses, grads) in actual.items():
+        for index, (a, b) in enumerate(zip(expected[step][0], losses, strict=True)):
             assert torch.equal(a, b), f"step {step}: loss {index} differs"
-        for index, (a, b) in enumerate(zip(grads, other_grads, strict=True)):
+        for index, (a, b) in enumerate(zip(expected[step][1], grads, strict=True)):
             same = a is b is None or (a is not None and b is not None and torch.equal(a, b))
             assert same, f"step {step}: gradient {index} differs"
     manager.close()

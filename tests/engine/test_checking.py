@@ -1,0 +1,138 @@
+"""Checking mode stops at the first bit that came back wrong, says where, and names what leaks."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from programs import (
+    KIB,
+    TIMINGS,
+    assert_nothing_left,
+    assert_same,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+from megatron_offload.backends.base import Wait
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.checking import checksum
+from megatron_offload.errors import CorruptionError
+
+ORDER = one_forward_one_backward(3, depth=2)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("prefetch_bytes", [0, 24 * KIB])
+def test_what_is_right_passes(timing, prefetch_bytes):
+    model = make_model()
+    manager = make_manager(timing, checking=True, prefetch_bytes=prefetch_bytes)
+    expected = run_step(model, None, ORDER)
+    for _ in range(3):
+        assert_same(expected, run_step(model, manager, ORDER))
+        assert manager.last_step.leaks == ()
+        assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("direction", ["d2h_stream", "h2d_stream"])
+@pytest.mark.parametrize("position", [0, 4, -1])
+def test_one_flipped_bit_stops_the_step_and_is_named(monkeypatch, direction, position):
+    model, manager = make_model(), make_manager("eager", checking=True)
+    copy, num_copies = manager.backend.copy, 0
+
+    def copy_badly(pairs, stream, label):
+        nonlocal num_copies
+        copy(pairs, stream, label)
+        if stream is getattr(manager.backend, direction):
+            num_copies += 1
+            if num_copies == 5:
+                pairs[0][0].view(-1).view(torch.uint8)[position] ^= 1
+
+    monkeypatch.setattr(manager.backend, "copy", copy_badly)
+    with pytest.raises(CorruptionError) as caught, manager.step():
+        run_step(model, manager, ORDER)
+    assert re.search(
+        r"group (mlp|norm)\[chunk \d, group \d\]: a tensor of shape \[16, \d+\] and dtype "
+        r"torch.float32 \(number \d that '(mlp|norm)' saved\) came back .* checksum -?0x[0-9a-f]+",
+        str(caught.value),
+    )
+    monkeypatch.undo()
+    assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
+    assert_nothing_left(manager)
+
+
+def test_a_missing_wait_is_caught_by_its_bits_too():
+    model = make_model()
+    manager = make_manager("late", removed_waits={Wait.W4}, checking=True)
+    with pytest.raises(CorruptionError):
+        run_step(model, manager, ORDER)
+
+
+def test_what_lies_between_saved_parts_may_change():
+    manager = make_manager(checking=True)
+    manager.begin_chunk()
+    storage = torch.zeros(4096)
+    left, right = (torch.randn(64, requires_grad=True) for _ in range(2))
+    parts = storage.detach()[:64], storage.detach()[2048:2112]
+    x = torch.randn(64, requires_grad=True)
+    y = start_group(manager, x.clone(), "g")
+    with manager:
+        z = left * parts[0] * y + right * parts[1] * y
+    z = commit_group(manager, z, "g")
+    storage.data[500:600] = 1.0
+    manager.transfers.drain_window()
+    z.sum().backward()
+    assert manager.transfers.stats.reloaded_bytes > 0
+
+
+def test_a_graph_that_outlives_the_step_is_reported(caplog):
+    model, manager = make_model(layers=1), make_manager(checking=True)
+    manager.begin_chunk()
+    x = torch.randn(16, 32, requires_grad=True)
+    loss = model[0](x, manager).sum()
+    with caplog.at_level(logging.WARNING):
+        manager.reset()
+    leaks = manager.last_step.leaks
+    assert leaks
+    assert all(
+        re.fullmatch(r"(mlp|norm)\[chunk 0, group \d\]: .* \(ON_HOST\)", leak) for leak in leaks
+    )
+    assert leaks[0] in caplog.text
+    del loss
+    run_step(model, manager, ORDER)
+    assert manager.last_step.leaks == ()
+
+
+def test_without_checking_nothing_is_summed(monkeypatch):
+    monkeypatch.setattr("megatron_offload.engine.checking.checksum", None)
+    model, manager = make_model(), make_manager()
+    run_step(model, manager, ORDER)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 1001])
+@pytest.mark.parametrize("offset", [0, 2, 7])
+def test_a_checksum_sees_every_bit_and_every_exchange(size, offset):
+    generator = torch.Generator().manual_seed(size)
+    whole = torch.randint(0, 256, (size + offset,), dtype=torch.uint8, generator=generator)
+    region = whole[offset:]
+    before = checksum(region)
+    for position in range(size):
+        for bit in (1, 128):
+            region[position] ^= bit
+            assert not torch.equal(checksum(region), before)
+            region[position] ^= bit
+    assert torch.equal(checksum(region), before)
+    if size > 1 and region[0] != region[-1]:
+        region[0], region[-1] = region[-1].clone(), region[0].clone()
+        assert not torch.equal(checksum(region), before)
+
+
+def test_a_checksum_is_the_same_wherever_chunks_end(monkeypatch):
+    region = torch.arange(4096, dtype=torch.int64).view(torch.uint8)
+    whole = checksum(region)
+    monkeypatch.setattr("megatron_offload.engine.checking._CHUNK_WORDS", 100)
+    assert torch.equal(checksum(region), whole)
