@@ -159,6 +159,9 @@ class Block:
             return
         try:
             bury(self)
+        except BaseException:
+            guard.fail()  # Python reports it and goes on
+            raise
         finally:
             guard.lock.release()
 

@@ -7,6 +7,7 @@ same numbers, so losses and gradients must be bitwise equal.
 from __future__ import annotations
 
 import random
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,6 +23,13 @@ ROWS, WIDTH = 8, 24
 
 class InjectedError(Exception):
     pass
+
+
+def is_in_finalizer():
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 class RaiseInBackward(torch.autograd.Function):
@@ -102,6 +110,8 @@ def op_checkpoint(x, weight):
 
 
 def op_checkpoint_reentrant(x, weight):
+    if not x.requires_grad:
+        return op_square(x, weight)
     return checkpoint(op_square, x, weight, use_reentrant=True)
 
 
@@ -234,6 +244,8 @@ class Program:
         def broken(call):
             def trapped(*args, **kwargs):
                 nonlocal left
+                if is_in_finalizer():  # from there no error comes out
+                    return call(*args, **kwargs)
                 left -= 1
                 if left == 0 and not after:
                     raise InjectedError
