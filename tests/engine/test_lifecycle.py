@@ -381,3 +381,125 @@ def test_reset_instance_gives_host_memory_back():
     assert PipelineOffloadManager.get_instance() is first
     PipelineOffloadManager.reset_instance()
     assert PipelineOffloadManager.get_instance() is not first
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("num_managers", [1, 2])
+def test_several_models_take_turns_in_one_step(num_managers, timing):
+    # As a generator and its critic do, each with forwards and backwards of its own.
+    models = make_model(seed=1), make_model(seed=2)
+    managers = [make_manager(timing, prefetch_bytes=24 * KIB) for _ in range(num_managers)]
+    order = [("F", 0), ("F", 1), ("B", 1), ("F", 1), ("B", 0), ("F", 0), ("B", 0), ("B", 1)]
+
+    def run(managers):
+        graphs, results = {}, []
+        for model in models:
+            model.zero_grad()
+        for action, index in order:
+            if action == "F":
+                generator = torch.Generator().manual_seed(len(results))
+                x = torch.randn(16, 32, generator=generator).requires_grad_()
+                manager = managers[index % len(managers)] if managers else None
+                if manager:
+                    manager.begin_chunk()
+                for block in models[index]:
+                    x = block(x, manager)
+                graphs.setdefault(index, []).append(x.square().mean())
+                results.append(x.detach().clone())
+            else:
+                graphs[index].pop(0).backward()
+        for manager in managers:
+            manager.reset()
+        return results + [p.grad.clone() for model in models for p in model.parameters()]
+
+    expected = run([])
+    for _ in range(3):
+        assert_same(expected, run(managers))
+        for manager in managers:
+            assert manager.last_step.reloaded_bytes > 0
+            assert_nothing_left(manager)
+
+
+class Adapted(torch.nn.Module):
+    """A frozen linear layer with a trained low-rank one beside it."""
+
+    def __init__(self, width, rank=4):
+        super().__init__()
+        self.base = torch.nn.Linear(width, width).requires_grad_(False)
+        self.down = torch.nn.Linear(width, rank, bias=False)
+        self.up = torch.nn.Linear(rank, width, bias=False)
+
+    def forward(self, x, manager):
+        if manager is None:
+            return torch.tanh(self.base(x) + self.up(torch.tanh(self.down(x))))
+        x = start_group(manager, x, "adapted")
+        with manager:
+            x = torch.tanh(self.base(x) + self.up(torch.tanh(self.down(x))))
+        return commit_group(manager, x, "adapted")
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("num_frozen", [0, 1, 2])
+def test_adapters_beside_frozen_layers_train_exactly(num_frozen, timing):
+    # Frozen first layers: boundaries without a gradient stand before and after them.
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(Adapted(64) for _ in range(4))
+    model[:num_frozen].requires_grad_(False)
+    manager = make_manager(timing, prefetch_bytes=24 * KIB)
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def run(manager):
+        losses = []
+        for seed in range(2):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+            if manager:
+                manager.begin_chunk()
+            for layer in model:
+                x = layer(x, manager)
+            losses.append(x.square().mean())
+        grads = [torch.autograd.grad(loss, trained) for loss in losses]
+        if manager:
+            del losses, x
+            manager.reset()
+        return [grad for pair in grads for grad in pair]
+
+    expected = run(None)
+    for _ in range(3):
+        assert_same(expected, run(manager))
+        assert manager.last_step.reloaded_bytes > 0
+        assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_other_hooks_inside_a_group_and_around_it_keep_their_tensors(timing):
+    manager = make_manager(timing)
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.nbytes)
+        return tensor.clone()
+
+    def run(manager):
+        x = torch.linspace(-1, 1, 1024).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = x.exp()
+            if manager:
+                manager.begin_chunk()
+                y = start_group(manager, y, "g")
+            with manager or torch.enable_grad():
+                y = y * y.sin()
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    y = y.tanh()
+                y = y * y.cos()
+            if manager:
+                y = commit_group(manager, y, "g")
+            y = y.exp()
+        return torch.autograd.grad(y.sum(), x)
+
+    expected = run(None)
+    seen.clear()
+    assert_same(expected, run(manager))
+    assert len(seen) == 3, "the one before, the one inside, the one after"
+    manager.reset()
+    assert manager.last_step.reloaded_bytes > 0
+    assert_nothing_left(manager)
