@@ -1,7 +1,8 @@
 """What a user may set, checked before anything starts.
 
-Owns `OffloadConfig` (all sizes in bytes) and the strict reading of YAML and ``key=value`` overrides
-into any model derived from `StrictModel`. Must not know torch, so that bad input fails at once.
+Owns `OffloadConfig` (all sizes in bytes) and the strict reading of YAML files, ``key=value``
+overrides and environment variables, into any model derived from `StrictModel`. Must not know torch,
+so that bad input fails at once.
 
 Invariant: whatever is wrong ends in one `ConfigError` that names the key, what was given, and the
 nearest valid name. Read next: `megatron_offload.engine.manager`, which is configured with it.
@@ -9,14 +10,15 @@ nearest valid name. Read next: `megatron_offload.engine.manager`, which is confi
 
 from __future__ import annotations
 
+import os
 import types
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -27,6 +29,8 @@ from pydantic import (
 )
 
 from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.files import MAX_DEPTH, read_text
+from megatron_offload.strict_yaml import MAX_YAML_BYTES, parse_yaml, shorten
 
 __all__ = [
     "EXTRA_MODULES",
@@ -37,6 +41,7 @@ __all__ = [
     "SimulatedConfig",
     "StrictModel",
     "apply_overrides",
+    "environment_int",
     "load_yaml",
     "split_modules",
     "validate",
@@ -70,10 +75,15 @@ MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
 
 
+_MAX_SIZE_LENGTH = 64
+
+
 def _not_negative(value: Any) -> Any:
-    """Say "negative" in plain words: `ByteSize` alone would call ``-1`` an unreadable size."""
+    """Say what is wrong in plain words: `ByteSize` alone would call ``-1`` an unreadable size."""
     if isinstance(value, bool):
         raise ValueError("a size is a number of bytes or a text such as '64MiB', not true or false")
+    if isinstance(value, str) and len(value) > _MAX_SIZE_LENGTH:
+        raise ValueError(f"a size has at most {_MAX_SIZE_LENGTH} characters")
     if isinstance(value, (int, float)) and value < 0:
         raise ValueError(f"a size can't be negative, got {value}")
     if isinstance(value, str) and value.strip().startswith("-"):
@@ -81,7 +91,13 @@ def _not_negative(value: Any) -> Any:
     return value
 
 
-Bytes = Annotated[ByteSize, BeforeValidator(_not_negative)]
+def _not_absurd(value: ByteSize) -> ByteSize:
+    if value >= 2**63:
+        raise ValueError("a size is less than 2^63 bytes")
+    return value
+
+
+Bytes = Annotated[ByteSize, BeforeValidator(_not_negative), AfterValidator(_not_absurd)]
 """A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
 
 
@@ -89,7 +105,11 @@ class StrictModel(BaseModel):
     """A configuration section: immutable, and every unknown key is an error."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
 
@@ -161,8 +181,12 @@ class OffloadConfig(StrictModel):
     until a step's first backward."""
 
     host_memory_bytes: Bytes | None = None
-    """Cap of pinned host memory in this process; over it tensors stay on the device. None: half of
-    what the machine has free, shared by its local ranks."""
+    """Cap of pinned host memory in this process; over it tensors stay on the device. None: what
+    ``host_memory_share`` says."""
+
+    host_memory_share: float = Field(default=0.5, gt=0.0, le=1.0)
+    """The same as a share of what the machine and its control groups have free at the start, for
+    all local ranks (``LOCAL_WORLD_SIZE``) together. ``host_memory_bytes`` wins where it is set."""
 
     host_slab_bytes: Annotated[Bytes, Field(ge=4096)] = ByteSize(256 * 1024**2)
     """Pinned host memory is taken in slabs of at least this size."""
@@ -213,42 +237,17 @@ def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
     return tuple(core), tuple(extra), tuple(patterns)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that refuses a key given twice instead of keeping the last one."""
-
-
-def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
-    seen: set[Hashable] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, Hashable):
-            raise ConfigError(f"line {key_node.start_mark.line + 1}: a key must be a plain value")
-        if key in seen:
-            raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
-        seen.add(key)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
-
-
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds one mapping; no tags, no repeated keys.
+    """Read a YAML file that holds one mapping of plain values, each key once.
 
     Raises:
-        ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
+        ConfigError: the file is missing, unreadable, not plain YAML, or not a mapping.
     """
-    path = Path(path)
+    text = read_text(path, limit_bytes=MAX_YAML_BYTES)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read the configuration {path}: {error}") from error
-    try:
-        data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derived from SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not plain YAML: {error}") from error
+        data = parse_yaml(text)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path} is not plain YAML: {error}") from error
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -259,21 +258,25 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Set ``section.key=value`` pairs in a nested mapping; values are read as YAML.
+    """Set ``section.key=value`` pairs in a nested mapping; values are read as plain YAML.
 
     Raises:
-        ConfigError: a pair without ``=``, an empty key, or a value that is not YAML.
+        ConfigError: a pair without ``=``, an empty key, or a value that is not plain YAML.
     """
     result: dict[str, Any] = dict(data)
     for item in overrides:
         key, separator, text = item.partition("=")
         parts = key.strip().split(".")
-        if not separator or not all(parts):
-            raise ConfigError(f"--set wants section.key=value, got {item!r}")
+        if not separator or not all(parts) or len(parts) > MAX_DEPTH or not key.isprintable():
+            raise ConfigError(f"--set wants section.key=value, got {shorten(repr(item))}")
+        key = shorten(key)
         try:
-            value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derived from SafeLoader
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {key}: the value {text!r} is not YAML: {error}") from error
+            value = parse_yaml(text)
+        except ConfigError as error:
+            shown = shorten(repr(text))
+            raise ConfigError(
+                f"--set {key}: the value {shown} is not plain YAML: {error}"
+            ) from error
         section = result
         for part in parts[:-1]:
             inner = section.get(part, {})
@@ -285,7 +288,41 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return result
 
 
+def environment_int(
+    name: str,
+    default: int | None = None,
+    *,
+    least: int = 0,
+    environ: Mapping[str, str] | None = None,
+) -> int:
+    """Return the integer that an environment variable holds.
+
+    Args:
+        name: the variable.
+        default: what counts where it isn't set; None makes it required.
+        least: the smallest value that makes sense.
+        environ: where it stands; None takes the process's environment.
+
+    Raises:
+        ConfigError: it is missing, no plain decimal integer, or out of range.
+    """
+    text = (os.environ if environ is None else environ).get(name)
+    if text is None:
+        if default is None:
+            raise ConfigError(f"{name} is not set; start the ranks with torchrun")
+        return default
+    is_number = text.isascii() and text.isdigit() and len(text) <= 9
+    if not is_number or int(text) < least:
+        raise ConfigError(
+            f"{name} must be an integer of {least} or more, got {shorten(repr(text))}"
+        )
+    return int(text)
+
+
 Model = TypeVar("Model", bound=BaseModel)
+
+_MOST_ISSUES = 20
+"""So many of a configuration's errors are said one by one."""
 
 
 def validate(model: type[Model], data: Mapping[str, Any], source: str) -> Model:
@@ -304,12 +341,15 @@ def validate(model: type[Model], data: Mapping[str, Any], source: str) -> Model:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
-        lines = [_explain(model, issue) for issue in error.errors()]
+        issues = error.errors()
+        lines = [_explain(model, issue) for issue in issues[:_MOST_ISSUES]]
+        if len(issues) > _MOST_ISSUES:
+            lines.append(f"and {len(issues) - _MOST_ISSUES} more")
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
 
 
 def _explain(model: type[BaseModel], issue: Any) -> str:
-    where = ".".join(str(part) for part in issue["loc"])
+    where = shorten(".".join(str(part) for part in issue["loc"]))
     if issue["type"] == "extra_forbidden":
         section = _section_at(model, issue["loc"][:-1])
         fields = section.model_fields if section is not None else {}
@@ -317,7 +357,7 @@ def _explain(model: type[BaseModel], issue: Any) -> str:
     if issue["type"] == "missing":
         return f"{where!r} is required"
     message = issue["msg"].removeprefix("Value error, ")
-    given = repr(issue["input"])
+    given = shorten(repr(issue["input"]), 81)
     got = "" if given in message or len(given) > 80 else f" (got {given})"
     return f"{where!r}: {message[0].lower()}{message[1:]}{got}"
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed
 import torch.utils.deterministic
 
+from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.config import TrainConfig
 
@@ -122,8 +123,11 @@ def open_process_group(kind: str, threads: int) -> Iterator[Device]:
     Args:
         kind: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
         threads: CPU threads of this process.
+
+    Raises:
+        ConfigError: the launcher set no ``LOCAL_RANK``, or one that is no rank.
     """
-    local_rank = int(os.environ["LOCAL_RANK"])
+    local_rank = environment_int("LOCAL_RANK")
     # cuBLAS and TransformerEngine read these once; without them equal runs may differ in bits.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")

@@ -1,0 +1,231 @@
+"""Configuration from anyone ends in one clear line, at once, and runs nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+
+import pytest
+
+from megatron_offload import strict_yaml
+from megatron_offload.config import (
+    OffloadConfig,
+    apply_overrides,
+    environment_int,
+    load_yaml,
+    validate,
+)
+from megatron_offload.errors import ConfigError
+
+MOST_SECONDS = 3
+MOST_GROWN_KIB = 200 * 1024
+
+LAUGHS = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+)
+
+HOSTILE = {
+    "billion laughs": (LAUGHS, "anchor &a0"),
+    "quadratic blow-up": ("a: &a " + "x" * 100_000 + "\nb: [" + "*a," * 10_000 + "]", "anchor &a"),
+    "alias": ("a: *b", "alias *b"),
+    "endless alias": ("a: &a [*a]", "anchor &a"),
+    "brackets": ("[" * 100_000, "nested deeper than 32"),
+    "closed brackets": ("[" * 100_000 + "]" * 100_000, "nested deeper than 32"),
+    "braces": ("{a: " * 50_000, "nested deeper than 32"),
+    "dashes": ("- " * 100_000, "nested deeper than 32"),
+    "question marks": ("? " * 100_000, "nested deeper than 32"),
+    "stairs": ("\n".join(" " * n + "a:" for n in range(600)), "nested deeper than 32"),
+    "python call": ("a: !!python/object/apply:os.system ['exit 1']", "python/object/apply"),
+    "python name": ("a: !!python/name:os.system", "only plain values"),
+    "renamed tag": ("%TAG ! tag:yaml.org,2002:python/\n---\na: !name:os.system x", "only plain"),
+    "binary": ("a: !!binary aGVsbG8=", "only plain values"),
+    "timestamp": ("a: !!timestamp 2026-13-45", "only plain values"),
+    "set": ("a: !!set {b}", "only plain values"),
+    "plain text tag": ("a: !!str 5", "only plain values"),
+    "non-specific tag": ("a: ! 5", "only plain values"),
+    "merge key": ("<<: {a: 1}", "merge key"),
+    "repeated key": ("a: 1\nb: 2\na: 3", "line 3: key 'a' is given twice"),
+    "repeated inner key": ("b: {a: 1, 'a': 2}", "key 'a' is given twice"),
+    "number as key": ("1: a", "a key must be text, got 1"),
+    "null as key": ("~: a", "a key must be text, got ~"),
+    "truth as key": ("yes: a", "a key must be text, got yes"),
+    "list as key": ("? [a]\n: 1", "a key must be text, got a list"),
+    "huge integer": ("a: " + "9" * 100_000, "no number that can be used"),
+    "huge hexadecimal": ("a: 0x" + "f" * 100_000, "no number that can be used"),
+    "over 64 bits": ("a: 9223372036854775808", "no number that can be used"),
+    "no digits": ("a: 0x_", "no number that can be used"),
+    "base 60": ("a: 1:30", "no number that can be used"),
+    "infinity": ("a: .inf", "no number that can be used"),
+    "not a number": ("a: .nan", "no number that can be used"),
+    "overflowing float": ("a: 1.0e+999", "no number that can be used"),
+    "long text": ("a: " + "x" * 300_000, "more than 262144 bytes|longer than 262144"),
+    "long key": ("x" * 200_000 + ": 1", "mapping values are not allowed"),
+    "long anchor": ("a: &" + "x" * 200_000, "anchor &xxx"),
+    "many items": ("[" + "a," * 100_000 + "]", "more than 10000 keys and values"),
+    "many keys": ("\n".join(f"k{n}: 1" for n in range(20_000)), "more than 10000"),
+    "null character": (r'a: "\0"', "can't hold the character"),
+    "half a character": (r'a: "\ud800"', "surrogate"),
+    "control character": ("a: \x01", "special characters"),
+    "two documents": ("a: 1\n---\nb: 2", "another document"),
+    "no YAML": ("a: [1, 2", "line 1"),
+    "other version": ("%YAML 9.9\n---\na: 1", "version"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quickly_and_in_little_memory():
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    yield
+    assert time.process_time() - start < MOST_SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < MOST_GROWN_KIB
+
+
+def error_of(function, *args):
+    with pytest.raises(ConfigError) as caught:
+        function(*args)
+    message = str(caught.value)
+    assert "\n" not in message, "one line"
+    assert len(message) < 600
+    return message
+
+
+@pytest.mark.parametrize(("text", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_file_is_refused_in_one_line(text, words, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    message = error_of(load_yaml, path)
+    assert str(path) in message
+    assert any(word in message for word in words.split("|")), message
+
+
+@pytest.mark.parametrize(("text", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_override_is_refused_in_one_line(text, words):
+    message = error_of(apply_overrides, {}, [f"run.steps={text}"])
+    assert message.startswith("--set run.steps: ")
+    assert any(word in message for word in words.split("|")), message
+
+
+def test_a_tag_runs_nothing(tmp_path):
+    mark = tmp_path / "ran"
+    for module in ("os.system", "subprocess.check_output"):
+        for text in (f"!!python/object/apply:{module} ['touch {mark}']",):
+            error_of(strict_yaml.parse_yaml, text)
+            error_of(strict_yaml.parse_yaml, f"a: {text}")
+            error_of(strict_yaml.parse_yaml, f"{text}: a")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("run.steps", "wants section.key=value"),
+        ("=1", "wants section.key=value"),
+        ("run..steps=1", "wants section.key=value"),
+        ("a." * 50_000 + "a=1", "wants section.key=value"),
+        ("run.ste\nps=1", "wants section.key=value"),
+        ("run.seed.x=1", "'seed' is a value, not a section"),
+    ],
+)
+def test_a_hostile_override_key_is_refused_in_one_line(item, words):
+    assert words in error_of(apply_overrides, {"run": {"seed": 1}}, [item])
+
+
+def test_plain_values_come_back(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "a: {b: [1, -2, 0x10, 1_000], c: 1.5, d: yes, e: ~, f: '<<'}\n"
+        "g: 2026-11-21\nh: 10GiB\ni: '007'\nj: =\n'<<': 1\nk: " + "[" * 30 + "]" * 30
+    )
+    data = load_yaml(path)
+    assert data.pop("k") is not None
+    assert data == {
+        "a": {"b": [1, -2, 16, 1000], "c": 1.5, "d": True, "e": None, "f": "<<"},
+        "g": "2026-11-21",
+        "h": "10GiB",
+        "i": "007",
+        "j": "=",
+        "<<": 1,
+    }
+    path.write_text("# nothing\n")
+    assert load_yaml(path) == {}
+    path.write_text("- a")
+    assert "must hold a mapping" in error_of(load_yaml, path)
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "absent", tmp_path, tmp_path / "pipe", "/dev/zero"):
+        assert str(path) in error_of(load_yaml, path)
+
+
+def test_overrides_reach_into_sections_and_leave_the_data_alone():
+    data = {"run": {"steps": 1, "seed": 2}}
+    result = apply_overrides(data, ["run.steps=5", "offload.modules=[core_attn, mlp_act]"])
+    assert result["run"] == {"steps": 5, "seed": 2}
+    assert result["offload"] == {"modules": ["core_attn", "mlp_act"]}
+    assert data == {"run": {"steps": 1, "seed": 2}}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("9" * 60, "less than 2^63"),
+        ("9" * 400, "at most 64 characters"),
+        (10**30, "less than 2^63"),
+        (float("inf"), "byte string"),
+        (float("nan"), "byte string"),
+        (-1, "can't be negative"),
+        ("-1GiB", "can't be negative"),
+        (True, "not true or false"),
+        ([1], "byte string"),
+        ("1 parsec", "byte unit|byte string"),
+    ],
+)
+def test_a_size_that_is_none_is_refused(value, words):
+    message = error_of(validate, OffloadConfig, {"host_memory_bytes": value}, "x")
+    assert any(word in message for word in words.split("|")), message
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan"), float("inf"), "half", None])
+def test_a_share_of_host_memory_is_more_than_nothing_and_at_most_all(share):
+    assert "host_memory_share" in error_of(
+        validate, OffloadConfig, {"host_memory_share": share}, "x"
+    )
+
+
+def test_a_share_of_host_memory_may_stand_beside_a_number_of_bytes():
+    both = validate(OffloadConfig, {"host_memory_share": 1, "host_memory_bytes": "1GiB"}, "x")
+    assert validate(OffloadConfig, both.model_dump(), "x") == both
+
+
+def test_so_many_errors_are_counted_not_listed():
+    with pytest.raises(ConfigError) as caught:
+        validate(OffloadConfig, {f"key{n}": 1 for n in range(5000)}, "run.yaml")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "run.yaml: and 4980 more"
+
+
+def test_a_very_long_key_is_not_repeated_in_full():
+    assert "xxx..." in error_of(validate, OffloadConfig, {"x" * 100_000: 1}, "run.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", ["", " 1", "1 ", "-1", "+1", "1.0", "0x1", "1_0", "²", "\u0661", "two", "9" * 5000, "0"]
+)
+def test_an_environment_variable_that_is_no_count_is_refused(text):
+    message = error_of(
+        lambda: environment_int("LOCAL_WORLD_SIZE", 1, least=1, environ={"LOCAL_WORLD_SIZE": text})
+    )
+    assert message.startswith("LOCAL_WORLD_SIZE must be an integer of 1 or more, got ")
+
+
+def test_an_environment_variable_is_read_or_has_a_default(monkeypatch):
+    assert environment_int("A", environ={"A": "12"}) == 12
+    assert environment_int("A", 3, environ={}) == 3
+    assert "A is not set" in error_of(lambda: environment_int("A", environ={}))
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    assert environment_int("LOCAL_RANK") == 7
