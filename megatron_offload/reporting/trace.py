@@ -10,12 +10,13 @@ is written aside and put in place whole. Read next: `megatron_offload.tracing`, 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megatron_offload.files import read_json, replace_text
 
 __all__ = [
     "HELD_BYTES",
@@ -50,6 +51,10 @@ LIVE_BYTES = "bytes saved"
 HELD_BYTES = "bytes saved, on the device"
 """The part of `LIVE_BYTES` that takes device memory; an upper bound while a copy that was called
 off is still in flight."""
+
+
+_MAX_TRACE_BYTES = 1024**3
+"""Larger files are no trace of a few steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,42 +219,51 @@ def write_traces(path: str | Path, traces: Sequence[StepTrace]) -> None:
     events = [event for trace in traces for event in _events(trace)]
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    replace_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
 def read_traces(path: str | Path) -> list[StepTrace]:
     """Read what `write_traces` wrote, in the order of ranks.
 
     Raises:
-        ValueError: the file is not one of `write_traces`.
+        ValueError: the file can't be read, or is not one of `write_traces`.
     """
     traces: dict[int, StepTrace] = {}
+    data = read_json(path, limit_bytes=_MAX_TRACE_BYTES)
     try:
-        for event in json.loads(Path(path).read_text())["traceEvents"]:
-            trace = traces.setdefault(event["pid"], StepTrace(event["pid"]))
-            args = event["args"]
-            if event["ph"] == "X":
-                trace.spans.append(
-                    Span(
-                        stream=STREAMS[event["tid"]],
-                        kind=event["cat"],
-                        label=args["group"],
-                        start_us=event["ts"],
-                        duration_us=event["dur"],
-                        num_bytes=args.get("bytes", 0),
-                        wait=args.get("wait", ""),
-                    )
-                )
-            elif event["ph"] == "C":
-                trace.counters.append(Counter(event["name"], event["ts"], args["bytes"]))
-    except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+        for event in data["traceEvents"]:
+            rank = _typed(event["pid"], int)
+            _read_event(event, traces.setdefault(rank, StepTrace(rank)))
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a trace of this package: {error!r}") from error
     return [traces[rank] for rank in sorted(traces)]
+
+
+def _read_event(event: dict[str, Any], trace: StepTrace) -> None:
+    """Add what one event says; those that only name things say nothing."""
+    args = event["args"]
+    if event["ph"] == "X":
+        trace.spans.append(
+            Span(
+                stream=dict(enumerate(STREAMS))[event["tid"]],
+                kind=_typed(event["cat"], str),
+                label=_typed(args["group"], str),
+                start_us=_typed(event["ts"], int, float),
+                duration_us=_typed(event["dur"], int, float),
+                num_bytes=_typed(args.get("bytes", 0), int),
+                wait=_typed(args.get("wait", ""), str),
+            )
+        )
+    elif event["ph"] == "C":
+        name, time_us = _typed(event["name"], str), _typed(event["ts"], int, float)
+        trace.counters.append(Counter(name, time_us, _typed(args["bytes"], int, float)))
+
+
+def _typed(value: Any, *kinds: type) -> Any:
+    """Return ``value`` if it is of one of these types, and no truth value."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{value!r:.40} is of another type")
+    return value
 
 
 def merge_files(paths: Iterable[str | Path], path: str | Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_offload.files import replace_text
 from megatron_offload.reporting.plots import plot_comparison
 from megatron_offload.reporting.summary import (
     compare_table,
@@ -185,8 +186,7 @@ def _write(config: TrainConfig, reports: list[RunReport], result: Comparison) ->
             "ranks": report.peaks(),
         }
     config.run.output.mkdir(parents=True, exist_ok=True)
-    path = config.run.output / "compare.json"
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_text(config.run.output / "compare.json", json.dumps(content, indent=2) + "\n")
 
 
 def _same(a: float, b: float) -> bool:

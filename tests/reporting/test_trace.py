@@ -136,12 +136,55 @@ def test_ranks_are_merged_into_one_file(tmp_path):
     assert not (tmp_path / "twice.json").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}'])
-def test_a_foreign_file_is_refused(tmp_path, text):
+SPAN = {
+    "ph": "X",
+    "pid": 0,
+    "tid": 1,
+    "cat": "d2h",
+    "ts": 0,
+    "dur": 1,
+    "args": {"group": "a", "bytes": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        {},
+        {"traceEvents": 5},
+        {"traceEvents": [1]},
+        {"traceEvents": [{"ph": "X"}]},
+        *({"traceEvents": [{**SPAN, key: []}]} for key in SPAN if key != "ph"),
+        {"traceEvents": [{**SPAN, "pid": "a"}, SPAN]},
+        {"traceEvents": [{**SPAN, "tid": -1}]},
+        {"traceEvents": [{**SPAN, "ts": "soon"}]},
+        {"traceEvents": [{**SPAN, "args": {"group": "a", "bytes": True}}]},
+    ],
+)
+def test_a_foreign_file_is_refused(tmp_path, data):
     path = tmp_path / "foreign.json"
-    path.write_text(text)
+    path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="not a trace"):
         read_traces(path)
+
+
+def test_what_is_no_json_is_refused(tmp_path):
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(ValueError, match="not plain JSON"):
+        read_traces(tmp_path / "empty.json")
+    with pytest.raises(ValueError, match="No such file"):
+        read_traces(tmp_path / "absent.json")
+
+
+def test_a_failed_write_leaves_the_trace_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    small_trace().write_chrome(path)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        small_trace(rank=1).write_chrome(path)
+    assert StepTrace.read(path) == small_trace()
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
 
 
 @pytest.mark.parametrize("timing", ["eager", "late", "random"])
