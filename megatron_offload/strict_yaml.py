@@ -11,7 +11,7 @@ in a `ConfigError` of one line as well. Read next: `megatron_offload.config`.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -60,11 +60,6 @@ def _wrong(problem: str, mark: Any) -> ConfigError:
 class _StrictLoader(yaml.SafeLoader):
     """`yaml.SafeLoader` less all that is more than plain data."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in _PLAIN]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
@@ -75,7 +70,7 @@ class _StrictLoader(yaml.SafeLoader):
         event = self.peek_event()
         mark = event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            raise _wrong(f"alias *{shorten(event.anchor)}: write the value out", mark)
+            raise _wrong(f"alias *{shorten(str(event.anchor))}: write the value out", mark)
         if event.anchor is not None:
             raise _wrong(f"anchor &{shorten(event.anchor)}: write the value out", mark)
         if event.tag is not None:
@@ -141,10 +136,11 @@ def _number(loader: _StrictLoader, node: yaml.ScalarNode, construct: Any) -> int
     return value
 
 
-for _name, _construct in {
-    "map": _construct_mapping,
-    "str": _construct_text,
-    "int": _construct_int,
-    "float": _construct_float,
-}.items():
-    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_name}", _construct)
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in _PLAIN]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_StrictLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_StrictLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_StrictLoader.add_constructor("tag:yaml.org,2002:float", _construct_float)

@@ -120,6 +120,7 @@ class PipelineOffloadManager:
             self.backend,
             slab_bytes=config.host_slab_bytes,
             cap_bytes=config.host_memory_bytes,
+            share=config.host_memory_share,
         )
         self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)

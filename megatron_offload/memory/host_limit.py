@@ -1,75 +1,192 @@
 """How much host memory a process may pin where nobody said.
 
-Owns the reading of the kernel's accounts. Must not know the pool. Read next:
+Owns the reading of the kernel's accounts: the machine's free memory, and the limits of the control
+groups that this process is in (version 1, version 2, or both mounted side by side). Must not know
+the pool.
+
+Invariants: the tightest account counts, of the process's own group or any above it that can be
+seen; one that is missing, unreadable or makes no sense counts as absent. Read next:
 `megatron_offload.memory.host_pool`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
+from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError
+from megatron_offload.files import read_text
 
 __all__ = ["default_cap_bytes"]
 
+_MAX_ACCOUNT_BYTES = 4 * 1024**2
+_MAX_DIGITS = 20
+_MAX_PATH_LENGTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """What one version of control groups calls its files."""
+
+    filesystem: str
+    default_mount: str
+    limits: tuple[str, ...]
+    usage: str
+    droppable: str
+
+
+_VERSIONS = (
+    _Version(
+        filesystem="cgroup2",
+        default_mount="/sys/fs/cgroup",
+        limits=("memory.max", "memory.high"),  # over the second the kernel slows all down
+        usage="memory.current",
+        droppable="inactive_file",
+    ),
+    _Version(
+        filesystem="cgroup",
+        default_mount="/sys/fs/cgroup/memory",
+        limits=("memory.limit_in_bytes",),
+        usage="memory.usage_in_bytes",
+        droppable="total_inactive_file",
+    ),
+)
+
 
 def default_cap_bytes(
-    environ: Mapping[str, str] | None = None,
-    *,
-    meminfo: Path = Path("/proc/meminfo"),
-    cgroup: Path = Path("/sys/fs/cgroup"),
+    share: float = 0.5, environ: Mapping[str, str] | None = None, *, root: Path = Path("/")
 ) -> int:
-    """Return half of the memory that the machine has free, shared by its local ranks, in bytes.
+    """Return this process's part of the memory that the machine has free, in bytes.
 
     A control group's limit counts where there is one; its page cache, which it can drop, does not.
 
     Args:
+        share: what all local ranks together may take, as a part of what is free.
         environ: where ``LOCAL_WORLD_SIZE`` stands; None takes the process's environment.
-        meminfo: the kernel's account of the machine's memory.
-        cgroup: the folder of the control group (version 2) that this process is in.
+        root: the folder in which ``proc`` and ``sys`` lie.
 
     Raises:
         ConfigError: ``LOCAL_WORLD_SIZE`` is not a positive integer.
     """
-    text = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1")
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ConfigError(f"LOCAL_WORLD_SIZE must be a positive integer, got {text!r}")
-    free_bytes = _machine_free_bytes(meminfo)
-    limit_bytes = _read_int(cgroup / "memory.max")
-    used_bytes = _read_int(cgroup / "memory.current")
-    if limit_bytes is not None and used_bytes is not None:
-        cached_bytes = _read_field(cgroup / "memory.stat", "inactive_file") or 0
-        free_bytes = min(free_bytes, max(limit_bytes - used_bytes + cached_bytes, 0))
-    return free_bytes // 2 // int(text)
+    num_ranks = environment_int("LOCAL_WORLD_SIZE", 1, least=1, environ=environ)
+    free_bytes = _machine_free_bytes(root)
+    for version in _VERSIONS:
+        for folder in _group_folders(root, version):
+            room_bytes = _room_bytes(folder, version)
+            if room_bytes is not None:
+                free_bytes = min(free_bytes, room_bytes)
+    return int(free_bytes * share) // num_ranks
 
 
-def _machine_free_bytes(meminfo: Path) -> int:
-    available_kib = _read_field(meminfo, "MemAvailable:")
+def _machine_free_bytes(root: Path) -> int:
+    available_kib = _read_field(root / "proc/meminfo", "MemAvailable:")
     if available_kib is not None:
         return available_kib * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+# Where the process's control groups are.
+
+
+def _group_folders(root: Path, version: _Version) -> Iterator[Path]:
+    """Yield the folder of the process's own group and of each group above it, up to the mount.
+
+    A mount may show a part of the hierarchy only, as in a container: then what lies under that part
+    is found, and a group outside of it is not seen, only the mount itself.
+    """
+    group = _own_group(root, version)
+    if group is None:
+        return
+    for mount, shown in _mounts(root, version):
+        try:
+            inside = group.relative_to(shown)
+        except ValueError:
+            inside = PurePosixPath()
+        for path in (inside, *inside.parents):
+            yield root / mount.lstrip("/") / path
+
+
+def _own_group(root: Path, version: _Version) -> PurePosixPath | None:
+    """Return the process's group in this version's hierarchy, as the kernel names it."""
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if version.filesystem == "cgroup2":
+            is_ours = number == "0" and not controllers
+        else:
+            is_ours = "memory" in controllers.split(",")
+        if is_ours and path.startswith("/"):
+            # A group outside of the namespace has a name that leads up and out.
+            is_inside = ".." not in path.split("/") and len(path) <= _MAX_PATH_LENGTH
+            return PurePosixPath(path if is_inside else "/")
+    return None
+
+
+def _mounts(root: Path, version: _Version) -> list[tuple[str, PurePosixPath]]:
+    """Return where this version is mounted, each with the group that the mount shows."""
+    found = []
+    for line in _read_text(root / "proc/self/mountinfo").splitlines():
+        left, separator, right = line.partition(" - ")
+        fields, source = left.split(" "), right.split(" ")
+        if not separator or len(fields) < 6 or len(source) < 3:
+            continue
+        shown, mount = _unescaped(fields[3]), _unescaped(fields[4])
+        is_ours = source[0] == version.filesystem and (
+            version.filesystem == "cgroup2" or "memory" in source[2].split(",")
+        )
+        if is_ours and ".." not in f"{shown}/{mount}".split("/"):
+            found.append((mount, PurePosixPath(shown)))
+    return found or [(version.default_mount, PurePosixPath("/"))]
+
+
+def _unescaped(text: str) -> str:
+    r"""Return a path of ``mountinfo``, where a space is written as ``\040``."""
+    return re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), text)
+
+
+# What one control group has left.
+
+
+def _room_bytes(folder: Path, version: _Version) -> int | None:
+    """Return what a group may still take; None where it has no limit."""
+    limits = [_read_int(folder / name) for name in version.limits]
+    limit_bytes = min((limit for limit in limits if limit is not None), default=None)
+    if limit_bytes is None:
+        return None
+    used_bytes = _read_int(folder / version.usage) or 0
+    droppable_bytes = _read_field(folder / "memory.stat", version.droppable) or 0
+    return max(limit_bytes - max(used_bytes - droppable_bytes, 0), 0)
+
+
+# Small files of the kernel.
+
+
 def _read_text(path: Path) -> str:
-    """Return a small file's text, empty where there is no such file."""
+    """Return a file's text, empty where there is none that can be read."""
     try:
-        return path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
+        return read_text(path, limit_bytes=_MAX_ACCOUNT_BYTES)
+    except ConfigError:
         return ""
 
 
 def _read_int(path: Path) -> int | None:
     """Return the integer that a file holds; None for no file or another word, such as "max"."""
-    text = _read_text(path).strip()
-    return int(text) if text.isdigit() else None
+    return _int(_read_text(path).strip())
 
 
 def _read_field(path: Path, name: str) -> int | None:
     """Return the integer behind ``name`` in a file of one name and one number a line."""
     for line in _read_text(path).splitlines():
         words = line.split()
-        if len(words) >= 2 and words[0] == name and words[1].isdigit():
-            return int(words[1])
+        if len(words) >= 2 and words[0] == name:
+            return _int(words[1])
     return None
+
+
+def _int(word: str) -> int | None:
+    is_number = word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS
+    return int(word) if is_number else None

@@ -176,18 +176,24 @@ class HostPool:
         backend: pins the slabs and answers whether events are done.
         slab_bytes: slabs are at least this large, as far as the cap allows.
         cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes`.
+        share: what part of the free memory that is, for all local ranks together.
 
     Raises:
-        ValueError: a size that is not positive (the cap may be 0: nothing is ever lent).
+        ValueError: a size that is not positive (the cap may be 0: nothing is ever lent), or a share
+            that is not in (0, 1].
         ConfigError: the cap is None and ``LOCAL_WORLD_SIZE`` is not a positive integer.
     """
 
-    def __init__(self, backend: Backend, *, slab_bytes: int, cap_bytes: int | None) -> None:
+    def __init__(
+        self, backend: Backend, *, slab_bytes: int, cap_bytes: int | None, share: float = 0.5
+    ) -> None:
         if slab_bytes < 1:
             raise ValueError(f"slab_bytes must be positive, got {slab_bytes}")
         if cap_bytes is not None and cap_bytes < 0:
             raise ValueError(f"cap_bytes can't be negative, got {cap_bytes}")
-        self.cap_bytes = default_cap_bytes() if cap_bytes is None else cap_bytes
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be in (0, 1], got {share}")
+        self.cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
         self.stats = HostPoolStats()
         self.last_pin_error: Exception | None = None
         """Why the last slab could not be pinned, if that ever happened."""

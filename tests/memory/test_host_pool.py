@@ -10,8 +10,6 @@ import torch
 from megatron_offload.backends.base import Wait
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.errors import ConfigError
-from megatron_offload.memory.host_limit import default_cap_bytes
 from megatron_offload.memory.host_pool import ALIGNMENT_BYTES, HostPool
 
 KIB = 1024
@@ -335,60 +333,19 @@ def test_an_empty_region_is_refused(backend, num_bytes):
 # The default cap.
 
 
-@pytest.fixture
-def machine(tmp_path):
-    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
-    cgroup.mkdir()
-    meminfo.write_text("MemTotal:       4000 kB\nMemAvailable:   2000 kB\n")
-
-    def cap(environ=None):
-        return default_cap_bytes(environ or {}, meminfo=meminfo, cgroup=cgroup)
-
-    cap.cgroup = cgroup
-    return cap
+def test_without_a_cap_the_pool_takes_a_share_of_what_is_free(backend, monkeypatch):
+    monkeypatch.setattr(
+        "megatron_offload.memory.host_pool.default_cap_bytes", lambda share: int(share * 1024)
+    )
+    assert HostPool(backend, slab_bytes=KIB, cap_bytes=None).cap_bytes == 512
+    assert HostPool(backend, slab_bytes=KIB, cap_bytes=None, share=0.25).cap_bytes == 256
+    assert HostPool(backend, slab_bytes=KIB, cap_bytes=7, share=0.25).cap_bytes == 7
 
 
-def test_the_default_cap_is_half_of_what_is_free(machine):
-    assert machine() == 1000 * KIB
-
-
-def test_local_ranks_share_the_default_cap(machine):
-    assert machine({"LOCAL_WORLD_SIZE": "4"}) == 250 * KIB
-
-
-@pytest.mark.parametrize("text", ["0", "-2", "two", "", " 8", "8.0", "1_0", "²"])
-def test_an_unreadable_local_world_size_is_an_error(machine, text):
-    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE must be a positive integer"):
-        machine({"LOCAL_WORLD_SIZE": text})
-
-
-def test_the_control_group_s_limit_counts_without_its_page_cache(machine):
-    (machine.cgroup / "memory.max").write_text("1000000\n")
-    (machine.cgroup / "memory.current").write_text("700000\n")
-    assert machine() == 150_000
-    (machine.cgroup / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
-    assert machine() == 200_000
-
-
-def test_a_control_group_without_limit_changes_nothing(machine):
-    (machine.cgroup / "memory.max").write_text("max\n")
-    (machine.cgroup / "memory.current").write_text("700000\n")
-    assert machine() == 1000 * KIB
-
-
-def test_a_control_group_over_its_limit_leaves_nothing(machine):
-    (machine.cgroup / "memory.max").write_text("100\n")
-    (machine.cgroup / "memory.current").write_text("200\n")
-    assert machine() == 0
-
-
-def test_a_machine_without_meminfo_still_has_a_cap(tmp_path):
-    assert default_cap_bytes({}, meminfo=tmp_path / "none", cgroup=tmp_path) > 0
-
-
-def test_without_a_cap_the_pool_takes_the_default(backend, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert HostPool(backend, slab_bytes=KIB, cap_bytes=None).cap_bytes > 0
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
+def test_an_impossible_share_is_refused(backend, share):
+    with pytest.raises(ValueError, match="share"):
+        HostPool(backend, slab_bytes=KIB, cap_bytes=None, share=share)
 
 
 # Everything at once.
