@@ -181,7 +181,7 @@ def test_version_1_counts_its_limit_usage_and_whole_page_cache(machine):
     machine.limit_v1("a/b", 1_000_000, used=700_000, cached=100_000)
     machine.limit_v1("a", 2_000_000)
     machine.limit_v1("", V1_NO_LIMIT, used=10**12)
-    machine.write("sys/fs/cgroup/cpu/other/memory.limit_in_bytes", "1")
+    machine.write("sys/fs/cgroup/cpu/a/memory.limit_in_bytes", "1")
     assert machine.free() == 400_000
     machine.limit_v1("a", 300_000, used=100_000)
     assert machine.free() == 200_000
