@@ -10,15 +10,21 @@ for at every use, and never from inside a copy stream's context. Read next:
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from megatron_offload.backends.base import Backend, Pair, Wait
 from megatron_offload.errors import IntegrationError
+from megatron_offload.memory.numa import node_of_device, prefer_node
 
 __all__ = ["CudaBackend", "is_available"]
+
+_logger = logging.getLogger(__name__)
 
 
 def is_available() -> bool:
@@ -49,6 +55,7 @@ class CudaBackend(Backend):
         self.d2h_stream = torch.cuda.Stream(self.device)
         self.h2d_stream = torch.cuda.Stream(self.device)
         self._nvtx = nvtx
+        self._memory_node = _memory_node(torch.cuda.get_device_properties(self._index))
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
@@ -142,12 +149,14 @@ class CudaBackend(Backend):
         """Allocate page-locked host memory of exactly this size.
 
         PyTorch's own pinned allocator rounds up to a power of two, so the pages are allocated
-        plainly and registered with the driver.
+        plainly and registered with the driver. Where the machine has several memory nodes, they
+        come from the one next to the device.
 
         Raises:
             RuntimeError: the memory can't be had or can't be pinned.
         """
-        return torch.frombuffer(_PinnedPages(num_bytes), dtype=torch.uint8)[:num_bytes]
+        pages = _PinnedPages(num_bytes, self._memory_node)
+        return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
 
     def graph_stream(self) -> torch.cuda.Stream:
         """Return a new stream to capture a graph on."""
@@ -158,20 +167,63 @@ class CudaBackend(Backend):
         return torch.cuda.Event(external=True)
 
 
+def _memory_node(properties: Any) -> int | None:
+    """Return the memory node next to a device; None where there is one, or it can't be told."""
+    try:
+        address = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    except AttributeError:  # torch is older than these
+        return None
+    return node_of_device(*address)
+
+
 class _PinnedPages(mmap.mmap):
     """Anonymous pages, page-locked for as long as anything refers to them."""
 
     _address = 0
 
-    def __new__(cls, num_bytes: int) -> _PinnedPages:
-        pages = super().__new__(cls, -1, num_bytes)
+    def __new__(cls, num_bytes: int, node: int | None = None) -> _PinnedPages:
+        try:
+            pages = super().__new__(cls, -1, num_bytes)
+        except (OSError, OverflowError, ValueError) as error:
+            raise RuntimeError(f"{num_bytes} bytes of host memory can't be had: {error}") from error
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-        error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
-        if int(error) != 0:
-            raise RuntimeError(f"pinning {num_bytes} bytes of host memory failed: {error}")
+        if node is not None:
+            prefer_node(address, num_bytes, node)  # registering is what touches them first
+        _register(address, num_bytes)
         pages._address = address
         return pages
 
     def __del__(self) -> None:
         if self._address:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            _unregister(self._address)
+
+
+# CUDA keeps the error of a call that failed, and PyTorch looks for one after every kernel that it
+# launches: a pin that failed, with its answer dealt with, would make the next kernel raise. PyTorch
+# exposes no way to ask for that error, which is what clears it. But its own check does ask, so a
+# kernel that does nothing of use is launched to run into it.
+
+
+def _register(address: int, num_bytes: int) -> None:
+    cudart = torch.cuda.cudart()
+    error = cudart.cudaHostRegister(address, num_bytes, 0)
+    if int(error) != 0:
+        _clear_last_error()
+        raise RuntimeError(
+            f"pinning {num_bytes} bytes of host memory failed: {cudart.cudaGetErrorString(error)}"
+        )
+
+
+def _unregister(address: int) -> None:
+    error = torch.cuda.cudart().cudaHostUnregister(address)
+    if int(error) != 0:
+        _clear_last_error()
+        _logger.debug("unpinning host memory failed with CUDA error %d", int(error))
+
+
+def _clear_last_error() -> None:
+    """Have the error of a failed call found here rather than behind the next kernel."""
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, dtype=torch.uint8, device="cuda").fill_(0)
+            return

@@ -46,13 +46,13 @@ class StepStats:
     """Groups whose backward came before their device memory had been released: copied for
     nothing."""
     num_refused_blocks: int = 0
-    """Blocks that stayed on the device because the host pool was full."""
+    """Blocks that stayed on the device for want of host memory."""
     refused_bytes: int = 0
-
+    num_unpinnable_blocks: int = 0
+    """Those of them for which the cap had room, but whose memory could not be pinned."""
     num_memory_shortages: int = 0
     """Reloads for which the device had no memory at first. All in flight was released then; one
     that was ahead of its time came later where that did not suffice."""
-
     held_elsewhere_bytes: int = 0
     """Released bytes whose storage something else kept alive, so that nothing was freed."""
     peak_host_bytes: int = 0

@@ -127,6 +127,8 @@ class Transfers:
         issued: list[Block] = []
         pairs = []
         reused: dict[int, Event] = {}
+        pool_stats = self.host_pool.stats
+        num_unpinnable = pool_stats.num_unpinnable
         for block in group.blocks():
             if block.d2h is not None or self.owners.knows(block):
                 continue
@@ -148,6 +150,7 @@ class Transfers:
                 checking.note_source(block, pair[1])
             pairs.append(pair)
             issued.append(block)
+        self.stats.num_unpinnable_blocks += pool_stats.num_unpinnable - num_unpinnable
         if not issued:
             group.advance(GroupState.RESIDENT)
             return

@@ -65,6 +65,9 @@ class HostPoolStats:
     refused_bytes: int = 0
     """Bytes of those requests."""
 
+    num_unpinnable: int = 0
+    """Those of them for which the cap had room, but whose memory could not be pinned."""
+
     num_pin_failures: int = 0
     """Attempts to pin a slab that the backend answered with an error."""
 
@@ -206,13 +209,18 @@ class HostPool:
         self._sizes: list[int] = []
         self._may_coalesce = False
         self._num_frees = 0
+        self._recent_peak_bytes = 0
         # The smallest slab that could not be pinned: nothing as large is tried again.
         self._unpinnable_bytes: int | None = None
-        self._has_warned = False
+        self._warned_of: set[bool] = set()
         self._is_closed = False
 
     def allocate(self, num_bytes: int) -> HostRegion | None:
-        """Lend ``num_bytes``, or return None (counted, warned of once) when memory is short.
+        """Lend ``num_bytes``, or return None when memory is short.
+
+        That is counted, and each of its two reasons is warned of once: the cap, and memory that
+        can't be pinned.
+
 
         Raises:
             ValueError: ``num_bytes`` is not positive, or the pool is closed.
@@ -236,8 +244,10 @@ class HostPool:
         piece.is_free = False
         stats = self.stats
         stats.in_use_bytes += size_bytes
-        if stats.in_use_bytes > stats.peak_in_use_bytes:
-            stats.peak_in_use_bytes = stats.in_use_bytes
+        if stats.in_use_bytes > self._recent_peak_bytes:
+            self._recent_peak_bytes = stats.in_use_bytes
+            if stats.in_use_bytes > stats.peak_in_use_bytes:
+                stats.peak_in_use_bytes = stats.in_use_bytes
         view = piece.view
         if view is None or view.nbytes != num_bytes:
             view = piece.base[piece.offset : piece.offset + num_bytes]
@@ -275,6 +285,11 @@ class HostPool:
         piece.is_free = True
         self._may_coalesce = True
         self._keep(piece)
+
+    def take_peak_bytes(self) -> int:
+        """Return the most bytes in use since this was last asked."""
+        peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.stats.in_use_bytes
+        return peak_bytes
 
     def shrink(self, keep_bytes: int = 0) -> int:
         """Give back slabs that are wholly free and whose last H2D copies are done.
@@ -455,27 +470,29 @@ class HostPool:
         return True
 
     def _refuse(self, num_bytes: int) -> None:
-        self.stats.num_refused += 1
-        self.stats.refused_bytes += num_bytes
-        if self._has_warned:
+        stats = self.stats
+        is_over_cap = stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes
+        stats.num_refused += 1
+        stats.refused_bytes += num_bytes
+        stats.num_unpinnable += not is_over_cap
+        if is_over_cap in self._warned_of:
             return
-        self._has_warned = True
-        over_cap = self.stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes
-        if over_cap or self.last_pin_error is None:
+        self._warned_of.add(is_over_cap)
+        if is_over_cap:
             _logger.warning(
                 "host pool is full: asked %s, %s in use, %s of %s pinned; the tensors stay on the "
                 "device (raise host_memory_bytes or lower the fraction)",
                 _readable(num_bytes),
-                _readable(self.stats.in_use_bytes),
-                _readable(self.stats.slab_bytes_total),
+                _readable(stats.in_use_bytes),
+                _readable(stats.slab_bytes_total),
                 _readable(self.cap_bytes),
             )
         else:
             _logger.warning(
                 "host memory can't be pinned: asked %s, %s pinned, error: %s; the tensors stay on "
-                "the device (lower host_memory_bytes or host_slab_bytes, or raise ulimit -l)",
+                "the device (lower host_memory_bytes or host_slab_bytes)",
                 _readable(num_bytes),
-                _readable(self.stats.slab_bytes_total),
+                _readable(stats.slab_bytes_total),
                 self.last_pin_error,
             )
 

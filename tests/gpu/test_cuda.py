@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import platform
 import weakref
 
 import pytest
 import torch
 from programs import assert_nothing_left, assert_same, one_forward_one_backward
 
+from megatron_offload.backends import cuda
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -33,6 +37,25 @@ def make_manager(**settings):
             },
         )
     )
+
+
+def node_of_page(address):
+    """Return the memory node that a page lies on, as move_pages(2) tells it."""
+    status = ctypes.c_int(-1)
+    page = ctypes.c_void_p(address)
+    number = {"x86_64": 279, "aarch64": 239}[platform.machine()]
+    result = ctypes.CDLL(None).syscall(
+        ctypes.c_long(number),
+        ctypes.c_int(0),
+        ctypes.c_ulong(1),
+        ctypes.byref(page),
+        None,
+        ctypes.byref(status),
+        ctypes.c_int(0),
+    )
+    if result != 0:
+        pytest.skip("the kernel doesn't tell where a page lies")
+    return status.value
 
 
 class Layer(torch.nn.Module):
@@ -206,4 +229,71 @@ def test_pinned_memory_is_exactly_what_was_asked():
     region = manager.backend.empty_host(3 * MIB + 512)
     assert region.is_pinned()
     assert region.nbytes == 3 * MIB + 512
+    manager.close()
+
+
+def launch_and_wait():
+    assert torch.ones(1024, device="cuda").add(1).sum().item() == 2048
+    torch.cuda.synchronize()
+
+
+def test_pages_that_are_pinned_already_leave_no_error_behind():
+    manager = make_manager()
+    pinned = manager.backend.empty_host(2 * MIB)
+    with pytest.raises(RuntimeError, match="pinning 1048576 bytes of host memory failed"):
+        cuda._register(pinned.data_ptr(), MIB)
+    launch_and_wait()
+    cuda._unregister(mmap.PAGESIZE)  # nothing was ever pinned there
+    launch_and_wait()
+    manager.close()
+
+
+def test_memory_that_can_not_be_had_is_an_answer_and_later_kernels_run():
+    manager = make_manager(host_memory_bytes=(1 << 63) - 1)
+    assert manager.host_pool.allocate(1 << 62) is None
+    assert manager.host_pool.stats.num_unpinnable == 1
+    launch_and_wait()
+    region = manager.host_pool.allocate(MIB)
+    assert region is not None
+    assert region.tensor.is_pinned()
+    manager.close()
+
+
+def test_a_program_whose_pins_all_fail_stays_on_the_device(monkeypatch):
+    model = make_model()
+    inputs = make_inputs(model)
+    expected = run_step(model, None, inputs)
+    manager = make_manager()
+    pinned = manager.backend.empty_host(2 * MIB)
+    register = cuda._register
+    monkeypatch.setattr(cuda, "_register", lambda *_: register(pinned.data_ptr(), MIB))
+    for _ in range(2):
+        assert_same(expected, run_step(model, manager, inputs))
+        assert manager.last_step.offloaded_bytes == 0
+        assert manager.last_step.num_unpinnable_blocks > 0
+        assert_nothing_left(manager)
+    manager.close()
+
+
+def test_pinned_memory_lies_on_the_device_s_node():
+    manager = make_manager()
+    node = manager.backend._memory_node
+    if node is None:
+        pytest.skip("the machine has one memory node, or doesn't say which is the device's")
+    region = manager.backend.empty_host(64 * MIB)
+    assert node_of_page(region.data_ptr()) == node
+    manager.close()
+
+
+def test_a_trim_gives_pinned_and_cached_memory_back_between_steps():
+    model = make_model()
+    inputs = make_inputs(model)
+    expected = run_step(model, None, inputs)
+    manager = make_manager(retained_device_bytes=512 * MIB)
+    for _ in range(3):
+        assert_same(expected, run_step(model, manager, inputs))
+        pinned_bytes = manager.host_pool.stats.slab_bytes_total
+        assert manager.trim() == pinned_bytes > 0
+        assert manager.host_pool.stats.slab_bytes_total == 0
+        assert manager.tensor_pool.stats.retained_bytes == 0
     manager.close()

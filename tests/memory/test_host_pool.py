@@ -213,6 +213,31 @@ def test_memory_that_can_t_be_pinned_is_an_answer_not_an_error(error, caplog):
     assert "cannot pin" in record.getMessage()
 
 
+def test_counters_and_warnings_tell_the_cap_from_memory_that_can_t_be_pinned(caplog):
+    backend = Unpinnable(4 * KIB)
+    pool = make(backend, slab=4 * KIB, cap=16 * KIB)
+    for size in (4, 8, 8, 20, 20):
+        pool.allocate(size * KIB)
+    assert pool.stats.num_refused == 4
+    assert pool.stats.num_unpinnable == 2
+    assert pool.stats.num_pin_failures == 1
+    unpinnable, full = [record.getMessage() for record in caplog.records]
+    assert unpinnable.startswith("host memory can't be pinned: asked 8.0 KiB")
+    assert full.startswith("host pool is full: asked 20.0 KiB")
+
+
+def test_the_recent_peak_starts_anew_from_what_is_in_use(backend):
+    pool = make(backend)
+    regions = [pool.allocate(4 * KIB) for _ in range(3)]
+    for region in regions[:2]:
+        pool.free(region, None)
+    assert pool.take_peak_bytes() == 12 * KIB
+    assert pool.take_peak_bytes() == 4 * KIB
+    pool.allocate(2 * KIB)
+    assert pool.take_peak_bytes() == 6 * KIB
+    assert pool.stats.peak_in_use_bytes == 12 * KIB
+
+
 def test_what_could_not_be_pinned_is_not_tried_again_until_shrink():
     backend = Unpinnable(0)
     pool = make(backend)

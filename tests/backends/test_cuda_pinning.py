@@ -1,0 +1,117 @@
+"""Pinning host memory with a made-up CUDA runtime: what is asked, and what a failure does."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_offload.backends import cuda
+
+KIB = 1024
+ALREADY_REGISTERED = 712
+
+
+class Runtime:
+    """Stands in for ``torch.cuda.cudart()``; keeps a failed call's error, as CUDA does."""
+
+    def __init__(self):
+        self.answer = 0
+        self.last_error = 0
+        self.pinned = {}
+        self.nodes = []
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802 - CUDA's name
+        assert flags == 0
+        if self.answer == 0:
+            self.pinned[address] = num_bytes
+        else:
+            self.last_error = self.answer
+        return self.answer
+
+    def cudaHostUnregister(self, address):  # noqa: N802 - CUDA's name
+        if self.pinned.pop(address, None) is None:
+            self.last_error = 1
+            return 1
+        return 0
+
+    def cudaGetErrorString(self, error):  # noqa: N802 - CUDA's name
+        return f"the reason of {error}"
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(cuda, "_clear_last_error", lambda: setattr(runtime, "last_error", 0))
+    monkeypatch.setattr(cuda, "prefer_node", lambda *asked: runtime.nodes.append(asked))
+    return runtime
+
+
+def test_pages_are_pinned_for_as_long_as_anything_refers_to_them(runtime):
+    tensor = torch.frombuffer(cuda._PinnedPages(8 * KIB), dtype=torch.uint8)
+    assert runtime.pinned == {tensor.data_ptr(): 8 * KIB}
+    view = tensor[:10]
+    del tensor
+    gc.collect()
+    assert runtime.pinned
+    del view
+    gc.collect()
+    assert not runtime.pinned
+    assert runtime.last_error == 0
+
+
+def test_a_failed_pin_says_why_and_leaves_no_error_behind(runtime):
+    runtime.answer = ALREADY_REGISTERED
+    with pytest.raises(RuntimeError, match="8192 bytes of host memory failed: the reason of 712"):
+        cuda._PinnedPages(8 * KIB)
+    gc.collect()
+    assert runtime.last_error == 0, "the next kernel would raise"
+
+
+def test_a_failed_unpin_leaves_no_error_behind(runtime):
+    pages = cuda._PinnedPages(8 * KIB)
+    runtime.pinned.clear()
+    del pages
+    gc.collect()
+    assert runtime.last_error == 0, "the next kernel would raise"
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 62, 1 << 63, 1 << 70])
+def test_memory_that_can_not_be_had_is_an_error_of_the_documented_kind(runtime, num_bytes):
+    with pytest.raises(RuntimeError, match=f"{num_bytes} bytes of host memory can't be had"):
+        cuda._PinnedPages(num_bytes)
+    assert not runtime.pinned
+
+
+def test_the_memory_node_is_asked_for_before_the_pages_are_touched(runtime):
+    pages = cuda._PinnedPages(8 * KIB, 1)
+    ((address, num_bytes, node),) = runtime.nodes
+    assert (address, num_bytes, node) == (pages._address, 8 * KIB, 1)
+    del pages
+    cuda._PinnedPages(8 * KIB)
+    assert len(runtime.nodes) == 1, "without a node nothing is asked"
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_an_error_is_cleared_by_a_kernel_that_goes_through(monkeypatch, num_failures):
+    launched = []
+
+    def fill(_):
+        launched.append(1)
+        if len(launched) <= num_failures:
+            raise RuntimeError("CUDA error: part or all of the requested memory range is mapped")
+
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(fill_=fill))
+    cuda._clear_last_error()
+    assert len(launched) == num_failures + 1
+
+
+def test_a_device_s_address_leads_to_its_node(monkeypatch):
+    monkeypatch.setattr(cuda, "node_of_device", lambda *address: address)
+    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=2)
+    assert cuda._memory_node(properties) == (1, 0xDC, 2)
+    del properties.pci_domain_id
+    assert cuda._memory_node(properties) is None
