@@ -17,6 +17,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.planning.host_need import HostNeed
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profile import GroupKey, StepProfile
 from megatron_offload.planning.target import MemoryTarget
@@ -24,8 +25,9 @@ from megatron_offload.planning.target import MemoryTarget
 __all__ = ["Learner"]
 
 _NUM_FITS = 3
-"""How often the host pool is cut to what a step used: each of the first needs less than the last,
-because what something else keeps, and what comes back soon, is found out by and by."""
+"""How often the host pool is cut to what the last step alone used: each of the first needs less
+than the one before, because what something else keeps, and what comes back soon, is found out by
+and by. Later `HostNeed` looks at more steps."""
 
 _logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Learner:
         self._reserved_at_backward_bytes: int | None = None
         self._is_trimmed = False
         self._num_fits_left = _NUM_FITS
+        self._host_need = HostNeed(int(config.host_slab_bytes))
         self._has_settled = False
         self._planned_for: StepProfile | None = None
         self._planned_with: ModulesPolicy | None = None
@@ -95,6 +98,7 @@ class Learner:
             profile = before  # whoever planned with it needn't plan again
         self.profile = profile
         self.is_steady = before is not None and (profile is before or before.has_groups_of(profile))
+        self._fit_host_pool()
         if self.is_steady:
             self._fit()
         elif before is not None:
@@ -135,22 +139,25 @@ class Learner:
         return self.policy.with_residents(self._transfers.budget.resident_room_bytes())
 
     def _fit(self) -> None:
-        """Give back what only the first steps needed, and come closer to the memory target."""
+        """Hand back what only the first steps needed, and come closer to the memory target."""
         is_first = self._num_fits_left == _NUM_FITS
         if self._num_fits_left:
             self._num_fits_left -= 1
-            self._fit_host_pool()
         if is_first:
             self._trim_device()
         elif self._target is not None and self._warmup_target is not None:
             self._follow_target(self._target, self._warmup_target)
 
     def _fit_host_pool(self) -> None:
-        peak_bytes = self._transfers.stats.peak_host_bytes
-        slab_bytes = int(self._config.host_slab_bytes)
-        if self._host_pool.stats.slab_bytes_total >= peak_bytes + slab_bytes:
+        """Unpin what the last steps didn't need; blocks the host where there is such."""
+        pool, need = self._host_pool, self._host_need
+        at_once = self.is_steady and self._num_fits_left > 0
+        need.note(pool.take_peak_bytes(), pool.stats.slab_bytes_total)
+        keep_bytes = need.keep_bytes(at_once=at_once)
+        if keep_bytes is not None:
             self._backend.sync_copies()
-            self._host_pool.shrink(peak_bytes)
+            pool.shrink(keep_bytes)
+            need.note_cut(keep_bytes, pool.stats.slab_bytes_total, at_once=at_once)
 
     def _trim_device(self) -> None:
         self._backend.trim_device()

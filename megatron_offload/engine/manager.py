@@ -304,6 +304,20 @@ class PipelineOffloadManager:
                 return
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
+    def trim(self) -> int:
+        """Give back all memory that no graph needs now, pinned and on the device.
+
+        For between steps, before something else needs the memory; the next step takes it again.
+        Blocks the host until the copies under way are over.
+
+        Returns:
+            The bytes of host memory that were unpinned.
+        """
+        self.backend.sync_copies()
+        self.tensor_pool.clear()
+        self.backend.trim_device()
+        return self.host_pool.shrink()
+
     def close(self) -> None:
         """Abort what runs and give all host memory back; a second call does nothing more."""
         self.abort()

@@ -180,7 +180,107 @@ def test_pinned_memory_comes_down_to_what_a_learned_step_uses(monkeypatch):
         run_step(model, manager, ORDER)
         used.append(manager.last_step.peak_host_bytes)
     assert used[0] > used[1] > used[-1], "each of the first steps teaches something"
-    assert kept[-1] == used[-1]
+    assert used[-1] <= kept[-1] <= 1.1 * used[-1], "small tensors are rounded up"
     assert len(kept) <= 3, "and then the pool is left alone"
     assert manager.host_pool.stats.slab_bytes_total <= 1.1 * used[-1]
     assert manager.host_pool.stats.peak_slab_bytes >= used[0]
+
+
+def watch_pins(manager, monkeypatch):
+    """Return two lists that fill with the sizes of slabs pinned, and of what was unpinned."""
+    pinned, unpinned = [], []
+    empty_host, shrink = manager.backend.empty_host, manager.host_pool.shrink
+
+    def watched_empty_host(num_bytes):
+        pinned.append(num_bytes)
+        return empty_host(num_bytes)
+
+    def watched_shrink(keep_bytes=0):
+        unpinned.append(shrink(keep_bytes))
+        return unpinned[-1]
+
+    monkeypatch.setattr(manager.backend, "empty_host", watched_empty_host)
+    monkeypatch.setattr(manager.host_pool, "shrink", watched_shrink)
+    return pinned, unpinned
+
+
+@pytest.mark.parametrize("timing", ["eager", "late", "random"])
+def test_pinned_memory_follows_when_shapes_change_for_good(monkeypatch, timing):
+    model = make_model()
+    manager = make_manager(timing, host_slab_bytes=4 * KIB)
+    pool = manager.host_pool
+    expected = {rows: run_step(model, None, ORDER, rows=rows) for rows in (16, 8, 32)}
+    settled = {}
+    for rows in (16, 8, 32):
+        for _ in range(18):
+            assert_same(expected[rows], run_step(model, manager, ORDER, rows=rows))
+        used = manager.last_step.peak_host_bytes
+        assert used <= pool.stats.slab_bytes_total <= 1.15 * used + 4 * KIB
+        pinned, unpinned = watch_pins(manager, monkeypatch)
+        for _ in range(6):
+            assert_same(expected[rows], run_step(model, manager, ORDER, rows=rows))
+        assert (pinned, unpinned) == ([], []), "then the pool is left alone"
+        settled.setdefault(rows, pool.stats.slab_bytes_total)
+    assert settled[8] < 0.6 * settled[16]
+    assert settled[16] < 0.6 * settled[32]
+
+
+def test_pinned_memory_comes_down_within_a_few_steps_of_a_change():
+    model = make_model()
+    manager = make_manager(host_slab_bytes=4 * KIB)
+    for _ in range(10):
+        run_step(model, manager, ORDER, rows=16)
+    before = manager.host_pool.stats.slab_bytes_total
+    for _ in range(10):
+        run_step(model, manager, ORDER, rows=8)
+    assert manager.host_pool.stats.slab_bytes_total < 0.6 * before
+
+
+@pytest.mark.parametrize("shapes", [(16, 8), (16, 8, 8, 4, 8)], ids=str)
+def test_alternating_shapes_unpin_nothing(monkeypatch, shapes):
+    model = make_model()
+    manager = make_manager(host_slab_bytes=32 * KIB)
+    for _ in range(8):
+        for rows in shapes:
+            run_step(model, manager, ORDER, rows=rows)
+    pinned, unpinned = watch_pins(manager, monkeypatch)
+    for _ in range(8):
+        for rows in shapes:
+            run_step(model, manager, ORDER, rows=rows)
+    assert unpinned == []
+    assert len(pinned) <= 1
+
+
+def test_a_trim_gives_everything_back_and_the_next_step_is_right(monkeypatch):
+    model = make_model()
+    expected = run_step(model, None, ORDER)
+    manager = make_manager(host_slab_bytes=4 * KIB, retained_device_bytes=1024 * KIB)
+    trims = []
+    monkeypatch.setattr(manager.backend, "trim_device", lambda: trims.append(1))
+    assert manager.trim() == 0
+    for _ in range(4):
+        assert_same(expected, run_step(model, manager, ORDER))
+        pinned_bytes = manager.host_pool.stats.slab_bytes_total
+        assert manager.tensor_pool.stats.retained_bytes > 0
+        trims.clear()
+        assert manager.trim() == pinned_bytes > 0
+        assert trims
+        assert manager.host_pool.stats.slab_bytes_total == 0
+        assert manager.tensor_pool.stats.retained_bytes == 0
+
+
+@pytest.mark.parametrize("timing", ["eager", "late", "random"])
+def test_a_trim_leaves_what_a_live_graph_needs(timing):
+    model = make_model()
+    manager = make_manager(timing, host_slab_bytes=4 * KIB)
+    expected = run_step(model, None, ORDER)
+    passed, trims = manager.transfers.pass_boundary, []
+
+    def pass_boundary(num_bytes):
+        passed(num_bytes)
+        trims.append(manager.trim())
+
+    manager.transfers.pass_boundary = pass_boundary
+    for _ in range(3):
+        assert_same(expected, run_step(model, manager, ORDER))
+    assert sum(trims) > 0

@@ -1,0 +1,97 @@
+"""How much pinned host memory the coming steps will need, judged by the last ones.
+
+Owns the window of steps that is looked at, and when giving memory back is worth it. Must not know
+pools or devices.
+
+Pinning is slow (seconds for tens of GiB) and unpinning waits for the device, so neither may happen
+again and again. What the largest of the last steps used stays; only what none of them needed goes,
+and only if it is a good part of the whole. Each time the memory was wanted back after all, twice as
+many steps are looked at: lengths that alternate, or an evaluation now and then, soon stop it.
+
+Invariant: same steps, same answers. Read next: `megatron_offload.engine.learning`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+__all__ = ["HostNeed"]
+
+_NUM_STEPS = 8
+_MOST_STEPS = 512
+_LEAST_SURPLUS_SHARE = 0.1
+
+
+class HostNeed:
+    """Says after each step what may be unpinned.
+
+    Args:
+        slab_bytes: the least that is worth giving back.
+
+    Attributes:
+        num_steps: how many of the last steps are looked at.
+    """
+
+    def __init__(self, slab_bytes: int) -> None:
+        self.num_steps = _NUM_STEPS
+        self._slab_bytes = slab_bytes
+        self._peaks: deque[int] = deque(maxlen=_MOST_STEPS)
+        self._pinned_bytes = 0
+        # What is pinned over what is used, where less was seen to be too little: free memory is
+        # not all in one piece.
+        self._overhead = 1.0
+        self._has_cut = False
+        self._vain_keep_bytes: int | None = None
+
+    def note(self, peak_bytes: int, pinned_bytes: int) -> None:
+        """Take note of a step.
+
+        Args:
+            peak_bytes: most bytes that were in use at one time.
+            pinned_bytes: what is pinned after it.
+        """
+        before_bytes, self._pinned_bytes = self._pinned_bytes, pinned_bytes
+        self._peaks.append(peak_bytes)
+        if pinned_bytes == before_bytes:
+            return
+        self._vain_keep_bytes = None
+        if pinned_bytes > before_bytes and self._has_cut:
+            self._has_cut = False
+            self.num_steps = min(2 * self.num_steps, _MOST_STEPS)
+        needed_bytes = self._needed_bytes()
+        if pinned_bytes > before_bytes >= needed_bytes > 0:
+            self._overhead = max(self._overhead, pinned_bytes / needed_bytes)
+
+    def keep_bytes(self, *, at_once: bool = False) -> int | None:
+        """Return how much to keep pinned; None where nothing is worth giving back.
+
+        Args:
+            at_once: look at the last step alone: those before it are no guide.
+        """
+        if at_once:
+            needed_bytes = self._peaks[-1]
+        elif len(self._peaks) >= self.num_steps:
+            needed_bytes = self._needed_bytes()
+        else:
+            return None
+        keep_bytes = math.ceil(needed_bytes * self._overhead)
+        surplus_bytes = self._pinned_bytes - keep_bytes
+        is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * self._pinned_bytes
+        if surplus_bytes < self._slab_bytes or not is_much:
+            return None
+        if self._vain_keep_bytes is not None and keep_bytes >= self._vain_keep_bytes:
+            return None
+        return keep_bytes
+
+    def note_cut(self, keep_bytes: int, pinned_bytes: int, *, at_once: bool = False) -> None:
+        """Take note of what is left after an attempt to come down to ``keep_bytes``."""
+        if pinned_bytes == self._pinned_bytes:
+            self._vain_keep_bytes = keep_bytes  # no slab was small enough, or free
+        elif not at_once:
+            self._has_cut = True
+        self._pinned_bytes = pinned_bytes
+
+    def _needed_bytes(self) -> int:
+        """Return the most that a step of the window used."""
+        return max(list(self._peaks)[-self.num_steps :])
