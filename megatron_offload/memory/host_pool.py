@@ -294,7 +294,9 @@ class HostPool:
     def shrink(self, keep_bytes: int = 0) -> int:
         """Give back slabs that are wholly free and whose last H2D copies are done.
 
-        Also forgets pinning failures, so that the next request tries again.
+        Copies into a region that was freed before they ran are not known here: the caller waits for
+        those first (`Backend.sync_copies`). Also forgets pinning failures, so that the next request
+        tries again.
 
         Args:
             keep_bytes: stop before fewer than these would be left pinned.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 from programs import KIB, assert_same, make_manager, make_model, one_forward_one_backward, run_step
 
 ORDER = one_forward_one_backward(8, depth=6)
@@ -284,3 +285,17 @@ def test_a_trim_leaves_what_a_live_graph_needs(timing):
     for _ in range(3):
         assert_same(expected, run_step(model, manager, ORDER))
     assert sum(trims) > 0
+
+
+def test_a_trim_waits_for_copies_that_nothing_has_waited_for():
+    model = make_model()
+    manager = make_manager("late", host_slab_bytes=4 * KIB, max_inflight_bytes=1024 * KIB)
+    manager.begin_chunk()
+    x = torch.randn(16, 32, requires_grad=True)
+    for block in model:
+        x = block(x, manager)
+    del x  # the graph goes with its copies still queued
+    pinned_bytes = manager.host_pool.stats.slab_bytes_total
+    assert manager.backend.num_pending > 0
+    assert manager.trim() == pinned_bytes > 0
+    assert manager.backend.num_pending == 0, "a copy into memory that is gone"
