@@ -74,11 +74,10 @@ MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
 
-
 _MAX_SIZE_LENGTH = 64
 
 
-def _not_negative(value: Any) -> Any:
+def _plain_size(value: Any) -> Any:
     """Say what is wrong in plain words: `ByteSize` alone would call ``-1`` an unreadable size."""
     if isinstance(value, bool):
         raise ValueError("a size is a number of bytes or a text such as '64MiB', not true or false")
@@ -97,7 +96,7 @@ def _not_absurd(value: ByteSize) -> ByteSize:
     return value
 
 
-Bytes = Annotated[ByteSize, BeforeValidator(_not_negative), AfterValidator(_not_absurd)]
+Bytes = Annotated[ByteSize, BeforeValidator(_plain_size), AfterValidator(_not_absurd)]
 """A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
 
 

@@ -221,7 +221,6 @@ class HostPool:
         That is counted, and each of its two reasons is warned of once: the cap, and memory that
         can't be pinned.
 
-
         Raises:
             ValueError: ``num_bytes`` is not positive, or the pool is closed.
         """
