@@ -304,6 +304,7 @@ class PipelineOffloadManager:
                 return
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
+    @guarded
     def trim(self) -> int:
         """Give back all memory that no graph needs now, pinned and on the device.
 
