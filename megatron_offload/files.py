@@ -21,6 +21,7 @@ from megatron_offload.errors import ConfigError
 __all__ = [
     "MAX_DEPTH",
     "MAX_TEXT_BYTES",
+    "parse_json",
     "read_json",
     "read_text",
     "replace_text",
@@ -63,15 +64,29 @@ def read_json(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Any:
     Raises:
         ConfigError: as for `read_text`, or it isn't JSON, or nested deeper than `MAX_DEPTH`.
     """
-    text = read_text(path, limit_bytes=limit_bytes)
+    return parse_json(read_text(path, limit_bytes=limit_bytes), str(path))
+
+
+def parse_json(text: str, source: str, *, allow_nan: bool = False) -> Any:
+    """Return what a JSON text holds; a key given twice is refused.
+
+    Args:
+        text: the JSON.
+        source: what to call it in an error, such as the file's path.
+        allow_nan: take ``NaN`` and ``Infinity`` too, as Python itself writes them.
+
+    Raises:
+        ConfigError: it isn't JSON, or nested deeper than `MAX_DEPTH`.
+    """
+    constant = float if allow_nan else _no_constant
     try:
-        data = json.loads(text, object_pairs_hook=_mapping, parse_constant=_no_constant)
+        data = json.loads(text, object_pairs_hook=_mapping, parse_constant=constant)
     except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deep") from error
+        raise ConfigError(f"{source} is nested too deep") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not plain JSON: {error}") from error
+        raise ConfigError(f"{source} is not plain JSON: {error}") from error
     if _depth(data) > MAX_DEPTH:
-        raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} levels")
+        raise ConfigError(f"{source} is nested deeper than {MAX_DEPTH} levels")
     return data
 
 
