@@ -1,7 +1,8 @@
 """The command ``megatron-offload``: ``train`` and ``compare``.
 
-Owns flags and exit statuses: 0 fine, 1 the runs differ or a rank failed, 2 bad input. Flags keep
-Megatron's names and win over the YAML file. Must not import torch before the input is checked.
+Owns flags and exit statuses: 0 fine, 1 the runs differ or a rank failed, 2 bad input, 143 or 130
+stopped by SIGTERM or SIGINT after a whole step. Flags keep Megatron's names and win over the YAML
+file. Must not import torch before the input is checked.
 Read next: `megatron_offload.train.launch`, `megatron_offload.train.compare`.
 """
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from megatron_offload.config import apply_overrides, load_yaml, validate
 from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.stopping import StoppedError, exit_status
 
 __all__ = ["main", "read_config"]
 
@@ -36,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         errors.print(f"megatron-offload: {error}")
         return 2
+    except StoppedError as error:
+        errors.print(f"megatron-offload: {error}")
+        return exit_status(error.number)
     except OffloadError as error:
         errors.print(f"megatron-offload: {error}")
         return 1
@@ -65,6 +70,8 @@ def read_config(options: argparse.Namespace) -> TrainConfig:
         if not isinstance(section, dict):
             raise ConfigError(f"{options.config}: 'offload' must be a section of keys and values")
         data["offload"] = {**section, **given}
+    if getattr(options, "resume", False):
+        data = apply_overrides(data, ["run.resume=true"])
     return validate(TrainConfig, data, str(options.config or "command line"))
 
 
@@ -73,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     train = commands.add_parser("train", help="train a GPT with pipeline parallelism")
     train.set_defaults(run=_train)
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in run.output, if there is one (run.resume)",
+    )
     compare = commands.add_parser(
         "compare", help="train without and then with offload, and compare every step's bits"
     )
@@ -119,9 +131,10 @@ def _train(config: TrainConfig) -> int:
         return 0
     ranks = reports[0].peaks()
     console = Console()
-    console.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over all steps"))
-    if config.offload.enabled:
-        console.print(group_table(ranks, "Groups of the last step"))
+    if ranks:
+        console.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over all steps"))
+        if config.offload.enabled:
+            console.print(group_table(ranks, "Groups of the last step"))
     console.print(f"steps: {config.run.output / 'steps.jsonl'}", soft_wrap=True)
     return 0
 

@@ -103,7 +103,15 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     return config.model_copy(
         update={
             "offload": config.offload.model_copy(update={"enabled": folder == _FOLDERS[1]}),
-            "run": config.run.model_copy(update={"output": config.run.output / folder}),
+            # A comparison is of whole runs, from the first step on.
+            "run": config.run.model_copy(
+                update={
+                    "output": config.run.output / folder,
+                    "resume": False,
+                    "checkpoint_interval": 0,
+                    "max_restarts": 0,
+                }
+            ),
         }
     )
 

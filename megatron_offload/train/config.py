@@ -218,7 +218,8 @@ class RunConfig(StrictModel):
     """Seed of weights, data order and dropout."""
 
     output: Path = Path("runs/train")
-    """Folder for ``steps.jsonl`` and what else a run writes; an earlier run's are replaced."""
+    """Folder for ``steps.jsonl`` and what else a run writes; an earlier run's are replaced, but not
+    its checkpoints: a run that would lose them is refused."""
 
     log_interval: int = Field(default=1, ge=1)
     """Steps between two printed lines; every step is written to the file."""
@@ -244,6 +245,28 @@ class RunConfig(StrictModel):
 
     hash_gradients: Literal["last", "every"] = "last"
     """Whether gradients are hashed in the last step only or in every step."""
+
+    checkpoint_interval: int = Field(default=0, ge=0)
+    """Steps between two checkpoints; one more is written after the last step, and where a signal
+    stops the run. 0 for none at all."""
+
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept; older ones are removed once a newer one is whole."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint in ``output``, or start from the first step where there is
+    none (``--resume``). A worker group that its launcher restarts does so by itself."""
+
+    max_restarts: int = Field(default=0, ge=0)
+    """How often all ranks are started again after one has failed. Under torchrun its own
+    ``--max-restarts`` counts instead."""
+
+    timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
+    """Seconds after which a rank that waits for another one gives up with an error."""
+
+    shutdown_timeout_s: int = Field(default=300, ge=1)
+    """Seconds that ranks have to finish their step and write a checkpoint after SIGTERM or SIGINT,
+    before they are killed. Under torchrun its own setting counts instead."""
 
 
 class TrainConfig(StrictModel):

@@ -9,6 +9,7 @@ Read next: `megatron_offload.train.loop`.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import pydoc_data
@@ -46,6 +47,10 @@ class TokenSource(Protocol):
         """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""
         ...
 
+    def digest(self) -> str:
+        """Return a digest of the data that the tokens come from."""
+        ...
+
 
 class ByteSource:
     """Sequences cut out of text at places that a counter-based generator draws."""
@@ -68,6 +73,10 @@ class ByteSource:
         rows = [self._text[start : start + self._length] for start in starts]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
+    def digest(self) -> str:
+        """Return a digest of the text."""
+        return hashlib.blake2b(self._text.data, digest_size=16).hexdigest()
+
 
 class IndexedSource:
     """Samples of megatron-core's GPTDataset, in its own shuffled order.
@@ -78,6 +87,7 @@ class IndexedSource:
         micro_batch_size: samples in one microbatch.
         dp_size: data-parallel ranks.
         first_evaluation: where the evaluation's samples begin, behind those of training.
+        digest: of the stored data.
     """
 
     def __init__(
@@ -88,7 +98,9 @@ class IndexedSource:
         micro_batch_size: int,
         dp_size: int,
         first_evaluation: int,
+        digest: str,
     ) -> None:
+        self._digest = digest
         self._dataset = dataset
         self._per_step = per_step
         self._micro_batch_size = micro_batch_size
@@ -105,6 +117,10 @@ class IndexedSource:
             # GPTDataset shifts labels against tokens itself; put the row together again.
             rows.append(torch.cat([sample["tokens"], sample["labels"][-1:]]))
         return torch.stack(rows).to(torch.int64)
+
+    def digest(self) -> str:
+        """Return the digest of the stored data."""
+        return self._digest
 
 
 def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
@@ -211,7 +227,18 @@ def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
         micro_batch_size=data.micro_batch_size,
         dp_size=dp_size,
         first_evaluation=first_evaluation,
+        digest=_indexed_digest(prefix),
     )
+
+
+def _indexed_digest(prefix: str) -> str:
+    """Return a digest of the index and of the size of the tokens, which may be terabytes."""
+    state = hashlib.blake2b(digest_size=16)
+    with open(f"{prefix}.idx", "rb") as file:
+        while piece := file.read(1 << 24):
+            state.update(piece)
+    state.update(str(os.path.getsize(f"{prefix}.bin")).encode())
+    return state.hexdigest()
 
 
 class _Tokens:

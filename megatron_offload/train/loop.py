@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
+from megatron_offload.train.checkpoint import Checkpoints
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import (
     EVALUATION,
@@ -35,21 +36,37 @@ from megatron_offload.train.records import (
     StepRecord,
     gather,
     merge,
+    read_steps,
 )
+from megatron_offload.train.stopping import StopSignals
 
 __all__ = ["run_training"]
 
 
-def run_training(config: TrainConfig, device: Device, title: str = "train") -> RunReport:
+def run_training(
+    config: TrainConfig,
+    device: Device,
+    title: str = "train",
+    *,
+    resume: bool = False,
+    signals: StopSignals | None = None,
+) -> RunReport:
     """Train as ``config`` says, on all ranks together; collective.
 
     Args:
         config: the run, checked by `check_ranks`.
         device: where this rank trains.
         title: what to call the run in what it prints.
+        resume: go on from the newest checkpoint, if there is one.
+        signals: what may stop the run after any step; None for nothing.
 
     Returns:
-        The same report on every rank.
+        The same report on every rank; the steps before a checkpoint that was resumed from are in
+        rank 0's only.
+
+    Raises:
+        ConfigError: the checkpoint is damaged or of another run; on all ranks.
+        CheckpointError: a checkpoint could not be written; on all ranks.
     """
     with open_model_parallel(config, device) as parallel:
         trainer = _Trainer(config, device, parallel)
@@ -58,11 +75,14 @@ def run_training(config: TrainConfig, device: Device, title: str = "train") -> R
             session = stack.enter_context(
                 open_offload(config.offload, trainer.chunks, trainer.meter, parallel.pp_rank)
             )
-            log = stack.enter_context(StepLog(config.run.output, owner=owner))
             printer = stack.enter_context(
                 StepPrinter(title, config.run.steps, config.run.log_interval, owner=owner)
             )
-            report = trainer.run(session, log, printer)
+            report, keep_bytes = trainer.start(printer, resume=resume)
+            log = stack.enter_context(
+                StepLog(config.run.output, owner=owner, keep_bytes=keep_bytes)
+            )
+            trainer.run(report, session, log, printer, signals or StopSignals())
     del trainer
     device.release_cached()
     return report
@@ -84,29 +104,78 @@ class _Trainer:
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
         self._source: TokenSource = build_source(config, parallel.dp_size)
+        self._checkpoints = Checkpoints(
+            config, device, parallel, self.chunks, self._optimizer, self._source.digest
+        )
+        self._first = 1
         self._forward_backward = get_forward_backward_func()
         self.meter: LiveActivationMeter | None = None
         if config.run.measure_live_bytes:
             self.meter = LiveActivationMeter(self._parameters())
 
-    def run(self, session: OffloadSession, log: StepLog, printer: StepPrinter) -> RunReport:
-        """Take every step; return what happened on all ranks."""
-        run, report = self._config.run, RunReport()
-        for step in range(1, run.steps + 1):
-            record = self._train_step(step, session)
+    def start(self, printer: StepPrinter, *, resume: bool) -> tuple[RunReport, int]:
+        """Load the newest checkpoint where one is wanted.
+
+        Returns:
+            What is known of the steps before it, and the bytes of their lines in the log.
+        """
+        report = RunReport()
+        self._checkpoints.clean()
+        if not resume:
+            return report, 0
+        restored = self._checkpoints.load()
+        if restored is None:
+            printer.resumed(None, 0)
+            return report, 0
+        self._scheduler.step(restored.step)
+        self._first = restored.step + 1
+        report.evaluations = dict(restored.evaluations)
+        keep_bytes = 0
+        if self._parallel.rank == 0:
+            report.steps, keep_bytes = self._checkpoints.agreed(
+                lambda: read_steps(self._config.run.output, restored.step)
+            )
+        else:
+            self._checkpoints.agreed(lambda: None)
+        printer.resumed(restored.path, restored.step)
+        return report, keep_bytes
+
+    def run(
+        self,
+        report: RunReport,
+        session: OffloadSession,
+        log: StepLog,
+        printer: StepPrinter,
+        signals: StopSignals,
+    ) -> None:
+        """Take every step that is left; adds what happened on all ranks to the report."""
+        run = self._config.run
+        for step in range(self._first, run.steps + 1):
+            record, number = self._train_step(step, session, signals)
             report.steps.append(record)
             log.write(record)
             printer.step(record)
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
                 printer.evaluation(step, report.evaluations[step])
+            ends = number or step == run.steps
+            if run.checkpoint_interval and (ends or step % run.checkpoint_interval == 0):
+                # The log must reach as far as the checkpoint, whatever happens.
+                log.sync()
+                printer.saved(self._checkpoints.save(step, report.evaluations))
+            if number and step < run.steps:
+                printer.stopped(step, number)
+                report.stopped_by = number
+                return
         mine = (digest(self._parameters()), sum(p.numel() for p in self._parameters()))
         everyone = gather(mine, self._parallel.host_group)
         report.parameters = tuple(entry[0] for entry in everyone)
         report.num_parameters = tuple(entry[1] for entry in everyone)
-        return report
 
-    def _train_step(self, step: int, session: OffloadSession) -> StepRecord:
+    def _train_step(
+        self, step: int, session: OffloadSession, signals: StopSignals
+    ) -> tuple[StepRecord, int]:
+        """Take one step; return its record, and the signal that any rank has received, else 0."""
         self._device.synchronize()
         self._device.reset_peaks()
         if self.meter is not None:
@@ -144,7 +213,10 @@ class _Trainer:
             gradients=gradients,
             **counters,
         )
-        return merge(step, lr, self._tokens_per_step(), gather(mine, self._parallel.host_group))
+        # Ranks receive a signal at different steps; here all of them learn of it at the same.
+        everyone = gather((mine, signals.received), self._parallel.host_group)
+        record = merge(step, lr, self._tokens_per_step(), [entry[0] for entry in everyone])
+        return record, max(entry[1] for entry in everyone)
 
     def _evaluate(self, step: int) -> float:
         for chunk in self.chunks:

@@ -117,12 +117,13 @@ def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> st
 
 
 @contextlib.contextmanager
-def open_process_group(kind: str, threads: int) -> Iterator[Device]:
+def open_process_group(kind: str, threads: int, timeout_s: float) -> Iterator[Device]:
     """Join all ranks, from the environment that a launcher set; leaves the group at the end.
 
     Args:
         kind: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
         threads: CPU threads of this process.
+        timeout_s: seconds that this rank waits for others before it fails.
 
     Raises:
         ConfigError: the launcher set no ``LOCAL_RANK``, or one that is no rank.
@@ -138,7 +139,7 @@ def open_process_group(kind: str, threads: int) -> Iterator[Device]:
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
-        timeout=timedelta(minutes=10),
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if kind == "cuda" else None,
     )
     try:
@@ -174,8 +175,11 @@ def open_model_parallel(config: TrainConfig, device: Device) -> Iterator[Paralle
             pipeline_model_parallel_size=config.parallel.pipeline,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=config.run.timeout_s / 60,
         )
-        host_group = torch.distributed.new_group(backend="gloo")
+        host_group = torch.distributed.new_group(
+            timeout=timedelta(seconds=config.run.timeout_s), backend="gloo"
+        )
         try:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
             dp_rank = parallel_state.get_data_parallel_rank()

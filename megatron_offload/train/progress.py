@@ -6,7 +6,9 @@ Read next: `megatron_offload.train.loop`.
 
 from __future__ import annotations
 
+import signal
 import sys
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -35,6 +37,24 @@ class StepPrinter:
             disable=not (owner and sys.stderr.isatty()),
         )
         self._task = self._progress.add_task(title, total=steps)
+
+    def resumed(self, path: Path | None, step: int) -> None:
+        """Say where the run goes on; ``path`` is the checkpoint, None where there was none."""
+        self._progress.update(self._task, completed=step)
+        if path is None:
+            text = "no checkpoint to resume from; starting with the first step"
+        else:
+            text = f"resumed from {path}; going on after step {step}"
+        self._console.print(f"{self._title}: {text}", soft_wrap=True)
+
+    def saved(self, path: Path) -> None:
+        """Say that a checkpoint is whole."""
+        self._console.print(f"{self._title}: saved {path}", soft_wrap=True)
+
+    def stopped(self, step: int, number: int) -> None:
+        """Say that a signal ends the run."""
+        name = signal.Signals(number).name
+        self._console.print(f"{self._title}: {name}; stopping after step {step}", soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
         """Show one finished step."""

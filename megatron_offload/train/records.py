@@ -9,14 +9,35 @@ decimal form. Read next: `megatron_offload.train.loop`.
 from __future__ import annotations
 
 import json
+import os
+import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import pydantic
 import torch
 import torch.distributed
 
-__all__ = ["RankStep", "RunReport", "StepLog", "StepRecord", "gather", "merge"]
+from megatron_offload.errors import ConfigError
+from megatron_offload.files import parse_json
+
+__all__ = [
+    "RankStep",
+    "RunReport",
+    "StepLog",
+    "StepRecord",
+    "gather",
+    "merge",
+    "read_steps",
+]
+
+_LOG_NAME = "steps.jsonl"
+_MAX_LINE_BYTES = 16 * 1024**2
+"""A line has some hundred bytes for each rank and each of its groups."""
+
+_TOTALS = frozenset({"offloaded_bytes", "reloaded_bytes", "num_late_reloads"})
+"""Keys of a line that are sums over its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +98,41 @@ class StepRecord:
         }
         return json.dumps(line)
 
+    @classmethod
+    def from_json(cls, text: str, source: str) -> StepRecord:
+        """Return the record that `to_json` made a line of.
+
+        Args:
+            text: the line.
+            source: what to call it in an error.
+
+        Raises:
+            ConfigError: it is no such line.
+        """
+        line = parse_json(text, source, allow_nan=True)
+        try:
+            ranks = [
+                {**rank, "loss": _from_hex(rank.pop("loss_hex"))} for rank in line.pop("ranks")
+            ]
+            for key in _TOTALS:
+                del line[key]
+            for key in ("loss", "grad_norm"):
+                line[key] = _from_hex(line.pop(f"{key}_hex"))
+            return _STEP_RECORD.validate_python({**line, "ranks": ranks})
+        except pydantic.ValidationError as error:
+            issue = error.errors()[0]
+            where = ".".join(str(part) for part in issue["loc"])
+            raise ConfigError(f"{source}: {where!r}: {issue['msg']}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"{source} is not a step that training wrote: {error}") from error
+
+
+_STEP_RECORD = pydantic.TypeAdapter(StepRecord)
+
+
+def _from_hex(text: str | None) -> float | None:
+    return None if text is None else float.fromhex(text)
+
 
 @dataclass(slots=True)
 class RunReport:
@@ -89,9 +145,16 @@ class RunReport:
     """Digest of every rank's parameters after the last step."""
     num_parameters: tuple[int, ...] = ()
     """Parameters held by every rank."""
+    stopped_by: int = 0
+    """The signal that stopped the run before its last step; 0 for none."""
 
     def peaks(self) -> list[dict[str, Any]]:
-        """Return one mapping per rank: the last step's numbers with each memory peak's maximum."""
+        """Return one mapping per rank: the last step's numbers with each memory peak's maximum.
+
+        There is none without a step.
+        """
+        if not self.steps:
+            return []
         ranks = [asdict(rank) for rank in self.steps[-1].ranks]
         for index, rank in enumerate(ranks):
             for key in rank:
@@ -100,20 +163,81 @@ class RunReport:
         return ranks
 
 
-class StepLog:
-    """Writes ``steps.jsonl``, one line a step, on the rank that owns it; silent on the others."""
+def read_steps(folder: Path, last: int) -> tuple[list[StepRecord], int]:
+    """Read the lines of ``steps.jsonl`` up to a step; what comes after it may be anything.
 
-    def __init__(self, folder: Path, *, owner: bool) -> None:
+    Args:
+        folder: the run's.
+        last: the step of the last line that is wanted.
+
+    Returns:
+        The records, and how many bytes their lines take. Neither where there is no such file.
+
+    Raises:
+        ConfigError: the file can't be read, a line up to ``last`` is not one that training wrote,
+            or a step is missing.
+    """
+    path = folder / _LOG_NAME
+    records: list[StepRecord] = []
+    size = 0
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from error
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigError(f"can't read {path}: not a regular file")
+        while not records or records[-1].step < last:
+            line = file.readline(_MAX_LINE_BYTES + 1)
+            source = f"{path} line {len(records) + 1}"
+            if len(line) > _MAX_LINE_BYTES:
+                raise ConfigError(f"{source} is longer than {_MAX_LINE_BYTES} bytes")
+            if not line.endswith(b"\n"):
+                raise ConfigError(
+                    f"{path} ends at step {records[-1].step if records else 0}, but the checkpoint "
+                    f"is of step {last}; move the file elsewhere to go on with a new one"
+                )
+            try:
+                record = StepRecord.from_json(line.decode("utf-8"), source)
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{source} is not UTF-8: {error}") from error
+            if record.step > last or (records and record.step != records[-1].step + 1):
+                raise ConfigError(f"{source} is of step {record.step}, which does not follow")
+            records.append(record)
+            size += len(line)
+    return records, size
+
+
+class StepLog:
+    """Writes ``steps.jsonl``, one line a step, on the rank that owns it; silent on the others.
+
+    Args:
+        folder: the run's; made where it is missing.
+        owner: whether this rank writes.
+        keep_bytes: how much of a file that is there to keep; the rest is cut off.
+    """
+
+    def __init__(self, folder: Path, *, owner: bool, keep_bytes: int = 0) -> None:
         self._file: TextIO | None = None
         if owner:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / "steps.jsonl").open("w", encoding="utf-8")
+            path = folder / _LOG_NAME
+            if keep_bytes:
+                os.truncate(path, keep_bytes)
+            self._file = path.open("a" if keep_bytes else "w", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
         """Append one line and hand it to the operating system at once."""
         if self._file is not None:
             self._file.write(record.to_json() + "\n")
             self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until what is written would outlive a loss of power."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; twice is fine."""

@@ -1,0 +1,321 @@
+"""Where checkpoints lie, which of them are whole, and what their plain files say.
+
+Owns the folder ``checkpoints`` of a run: names, the step from "being written" to "whole", removal,
+and the strict reading of the two JSON files in each checkpoint. Must not know torch, so that a bad
+checkpoint is refused before a process is started.
+
+Invariants: a folder under its final name is whole, because it gets that name by one rename after
+everything in it is on disk; a whole one is removed only by first taking that name away. What is
+read is data: nothing in it is imported, called or unpickled. Read next:
+`megatron_offload.train.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatron_offload.config import StrictModel, validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.files import read_json, replace_text, sync_folder
+from megatron_offload.train.config import TrainConfig
+
+__all__ = [
+    "CheckpointFolder",
+    "DType",
+    "Manifest",
+    "StoredTensor",
+    "check_same_run",
+    "read_checkpoint",
+    "write_config",
+    "write_manifest",
+]
+
+_NAME = re.compile(r"step_([0-9]{6,15})")
+_PART_NAME = re.compile(r"\.step_[0-9]{6,15}\.part")
+_MANIFEST, _CONFIG = "checkpoint.json", "config.json"
+_MAX_MANIFEST_BYTES = 256 * 1024**2
+
+_Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+DType = Literal["bfloat16", "float16", "float32", "float64", "int32", "int64", "uint8"]
+"""Types of stored elements, under torch's names."""
+
+
+class StoredTensor(StrictModel):
+    """One tensor's place in a checkpoint: ``length`` bytes at ``offset`` of ``file``."""
+
+    dtype: DType
+    shape: tuple[_Count, ...]
+    file: str = Field(pattern=r"^__[0-9]{1,9}_[0-9]{1,9}\.distcp$")
+    offset: _Count
+    length: _Count
+
+
+class Manifest(StrictModel):
+    """What a checkpoint holds."""
+
+    format: Literal[1]
+    step: Annotated[int, Field(ge=1, lt=10**15)]
+    """Training steps that were done."""
+
+    ranks: Annotated[int, Field(ge=1)]
+    device: str
+    """Kind of device, ``cpu`` or ``cuda``."""
+
+    data: str
+    """Digest of the training data."""
+
+    evaluations: dict[int, str]
+    """Evaluation losses so far, as ``float.hex``, by step."""
+
+    versions: dict[str, str]
+    """What wrote it, for people."""
+
+    tensors: dict[str, StoredTensor]
+
+    def model_post_init(self, _: Any, /) -> None:
+        """Refuse losses that are no numbers."""
+        for step, loss in self.evaluations.items():
+            try:
+                float.fromhex(loss)
+            except (ValueError, OverflowError) as error:
+                raise ConfigError(f"evaluations.{step}: {loss[:80]!r} is no number") from error
+
+
+class CheckpointFolder:
+    """The checkpoints of one run.
+
+    Args:
+        output: the run's folder, ``run.output``.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.path = output / "checkpoints"
+
+    def steps(self) -> list[int]:
+        """Return the steps of all whole checkpoints, oldest first.
+
+        Raises:
+            ConfigError: the folder is a link or a file, can't be read, or holds something that only
+                looks like a checkpoint.
+        """
+        found = []
+        for entry in self._entries():
+            if not entry.name.startswith("step_"):
+                continue
+            match = _NAME.fullmatch(entry.name)
+            if match is None or entry.name != _name(int(match[1])):
+                raise ConfigError(
+                    f"{self.path / entry.name} is no name of a checkpoint (step_000010 is one); "
+                    f"move it elsewhere"
+                )
+            if not entry.is_dir(follow_symlinks=False):
+                raise ConfigError(f"{self.path / entry.name} is no folder; move it elsewhere")
+            found.append(int(match[1]))
+        return sorted(found)
+
+    def latest(self) -> Path | None:
+        """Return the newest whole checkpoint, or None; raises as `steps` does."""
+        steps = self.steps()
+        return self.path_of(steps[-1]) if steps else None
+
+    def path_of(self, step: int) -> Path:
+        """Return where the whole checkpoint of a step lies."""
+        return self.path / _name(step)
+
+    def part_of(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies while it is written or removed."""
+        return self.path / f".{_name(step)}.part"
+
+    def begin(self, step: int) -> Path:
+        """Make the empty folder that a checkpoint is written into.
+
+        Raises:
+            OSError: it can't be made.
+            ConfigError: as for `steps`.
+        """
+        self._entries()
+        self.path.mkdir(parents=True, exist_ok=True)
+        part = self.part_of(step)
+        _remove(part)
+        part.mkdir()
+        return part
+
+    def publish(self, step: int) -> Path:
+        """Give a checkpoint its final name, after all of it is on disk; returns its folder."""
+        part, path = self.part_of(step), self.path_of(step)
+        sync_folder(part)
+        os.rename(part, path)
+        sync_folder(self.path)
+        return path
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints."""
+        for step in self.steps()[:-keep]:
+            part = self.part_of(step)
+            _remove(part)
+            os.rename(self.path_of(step), part)
+            _remove(part)
+
+    def clean(self) -> None:
+        """Remove what a killed run left half written or half removed."""
+        for entry in self._entries():
+            if _PART_NAME.fullmatch(entry.name):
+                _remove(self.path / entry.name)
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        try:
+            mode = os.lstat(self.path).st_mode
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"can't read {self.path}: {error.strerror}") from error
+        if not stat.S_ISDIR(mode):
+            kind = "a link" if stat.S_ISLNK(mode) else "no folder"
+            raise ConfigError(
+                f"{self.path} is {kind}; checkpoints need a folder of that name: move it elsewhere "
+                f"or choose another run.output"
+            )
+        try:
+            with os.scandir(self.path) as entries:
+                return list(entries)
+        except OSError as error:
+            raise ConfigError(f"can't read {self.path}: {error.strerror}") from error
+
+
+def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifest:
+    """Return what a whole checkpoint holds, if this run may go on from it.
+
+    Args:
+        path: its folder.
+        config: the run.
+        world_size: the run's ranks over all machines.
+
+    Raises:
+        ConfigError: it is damaged, or of another run.
+    """
+    data = read_json(path / _MANIFEST, limit_bytes=_MAX_MANIFEST_BYTES)
+    manifest = validate(Manifest, _mapping(data, path / _MANIFEST), str(path / _MANIFEST))
+    if path.name != _name(manifest.step):
+        raise ConfigError(
+            f"{path / _MANIFEST} is of step {manifest.step}, but its folder is {path.name}"
+        )
+    data = read_json(path / _CONFIG)
+    saved = validate(TrainConfig, _mapping(data, path / _CONFIG), str(path / _CONFIG))
+    check_same_run(path, saved, config)
+    if manifest.ranks != world_size:
+        raise ConfigError(
+            f"{path} was written by {manifest.ranks} ranks, this run has {world_size}; start "
+            f"{manifest.ranks}"
+        )
+    if manifest.step > config.run.steps:
+        raise ConfigError(
+            f"{path} is of step {manifest.step}, but run.steps is {config.run.steps}; set it to "
+            f"{manifest.step} or more"
+        )
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write what a checkpoint holds into its folder."""
+    replace_text(folder / _MANIFEST, manifest.model_dump_json())
+
+
+def write_config(folder: Path, config: TrainConfig) -> None:
+    """Write the run's configuration into a checkpoint's folder."""
+    replace_text(folder / _CONFIG, config.model_dump_json(indent=2))
+
+
+_MAY_DIFFER = frozenset(
+    {
+        "data.indexed",  # the digest of the data counts, not where it lies
+        "data.text",
+        "parallel.ranks",  # the number of ranks counts
+        "run.checkpoint_interval",
+        "run.device",  # what "auto" comes to is compared later, and so are the tensors' dtypes
+        "run.dtype",
+        "run.eval_interval",
+        "run.hash_gradients",
+        "run.keep_checkpoints",
+        "run.log_interval",
+        "run.max_restarts",
+        "run.measure_live_bytes",
+        "run.output",
+        "run.resume",
+        "run.shutdown_timeout_s",
+        "run.steps",
+        "run.timeout_s",
+    }
+)
+
+
+def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig) -> None:
+    """Check that ``config`` goes on computing what ``saved`` began.
+
+    Offload settings may differ: they don't change a bit. ``run.steps`` may, unless the learning
+    rate or the order of an indexed dataset hangs on it.
+
+    Args:
+        path: the checkpoint, for the error.
+        saved: the configuration that it was written under.
+        config: the run's.
+
+    Raises:
+        ConfigError: every key that differs, with both values.
+    """
+    before, now = dict(_values(saved.model_dump())), dict(_values(config.model_dump()))
+    keys = [
+        key
+        for key in now
+        if key not in _MAY_DIFFER and not key.startswith("offload.") and before[key] != now[key]
+    ]
+    indexed = config.data.indexed is not None
+    if saved.run.steps != config.run.steps and (config.schedule.decay != "constant" or indexed):
+        keys.append("run.steps")
+    if indexed and bool(saved.run.eval_interval) != bool(config.run.eval_interval):
+        keys.append("run.eval_interval")
+    if keys:
+        lines = [f"{key} was {before[key]!r}, this run has {now[key]!r}" for key in keys]
+        raise ConfigError(
+            f"{path} is of a run with other settings, so going on would not give its numbers: "
+            + "; ".join(lines)
+            + ". Set them back, or start over in another run.output"
+        )
+
+
+def _values(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _values(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _mapping(data: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold an object, got a {type(data).__name__}")
+    return data
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with all in it, or whatever else has that name; links are not followed."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
