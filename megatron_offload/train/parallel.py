@@ -137,16 +137,42 @@ def open_process_group(kind: str, threads: int, timeout_s: float) -> Iterator[De
     torch.set_num_threads(threads)
     if kind == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_s)
     torch.distributed.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=device if kind == "cuda" else None,
+        **_store_of_this_attempt(timeout),
     )
     try:
         yield Device(device)
     finally:
         torch.distributed.destroy_process_group()
         torch.set_num_threads(found_threads)
+
+
+def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
+    """Return how to meet the other ranks where the launcher keeps one store over its restarts.
+
+    Ranks that were started again would find the addresses of those before them there, and fail to
+    connect; so each attempt has keys of its own. Elsewhere the environment says all.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    world_size = int(os.environ["WORLD_SIZE"])
+    store = torch.distributed.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=False,
+        timeout=timeout,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {
+        "store": torch.distributed.PrefixStore(f"attempt_{attempt}", store),
+        "rank": int(os.environ["RANK"]),
+        "world_size": world_size,
+    }
 
 
 @contextlib.contextmanager
