@@ -14,13 +14,14 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_offload.errors import ConfigError
 
 __all__ = [
     "MAX_DEPTH",
     "MAX_TEXT_BYTES",
+    "open_regular",
     "parse_json",
     "read_json",
     "read_text",
@@ -41,21 +42,36 @@ def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
     Raises:
         ConfigError: it is missing, no regular file, too large, unreadable or not UTF-8.
     """
-    path = Path(path)
+    with open_regular(path) as file:
+        try:
+            content = file.read(limit_bytes + 1)
+            if len(content) > limit_bytes:
+                raise ConfigError(f"can't read {path}: it holds more than {limit_bytes} bytes")
+            return content.decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"can't read {path}: {error}") from error
+
+
+def open_regular(path: str | Path, *, follow_link: bool = True) -> BinaryIO:
+    """Open a regular file for reading bytes; the caller closes it.
+
+    Args:
+        path: the file's.
+        follow_link: whether ``path`` itself may be a symbolic link.
+
+    Raises:
+        ConfigError: it is missing, something else such as a folder or a pipe, or unreadable.
+    """
     try:
         # Opening a pipe would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ConfigError(f"can't read {path}: not a regular file")
-            content = file.read(limit_bytes + 1)
-        if len(content) > limit_bytes:
-            raise ConfigError(f"can't read {path}: it holds more than {limit_bytes} bytes")
-        return content.decode("utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags if follow_link else flags | os.O_NOFOLLOW)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"can't read {path}: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"can't read {path}: not a regular file")
+    return open(descriptor, "rb")
 
 
 def read_json(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Any:

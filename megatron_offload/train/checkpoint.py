@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import stat
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from megatron_offload.errors import ConfigError, OffloadError
+from megatron_offload.files import open_regular
 from megatron_offload.train.checkpoint_folder import (
     CheckpointFolder,
     Manifest,
@@ -355,30 +355,13 @@ def _check_tensors(
                 f"its {tensor.nbytes} and their frame"
             )
         if stored.file not in sizes:
-            with _opened(path / stored.file) as file:
+            with open_regular(path / stored.file, follow_link=False) as file:
                 sizes[stored.file] = os.fstat(file.fileno()).st_size
         if stored.offset + stored.length > sizes[stored.file]:
             raise ConfigError(
                 f"{path / stored.file} holds {sizes[stored.file]} bytes, but {name!r} ends at "
                 f"{stored.offset + stored.length}: the file is cut off"
             )
-
-
-def _opened(path: Path) -> Any:
-    """Open a regular file, not through a link.
-
-    Raises:
-        ConfigError: it is something else, or can't be read.
-    """
-    try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = open(os.open(path, flags), "rb")  # noqa: SIM115 - the caller closes it
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ConfigError(f"can't read {path}: not a regular file")
-    return file
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -437,7 +420,7 @@ class _Reader(dcp.FileSystemReader):
         for item in plan.items:
             items.setdefault(self.storage_data[item.storage_index].file, []).append(item)
         for name, wanted in items.items():
-            with _opened(Path(self.path) / name) as file:
+            with open_regular(Path(self.path) / name, follow_link=False) as file:
                 for item in wanted:
                     stored = self.storage_data[item.storage_index]
                     target = planner.resolve_tensor(item).detach()

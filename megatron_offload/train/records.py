@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +19,7 @@ import torch
 import torch.distributed
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import parse_json
+from megatron_offload.files import open_regular, parse_json
 
 __all__ = [
     "RankStep",
@@ -180,15 +179,9 @@ def read_steps(folder: Path, last: int) -> tuple[list[StepRecord], int]:
     path = folder / _LOG_NAME
     records: list[StepRecord] = []
     size = 0
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return [], 0
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from error
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError(f"can't read {path}: not a regular file")
+    with open_regular(path) as file:
         while not records or records[-1].step < last:
             line = file.readline(_MAX_LINE_BYTES + 1)
             source = f"{path} line {len(records) + 1}"

@@ -1,0 +1,172 @@
+"""A checkpoint has its name only while it is whole; what is not one is never touched."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron_offload.config import validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.train import checkpoint_folder
+from megatron_offload.train.checkpoint_folder import CheckpointFolder, check_same_run
+from megatron_offload.train.config import TrainConfig
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CheckpointFolder(tmp_path)
+
+
+def write(folder, *steps):
+    for step in steps:
+        (folder.begin(step) / "data").write_text(str(step))
+        folder.publish(step)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.path.iterdir())
+
+
+def test_a_checkpoint_is_not_there_until_it_is_published(folder):
+    assert folder.latest() is None
+    part = folder.begin(3)
+    (part / "data").write_text("3")
+    assert folder.latest() is None
+    assert folder.publish(3) == folder.latest() == folder.path_of(3)
+    assert (folder.path_of(3) / "data").read_text() == "3"
+
+
+def test_the_newest_is_the_one_of_the_highest_step(folder):
+    write(folder, 9, 10, 1_000_000, 2)
+    assert folder.steps() == [2, 9, 10, 1_000_000]
+    assert folder.latest() == folder.path_of(1_000_000)
+
+
+def test_writing_again_begins_with_an_empty_folder(folder):
+    (folder.begin(1) / "half").write_text("")
+    assert list(folder.begin(1).iterdir()) == []
+
+
+def test_pruning_keeps_the_newest(folder):
+    write(folder, 1, 2, 3)
+    folder.prune(2)
+    assert folder.steps() == [2, 3]
+
+
+def test_a_kill_while_pruning_leaves_no_half_checkpoint(folder, monkeypatch):
+    write(folder, 1, 2)
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.prune(1)
+    assert folder.steps() == [2]
+    folder.clean()
+    assert names(folder) == ["step_000002"]
+
+
+def test_cleaning_removes_only_our_half_written_folders(folder, tmp_path):
+    write(folder, 1)
+    folder.begin(2)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").write_text("")
+    (folder.path / ".step_000003.part").symlink_to(tmp_path / "elsewhere")
+    for name in ("notes", ".step_x.part", ".nfs01"):
+        (folder.path / name).mkdir()
+    folder.clean()
+    assert names(folder) == [".nfs01", ".step_x.part", "notes", "step_000001"]
+    assert (tmp_path / "elsewhere" / "kept").exists()
+
+
+@pytest.mark.parametrize("name", ["step_10", "step_000010.bak", "step_0000010", "step_latest"])
+def test_a_name_that_only_looks_like_ours_is_refused(folder, name):
+    write(folder, 1)
+    (folder.path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} is no name of a checkpoint"):
+        folder.latest()
+    with pytest.raises(ConfigError):
+        folder.prune(1)
+    assert (folder.path / name).exists()
+
+
+def test_a_checkpoint_that_is_a_file_or_a_link_is_refused(folder, tmp_path):
+    write(folder, 1)
+    (folder.path / "step_000002").write_text("")
+    with pytest.raises(ConfigError, match="step_000002 is no folder"):
+        folder.latest()
+    os.unlink(folder.path / "step_000002")
+    (folder.path / "step_000002").symlink_to(folder.path_of(1))
+    with pytest.raises(ConfigError, match="step_000002 is no folder"):
+        folder.latest()
+
+
+def test_checkpoints_that_are_a_file_or_a_link_are_refused(folder, tmp_path):
+    folder.path.write_text("")
+    with pytest.raises(ConfigError, match="is no folder; checkpoints need"):
+        folder.latest()
+    os.unlink(folder.path)
+    folder.path.symlink_to(tmp_path)
+    for action in (folder.latest, folder.clean, lambda: folder.begin(1)):
+        with pytest.raises(ConfigError, match="is a link"):
+            action()
+
+
+def test_a_folder_without_permission_is_refused(folder, monkeypatch):
+    write(folder, 1)
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint_folder.os, "scandir", denied)
+    with pytest.raises(ConfigError, match="checkpoints: Permission denied"):
+        folder.latest()
+
+
+def config(**sections):
+    return validate(TrainConfig, sections, "test")
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"offload": {"enabled": True, "fraction": 0.5}},
+        {"run": {"output": "elsewhere", "log_interval": 7, "keep_checkpoints": 9, "resume": True}},
+        {"run": {"eval_interval": 5, "hash_gradients": "every", "checkpoint_interval": 3}},
+    ],
+)
+def test_what_does_not_change_a_bit_may_differ(folder, now):
+    check_same_run(folder.path, config(), config(**now))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({"model": {"layers": 8}}, {}, "model.layers was 8, this run has 4"),
+        ({}, {"parallel": {"virtual": 2}}, "parallel.virtual was 1, this run has 2"),
+        ({}, {"run": {"steps": 20}}, "run.steps was 10, this run has 20"),
+        ({}, {"run": {"deterministic": False}}, "run.deterministic was True"),
+        ({}, {"optimizer": {"clip_grad": 2}}, "optimizer.clip_grad was 1.0"),
+        (
+            {"data": {"indexed": "a"}, "schedule": {"decay": "constant"}},
+            {"data": {"indexed": "a"}, "schedule": {"decay": "constant"}, "run": {"steps": 11}},
+            "run.steps was 10",
+        ),
+        (
+            {"data": {"indexed": "a"}},
+            {"data": {"indexed": "a"}, "run": {"eval_interval": 1}},
+            "run.eval_interval was 0",
+        ),
+    ],
+)
+def test_what_changes_the_numbers_may_not_differ(folder, before, now, expected):
+    with pytest.raises(ConfigError, match=expected):
+        check_same_run(folder.path, config(**before), config(**now))
+
+
+def test_every_key_that_may_differ_exists():
+    keys = dict(checkpoint_folder._values(config().model_dump()))
+    assert keys.keys() >= checkpoint_folder._MAY_DIFFER

@@ -1,0 +1,91 @@
+"""Small training runs for the tests: as one rank in this process, or as a command of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+TINY = {
+    "model": {
+        "layers": 4,
+        "hidden": 16,
+        "heads": 2,
+        "sequence_length": 8,
+        "dropout": 0.1,
+        "tied_embeddings": True,
+    },
+    "parallel": {"pipeline": 2, "virtual": 2},
+    "data": {"micro_batch_size": 1, "microbatches": 2},
+    "run": {"steps": 6, "device": "cpu", "hash_gradients": "every"},
+    "offload": {"modules": ["core_attn", "mlp_act"], "min_tensor_bytes": 0},
+}
+
+
+def words(output, *settings, resume=False):
+    """Return the command line of a tiny run; settings are ``section.key=value``."""
+    found = ["train", *(["--resume"] if resume else []), "--set"]
+    for section, keys in TINY.items():
+        found += [f"{section}.{key}={json.dumps(value)}" for key, value in keys.items()]
+    return [*found, f"run.output={output}", *settings]
+
+
+def environment_of_one_rank():
+    """Return what torchrun tells the only rank of a run."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+def environment(**more):
+    """Return this process's environment for a command; one thread for each rank."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def run(arguments, *, program=("-m", "megatron_offload.train.cli"), **more):
+    """Run a command; return its status and its standard error."""
+    done = subprocess.run(
+        [sys.executable, *program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env=environment(**more),
+    )
+    return done.returncode, done.stderr
+
+
+def numbers(output):
+    """Return what must be the same in two runs, by step: losses, norms and gradients as bits."""
+    text = (Path(output) / "steps.jsonl").read_text()
+    steps = [json.loads(line) for line in text.splitlines()]
+    return {
+        step["step"]: (
+            step["loss_hex"],
+            step["grad_norm_hex"],
+            step["lr"],
+            [(rank["loss_hex"], rank["gradients"]) for rank in step["ranks"]],
+        )
+        for step in steps
+    }
+
+
+def stored(output, step):
+    """Return the bytes of every tensor file of a checkpoint, by name."""
+    folder = Path(output) / "checkpoints" / f"step_{step:06d}"
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
+
+
+def whole(output):
+    """Return the steps of the whole checkpoints."""
+    return sorted(int(x.name[5:]) for x in (Path(output) / "checkpoints").glob("step_*"))
