@@ -1,4 +1,4 @@
-"""What many tests share: where helpers lie, what a GPU test needs, how many random programs run."""
+"""What many tests share: where helpers lie, what a GPU test needs, how much is tried at random."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ def pytest_addoption(parser):
         "--every-line", type=int, default=101, help="interrupt a step at each n-th of its lines"
     )
     parser.addoption("--fuzz-first-seed", type=int, default=0, help="seed of the first of them")
+    parser.addoption("--faults", type=int, default=3, help="how many training runs to kill")
 
 
 def pytest_generate_tests(metafunc):
+    if "fault_seed" in metafunc.fixturenames:
+        metafunc.parametrize("fault_seed", range(metafunc.config.getoption("--faults")))
     if "fuzz_seed" in metafunc.fixturenames:
         first = metafunc.config.getoption("--fuzz-first-seed")
         seeds = range(first, first + metafunc.config.getoption("--fuzz"))

@@ -1,0 +1,164 @@
+"""Whatever ends a run of two processes, the next one goes on from its last whole checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import environment, numbers, run, stored, whole, words
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="counts on two CPU processes"),
+]
+
+STEPS = 8
+FAILING = str(Path(__file__).with_name("failing_rank.py"))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    output = tmp_path_factory.mktemp("undisturbed")
+    status, err = run(words(output, f"run.steps={STEPS}", f"run.checkpoint_interval={STEPS}"))
+    assert status == 0, err
+    return output
+
+
+def is_the_same(output, undisturbed):
+    """Check losses, norms and gradients of all steps, and all that the last checkpoint holds."""
+    assert numbers(output) == numbers(undisturbed)
+    assert stored(output, STEPS) == stored(undisturbed, STEPS)
+
+
+def failure(seed):
+    """Choose who dies, and when."""
+    chosen = random.Random(80 + seed)  # so the first three differ in rank and checkpoints too
+    moment = ("step", "save", "call")[seed % 3]
+    rank = chosen.randrange(2)
+    most = {"step": 6, "save": 2, "call": 40 if rank == 0 else 3}[moment]
+    found = {"rank": rank, "moment": moment, "count": chosen.randint(1, most)}
+    found["delay"] = chosen.uniform(0, 0.06)
+    settings = [f"run.checkpoint_interval={chosen.randint(1, 3)}"]
+    settings.append(f"run.keep_checkpoints={chosen.randint(1, 2)}")
+    return found, settings, chosen.random() < 0.5
+
+
+def test_after_a_kill_the_run_goes_on_from_the_last_whole_checkpoint(
+    fault_seed, undisturbed, tmp_path
+):
+    found, settings, by_launcher = failure(fault_seed)
+    print(f"seed {fault_seed}: {found} {settings}", end=" ")  # noqa: T201 - says what to run again
+    settings += [f"run.steps={STEPS}", f"run.max_restarts={int(by_launcher)}"]
+    status, err = run(words(tmp_path, *settings), program=(FAILING,), FAILURE=json.dumps(found))
+    assert "exitcode: -9" in err, err
+    if by_launcher:
+        before, again = re.split("train: (?=resumed|no checkpoint)", err)
+    else:
+        assert status == 1, err
+        assert "SIGKILL" in err.partition("a rank failed")[2]
+        before, left = err, whole(tmp_path)
+        status, again = run(words(tmp_path, *settings, resume=True))
+        assert not left or f"going on after step {left[-1]}" in again
+    assert status == 0, err + again
+    saved = [int(step) for step in re.findall(r"saved .*step_(\d+)", before)]
+    first = re.search(r"going on after step (\d+)", again)
+    first = int(first[1]) if first else 0
+    assert first >= max(saved, default=0), "a checkpoint that was whole is lost"
+    print(f"went on after step {first}")  # noqa: T201
+    is_the_same(tmp_path, undisturbed)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step_{step:06d}" for step in whole(tmp_path)}, "nothing half is left"
+
+
+@contextlib.contextmanager
+def started(program, arguments, output):
+    """Start a command that trains for long; yields it once the second step is done."""
+    process = subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        log = output / "steps.jsonl"
+        while not log.exists() or log.read_bytes().count(b"\n") < 2:
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+
+
+def test_sigterm_to_the_launcher_saves_a_checkpoint_and_ends_with_143(tmp_path):
+    arguments = words(tmp_path, "run.steps=100000", "run.checkpoint_interval=100000")
+    arguments += ["run.log_interval=100000", "run.hash_gradients=last"]
+    with started(("-m", "megatron_offload.train.cli"), arguments, tmp_path) as process:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    (step,) = whole(tmp_path)
+    assert f"stopping after step {step}" in err
+    assert f"stopped by SIGTERM; --resume goes on from {tmp_path}" in err
+    assert max(numbers(tmp_path)) == step
+
+
+def test_control_c_saves_a_checkpoint_and_ends_with_130(tmp_path):
+    arguments = words(tmp_path, "run.steps=100000", "run.checkpoint_interval=100000")
+    arguments += ["run.log_interval=100000", "run.hash_gradients=last"]
+    with started(("-m", "megatron_offload.train.cli"), arguments, tmp_path) as process:
+        os.killpg(process.pid, signal.SIGINT)  # a terminal tells all processes
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    (step,) = whole(tmp_path)
+    assert f"stopping after step {step}" in err
+
+
+def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path):
+    arguments = words(tmp_path, "run.steps=100000", "run.checkpoint_interval=100000")
+    arguments += ["run.log_interval=100000", "run.hash_gradients=last"]
+    program = (*TORCHRUN, "-m", "megatron_offload.train.cli")
+    with started(program, arguments, tmp_path) as process:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+    (step,) = whole(tmp_path)
+    assert f"stopping after step {step}" in err
+
+
+def test_a_worker_group_that_torchrun_starts_again_resumes_by_itself(undisturbed, tmp_path):
+    found = {"rank": 1, "moment": "step", "count": 4, "delay": 0.0}
+    settings = (f"run.steps={STEPS}", "run.checkpoint_interval=2")
+    status, err = run(
+        words(tmp_path, *settings),
+        program=(*TORCHRUN, "--max-restarts", "1", FAILING),
+        FAILURE=json.dumps(found),
+    )
+    assert status == 0, err
+    assert "going on after step 2" in err
+    is_the_same(tmp_path, undisturbed)
+
+
+def test_a_rank_that_fails_ends_the_others_and_its_error_is_shown(tmp_path):
+    found = {"rank": 1, "moment": "raise", "count": 2}
+    status, err = run(words(tmp_path), program=(FAILING,), FAILURE=json.dumps(found))
+    assert status == 1
+    shown = err.partition("a rank failed")[2]
+    assert "RuntimeError: broken on purpose" in shown
+    assert "rank      : 1" in shown
