@@ -72,3 +72,18 @@ def test_good_json_comes_back(tmp_path):
     files.read_json(path)
     path.write_text('{"a": [1, 2.5, null, "x"]}')
     assert files.read_json(path) == {"a": [1, 2.5, None, "x"]}
+
+
+def test_nan_is_read_only_where_it_is_expected():
+    assert files.parse_json("[NaN, -Infinity]", "text", allow_nan=True)[1] == float("-inf")
+    with pytest.raises(ConfigError, match="text is not plain JSON: NaN is no number"):
+        files.parse_json("[NaN]", "text")
+
+
+def test_a_link_is_followed_only_where_it_may_be(tmp_path):
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with files.open_regular(tmp_path / "link") as file:
+        assert file.read() == b"x"
+    with pytest.raises(ConfigError, match="can't read"):
+        files.open_regular(tmp_path / "link", follow_link=False)

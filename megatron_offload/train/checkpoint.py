@@ -12,6 +12,7 @@ waits for another. Read next: `megatron_offload.train.checkpoint_folder`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -137,6 +138,9 @@ class Checkpoints:
             )
             self._on_owner(lambda: self._publish(part, step))
         except (OSError, CheckpointException) as error:
+            if self._owner:
+                with contextlib.suppress(OSError):
+                    self._folder.discard(step)
             raise CheckpointError(
                 f"can't write the checkpoint {self._folder.path_of(step)}: {_reason(error)}; those "
                 f"before it are untouched"
@@ -240,8 +244,9 @@ class Checkpoints:
     def _restore(self, state: dict[str, torch.Tensor]) -> None:
         """Put back what `_state` had to copy."""
         stage, mine = self._prefixes()
-        for owner, key, name in _optimizer_numbers(self._optimizer):
-            owner[key] = type(owner[key])(state[f"{stage}optimizer.{name}"].item())
+        for group, name in _groups_with_step(self._optimizer):
+            if not isinstance(group["step"], torch.Tensor):
+                group["step"] = int(state[f"{stage}optimizer.{name}"].item())
         prefix = f"{mine}random."
         states = {
             name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
@@ -283,20 +288,22 @@ def _optimizer_tensors(
             for key, value in inner.state[held].items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{name}.{key}"] = value
-    for owner, key, name in _optimizer_numbers(optimizer):
-        tensors[name] = torch.tensor(owner[key], dtype=torch.float64)
+    for group, name in _groups_with_step(optimizer):
+        step = group["step"]
+        is_tensor = isinstance(step, torch.Tensor)
+        tensors[name] = step if is_tensor else torch.tensor(step, dtype=torch.int64)
     return tensors
 
 
-def _optimizer_numbers(optimizer: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield mapping, key and name of every step count that is a plain number.
+def _groups_with_step(optimizer: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield every parameter group that counts its steps, and the count's name.
 
-    TransformerEngine's Adam keeps one for each group; torch's keeps a tensor for each parameter.
+    TransformerEngine's Adam does; torch's keeps a tensor for each parameter.
     """
     for index, inner in enumerate(_inner_optimizers(optimizer)):
         for place, group in enumerate(inner.param_groups):
-            if isinstance(group.get("step"), (int, float)):
-                yield group, "step", f"{index}.group{place}.step"
+            if "step" in group:
+                yield group, f"{index}.group{place}.step"
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:

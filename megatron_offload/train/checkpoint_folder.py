@@ -154,8 +154,13 @@ class CheckpointFolder:
         part, path = self.part_of(step), self.path_of(step)
         sync_folder(part)
         os.rename(part, path)
-        sync_folder(self.path)
+        for folder in (self.path, self.path.parent):
+            sync_folder(folder)
         return path
+
+    def discard(self, step: int) -> None:
+        """Remove a checkpoint that could not be written to its end."""
+        _remove(self.part_of(step))
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints."""

@@ -45,11 +45,11 @@ class StepPrinter:
             text = "no checkpoint to resume from; starting with the first step"
         else:
             text = f"resumed from {path}; going on after step {step}"
-        self._console.print(f"{self._title}: {text}", soft_wrap=True)
+        self._console.print(f"{self._title}: {text}", markup=False, soft_wrap=True)
 
     def saved(self, path: Path) -> None:
         """Say that a checkpoint is whole."""
-        self._console.print(f"{self._title}: saved {path}", soft_wrap=True)
+        self._console.print(f"{self._title}: saved {path}", markup=False, soft_wrap=True)
 
     def stopped(self, step: int, number: int) -> None:
         """Say that a signal ends the run."""

@@ -1,0 +1,45 @@
+"""A line of steps.jsonl comes back as the record that it was made of, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.train.records import RankStep, StepRecord, merge, read_steps
+
+
+def record(step=1, loss=0.1, grad_norm=2.0):
+    group = {"name": "mlp", "offloaded_bytes": 3}
+    ranks = [
+        RankStep(0, 0, 0, None, grad_norm, 0.5, peak_live_activation_bytes=7, gradients="ab"),
+        RankStep(1, 1, 0, loss, grad_norm, 0.25, offloaded_bytes=3, groups=(group,)),
+    ]
+    return merge(step, 1e-3, 64, ranks)
+
+
+@pytest.mark.parametrize("loss", [0.1, math.pi, 5e-324, math.inf])
+def test_a_line_comes_back_as_its_record(loss):
+    assert StepRecord.from_json(record(loss=loss).to_json(), "line") == record(loss=loss)
+
+
+def test_a_run_that_diverged_is_still_read():
+    found = StepRecord.from_json(record(loss=math.nan, grad_norm=math.nan).to_json(), "line")
+    assert math.isnan(found.loss)
+    assert math.isnan(found.ranks[1].loss)
+
+
+def test_lines_are_read_up_to_a_step_and_measured(tmp_path):
+    lines = [record(step).to_json() + "\n" for step in (1, 2, 3)]
+    (tmp_path / "steps.jsonl").write_text("".join(lines) + '{"step": 4, "lo')
+    records, size = read_steps(tmp_path, 2)
+    assert records == [record(1), record(2)]
+    assert size == len(lines[0]) + len(lines[1])
+    assert read_steps(tmp_path, 3)[1] == sum(map(len, lines))
+    with pytest.raises(ConfigError, match="ends at step 3, but the checkpoint is of step 4"):
+        read_steps(tmp_path, 4)
+
+
+def test_no_log_is_no_lines(tmp_path):
+    assert read_steps(tmp_path, 5) == ([], 0)
