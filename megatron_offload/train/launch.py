@@ -9,7 +9,6 @@ Read next: `megatron_offload.train.loop`.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -23,7 +22,12 @@ from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.train.checkpoint_folder import CheckpointFolder, read_checkpoint
 from megatron_offload.train.config import TrainConfig, check_ranks
 from megatron_offload.train.records import RunReport, read_steps
-from megatron_offload.train.stopping import StoppedError, exit_status, open_stop_signals
+from megatron_offload.train.stopping import (
+    StoppedError,
+    exit_status,
+    open_stop_signals,
+    second_signal_kills,
+)
 
 __all__ = ["RankFailedError", "launch"]
 
@@ -125,16 +129,14 @@ def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> 
         **_shutdown_timeout(LaunchConfig, run.shutdown_timeout_s),
     )
     try:
-        results = elastic_launch(config, _rank_main)(runs, kind)
+        with second_signal_kills():
+            results = elastic_launch(config, _rank_main)(runs, kind)
     except ChildFailedError as error:
         number = _stopped_by(error)
         if number:
             raise _stopped(number, run.output) from error
         raise RankFailedError(f"a rank failed:\n{error}") from error
     except SignalException as error:
-        # A second signal ends the wait for the ranks; none may outlive this process.
-        for process in multiprocessing.active_children():
-            process.kill()
         raise _stopped(int(error.sigval), run.output) from error
     return _reports_of(results[0])
 

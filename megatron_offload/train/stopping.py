@@ -1,22 +1,32 @@
 """SIGTERM and SIGINT as a wish to stop, and the statuses that a stopped run ends with.
 
-Owns the signal handlers of a rank while it trains. Must not know what is done about the wish.
+Owns the signal handlers of a rank while it trains, and the launcher's second thoughts. Must not
+know what is done about the wish.
 
-Invariant: a signal never interrupts a step; whoever asks between two steps sees it. Repeated
-signals mean the same as one: launchers send again what a terminal sent already. Read next:
-`megatron_offload.train.loop`, which lets all ranks agree.
+Invariant: a signal never interrupts a rank's step; whoever asks between two steps sees it. For a
+rank repeated signals mean the same as one: launchers send again what a terminal sent already. Read
+next: `megatron_offload.train.loop`, which lets all ranks agree.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
 from megatron_offload.errors import OffloadError
 
-__all__ = ["StopSignals", "StoppedError", "exit_status", "open_stop_signals"]
+__all__ = [
+    "StopSignals",
+    "StoppedError",
+    "exit_status",
+    "open_stop_signals",
+    "second_signal_kills",
+]
 
 
 class StoppedError(OffloadError, RuntimeError):
@@ -52,6 +62,37 @@ def open_stop_signals() -> Iterator[StopSignals]:
     finally:
         for number, handler in found.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def second_signal_kills() -> Iterator[None]:
+    """Kill all child processes on the second SIGTERM or SIGINT inside this context.
+
+    The handlers stay whoever's they are: here torch's launcher's, which waits for its ranks after
+    the first signal and would begin to wait anew after the second. Main thread only.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    watcher = threading.Thread(target=_kill_on_second, args=(reader,), daemon=True)
+    watcher.start()
+    found = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(found)
+        writer.close()
+        watcher.join()
+        reader.close()
+
+
+def _kill_on_second(reader: socket.socket) -> None:
+    """Read signal numbers, one byte each, until the other end is closed."""
+    count = 0
+    while numbers := reader.recv(64):
+        count += sum(number in (signal.SIGTERM, signal.SIGINT) for number in numbers)
+        if count > 1:
+            for process in multiprocessing.active_children():
+                process.kill()
 
 
 def exit_status(number: int) -> int:

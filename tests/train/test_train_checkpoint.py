@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import types
 import zipfile
 
 import numpy as np
@@ -507,3 +508,45 @@ def test_a_log_that_is_a_folder_or_a_pipe_is_refused(train, stopped):
     os.unlink(stopped / "steps.jsonl")
     (stopped / "steps.jsonl").mkdir()
     refused(train, stopped, "can't read")
+
+
+# What there is no CPU run of
+
+
+class GroupedAdam(torch.optim.SGD):
+    """Counts steps in its groups and makes its state in the first step, like an optimizer on GPUs."""
+
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("exp_avg", torch.zeros_like(parameter)).add_(parameter.grad)
+
+
+def half_precision():
+    """Return a bfloat16 model and an optimizer of its float32 main parameters."""
+    model = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    mains = []
+    for parameter in model.parameters():
+        parameter.main_param = parameter.detach().clone().float()
+        mains.append(parameter.main_param)
+    optimizer = GroupedAdam(mains, lr=0.5)
+    return model, types.SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
+
+
+def test_main_parameters_and_step_counts_of_groups_are_kept():
+    model, optimizer = half_precision()
+    checkpoint._make_optimizer_states(optimizer)
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.5
+    assert all(main.grad is None for main in optimizer.optimizer.param_groups[0]["params"])
+    tensors = checkpoint._optimizer_tensors(optimizer, [model])
+    assert tensors.keys() == {
+        "chunk0.weight.main",
+        "chunk0.weight.exp_avg",
+        "chunk0.bias.main",
+        "chunk0.bias.exp_avg",
+        "0.group0.step",
+    }
+    assert tensors["chunk0.weight.main"].data_ptr() == model.weight.main_param.data_ptr()
+    assert tensors["0.group0.step"] == 1
