@@ -514,7 +514,7 @@ def test_a_log_that_is_a_folder_or_a_pipe_is_refused(train, stopped):
 
 
 class GroupedAdam(torch.optim.SGD):
-    """Counts steps in its groups and makes its state in the first step, like an optimizer on GPUs."""
+    """Counts steps in its groups and makes its state in the first step, as some on GPUs do."""
 
     def step(self):
         for group in self.param_groups:
