@@ -81,6 +81,11 @@ def test_after_a_kill_the_run_goes_on_from_the_last_whole_checkpoint(
     assert names == {f"step_{step:06d}" for step in whole(tmp_path)}, "nothing half is left"
 
 
+def for_long(output):
+    """Return the command line of a run that a test has to end."""
+    return words(output, *(f"run.{key}=100000" for key in ("steps", "checkpoint_interval")))
+
+
 @contextlib.contextmanager
 def started(program, arguments, output):
     """Start a command that trains for long; yields it once the second step is done."""
@@ -106,35 +111,46 @@ def started(program, arguments, output):
         process.stderr.close()
 
 
-def test_sigterm_to_the_launcher_saves_a_checkpoint_and_ends_with_143(tmp_path):
-    arguments = words(tmp_path, "run.steps=100000", "run.checkpoint_interval=100000")
-    arguments += ["run.log_interval=100000", "run.hash_gradients=last"]
-    with started(("-m", "megatron_offload.train.cli"), arguments, tmp_path) as process:
-        process.send_signal(signal.SIGTERM)
+def ranks_of(launcher):
+    """Return the process ids of a launcher's ranks."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def terminate(launcher):
+    os.kill(launcher, signal.SIGTERM)
+
+
+def terminate_one_rank(launcher):
+    os.kill(ranks_of(launcher)[1], signal.SIGTERM)
+
+
+def control_c(launcher):
+    os.killpg(launcher, signal.SIGINT)  # a terminal tells all processes
+
+
+@pytest.mark.parametrize(
+    ("send", "status"), [(terminate, 143), (terminate_one_rank, 143), (control_c, 130)]
+)
+def test_a_signal_lets_all_ranks_save_the_same_step(send, status, tmp_path):
+    with started(("-m", "megatron_offload.train.cli"), for_long(tmp_path), tmp_path) as process:
+        send(process.pid)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
+    assert process.returncode == status, err
     (step,) = whole(tmp_path)
     assert f"stopping after step {step}" in err
-    assert f"stopped by SIGTERM; --resume goes on from {tmp_path}" in err
+    assert f"--resume goes on from {tmp_path}/checkpoints/step_{step:06d}" in err
     assert max(numbers(tmp_path)) == step
 
 
-def test_control_c_saves_a_checkpoint_and_ends_with_130(tmp_path):
-    arguments = words(tmp_path, "run.steps=100000", "run.checkpoint_interval=100000")
-    arguments += ["run.log_interval=100000", "run.hash_gradients=last"]
-    with started(("-m", "megatron_offload.train.cli"), arguments, tmp_path) as process:
-        os.killpg(process.pid, signal.SIGINT)  # a terminal tells all processes
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    (step,) = whole(tmp_path)
-    assert f"stopping after step {step}" in err
-
-
 def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path):
-    arguments = words(tmp_path, "run.steps=100000", "run.checkpoint_interval=100000")
-    arguments += ["run.log_interval=100000", "run.hash_gradients=last"]
     program = (*TORCHRUN, "-m", "megatron_offload.train.cli")
-    with started(program, arguments, tmp_path) as process:
+    with started(program, for_long(tmp_path), tmp_path) as process:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert process.returncode not in (0, None)
