@@ -468,8 +468,6 @@ def _read_tensor(file: io.RawIOBase, target: torch.Tensor) -> None:
                 part = torch.frombuffer(piece, dtype=torch.uint8)
                 flat[position : position + len(piece)].copy_(part)
                 position += len(piece)
-            # The checksum is compared at the end only.
-            content.read(1)
 
 
 class _Section(io.RawIOBase):

@@ -111,15 +111,15 @@ class CheckpointFolder:
         for entry in self._entries():
             if not entry.name.startswith("step_"):
                 continue
-            match = _NAME.fullmatch(entry.name)
-            if match is None or entry.name != _name(int(match[1])):
+            step = _step(entry.name)
+            if step is None:
                 raise ConfigError(
                     f"{self.path / entry.name} is no name of a checkpoint (step_000010 is one); "
                     f"move it elsewhere"
                 )
             if not entry.is_dir(follow_symlinks=False):
                 raise ConfigError(f"{self.path / entry.name} is no folder; move it elsewhere")
-            found.append(int(match[1]))
+            found.append(step)
         return sorted(found)
 
     def latest(self) -> Path | None:
@@ -163,8 +163,9 @@ class CheckpointFolder:
         _remove(self.part_of(step))
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints."""
-        for step in self.steps()[:-keep]:
+        """Remove all but the newest ``keep`` checkpoints; what has another name is left alone."""
+        steps = (_step(entry.name) for entry in self._entries())
+        for step in sorted(step for step in steps if step is not None)[:-keep]:
             part = self.part_of(step)
             _remove(part)
             os.rename(self.path_of(step), part)
@@ -312,6 +313,12 @@ def _mapping(data: Any, path: Path) -> dict[str, Any]:
 
 def _name(step: int) -> str:
     return f"step_{step:06d}"
+
+
+def _step(name: str) -> int | None:
+    """Return the step whose checkpoint has this name; None where it is no such name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match is not None and name == _name(int(match[1])) else None
 
 
 def _remove(path: Path) -> None:

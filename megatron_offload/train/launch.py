@@ -89,7 +89,8 @@ def _check_checkpoints(config: TrainConfig, world_size: int) -> None:
             f"run.output {config.run.output} holds checkpoints up to {latest.name}; go on from "
             f"there with --resume, or remove {folder.path} to start over"
         )
-    read_steps(config.run.output, read_checkpoint(latest, config, world_size).step)
+    step = read_checkpoint(latest, config, world_size).step
+    read_steps(config.run.output, step, world_size)
 
 
 def _make_output(config: TrainConfig) -> None:

@@ -133,7 +133,9 @@ class _Trainer:
         keep_bytes = 0
         if self._parallel.rank == 0:
             report.steps, keep_bytes = self._checkpoints.agreed(
-                lambda: read_steps(self._config.run.output, restored.step)
+                lambda: read_steps(
+                    self._config.run.output, restored.step, self._parallel.world_size
+                )
             )
         else:
             self._checkpoints.agreed(lambda: None)

@@ -158,16 +158,19 @@ class RunReport:
         for index, rank in enumerate(ranks):
             for key in rank:
                 if key.startswith("peak_") and rank[key] is not None:
-                    rank[key] = max(getattr(step.ranks[index], key) for step in self.steps)
+                    found = (getattr(step.ranks[index], key) for step in self.steps)
+                    # A run that was resumed may not have measured from its first step on.
+                    rank[key] = max(value for value in found if value is not None)
         return ranks
 
 
-def read_steps(folder: Path, last: int) -> tuple[list[StepRecord], int]:
+def read_steps(folder: Path, last: int, ranks: int) -> tuple[list[StepRecord], int]:
     """Read the lines of ``steps.jsonl`` up to a step; what comes after it may be anything.
 
     Args:
         folder: the run's.
         last: the step of the last line that is wanted.
+        ranks: how many ranks each line must have.
 
     Returns:
         The records, and how many bytes their lines take. Neither where there is no such file.
@@ -198,6 +201,8 @@ def read_steps(folder: Path, last: int) -> tuple[list[StepRecord], int]:
                 raise ConfigError(f"{source} is not UTF-8: {error}") from error
             if record.step > last or (records and record.step != records[-1].step + 1):
                 raise ConfigError(f"{source} is of step {record.step}, which does not follow")
+            if len(record.ranks) != ranks:
+                raise ConfigError(f"{source} is of {len(record.ranks)} ranks, not of {ranks}")
             records.append(record)
             size += len(line)
     return records, size

@@ -84,13 +84,17 @@ def test_cleaning_removes_only_our_half_written_folders(folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["step_10", "step_000010.bak", "step_0000010", "step_latest"])
 def test_a_name_that_only_looks_like_ours_is_refused(folder, name):
-    write(folder, 1)
+    write(folder, 1, 2)
     (folder.path / name).mkdir()
     with pytest.raises(ConfigError, match=f"{name} is no name of a checkpoint"):
         folder.latest()
-    with pytest.raises(ConfigError):
-        folder.prune(1)
-    assert (folder.path / name).exists()
+
+
+def test_pruning_in_a_run_leaves_copies_alone(folder):
+    write(folder, 1, 2)
+    (folder.path / "step_000001.bak").mkdir()
+    folder.prune(1)
+    assert names(folder) == ["step_000001.bak", "step_000002"]
 
 
 def test_a_checkpoint_that_is_a_file_or_a_link_is_refused(folder, tmp_path):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.train.records import RankStep, StepRecord, merge, read_steps
+from megatron_offload.train.records import RankStep, RunReport, StepRecord, merge, read_steps
 
 
 def record(step=1, loss=0.1, grad_norm=2.0):
@@ -33,13 +34,23 @@ def test_a_run_that_diverged_is_still_read():
 def test_lines_are_read_up_to_a_step_and_measured(tmp_path):
     lines = [record(step).to_json() + "\n" for step in (1, 2, 3)]
     (tmp_path / "steps.jsonl").write_text("".join(lines) + '{"step": 4, "lo')
-    records, size = read_steps(tmp_path, 2)
+    records, size = read_steps(tmp_path, 2, ranks=2)
     assert records == [record(1), record(2)]
     assert size == len(lines[0]) + len(lines[1])
-    assert read_steps(tmp_path, 3)[1] == sum(map(len, lines))
+    assert read_steps(tmp_path, 3, ranks=2)[1] == sum(map(len, lines))
     with pytest.raises(ConfigError, match="ends at step 3, but the checkpoint is of step 4"):
-        read_steps(tmp_path, 4)
+        read_steps(tmp_path, 4, ranks=2)
+    with pytest.raises(ConfigError, match="line 1 is of 2 ranks, not of 3"):
+        read_steps(tmp_path, 3, ranks=3)
+
+
+def test_peaks_of_a_run_that_measured_only_in_its_second_part():
+    first, second = record(1), record(2)
+    unmeasured = replace(first.ranks[0], peak_live_activation_bytes=None)
+    report = RunReport([replace(first, ranks=(unmeasured, first.ranks[1])), second])
+    assert report.peaks()[0]["peak_live_activation_bytes"] == 7
+    assert RunReport().peaks() == []
 
 
 def test_no_log_is_no_lines(tmp_path):
-    assert read_steps(tmp_path, 5) == ([], 0)
+    assert read_steps(tmp_path, 5, ranks=2) == ([], 0)
