@@ -14,8 +14,9 @@ import megatron_offload
 PACKAGE = Path(megatron_offload.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TORCHLESS = (
-    *("config.py", "errors.py", "files.py", "strict_yaml.py", "train/config.py"),
+    *("config.py", "errors.py", "files.py", "strict_yaml.py"),
     *("memory/host_limit.py", "memory/numa.py"),
+    *("train/checkpoint_folder.py", "train/config.py"),
 )
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.train import cli
+from megatron_offload.train.compare import _variant
 
 
 def config_of(*words):
@@ -83,3 +84,19 @@ def test_bad_input_is_status_2_and_starts_nothing(file, command, words, expected
 def test_a_config_error_is_a_config_error_for_python_too(file):
     with pytest.raises(ConfigError, match="did you mean 'steps'"):
         config_of("train", "--config", str(file), "--set", "run.stepps=1")
+
+
+def test_resume_is_a_flag_of_train_alone(file, capsys):
+    assert config_of("train", "--config", str(file), "--resume").run.resume
+    assert not config_of("train", "--config", str(file)).run.resume
+    with pytest.raises(SystemExit):
+        config_of("compare", "--config", str(file), "--resume")
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_compare_takes_whole_runs_whatever_the_file_says(file):
+    words = ["--set", "run.resume=true", "run.checkpoint_interval=1", "run.max_restarts=2"]
+    config = config_of("compare", "--config", str(file), *words)
+    for folder in ("without_offload", "with_offload"):
+        run = _variant(config, folder).run
+        assert (run.resume, run.checkpoint_interval, run.max_restarts) == (False, 0, 0)

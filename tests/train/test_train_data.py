@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_offload.errors import ConfigError
+from megatron_offload.train import data
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import (
     EVALUATION,
@@ -79,7 +80,12 @@ def test_indexed_samples_are_shared_out_without_overlap():
             return {"tokens": values, "labels": values + 1}
 
     indexed = IndexedSource(
-        Samples(range(100)), per_step=8, micro_batch_size=2, dp_size=2, first_evaluation=16
+        Samples(range(100)),
+        per_step=8,
+        micro_batch_size=2,
+        dp_size=2,
+        first_evaluation=16,
+        digest="",
     )
     seen = [
         int(row[0]) // 10
@@ -88,3 +94,17 @@ def test_indexed_samples_are_shared_out_without_overlap():
     ]
     assert seen == list(range(32))
     assert indexed.tokens(0, 1, 0, 0)[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_digest_is_of_the_text_and_not_of_how_it_is_cut():
+    assert source(1).digest() == source(2).digest()
+    assert ByteSource(TEXT[:-1], 1, 2, 16).digest() != source().digest()
+
+
+def test_the_digest_of_indexed_data_is_of_the_index_and_the_size(tmp_path):
+    for name, index, size in (("a", b"x", 3), ("b", b"x", 3), ("c", b"y", 3), ("d", b"x", 4)):
+        (tmp_path / f"{name}.idx").write_bytes(index)
+        (tmp_path / f"{name}.bin").write_bytes(bytes(size))
+    a, b, c, d = (data._indexed_digest(str(tmp_path / name)) for name in "abcd")
+    assert a == b
+    assert len({a, c, d}) == 3
