@@ -117,7 +117,7 @@ def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> st
 
 
 @contextlib.contextmanager
-def open_process_group(kind: str, threads: int, timeout_s: float) -> Iterator[Device]:
+def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Iterator[Device]:
     """Join all ranks, from the environment that a launcher set; leaves the group at the end.
 
     Args:
