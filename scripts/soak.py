@@ -41,6 +41,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch  # noqa: E402 - after the path and the environment
 import torch.nn.functional as F  # noqa: E402
+import torch.utils.deterministic  # noqa: E402
 
 from megatron_offload.config import OffloadConfig, SimulatedConfig  # noqa: E402
 from megatron_offload.engine.boundary import commit_group, start_group  # noqa: E402
@@ -120,17 +121,16 @@ class Soak:
         self.device = torch.device(options.device)
         self.rng = random.Random(options.seed)  # noqa: S311 - no cryptography
         on_gpu = self.device.type == "cuda"
-        width, self.lengths = (1024, (512, 1024, 2048)) if on_gpu else (32, (8, 16, 32))
+        width, self.lengths = (512, (256, 512, 1024)) if on_gpu else (32, (8, 16, 32))
         torch.manual_seed(options.seed)
         self.model = torch.nn.ModuleList(Layer(width, 4) for _ in range(4)).to(self.device)
         self.width = width
-        kib = 1024 if on_gpu else 1
         self.manager = PipelineOffloadManager(
             OffloadConfig(
                 backend="cuda" if on_gpu else "simulated",
-                min_tensor_bytes=256 * kib,
+                min_tensor_bytes=64 * 1024 if on_gpu else 256,
                 host_memory_bytes=8192 * MIB,
-                host_slab_bytes=64 * 1024 * max(kib, 4),
+                host_slab_bytes=64 * MIB if on_gpu else MIB // 4,
                 simulated=SimulatedConfig(copy_timing="random", seed=options.seed),
             )
         )
@@ -148,7 +148,7 @@ class Soak:
         return {
             "number": number,
             "length": rng.choice(self.lengths) if rng.random() < 0.5 else self.lengths[1],
-            "num_microbatches": rng.randint(1, 6) if rng.random() < 0.4 else 4,
+            "num_microbatches": rng.randint(1, 6) if rng.random() < 0.3 else 3,
             "depth": rng.choice((1, 2, 2, 3)),
             "kinds": [rng.choice(["backward"] * 12 + ["twice", "dropped"]) for _ in range(6)],
             "evaluation": rng.choice([None, None, None, "no grad", "grad"]),
@@ -201,9 +201,9 @@ class Soak:
         return RaiseInBackward.apply(loss) if error == "backward" else loss
 
     def inputs(self, plan, microbatch):
-        generator = torch.Generator().manual_seed(1000 * plan["number"] + microbatch)
-        x = torch.randn(plan["length"], self.width, generator=generator)
-        return x.to(self.device).requires_grad_()
+        generator = torch.Generator(self.device).manual_seed(1000 * plan["number"] + microbatch)
+        shape = plan["length"], self.width
+        return torch.randn(shape, generator=generator, device=self.device).requires_grad_()
 
     def zero_grad(self):
         for parameter in self.model.parameters():
@@ -359,9 +359,13 @@ def main():
     options.output.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=logging.WARNING)
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     started = time.monotonic()
     soak = Soak(options)
+    gc.collect()
+    gc.freeze()  # the libraries needn't be looked through each time
     soak.steps()
+    gc.unfreeze()
     grown = soak.growth()
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,0 +1,69 @@
+"""The soak passes on the simulated device, and sees a single bit that is lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_short_soak_finds_nothing(tmp_path):
+    result = subprocess.run(
+        [sys.executable, SCRIPTS / "soak.py", "--device", "cpu", "--steps", "150"]
+        + ["--error-share", "0.3", "--output", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    report = json.loads((tmp_path / "soak.json").read_text())
+    assert report["steps_that_differ"] == [], result.stdout
+    # So few steps may meet their largest one late; no other memory may grow.
+    assert set(report["grown"]) <= {"pinned_bytes"}, result.stdout
+    assert report["counts"]["compared"] > 10
+    for name in ("forward", "group", "backward", "backend", "interrupt"):
+        assert report["counts"][f"error in {name}"] > 0
+
+
+def test_a_lost_bit_is_seen(monkeypatch):
+    soak = load_script("soak").Soak(
+        Namespace(device="cpu", steps=20, check_interval=5, error_share=0.0, seed=3)
+    )
+    copy = soak.manager.backend.copy
+
+    def copy_badly(pairs, stream, label):
+        copy(pairs, stream, label)
+        soak.manager.backend.sync_copies()
+        if stream is soak.manager.backend.h2d_stream and label.startswith("mlp"):
+            pairs[0][0].view(-1).view(torch.uint8)[3] ^= 1
+
+    monkeypatch.setattr(soak.manager.backend, "copy", copy_badly)
+    soak.steps()
+    assert soak.differences
+
+
+def test_the_cost_of_checking_is_measured(tmp_path):
+    path = tmp_path / "checking.json"
+    subprocess.run(
+        [sys.executable, SCRIPTS / "bench_checking.py", "--device", "cpu", "--output", path],
+        check=True,
+        timeout=200,
+        capture_output=True,
+    )
+    result = json.loads(path.read_text())
+    assert result["moved_bytes_per_step"] > 0
+    assert result["ratio"] > 1
