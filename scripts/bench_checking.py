@@ -55,7 +55,7 @@ def main():
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
-    width, rows, count = (4096, 16384, 8) if on_gpu else (64, 64, 4)
+    width, rows, count = (4096, 8192, 4) if on_gpu else (64, 64, 4)
     dtype = torch.bfloat16 if on_gpu else torch.float32
 
     def parameter(*shape):
@@ -69,7 +69,7 @@ def main():
             OffloadConfig(
                 backend="cuda" if on_gpu else "simulated",
                 min_tensor_bytes=0,
-                host_memory_bytes=24 * 2**30 if on_gpu else 2**28,
+                host_memory_bytes=8 * 2**30 if on_gpu else 2**28,
                 checking=checks,
             )
         )
