@@ -38,6 +38,9 @@ class OffloadSession:
             "reloaded_bytes": stats.reloaded_bytes,
             "num_late_reloads": stats.num_late_reloads,
             "num_early_returns": stats.num_early_returns,
+            "num_refused_blocks": stats.num_refused_blocks,
+            "num_unpinnable_blocks": stats.num_unpinnable_blocks,
+            "num_memory_shortages": stats.num_memory_shortages,
             "peak_host_bytes": stats.peak_host_bytes,
             "groups": tuple(asdict(group) for group in stats.by_name.values()),
         }

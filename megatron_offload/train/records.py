@@ -54,6 +54,12 @@ class RankStep:
     reloaded_bytes: int = 0
     num_late_reloads: int = 0
     num_early_returns: int = 0
+    num_refused_blocks: int = 0
+    """Blocks that stayed on the device for want of host memory."""
+    num_unpinnable_blocks: int = 0
+    """Those of them whose memory could not be pinned."""
+    num_memory_shortages: int = 0
+    """Reloads for which the device had no memory at first."""
     peak_host_bytes: int = 0
     peak_live_activation_bytes: int | None = None
     peak_allocated_bytes: int | None = None
