@@ -111,4 +111,4 @@ class ChunkOffloadHandler:
         ):
             return None
         storage_key: int = tensor.untyped_storage()._cdata
-        return None if manager.is_opted_out(storage_key) else storage_key
+        return None if manager.marks.holds(storage_key) else storage_key

@@ -21,10 +21,10 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable
-from threading import Lock
+from threading import RLock
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from megatron_offload.errors import OffloadError
+from megatron_offload.errors import OffloadError, StateError
 
 __all__ = ["Guard", "Guarded", "guarded"]
 
@@ -41,16 +41,20 @@ class Guard:
         settle: waits on the host until no copy is under way; called where a call fails.
 
     Attributes:
-        lock: held while a call runs. It can't be taken twice: entries don't call entries.
+        lock: held while a call runs.
+        is_mine: whether the calling thread holds it. Entries don't call entries, so what asks is a
+            finalizer, or code of others that the engine has called.
         has_failed: a call of this step was cut short.
         put_off: what to do when the next call begins.
     """
 
-    __slots__ = ("_settle", "has_failed", "lock", "put_off")
+    __slots__ = ("_settle", "has_failed", "is_mine", "lock", "put_off")
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
-        self.lock = Lock()
+        self.lock = RLock()
+        # What the standard library's own Condition asks; a count of ours could be interrupted.
+        self.is_mine: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self.has_failed = False
         self.put_off: deque[Callable[[], None]] = deque()
 
@@ -60,6 +64,18 @@ class Guard:
         while put_off:
             put_off[0]()
             put_off.popleft()
+
+    def refuse_nesting(self, name: str) -> None:
+        """Raise `StateError` where this thread is inside a call already: it would wait for itself.
+
+        Args:
+            name: what was called.
+        """
+        if self.is_mine():
+            raise StateError(
+                f"{name} was called from inside a call of the engine, by an observer or a wrapper "
+                "of it; call it between two of them"
+            )
 
     def fail(self) -> None:
         """Take note that a call was cut short, and wait for all copies; with the lock held."""
@@ -85,6 +101,7 @@ def guarded(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
     @functools.wraps(method)
     def entry(self: G, *args: Any, **kwargs: Any) -> R:
         guard = self.guard
+        guard.refuse_nesting(method.__name__)
         with guard.lock:
             try:
                 if guard.put_off:

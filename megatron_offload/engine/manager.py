@@ -15,15 +15,12 @@ Read next: `megatron_offload.engine.chunk`, then `megatron_offload.engine.transf
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend, Stream
@@ -34,7 +31,9 @@ from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
+from megatron_offload.engine.hook_stack import HookStack
 from megatron_offload.engine.learning import Learner
+from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.prefetch import Prefetcher, keep_resident
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats, TensorObserver
@@ -84,8 +83,7 @@ class PipelineOffloadManager:
         old.close()
         new = type(old)(old.config)
         # Models tell their parameters once, in the first forward of all.
-        new._parameters.update(old._parameters)
-        new._parameter_storages = None
+        new.marks.take_parameters(old.marks)
         PipelineOffloadManager._instance = new
 
     def __init__(
@@ -93,12 +91,7 @@ class PipelineOffloadManager:
     ) -> None:
         self.last_step = StepStats()
         """Counters of the last finished step."""
-        self._opted_out: dict[int, StorageWeakRef] = {}
-        # By identity: a set would compare tensors by value.
-        self._parameters: weakref.WeakValueDictionary[int, torch.Tensor] = (
-            weakref.WeakValueDictionary()
-        )
-        self._parameter_storages: set[int] | None = set()
+        self.marks = Marks()
         self._build(config or OffloadConfig(), backend)
 
     def configure(self, config: OffloadConfig, *, backend: Backend | None = None) -> None:
@@ -136,7 +129,7 @@ class PipelineOffloadManager:
         self.prefetcher = Prefetcher(self.transfers, self.budget)
         self.learner = Learner(config, self.backend, self.host_pool, self.transfers)
         self.do_offload = True
-        self._hooks: list[saved_tensors_hooks | None] = []
+        self._hooks = HookStack(self.transfers)
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
         self._committed: list[OffloadGroup] = []
@@ -171,7 +164,7 @@ class PipelineOffloadManager:
         if self.guard.has_failed:
             self.abort()
         elif self._hooks:  # of a forward that an exception has ended
-            self._pop_hooks()
+            self._hooks.clear()
         config = self.config
         if fraction is None or "fraction" in config.model_fields_set:
             fraction = config.fraction
@@ -248,7 +241,7 @@ class PipelineOffloadManager:
             self.abort()
         else:
             self.flush_delayed_groups()
-            self._pop_hooks()
+            self._hooks.clear()
             self._end_step()
 
     @guarded
@@ -282,8 +275,9 @@ class PipelineOffloadManager:
 
         What the step has on the host is gone: a backward through its graphs raises `StateError`.
         """
+        self.guard.refuse_nesting("abort")
         with self.guard.lock:
-            self._pop_hooks()
+            self._hooks.clear()
             self._delayed.clear()
             self.guard.put_off.clear()
             self.transfers.abandon(self.prefetcher.groups())
@@ -294,15 +288,6 @@ class PipelineOffloadManager:
                 self.learner.restart()
                 self.guard.has_failed = False
             self._begin_step()
-
-    def _pop_hooks(self) -> None:
-        """Take this manager's hooks off the top of autograd's, whoever was to do that."""
-        self._hooks.clear()
-        while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            group = getattr(hooks[0], "__self__", None)
-            if not isinstance(group, OffloadGroup) or group.transfers is not self.transfers:
-                return
-            torch._C._autograd._pop_saved_tensors_default_hooks()
 
     @guarded
     def trim(self) -> int:
@@ -333,7 +318,7 @@ class PipelineOffloadManager:
         self._chunk = None
         self._committed = []
         self._num_chunks = 0
-        self._parameter_storages = None
+        self.marks.begin_step()
         self.transfers.begin_step(StepStats())
         self.budget.begin_step()
         self.prefetcher.begin_step(self.last_profile)
@@ -466,13 +451,9 @@ class PipelineOffloadManager:
     # Hooks
 
     def __enter__(self) -> PipelineOffloadManager:
-        hooks = None
         chunk = self._chunk
-        if chunk is not None and chunk.open_groups and self.records():
-            hooks = saved_tensors_hooks(chunk.open_groups[-1].pack, SavedTensor.unpack)
-        self._hooks.append(hooks)  # first, so that none is in force that isn't known here
-        if hooks is not None:
-            hooks.__enter__()
+        is_open = chunk is not None and bool(chunk.open_groups) and self.records()
+        self._hooks.push(chunk.open_groups[-1] if chunk is not None and is_open else None)
         return self
 
     def __exit__(
@@ -481,11 +462,6 @@ class PipelineOffloadManager:
         exc: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        if not self._hooks:
-            return  # they went with an abort
-        hooks = self._hooks[-1]
-        if hooks is not None:
-            hooks.__exit__(exc_type, exc, traceback)
         self._hooks.pop()
 
     def on_save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
@@ -515,24 +491,8 @@ class PipelineOffloadManager:
 
     def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
         """Keep a tensor, and all that shares its storage, on the device."""
-        if tensor is None:
-            return
-        if isinstance(tensor, torch.nn.Parameter):
-            self._parameters[id(tensor)] = tensor
-            self._parameter_storages = None
-            return
-        storage = tensor.untyped_storage()
-        self._opted_out[storage._cdata] = StorageWeakRef(storage)
-
-    def is_opted_out(self, storage_key: int) -> bool:
-        """Whether the storage of this identity belongs to a parameter or was marked."""
-        if self._parameter_storages is None:
-            # Parameters move to other storages between steps (flat buffers), hardly within one.
-            self._parameter_storages = {
-                parameter.untyped_storage()._cdata for parameter in self._parameters.values()
-            }
-            self._opted_out = {k: ref for k, ref in self._opted_out.items() if not ref.expired()}
-        return storage_key in self._parameter_storages or storage_key in self._opted_out
+        if tensor is not None:
+            self.marks.add(tensor)
 
     # What is asked for
 

@@ -154,7 +154,7 @@ class Block:
         if group is None:
             return
         guard = group.transfers.guard
-        if not guard.lock.acquire(blocking=False):
+        if guard.is_mine() or not guard.lock.acquire(blocking=False):
             guard.put_off.append(_Remains(self).bury)
             return
         try:

@@ -275,13 +275,17 @@ def test_a_trim_leaves_what_a_live_graph_needs(timing):
     model = make_model()
     manager = make_manager(timing, host_slab_bytes=4 * KIB)
     expected = run_step(model, None, ORDER)
-    passed, trims = manager.transfers.pass_boundary, []
+    commit, leave, trims = manager.commit, manager.leave_backward, []
 
-    def pass_boundary(num_bytes):
-        passed(num_bytes)
+    def commit_and_trim(*args, **options):
+        commit(*args, **options)
         trims.append(manager.trim())
 
-    manager.transfers.pass_boundary = pass_boundary
+    def leave_and_trim(group):
+        leave(group)
+        trims.append(manager.trim())
+
+    manager.commit, manager.leave_backward = commit_and_trim, leave_and_trim
     for _ in range(3):
         assert_same(expected, run_step(model, manager, ORDER))
     assert sum(trims) > 0
