@@ -112,3 +112,4 @@ def assert_same(expected, actual):
 def assert_nothing_left(manager):
     assert not any(manager.state_of().values()), manager.state_of()
     assert manager.host_pool.stats.in_use_bytes == 0
+    assert manager.tensor_pool.stats.in_use_bytes == 0

@@ -150,15 +150,17 @@ class Block:
 
     def __del__(self) -> None:
         # Any thread's garbage collection may be here, between any two lines of the engine.
-        group = getattr(self, "group", None)
-        if group is None:
+        try:
+            guard = self.group.transfers.guard
+        except AttributeError:  # an interrupted construction
             return
-        guard = group.transfers.guard
-        if guard.is_mine() or not guard.lock.acquire(blocking=False):
+        if guard.is_mine() or not guard.lock.acquire(False):
             guard.put_off.append(_Remains(self).bury)
             return
         try:
-            bury(self)
+            self.group.lose_block(self.num_bytes)
+            if self.host is not None or self.target is not None:
+                self.group.transfers.forget(self)
         except BaseException:
             guard.fail()  # Python reports it and goes on
             raise
@@ -180,15 +182,10 @@ class _Remains:
         self.target = block.target
 
     def bury(self) -> None:
-        bury(self)
-
-
-def bury(block: Block | _Remains) -> None:
-    """Give back what a dead block held, and count it no more; with the guard's lock held."""
-    group = block.group
-    group.lose_block(block.num_bytes)
-    if block.host is not None or block.target is not None:
-        group.transfers.forget(block)
+        """Give back what the block held, and count it no more; with the guard's lock held."""
+        self.group.lose_block(self.num_bytes)
+        if self.host is not None or self.target is not None:
+            self.group.transfers.forget(self)
 
 
 class SavedTensor:
@@ -246,7 +243,9 @@ class SavedTensor:
             return alias
         transfers: Transfers = block.group.transfers
         if block.released:
-            target = transfers.ready_target(block)
+            target = block.target
+            if target is None or not transfers.is_ready(block):
+                target = transfers.ready_target(block)
             is_whole = target.dtype is self.dtype and target.shape == self.size
             if is_whole and target.stride() == self.stride:
                 return target.detach()

@@ -306,7 +306,7 @@ class Transfers:
         if targets is None:
             return False
         group.advance(GroupState.RELOADING)
-        self._reload_blocks(moving, targets, group)
+        self._issue_reload(targets, moving, group)
         return True
 
     def _to_reload(self, blocks: Iterable[Block]) -> list[Block]:
@@ -336,8 +336,8 @@ class Transfers:
             return None
         return targets
 
-    def _reload_blocks(
-        self, blocks: list[Block], targets: list[_Target], group: OffloadGroup
+    def _issue_reload(
+        self, targets: list[_Target], blocks: list[Block], group: OffloadGroup
     ) -> None:
         if not blocks:
             return
@@ -402,6 +402,15 @@ class Transfers:
                 if block.target is not None:
                     self._wait_reloaded(block)
 
+    def is_ready(self, block: Block) -> bool:
+        """Whether there is nothing left for `ready_target` to do; only looks, so takes no lock."""
+        reload = block.reload
+        return (
+            not self.backend.observes
+            and block.checksum is None
+            and (reload is None or self.backend.compute_stream_key() in reload.waited_keys)
+        )
+
     @guarded
     def ready_target(self, block: Block) -> torch.Tensor:
         """Return a released block's reload target, ordered before what the program does next.
@@ -428,7 +437,7 @@ class Transfers:
                 moving = self._to_reload([block])
                 targets = self._take_targets(moving, may_fail=False)
                 assert targets is not None
-                self._reload_blocks(moving, targets, group)
+                self._issue_reload(targets, moving, group)
         assert block.target is not None
         self._wait_reloaded(block)
         if self.backend.observes:

@@ -20,7 +20,6 @@ The pool serves one thread. Read next: `megatron_offload.memory.tensor_pool`.
 from __future__ import annotations
 
 import logging
-import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -82,12 +81,11 @@ class _Slab:
         self.first = _Piece(tensor, 0, num_bytes)
 
     def live(self) -> Iterator[HostRegion]:
-        """Yield the regions of this slab that someone holds, by address."""
+        """Yield the regions of this slab that are lent, by address."""
         piece: _Piece | None = self.first
         while piece is not None:
-            region = piece.region() if piece.region is not None else None
-            if region is not None and region._piece is piece:
-                yield region
+            if piece.region is not None:
+                yield piece.region
             piece = piece.next
 
     def rebuild(self, regions: list[HostRegion]) -> None:
@@ -129,7 +127,7 @@ class _Piece:
         self.next: _Piece | None = None
         self.event: Event | None = None
         self.sequence = 0
-        self.region: weakref.ref[HostRegion] | None = None
+        self.region: HostRegion | None = None
         self.view: torch.Tensor | None = None
         self.typed_view: torch.Tensor | None = None
 
@@ -137,7 +135,7 @@ class _Piece:
 class HostRegion:
     """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`."""
 
-    __slots__ = ("__weakref__", "_piece", "_pool", "num_bytes", "owner", "ready_event", "tensor")
+    __slots__ = ("_piece", "_pool", "num_bytes", "owner", "ready_event", "tensor")
 
     def __init__(self, pool: HostPool, piece: _Piece, tensor: torch.Tensor, num_bytes: int) -> None:
         self._pool = pool
@@ -252,7 +250,7 @@ class HostPool:
             view = piece.base[piece.offset : piece.offset + num_bytes]
             piece.view = view
         region = HostRegion(self, piece, view, num_bytes)
-        piece.region = weakref.ref(region)
+        piece.region = region
         return region
 
     def free(self, region: HostRegion, after: Event | None) -> None:
@@ -273,7 +271,7 @@ class HostPool:
             raise ValueError(f"{region!r} belongs to another host pool")
         if piece is None:
             raise ValueError(f"{region!r} was freed before")
-        region._piece = None
+        region._piece = piece.region = None
         self.stats.in_use_bytes -= piece.num_bytes
         if self._is_closed:
             return
@@ -328,17 +326,22 @@ class HostPool:
         """Put the books right after a call that an exception cut short.
 
         Args:
-            is_owned: whether a region that someone still holds stays lent; those that only the
-                frames of the failed call hold don't. No copy may be under way.
+            is_owned: whether a region stays lent; one that nobody knows of, or only the frames of
+                the failed call, doesn't. No copy may be under way.
 
         Returns:
             The regions that stay lent.
         """
         owned = []
         for slab in self._slabs:
-            regions = [region for region in slab.live() if is_owned(region)]
-            slab.rebuild(regions)
-            owned += regions
+            kept = []
+            for region in list(slab.live()):
+                if is_owned(region):
+                    kept.append(region)
+                else:
+                    region._piece = None  # whoever frees it late is told
+            slab.rebuild(kept)
+            owned += kept
         self._index_free_pieces()
         self._may_coalesce = True
         self.stats.in_use_bytes = sum(_aligned(region.num_bytes) for region in owned)

@@ -15,7 +15,6 @@ The pools serve one thread. Read next: `megatron_offload.memory.host_pool`.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -119,9 +118,10 @@ class TensorPool:
         self.stats = TensorPoolStats()
         self._backend = backend
         self._kept: FreeList[int, tuple[torch.Tensor, Event]] = FreeList(retained_bytes)
-        # Lent tensors by identity, which is not reused while a tensor lives; one dropped without
-        # `free` is noticed when it is.
-        self._lent: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # Lent tensors: their identity and their bytes. An identity is not reused while its tensor
+        # lives; a tensor dropped without `free` is noticed when it is.
+        self._lent: dict[int, int] = {}
+        self._has_recovered = False
         # How many holders a storage has, as counted here, when one tensor alone uses it.
         self._lone_holders = _num_holders(torch.empty(1, dtype=torch.uint8))
 
@@ -160,9 +160,8 @@ class TensorPool:
                 tensor = self._backend.empty_device_like(*like)
             stats.num_fresh += 1
         identity = id(tensor)
-        lost = self._lent.get(identity)
-        stats.in_use_bytes += num_bytes - (lost[1] if lost is not None else 0)
-        self._lent[identity] = weakref.ref(tensor), num_bytes
+        stats.in_use_bytes += num_bytes - self._lent.get(identity, 0)
+        self._lent[identity] = num_bytes
         if stats.in_use_bytes > stats.peak_in_use_bytes:
             stats.peak_in_use_bytes = stats.in_use_bytes
         return tensor, event
@@ -176,13 +175,15 @@ class TensorPool:
         Raises:
             ValueError: the tensor was not lent by this pool, or was freed before.
         """
-        lent = self._lent.pop(id(tensor), None)
-        if lent is None:
+        num_bytes = self._lent.pop(id(tensor), None)
+        if num_bytes is None and self._has_recovered:
+            self.stats.num_dropped += 1
+            return
+        if num_bytes is None:
             raise ValueError(
                 f"a tensor of {tensor.nbytes} bytes was freed that this pool has not lent, or that "
                 "was freed before"
             )
-        num_bytes = lent[1]
         stats = self.stats
         stats.in_use_bytes -= num_bytes
         if self._kept.has_room(num_bytes) and _num_holders(tensor) <= self._lone_holders:
@@ -193,9 +194,13 @@ class TensorPool:
             stats.num_dropped += 1
 
     def recover(self) -> None:
-        """Put the books right after a call that an exception cut short: count what is alive."""
-        self._lent = {key: lent for key, lent in self._lent.items() if lent[0]() is not None}
-        self.stats.in_use_bytes = sum(num_bytes for _, num_bytes in self._lent.values())
+        """Count nothing as lent any more: after a call that an exception cut short.
+
+        What is freed later and was lent before is dropped; it can't be told from a stranger.
+        """
+        self._lent.clear()
+        self._has_recovered = True
+        self.stats.in_use_bytes = 0
 
     def clear(self) -> None:
         """Hand all kept tensors back to the allocator; what is lent stays lent."""

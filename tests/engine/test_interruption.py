@@ -6,6 +6,7 @@ its pools, where a keyboard interrupt can come.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -26,6 +27,7 @@ from programs import (
 import megatron_offload
 from megatron_offload.backends.base import Backend
 from megatron_offload.engine import boundary
+from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import StateError
 
@@ -135,6 +137,7 @@ def check_every_position(model, manager, trap, *, aborts, positions=None):
             assert_same(expected, run_step(model, manager, ORDER))
             gc.collect()
             assert_nothing_left(manager)
+            check_tiling(manager.host_pool)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     return num_positions
 
@@ -361,6 +364,8 @@ def check_tiling(pool):
             piece = piece.next
         assert at == slab.num_bytes
     free = [piece for same_size in pool._free.values() for piece in same_size]
+    stats = pool.stats
+    assert sum(piece.num_bytes for piece in free) == stats.slab_bytes_total - stats.in_use_bytes
     assert len({id(piece) for piece in free}) == len(free), "nothing is lent twice"
 
 
@@ -420,6 +425,84 @@ def test_a_backward_may_run_in_another_thread_than_its_forward():
     del thread
     manager.reset()
     assert_nothing_left(manager)
+
+
+def test_a_block_that_dies_inside_a_call_is_buried_by_the_next(monkeypatch):
+    model, manager = make_model(layers=2), make_manager(**SETTINGS)
+    expected = run_step(model, None, ORDER)
+    manager.begin_chunk()
+    old = model[0](torch.randn(16, 32).requires_grad_(), manager).sum()
+    manager.reset()
+    allocate, pool = manager.host_pool.allocate, manager.host_pool
+    assert pool.stats.in_use_bytes > 0
+
+    def allocate_while_a_graph_dies(num_bytes):
+        nonlocal old
+        in_use_bytes, old = pool.stats.in_use_bytes, None
+        assert pool.stats.in_use_bytes == in_use_bytes, "the pool is in use just now"
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(pool, "allocate", allocate_while_a_graph_dies)
+    assert_same(expected, run_step(model, manager, ORDER))
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch, position):
+    model, trap = make_model(layers=2), Trap()
+    manager = make_manager(max_inflight_bytes=4096 * KIB)
+    parameters = list(model.parameters())
+    x = torch.randn(16, 32)
+
+    def forward(manager):
+        y = x.clone().requires_grad_()
+        for block in model:
+            y = block(y, manager)
+        return y.square().mean()
+
+    expected = torch.autograd.grad(forward(None), parameters)
+    manager.begin_chunk()
+    loss = forward(manager)
+    trap.error, release = KeyboardInterrupt, manager.transfers._free_source
+    monkeypatch.setattr(manager.transfers, "_free_source", trap.around(release, after=True))
+    trap.arm(position)
+    with contextlib.suppress(KeyboardInterrupt):
+        manager.join_offloads()
+    trap.disarm()
+    assert manager.guard.has_failed
+    assert_same(expected, torch.autograd.grad(loss, parameters))
+    del loss
+    manager.reset()
+    assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
+    assert_nothing_left(manager)
+
+
+def test_a_step_that_ends_after_a_failed_call_teaches_nothing(monkeypatch):
+    model, manager, trap = make_model(layers=2), make_manager(**SETTINGS), Trap()
+    expected = run_step(model, None, ORDER)
+    assert_same(expected, run_step(model, manager, ORDER))
+    monkeypatch.setattr(manager.backend, "copy", trap.around(manager.backend.copy, after=False))
+    trap.arm(5)
+    with contextlib.suppress(InjectedError):
+        run_forwards_and_backwards(model, manager)
+    trap.disarm()
+    manager.reset()
+    assert manager.last_profile is None
+    assert not manager.guard.has_failed
+    gc.collect()
+    assert_nothing_left(manager)
+    assert_same(expected, run_step(model, manager, ORDER))
+
+
+def test_hooks_that_nobody_took_off_are_gone_with_the_next_chunk():
+    manager = make_manager()
+    manager.begin_chunk()
+    start_group(manager, torch.randn(4, requires_grad=True), "g")
+    manager.__enter__()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    manager.begin_chunk()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    manager.__exit__()
 
 
 def test_a_call_from_inside_a_call_is_an_error_and_no_deadlock():

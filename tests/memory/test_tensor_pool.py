@@ -244,3 +244,15 @@ def test_a_bound_limits_what_free_tensors_hold():
     for tensor in tensors:
         pool.free(tensor)
     assert pool.get_pool_status((2, 3), torch.float32)["total_count"] == 1
+
+
+def test_after_a_recovery_what_was_lent_is_dropped_when_it_is_freed(backend):
+    pool = TensorPool(backend, retained_bytes=1024)
+    old, _ = pool.allocate(64)
+    pool.recover()
+    assert pool.stats.in_use_bytes == 0
+    new, _ = pool.allocate(64)
+    pool.free(old)
+    assert (pool.stats.in_use_bytes, pool.stats.retained_bytes) == (64, 0)
+    pool.free(new)
+    assert (pool.stats.in_use_bytes, pool.stats.retained_bytes) == (0, 64)
