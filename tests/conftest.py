@@ -16,10 +16,10 @@ torch.set_num_threads(1)
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=300, help="how many random programs to run")
     parser.addoption(
-        "--every-line", type=int, default=101, help="interrupt a step at each n-th of its lines"
+        "--every-line", type=int, default=151, help="interrupt a step at each n-th of its lines"
     )
     parser.addoption("--fuzz-first-seed", type=int, default=0, help="seed of the first of them")
-    parser.addoption("--faults", type=int, default=3, help="how many training runs to kill")
+    parser.addoption("--faults", type=int, default=2, help="how many training runs to kill")
 
 
 def pytest_generate_tests(metafunc):

@@ -22,13 +22,13 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol, TypeVar, TypeVarTuple
 
 from megatron_offload.errors import OffloadError, StateError
 
 __all__ = ["Guard", "Guarded", "guarded"]
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 
 _logger = logging.getLogger(__name__)
@@ -95,12 +95,11 @@ class Guarded(Protocol):
 G = TypeVar("G", bound=Guarded)
 
 
-def guarded(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
-    """Make a method an entry of the engine."""
+def guarded(method: Callable[[G, *Ts], R]) -> Callable[[G, *Ts], R]:
+    """Make a method an entry of the engine; its arguments are positional, which is quicker."""
 
-    # By position alone: this stands around every boundary and many an unpack.
     @functools.wraps(method)
-    def entry(self: G, *args: P.args, **_: P.kwargs) -> R:
+    def entry(self: G, *args: *Ts) -> R:
         guard = self.guard
         if guard.is_mine():
             guard.refuse_nesting(method.__name__)
@@ -108,7 +107,7 @@ def guarded(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
             try:
                 if guard.put_off:
                     guard.catch_up()
-                return method(self, *args)  # type: ignore[call-arg]
+                return method(self, *args)
             except OffloadError:
                 raise
             except BaseException:
