@@ -306,6 +306,27 @@ def test_memory_in_flight_is_released_before_a_reload_fails(monkeypatch):
     assert_nothing_left(manager)
 
 
+def test_what_a_reload_has_got_is_given_back_where_the_rest_can_not_be_had(monkeypatch):
+    model, manager = make_model(), make_manager(max_inflight_bytes=0, prefetch_bytes=16 * KIB)
+    expected = run_step(model, None, ORDER)
+    assert_same(expected, run_step(model, manager, ORDER))
+    allocate, fails_at = manager.tensor_pool.allocate, [2, 6]
+    kept = []  # so that no identity is used again
+
+    def allocate_and_fail_twice(num_bytes, like=None):
+        if len(kept) in fails_at:
+            fails_at.remove(len(kept))
+            raise torch.OutOfMemoryError
+        result = allocate(num_bytes, like)
+        kept.append(result[0])
+        return result
+
+    monkeypatch.setattr(manager.tensor_pool, "allocate", allocate_and_fail_twice)
+    assert_same(expected, run_step(model, manager, ORDER))
+    assert manager.last_step.num_memory_shortages == 2
+    assert_nothing_left(manager)
+
+
 def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(monkeypatch):
     model, manager = make_model(), make_manager()
     expected = run_step(model, None, ORDER)
@@ -503,6 +524,20 @@ def test_hooks_that_nobody_took_off_are_gone_with_the_next_chunk():
     manager.begin_chunk()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     manager.__exit__()
+
+
+def test_no_hooks_are_in_force_that_the_manager_does_not_know():
+    class Interrupting(list):
+        def append(self, item):
+            raise KeyboardInterrupt
+
+    manager = make_manager()
+    manager.begin_chunk()
+    start_group(manager, torch.randn(4, requires_grad=True), "g")
+    manager._hooks._hooks = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        manager.__enter__()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_a_call_from_inside_a_call_is_an_error_and_no_deadlock():
