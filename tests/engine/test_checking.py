@@ -84,9 +84,10 @@ def test_what_lies_between_saved_parts_may_change():
         z = left * parts[0] * y + right * parts[1] * y
     z = commit_group(manager, z, "g")
     storage.data[500:600] = 1.0
+    del storage, parts, x, y  # else something keeps it on the device, and nothing comes back
     manager.transfers.drain_window()
     z.sum().backward()
-    assert manager.transfers.stats.reloaded_bytes > 0
+    assert manager.transfers.stats.reloaded_bytes > 2048 * 4
 
 
 def test_a_graph_that_outlives_the_step_is_reported(caplog):

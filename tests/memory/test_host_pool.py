@@ -426,3 +426,21 @@ def test_a_region_can_be_seen_like_another_tensor(backend):
         pool.free(region, None)
         with pytest.raises(ValueError, match="freed"):
             region.like(torch.empty(256))
+
+
+def test_a_recovery_keeps_what_is_owned_and_frees_the_rest(backend):
+    pool = make(backend)
+    regions = [pool.allocate(size) for size in (4 * KIB, 8 * KIB, 100, 16 * KIB)]
+    owned = regions[1::2]
+    assert pool.recover(lambda region: region in owned) == owned
+    assert pool.stats.in_use_bytes == 24 * KIB
+    with pytest.raises(ValueError, match="freed before"):
+        pool.free(regions[0], None)
+    whole = pool.allocate(36 * KIB)
+    taken = {region.tensor.data_ptr() for region in (*owned, whole)}
+    assert len(taken) == 3
+    for region in (*owned, whole):
+        pool.free(region, None)
+    assert pool.stats.in_use_bytes == 0
+    assert pool.allocate(64 * KIB) is not None, "all free pieces are one again"
+    assert pool.stats.num_slabs == 1
