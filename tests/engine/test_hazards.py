@@ -109,7 +109,7 @@ def test_every_wait_is_made_at_one_place():
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_a_device_that_is_not_watched_gives_the_same_bits(timing):
     # Without its notes some calls are left out, as on a real device.
-    config = make_config(timing, max_inflight_bytes=48 * KIB, prefetch_bytes=64 * KIB)
+    config = make_config(timing, max_inflight_bytes=8 * KIB, prefetch_bytes=8 * KIB)
     quiet = SimulatedConfig(copy_timing=timing, check_hazards=False, poison=False)
     backend = SimulatedBackend(quiet)
     assert not backend.observes
