@@ -498,6 +498,25 @@ def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch
     assert_nothing_left(manager)
 
 
+def test_what_an_aborted_step_had_not_released_is_still_right():
+    model, manager = make_model(layers=2), make_manager(max_inflight_bytes=4096 * KIB)
+    parameters = list(model.parameters())
+    x = torch.randn(16, 32)
+    results = []
+    for used in (None, manager):
+        y = x.clone().requires_grad_()
+        if used:
+            manager.begin_chunk()
+        for block in model:
+            y = block(y, used)
+        manager.abort()
+        results.append(torch.autograd.grad(y.square().mean(), parameters))
+        del y
+    assert_same(*results)
+    assert_nothing_left(manager)
+    assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
+
+
 def test_a_step_that_ends_after_a_failed_call_teaches_nothing(monkeypatch):
     model, manager, trap = make_model(layers=2), make_manager(**SETTINGS), Trap()
     expected = run_step(model, None, ORDER)
