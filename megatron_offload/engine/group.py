@@ -187,13 +187,14 @@ class OffloadGroup:
             return SavedTensor(tensor, None, self.name)
         offset = int(tensor.storage_offset())
         low = offset * tensor.itemsize
-        high = low + (tensor.nbytes if tensor.is_contiguous() else _span_bytes(tensor))
+        is_contiguous = tensor.is_contiguous()
+        high = low + (tensor.nbytes if is_contiguous else _span_bytes(tensor))
         reference = chunk.blocks.get(storage_key)
         block = reference() if reference is not None else None
         if block is not None:
             if block.d2h is None:
                 record = SavedTensor(tensor, block, self.name, offset)
-                block.add(record.alias, low, high)
+                block.add(record.alias, low, high, is_contiguous=is_contiguous)
                 self._adopt(block)
                 return record
             if block.covers(low, high) and block.version == tensor._version:
@@ -210,7 +211,7 @@ class OffloadGroup:
         self._blocks.append(reference)
         self._num_saved += 1
         record = SavedTensor(tensor, block, self.name, offset)
-        block.add(record.alias, low, high)
+        block.add(record.alias, low, high, is_contiguous=is_contiguous)
         return record
 
     def _adopt(self, block: Block) -> None:

@@ -61,7 +61,7 @@ class Block:
         aliases: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
         address: where the storage lay when the copy was issued.
-        like: shape and dtype of the source where one contiguous tensor was all of it.
+        like: shape and dtype of the tensor where one contiguous tensor is all of the region.
         source: its entry in the in-flight window.
         storage_ref: the storage, where something else still held it at the release.
         version: version counter of the source when it was first saved.
@@ -137,13 +137,17 @@ class Block:
         """Whether the byte range lies inside the region."""
         return self.low <= low and high <= self.high
 
-    def add(self, alias: torch.Tensor, low: int, high: int) -> None:
+    def add(self, alias: torch.Tensor, low: int, high: int, *, is_contiguous: bool) -> None:
         """Make room for one more alias of the storage; only before the copy is issued."""
-        low -= low % _ALIGNMENT_BYTES
+        misalignment = low % _ALIGNMENT_BYTES
+        low -= misalignment
         if self.aliases:
+            self.like = None
             self.low = min(self.low, low)
             self.high = max(self.high, high)
         else:
+            if is_contiguous and misalignment == 0:
+                self.like = alias.shape, alias.dtype
             self.low, self.high = low, high
         self.num_bytes = self.high - self.low
         self.aliases.append(alias)

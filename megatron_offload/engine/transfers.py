@@ -355,7 +355,7 @@ class Transfers:
             written[id(block.d2h)] = block.d2h
             # What is kept for reuse has no shape of its own.
             is_flat = block.like is None or target.dtype is not block.like[1]
-            pairs.append((target, block.host.tensor if is_flat else block.host.like(target)))
+            pairs.append((target, block.host.tensor if is_flat else block.host.shaped_tensor))
             if self.observer is not None:
                 self.observer.observe(target)
         h2d_stream = backend.h2d_stream
@@ -547,8 +547,7 @@ def _is_owned(region: HostRegion) -> bool:
 def _offload_pair(block: Block, host: HostRegion) -> Pair:
     """Return where a block goes, and its source."""
     source = block.aliases[0]
-    if len(block.aliases) == 1 and source.nbytes == block.num_bytes and source.is_contiguous():
-        block.like = source.shape, source.dtype
+    if block.like is not None:
         return host.like(source), source  # much the most frequent, and needs no new view
     view = torch.empty(0, dtype=torch.uint8, device=source.device)
     view.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))

@@ -135,13 +135,17 @@ class _Piece:
 class HostRegion:
     """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`."""
 
-    __slots__ = ("_piece", "_pool", "num_bytes", "owner", "ready_event", "tensor")
+    __slots__ = (
+        *("_piece", "_pool", "num_bytes", "owner", "ready_event", "shaped_tensor", "tensor"),
+    )
 
     def __init__(self, pool: HostPool, piece: _Piece, tensor: torch.Tensor, num_bytes: int) -> None:
         self._pool = pool
         self._piece: _Piece | None = piece
         self.tensor = tensor
         """Flat uint8 tensor of exactly `num_bytes`."""
+        self.shaped_tensor = tensor
+        """The same bytes as `like` last returned them; flat where nobody has asked."""
         self.num_bytes = num_bytes
         self.ready_event = piece.event
         """The newest H2D event of any former user of these bytes, which a new write must wait for
@@ -163,6 +167,7 @@ class HostRegion:
         view = piece.typed_view
         if view is None or view.dtype is not tensor.dtype or view.shape != tensor.shape:
             view = piece.typed_view = self.tensor.view(tensor.dtype).view(tensor.shape)
+        self.shaped_tensor = view
         return view
 
     def __repr__(self) -> str:
