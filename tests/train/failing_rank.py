@@ -6,7 +6,8 @@ Started ranks import this file too, because it is their main module. ``FAILURE``
 - ``step``: ``delay`` seconds after the begin of that training step the rank is killed;
 - ``save``: the same after the begin of that checkpoint;
 - ``call``: just before that call within a checkpoint that makes, syncs, renames or removes a file;
-- ``raise``: that step raises.
+- ``raise``: that step raises;
+- ``term``: that step begins with a SIGTERM to the rank itself.
 
 Only the first of several attempts fails.
 """
@@ -25,7 +26,7 @@ FAILURE = json.loads(os.environ["FAILURE"])
 CALLS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 
 _train_step, _save = _Trainer._train_step, Checkpoints.save
-_left = {"step": FAILURE["count"], "save": FAILURE["count"], "call": FAILURE["count"]}
+_left = dict.fromkeys(("step", "save", "call"), FAILURE["count"])
 _saving = False
 
 
@@ -49,6 +50,8 @@ def train_step(self, *arguments):
             raise RuntimeError("broken on purpose")
         if FAILURE["moment"] == "step":
             threading.Timer(FAILURE["delay"], kill).start()
+        if FAILURE["moment"] == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
     return _train_step(self, *arguments)
 
 
