@@ -94,7 +94,7 @@ class Backend(abc.ABC):
         """Queue copies on ``stream``, in order.
 
         Args:
-            pairs: destinations and sources; one side of each is host memory.
+            pairs: destinations and sources, at least one pair; one side of each is host memory.
             stream: `d2h_stream` or `h2d_stream`.
             label: what is moved, for traces and hazard reports.
         """

@@ -256,9 +256,9 @@ class SimulatedBackend(Backend):
                 queue.append((None, destination, source.detach()))
                 num_bytes += destination.nbytes
         else:
-            for destination, source in pairs:
-                destination.copy_(source)
-                num_bytes += destination.nbytes
+            destinations, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(destinations, sources)
+            num_bytes = sum(destination.nbytes for destination in destinations)
             stream.copied_bytes += num_bytes
             stream.num_copies += len(pairs)
         stream.time_us += num_bytes * stream._us_per_byte

@@ -543,6 +543,7 @@ class PipelineOffloadManager:
         """Bytes off the device at the peak; see `offload_summary_bytes`."""
         return sum(self.offload_summary_bytes.values())
 
+    @guarded
     def state_of(self) -> dict[str, Any]:
         """Return counts that must all be zero between steps, for leak checks."""
         return {

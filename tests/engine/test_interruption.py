@@ -445,6 +445,20 @@ def test_a_block_that_dies_inside_a_call_is_buried_by_the_next(monkeypatch):
     assert_nothing_left(manager)
 
 
+def test_what_died_during_another_thread_s_call_is_not_counted_as_left():
+    model, manager = make_model(layers=2), make_manager(**SETTINGS)
+    manager.begin_chunk()
+    old = [model[0](torch.randn(16, 32).requires_grad_(), manager).sum()]
+    manager.reset()
+    with manager.guard.lock:
+        killer = threading.Thread(target=old.clear)
+        killer.start()
+        killer.join()
+    assert manager.host_pool.stats.in_use_bytes > 0, "put off"
+    assert not any(manager.state_of().values())
+    assert manager.host_pool.stats.in_use_bytes == 0
+
+
 @pytest.mark.parametrize("position", range(6))
 def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch, position):
     model, trap = make_model(layers=2), Trap()
