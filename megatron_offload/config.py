@@ -160,11 +160,6 @@ class OffloadConfig(StrictModel):
     smaller frees memory sooner. What of ``prefetch_bytes`` is not in use is added. None: an eighth
     of what the step could offload at its peak, and at least its largest group."""
 
-    max_inflight_share: float | None = Field(default=None, gt=0.0, le=1.0)
-    """The same as a share of what the step could offload at its peak, from the second step on, and
-    at least its largest group; with ``max_inflight_bytes`` the smaller of the two. For pipelines,
-    whose later ranks hold less: what is in flight has its host memory too."""
-
     prefetch_bytes: Bytes | None = None
     """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
     None: as for ``max_inflight_bytes``, and at least twice its largest group."""

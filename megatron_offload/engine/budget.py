@@ -13,8 +13,8 @@ from __future__ import annotations
 
 __all__ = ["DeviceBudget"]
 
-_AUTO_SHARE = 1 / 8
-"""A limit that is not set is this share of what a step could offload at its peak."""
+_AUTO_SHARE = 8
+"""A limit that is not set is this fraction of what a step could offload at its peak."""
 
 
 class DeviceBudget:
@@ -23,8 +23,6 @@ class DeviceBudget:
     Args:
         max_inflight_bytes: most bytes in flight beside a full prefetch; None follows the step.
         prefetch_bytes: most bytes that are reloaded ahead; None follows the step.
-        max_inflight_share: most bytes in flight as a share of what the step could offload at its
-            peak, once that is known; None sets no such bound.
 
     Attributes:
         max_inflight_bytes, prefetch_bytes: the limits in force now.
@@ -34,15 +32,8 @@ class DeviceBudget:
         warmup_extra_bytes: what a step may hold above the total until its first backward.
     """
 
-    def __init__(
-        self,
-        max_inflight_bytes: int | None,
-        prefetch_bytes: int | None,
-        max_inflight_share: float | None = None,
-    ) -> None:
-        self._inflight_cap_bytes = max_inflight_bytes
-        self._inflight_share = max_inflight_share or _AUTO_SHARE
-        self._follows_inflight = max_inflight_bytes is None or max_inflight_share is not None
+    def __init__(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
+        self._follows_inflight = max_inflight_bytes is None
         self._follows_prefetch = prefetch_bytes is None
         self.max_inflight_bytes = max_inflight_bytes or 0
         self.prefetch_bytes = prefetch_bytes or 0
@@ -139,16 +130,11 @@ class DeviceBudget:
         self._follow(self._peak_saved_bytes if is_learned else 0)
 
     def _follow(self, seen_bytes: int) -> None:
+        share_bytes = seen_bytes // _AUTO_SHARE
         if self._follows_inflight:
-            share_bytes = max(self._largest_bytes, int(seen_bytes * self._inflight_share))
-            cap_bytes = self._inflight_cap_bytes
-            if cap_bytes is None:
-                self.max_inflight_bytes = share_bytes
-            elif seen_bytes:
-                self.max_inflight_bytes = min(cap_bytes, share_bytes)
+            self.max_inflight_bytes = max(self._largest_bytes, share_bytes)
         if self._follows_prefetch:
             # Two of the largest: one comes back while the one before it is in use.
-            share_bytes = int(seen_bytes * _AUTO_SHARE)
             self.prefetch_bytes = max(2 * self._largest_bytes, share_bytes)
             self._prefetch_wanted_bytes = self.prefetch_bytes
 

@@ -116,9 +116,7 @@ class PipelineOffloadManager:
             share=config.host_memory_share,
         )
         self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
-        self.budget = DeviceBudget(
-            config.max_inflight_bytes, config.prefetch_bytes, config.max_inflight_share
-        )
+        self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
         self.transfers = Transfers(
             self.backend,

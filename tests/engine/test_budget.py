@@ -151,42 +151,6 @@ def test_the_summary_of_the_first_step_is_that_of_the_next():
     assert manager.offload_summary_total_bytes == manager.last_step.peak_away_bytes
 
 
-def test_a_share_bounds_what_is_in_flight_once_the_step_is_known():
-    budget = DeviceBudget(300, 50, 0.1)
-    for _ in range(20):
-        budget.add_saved(80, is_learned=False)
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (300, 50), "nothing is known yet"
-    budget.learn()
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (160, 50)
-    assert DeviceBudget(100, 50, 0.1).max_inflight_bytes == 100
-
-    capped = DeviceBudget(100, 50, 0.1)
-    for _ in range(20):
-        capped.add_saved(80, is_learned=True)
-    assert capped.max_inflight_bytes == 100, "the smaller of the two"
-    small = DeviceBudget(300, 50, 0.01)
-    small.add_saved(80, is_learned=True)
-    assert small.max_inflight_bytes == 80, "one group always moves"
-    alone = DeviceBudget(None, 50, 0.5)
-    for _ in range(20):
-        alone.add_saved(80, is_learned=True)
-    assert alone.max_inflight_bytes == 800
-
-
-def test_the_share_comes_from_the_configuration():
-    model = make_model()
-    manager = make_manager(
-        max_inflight_bytes=64 * KIB, prefetch_bytes=16 * KIB, max_inflight_share=0.2
-    )
-    expected = run_step(model, None, ORDER)
-    limits = []
-    for _ in range(3):
-        assert_same(expected, run_step(model, manager, ORDER))
-        limits.append(manager.budget.max_inflight_bytes)
-    assert 0 < limits[0] < 64 * KIB
-    assert limits == limits[:1] * 3
-
-
 def test_a_total_leaves_half_to_what_comes_back_at_most():
     budget = DeviceBudget(None, None)
     for _ in range(20):
