@@ -26,5 +26,18 @@ from megatron_offload.fine_grained_activation_offload import (
 from megatron_offload.fine_grained_activation_offload import (
     fine_grained_offloading_group_start as group_start,
 )
+from megatron_offload.frontends.whole_model import (
+    NoOpManager,
+    OffloadActivations,
+    get_act_offloading_ctx_manager,
+)
 
-__all__ = ["OffloadConfig", "PipelineOffloadManager", "group_commit", "group_start"]
+__all__ = [
+    "NoOpManager",
+    "OffloadActivations",
+    "OffloadConfig",
+    "PipelineOffloadManager",
+    "get_act_offloading_ctx_manager",
+    "group_commit",
+    "group_start",
+]

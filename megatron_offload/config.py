@@ -194,6 +194,12 @@ class OffloadConfig(StrictModel):
     """Reload targets kept for reuse instead of handed back to the allocator (CUDA graphs need fixed
     addresses)."""
 
+    pin_memory: bool = True
+    """Page-lock host memory. Without, copies are slow and the host waits for each."""
+
+    copy_streams: bool = True
+    """Copy on streams of their own. Without, on the compute stream, where nothing overlaps."""
+
     backend: Literal["auto", "cuda", "simulated"] = "auto"
     """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""
 

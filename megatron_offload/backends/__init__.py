@@ -22,5 +22,10 @@ def create_backend(config: OffloadConfig) -> Backend:
     from megatron_offload.backends.simulated import SimulatedBackend
 
     if config.backend == "cuda" or (config.backend == "auto" and is_available()):
-        return CudaBackend(nvtx=config.nvtx)
-    return SimulatedBackend(config.simulated)
+        return CudaBackend(
+            nvtx=config.nvtx, pin_memory=config.pin_memory, copy_streams=config.copy_streams
+        )
+    simulated = config.simulated
+    if not config.copy_streams:  # a copy that is queued on the compute stream comes before the rest
+        simulated = simulated.model_copy(update={"copy_timing": "eager"})
+    return SimulatedBackend(simulated)

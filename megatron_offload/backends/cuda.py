@@ -37,6 +37,8 @@ class CudaBackend(Backend):
 
     Args:
         nvtx: put an NVTX range with the group's name around the issue of its copies.
+        pin_memory: page-lock host memory.
+        copy_streams: copy on streams of their own, else on the stream that is current now.
 
     Raises:
         IntegrationError: there is no CUDA device.
@@ -44,7 +46,9 @@ class CudaBackend(Backend):
 
     name = "cuda"
 
-    def __init__(self, *, nvtx: bool = False) -> None:
+    def __init__(
+        self, *, nvtx: bool = False, pin_memory: bool = True, copy_streams: bool = True
+    ) -> None:
         if not is_available():
             raise IntegrationError(
                 "backend 'cuda' needs a CUDA device and torch sees none; "
@@ -52,9 +56,13 @@ class CudaBackend(Backend):
             )
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
-        self.d2h_stream = torch.cuda.Stream(self.device)
-        self.h2d_stream = torch.cuda.Stream(self.device)
+        if copy_streams:
+            self.d2h_stream = torch.cuda.Stream(self.device)
+            self.h2d_stream = torch.cuda.Stream(self.device)
+        else:
+            self.d2h_stream = self.h2d_stream = torch.cuda.current_stream(self.device)
         self._nvtx = nvtx
+        self._pin_memory = pin_memory
         self._memory_node = _memory_node(torch.cuda.get_device_properties(self._index))
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
@@ -89,7 +97,7 @@ class CudaBackend(Backend):
     def copy(self, pairs: Sequence[Pair], stream: torch.cuda.Stream, label: str) -> None:
         """Queue copies on ``stream``, in order."""
         if self._nvtx:
-            what = "offload" if stream is self.d2h_stream else "reload"
+            what = "reload" if pairs[0][0].is_cuda else "offload"
             with torch.cuda.nvtx.range("{} {}", what, label):
                 self._copy(pairs, stream)
         else:
@@ -147,7 +155,7 @@ class CudaBackend(Backend):
         torch.cuda.empty_cache()
 
     def empty_host(self, num_bytes: int) -> torch.Tensor:
-        """Allocate page-locked host memory of exactly this size.
+        """Allocate host memory of exactly this size, page-locked unless that is switched off.
 
         PyTorch's own pinned allocator rounds up to a power of two, so the pages are allocated
         plainly and registered with the driver. Where the machine has several memory nodes, they
@@ -156,6 +164,8 @@ class CudaBackend(Backend):
         Raises:
             RuntimeError: the memory can't be had or can't be pinned.
         """
+        if not self._pin_memory:
+            return torch.empty(num_bytes, dtype=torch.uint8)
         pages = _PinnedPages(num_bytes, self._memory_node)
         return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
 

@@ -10,6 +10,7 @@ nothing (evaluation) shift no keys. Read next: `megatron_offload.engine.boundary
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkOffloadHandler"]
 
-_OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload")
+_OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
 
 
 class ChunkOffloadHandler:
@@ -49,6 +50,11 @@ class ChunkOffloadHandler:
         self.min_tensor_bytes = min_tensor_bytes
         self.min_tensor_elements = min_tensor_elements
         self.max_inflight_groups: int | None = None
+        """Most groups of one name whose device memory is held for their copies."""
+        self.max_inflight_blocks: int | None = None
+        """The same for blocks, of all names."""
+        self.chooses: Callable[[int], bool] | None = None
+        """Is asked for each new block, with its bytes, whether it moves; None for all."""
         self.groups: list[OffloadGroup] = []
         self.open_groups: list[OffloadGroup] = []
         self.committed: list[OffloadGroup] = []

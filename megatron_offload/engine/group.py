@@ -155,6 +155,11 @@ class OffloadGroup:
                 self.held_bytes -= num_bytes
                 self.transfers.budget.held_bytes -= num_bytes
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether no record needs any of its own blocks any more."""
+        return self._num_lost == self._num_saved
+
     def drop_dead_blocks(self) -> None:
         """Forget the blocks that no record needs any more."""
         self._blocks = [reference for reference in self._blocks if reference() is not None]
@@ -210,6 +215,8 @@ class OffloadGroup:
         chunk.blocks[storage_key] = reference
         self._blocks.append(reference)
         self._num_saved += 1
+        if chunk.chooses is not None:
+            block.stays = not chunk.chooses(high - low)
         record = SavedTensor(tensor, block, self.name, offset)
         block.add(record.alias, low, high, is_contiguous=is_contiguous)
         return record

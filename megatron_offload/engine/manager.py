@@ -244,6 +244,16 @@ class PipelineOffloadManager:
             self._hooks.clear()
             self._end_step()
 
+    def end_step_if_over(self) -> bool:
+        """End the step if its groups were committed and no graph of it is left.
+
+        For programs that say nothing of their steps. Returns whether it was.
+        """
+        is_over = bool(self._committed) and self._is_idle()
+        if is_over:
+            self.reset()
+        return is_over
+
     @guarded
     def _end_step(self) -> None:
         self.transfers.drain_window()
@@ -375,6 +385,8 @@ class PipelineOffloadManager:
             transfers.offload(group)
             if group.chunk.max_inflight_groups is not None:
                 transfers.limit_inflight(group.name, group.chunk.max_inflight_groups)
+            if group.chunk.max_inflight_blocks is not None:
+                transfers.limit_inflight_blocks(group.chunk.max_inflight_blocks)
         transfers.stats.of(group.name).num_groups += 1
         transfers.pass_boundary(group.num_bytes)
         prefetcher.advance()

@@ -67,6 +67,7 @@ class Block:
         version: version counter of the source when it was first saved.
         d2h: the event behind the copy to the host, once issued.
         reload: the bulk reload that brings or brought it back.
+        stays: whether it was chosen to stay on the device.
         checksum, checked_parts: in checking mode, what left and which bytes of it count.
     """
 
@@ -89,6 +90,7 @@ class Block:
         "released",
         "reload",
         "source",
+        "stays",
         "storage_key",
         "storage_ref",
         "target",
@@ -116,6 +118,7 @@ class Block:
         self.cancelled = False
         self.released = False
         self.forced_release = False
+        self.stays = False
         self.group = group  # last: without it there is nothing to give back
 
     @property

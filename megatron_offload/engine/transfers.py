@@ -108,7 +108,7 @@ class Transfers:
         """Return what moving a group would copy; count what something else keeps anyway."""
         num_bytes = 0
         for block in group.blocks():
-            if block.d2h is not None:
+            if block.d2h is not None or block.stays:
                 continue
             if self.owners.knows(block):
                 self.stats.held_elsewhere_bytes += block.num_bytes
@@ -130,7 +130,7 @@ class Transfers:
         pool_stats = self.host_pool.stats
         num_unpinnable = pool_stats.num_unpinnable
         for block in group.blocks():
-            if block.d2h is not None or self.owners.knows(block):
+            if block.d2h is not None or block.stays or self.owners.knows(block):
                 continue
             host = self.host_pool.allocate(block.num_bytes)
             if host is None:
@@ -197,6 +197,12 @@ class Transfers:
         num_over = sum(entry.group.name == name for entry in self._window) - num_groups
         while num_over > 0:
             num_over -= self._release_oldest().group.name == name
+
+    def limit_inflight_blocks(self, num_blocks: int) -> None:
+        """Release from the oldest on until at most ``num_blocks`` blocks are in flight."""
+        num_over = sum(len(entry.sources) for entry in self._window) - num_blocks
+        while num_over > 0:
+            num_over -= len(self._release_oldest().sources)
 
     def drain_window(self) -> None:
         """Release everything in flight, in order."""

@@ -1,0 +1,176 @@
+"""Layer groups that nobody marks: what autograd saves, in the order of saving, cut by size.
+
+Owns the pack and unpack hooks of programs without boundaries, and what stands for boundaries there:
+a group ends when it is large enough, backward has reached it with the first of its tensors that is
+asked for, and has left it when the last of them is dropped. Must not know why the program is run.
+
+Steps are found too: one ends when a new forward begins and no graph is left. So accumulated
+microbatches, each with its backward, are a step each, and those of a pipeline are one together.
+
+Invariant: as with marked groups, order is only a hint. A tensor finds its data through its record.
+Read next: `megatron_offload.engine.manager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_offload.engine.boundary import is_in_backward
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.subclasses import Packed, SavedWrapper, is_wrapper
+
+__all__ = ["AutomaticGroups"]
+
+_GROUP_BYTES = 1 << 20
+"""A group ends when it has this much: what is larger than this moves alone, so that its memory is
+released as soon as its copy is done; what is smaller travels together."""
+
+
+@dataclass(slots=True)
+class _Forward:
+    """One ``with`` block that is open."""
+
+    chunk: ChunkOffloadHandler
+    hooks: saved_tensors_hooks
+    group: OffloadGroup | None = None
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+
+class _Saved:
+    """A record, and the group that backward reaches with it."""
+
+    __slots__ = ("_group", "_groups", "_record")
+
+    def __init__(self, groups: AutomaticGroups, group: OffloadGroup, record: SavedTensor) -> None:
+        self._groups = groups
+        self._group = group
+        self._record = record
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor; the first of its group tells the manager that backward is there."""
+        if self._record.block is not None:
+            self._groups.reach(self._group)
+        return self._record.unpack()
+
+
+class AutomaticGroups:
+    """Moves what autograd saves inside its ``with`` block, wherever that is.
+
+    Args:
+        manager: moves the groups. It serves this object alone, which ends its steps.
+        name: what the groups are called in counters and messages.
+        min_tensor_bytes: smaller tensors stay; None for what the manager's configuration says.
+        max_inflight_tensors: most tensors whose device memory is held for their copies; None leaves
+            that to the manager's budgets.
+        chooses: is asked for each block of memory in turn, with its bytes, whether it moves; by
+            default all do.
+        on_step: called when a step is over and a new one begins.
+    """
+
+    def __init__(
+        self,
+        manager: PipelineOffloadManager,
+        name: str,
+        *,
+        min_tensor_bytes: int | None = None,
+        max_inflight_tensors: int | None = None,
+        chooses: Callable[[int], bool] | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> None:
+        self.manager = manager
+        self._name = name
+        self._min_tensor_bytes = min_tensor_bytes
+        self._max_inflight_tensors = max_inflight_tensors
+        self._chooses = chooses
+        self._on_step = on_step
+        self._forwards: list[_Forward] = []
+        self._reached: dict[OffloadGroup, None] = {}
+
+    def __enter__(self) -> AutomaticGroups:
+        manager = self.manager
+        if not self._forwards:
+            self._leave_spent()
+            if manager.end_step_if_over() and self._on_step is not None:
+                self._on_step()
+        chunk = manager.begin_chunk()
+        if self._min_tensor_bytes is not None:
+            chunk.min_tensor_bytes = self._min_tensor_bytes
+        chunk.max_inflight_blocks = self._max_inflight_tensors
+        chunk.chooses = self._chooses
+        hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._forwards.append(_Forward(chunk, hooks))
+        hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        forward = self._forwards[-1]
+        forward.hooks.__exit__()
+        try:
+            if exc_type is None:
+                self._commit(forward)
+        finally:
+            self._forwards.pop()
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        forward = self._forwards[-1]
+        if is_in_backward() or torch.compiler.is_compiling():
+            # A recompute inside a backward: needed at once.
+            return SavedTensor(tensor, None, self._name)
+        if is_wrapper(tensor):
+            return SavedWrapper(tensor, self._pack)
+        group = forward.group
+        if group is None:
+            group = forward.group = forward.chunk.start_group(self._name)
+        record = group.pack(tensor)
+        if record.block is None:
+            return record
+        saved = _Saved(self, group, record)
+        forward.num_tensors += 1
+        forward.num_bytes += record.block.num_bytes
+        most = self._max_inflight_tensors
+        is_full = most is not None and forward.num_tensors >= most
+        if is_full or forward.num_bytes >= _GROUP_BYTES:
+            self._commit(forward)
+        return saved
+
+    def _commit(self, forward: _Forward) -> None:
+        group, forward.group = forward.group, None
+        forward.num_tensors = forward.num_bytes = 0
+        if group is not None:
+            forward.chunk.close_group(self._name)
+            self.manager.commit(group)
+
+    def reach(self, group: OffloadGroup) -> None:
+        """Backward asks for a tensor of a group."""
+        if group in self._reached or group.state is GroupState.DONE:
+            return
+        for forward in self._forwards:
+            if forward.group is group:  # a backward inside the ``with`` block
+                self._commit(forward)
+        self._leave_spent()
+        self._reached[group] = None
+        self.manager.enter_backward(group)
+
+    def _leave_spent(self) -> None:
+        """Leave the groups that backward has been in and nothing refers to any more."""
+        for group in [group for group in self._reached if group.is_spent]:
+            if self._reached.pop(group, self) is None:
+                self.manager.leave_backward(group)
+
+
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed.unpack()

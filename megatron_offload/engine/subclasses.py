@@ -1,0 +1,69 @@
+"""Saved tensors that are made of others: distributed, quantised and nested ones.
+
+Owns taking a wrapper apart and putting it together again, by the protocol that PyTorch's own
+compiler uses (``__tensor_flatten__``). Must not know any wrapper by name.
+
+A wrapper has no memory of its own, so its parts move, and a wrapper of the same type, size and
+meaning is made of them again. Read next: `megatron_offload.engine.automatic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Packed", "SavedWrapper", "is_wrapper"]
+
+
+class Packed(Protocol):
+    """What a pack hook has returned."""
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be taken apart: a subclass with parts that is no parameter.
+
+    A tensor that some collective is still writing isn't: its parts are not there yet.
+    """
+    kind = type(tensor)
+    return (
+        kind is not torch.Tensor
+        and not isinstance(tensor, torch.nn.Parameter)
+        and hasattr(kind, "__tensor_flatten__")
+        and hasattr(kind, "__tensor_unflatten__")
+        and not hasattr(kind, "trigger_wait")
+    )
+
+
+class SavedWrapper:
+    """The record that stands for a saved wrapper in the autograd graph.
+
+    Args:
+        tensor: the wrapper.
+        pack: makes a record of a part.
+    """
+
+    __slots__ = ("_context", "_kind", "_parts", "_size", "_stride")
+
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Packed]) -> None:
+        names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        self._kind: Any = type(tensor)
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._parts = {name: pack(getattr(tensor, name)) for name in names}
+
+    def unpack(self) -> torch.Tensor:
+        """Return a wrapper like the one that was saved, around the parts.
+
+        Raises:
+            InPlaceModificationError: a part was changed in place since it was saved.
+        """
+        parts = {name: part.unpack() for name, part in self._parts.items()}
+        tensor: torch.Tensor = self._kind.__tensor_unflatten__(
+            parts, self._context, self._size, self._stride
+        )
+        return tensor

@@ -1,0 +1,120 @@
+"""Offload of a share of the activations, counted in bytes, under a tag.
+
+Owns `CPUOffload` and the counters of each tag. Must not know how tensors move.
+
+Under one tag the first share of the bytes, in the order of execution, moves and the rest stays. How
+many bytes there are is known from the last step; in the first, each tensor moves if that keeps the
+share so far. Read next: `megatron_offload.engine.automatic`.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.stats import StepStats
+
+__all__ = ["CPUOffload", "get_tensor_memory"]
+
+
+def get_tensor_memory(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+class _Tag:
+    """What is known of one tag, and what moves its tensors."""
+
+    def __init__(self, name: str, manager: PipelineOffloadManager) -> None:
+        self.manager = manager
+        self.ratio = 0.0
+        self.seen_bytes = self.chosen_bytes = 0
+        self.total_bytes: int | None = None
+        self.groups = AutomaticGroups(
+            manager, name, min_tensor_bytes=0, chooses=self.chooses, on_step=self.begin_step
+        )
+
+    def chooses(self, num_bytes: int) -> bool:
+        """Whether the next block, of this many bytes, moves."""
+        self.seen_bytes += num_bytes
+        known_bytes = self.seen_bytes
+        if self.total_bytes is not None:
+            known_bytes = max(known_bytes, self.total_bytes)
+        moves = self.chosen_bytes < self.ratio * known_bytes
+        if moves:
+            self.chosen_bytes += num_bytes
+        return moves
+
+    def begin_step(self) -> None:
+        """Learn from the step that is over."""
+        self.total_bytes = self.seen_bytes
+        self.seen_bytes = self.chosen_bytes = 0
+
+
+class CPUOffload:
+    """While it is entered, a share of what autograd saves goes to host memory.
+
+        for images, labels in data:
+            with CPUOffload(offload_ratio=0.1, tag="resnet"):
+                features = resnet(images)
+            with CPUOffload(offload_ratio=0.5, tag="head"):
+                loss = head(features, labels)
+            loss.backward()
+
+    Objects of one tag share its counters, its streams and its host memory, so that one may be made
+    for every block; the last one's ratio counts. Blocks of one tag may come several times in a
+    step, and tags may nest: the innermost counts. A step of a tag ends when its block is entered
+    and nothing that was saved under it is left.
+
+    Args:
+        offload_ratio: share of the tag's bytes that moves, from 0 to 1, to within one tensor.
+        tag: what is counted together.
+        config: how they move; only for the first object of a tag.
+
+    Raises:
+        ValueError: the ratio is outside [0, 1], or a config comes for a tag that exists.
+    """
+
+    _tags: dict[str, _Tag] = {}
+
+    def __init__(
+        self, offload_ratio: float = 0.1, tag: str = "default", config: OffloadConfig | None = None
+    ) -> None:
+        if not 0 <= offload_ratio <= 1:
+            raise ValueError(f"offload_ratio must be between 0 and 1, got {offload_ratio}")
+        if config is not None and tag in self._tags:
+            raise ValueError(f"tag {tag!r} exists: give its configuration to its first object")
+        self.offload_ratio = offload_ratio
+        self.tag = tag
+        if tag not in self._tags:
+            self._tags[tag] = _Tag(tag, PipelineOffloadManager(config or OffloadConfig()))
+
+    @classmethod
+    def forget(cls, tag: str) -> None:
+        """Give a tag's memory back and count it anew; does nothing where there is no such tag."""
+        known = cls._tags.pop(tag, None)
+        if known is not None:
+            known.manager.close()
+
+    @property
+    def last_step(self) -> StepStats:
+        """Counters of the tag's last step that is over."""
+        return self._tags[self.tag].manager.last_step
+
+    def __enter__(self) -> CPUOffload:
+        tag = self._tags[self.tag]
+        tag.ratio = self.offload_ratio
+        tag.groups.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        self._tags[self.tag].groups.__exit__(exc_type, exc, traceback)

@@ -1,0 +1,202 @@
+"""Offload for any PyTorch model, with one ``with`` and no marks in the model.
+
+Owns `OffloadActivations` and its helpers, under the names that torchtune and TRL gave them. Must
+not know how tensors move. The same jobs, on this engine: what is saved leaves in the order of
+saving and comes back ahead of backward, along the order that the last step took.
+
+Read next: `megatron_offload.engine.automatic`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.stats import StepStats
+
+__all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"]
+
+_HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
+"""What libraries call the layer that makes logits: torchtune; Hugging Face and litgpt; Megatron;
+GPT-NeoX; Hugging Face's classifiers; timm."""
+
+_WRAPPED = ("module", "_orig_mod", "base_model", "model")
+"""Where wrappers hold the model: data parallelism, ``torch.compile``, adapters."""
+
+
+class OffloadActivations:
+    """While it is entered, what autograd saves goes to host memory; backward gets it back in time.
+
+    Make it once and enter it around every forward:
+
+        offload = OffloadActivations()
+        for batch in data:
+            with offload:
+                loss = model(batch)
+            loss.backward()
+
+    Parameters and buffers stay (plain buffers where `get_act_offloading_ctx_manager` was told of
+    them), and so do small tensors and those that are not on the accelerator. Distributed and
+    quantised tensors move part by part.
+
+    Args:
+        use_pin_memory: page-lock the host memory. Without, copies are slow and block the host.
+        use_streams: copy on streams of their own, beside the compute stream.
+        max_fwd_stash_size: most tensors whose device memory is held in forward until their copies
+            are done. More of them hide slower copies.
+        min_offload_size: smallest tensor that moves, in bytes.
+        config: everything else, such as ``host_memory_bytes`` and ``prefetch_bytes``. The arguments
+            above win over its ``pin_memory``, ``copy_streams`` and ``min_tensor_bytes``.
+        manager: a manager of one's own, which nothing else uses, in place of ``config``.
+
+    Raises:
+        ValueError: ``max_fwd_stash_size`` is less than 1, ``min_offload_size`` is negative, or both
+            ``config`` and ``manager`` are given.
+    """
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        max_fwd_stash_size: int = 5,
+        min_offload_size: int = 1024,
+        *,
+        config: OffloadConfig | None = None,
+        manager: PipelineOffloadManager | None = None,
+    ) -> None:
+        if max_fwd_stash_size < 1:
+            raise ValueError(f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}")
+        if min_offload_size < 0:
+            raise ValueError(f"min_offload_size can't be negative, got {min_offload_size}")
+        if manager is not None and config is not None:
+            raise ValueError("give a config or a manager, not both")
+        self.use_pin_memory = use_pin_memory
+        self.use_streams = use_streams
+        self.max_fwd_stash_size = max_fwd_stash_size
+        self.min_tensor_size_bytes = min_offload_size
+        if manager is None:
+            settings = (config or OffloadConfig()).model_dump(exclude_unset=True)
+            settings |= {"pin_memory": use_pin_memory, "copy_streams": use_streams}
+            manager = PipelineOffloadManager(OffloadConfig.model_validate(settings))
+        self.manager = manager
+        # On the compute stream a copy is done before what comes next, so that nothing need be held.
+        most_tensors = max_fwd_stash_size if use_streams else 0
+        self._groups = AutomaticGroups(
+            manager,
+            "activations",
+            min_tensor_bytes=min_offload_size,
+            max_inflight_tensors=most_tensors,
+        )
+
+    @property
+    def last_step(self) -> StepStats:
+        """Counters of the last step that is over."""
+        return self.manager.last_step
+
+    def close(self) -> None:
+        """Give all memory back; a second call does nothing more."""
+        self.manager.close()
+
+    def __enter__(self) -> OffloadActivations:
+        self._groups.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        self._groups.__exit__(exc_type, exc, traceback)
+
+
+class NoOpManager(saved_tensors_hooks):
+    """While it is entered, saved tensors stay as they are, whatever hooks surround it."""
+
+    def __init__(self) -> None:
+        super().__init__(_keep, SavedTensor.unpack)
+
+
+def get_act_offloading_ctx_manager(
+    model: nn.Module, enable_activation_offloading: bool, **options: Any
+) -> OffloadActivations | contextlib.nullcontext[None]:
+    """Return what to enter around a model's forward.
+
+    The model's output head stays on the device: backward needs it first, so that its logits, mostly
+    the largest tensor of all, would only go and come back. The model's parameters and buffers stay
+    too.
+
+    Args:
+        model: a model, wrapped or not. Its head is ``output``, ``lm_head``, ``output_layer``,
+            ``embed_out``, ``score``, ``classifier`` or ``head``.
+        enable_activation_offloading: False for a context that does nothing.
+        **options: arguments of `OffloadActivations`.
+    """
+    if not enable_activation_offloading:
+        return contextlib.nullcontext()
+    context = OffloadActivations(**options)
+    for tensor in (*model.parameters(), *model.buffers()):
+        context.manager.mark_not_offload(tensor)
+    head = _find_head(model)
+    if head is None:
+        warnings.warn(
+            "no output head was found in the model, so what it saves is offloaded too and has to "
+            f"come back at once; heads are called {', '.join(_HEADS)}. Run it inside NoOpManager()",
+            stacklevel=2,
+        )
+    else:
+        _keep_on_device(head)
+    return context
+
+
+def _find_head(model: nn.Module) -> nn.Module | None:
+    """Return the output head of a model, however it is wrapped."""
+    waiting, seen = [model], set()
+    while waiting:
+        candidate = waiting.pop(0)
+        if id(candidate) in seen:
+            continue
+        seen.add(id(candidate))
+        for name in _HEADS:
+            head = getattr(candidate, name, None)
+            if not isinstance(head, nn.Module):
+                head = getattr(head, "linear", None)  # a tied one is no module, and holds one
+            if isinstance(head, nn.Module):
+                return head
+        for name in _WRAPPED:
+            inner = getattr(candidate, name, None)
+            if isinstance(inner, nn.Module):
+                waiting.append(inner)
+    return None
+
+
+def _keep_on_device(module: nn.Module) -> None:
+    """Run every forward of a module inside `NoOpManager`."""
+    entered: list[NoOpManager] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        hooks = NoOpManager()
+        hooks.__enter__()
+        entered.append(hooks)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if entered:  # else another hook has raised before ours ran
+            entered.pop().__exit__()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _keep(tensor: torch.Tensor) -> SavedTensor:
+    # Not the tensor itself: one that its own node saves would never be freed.
+    return SavedTensor(tensor, None, "kept")

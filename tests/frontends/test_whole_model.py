@@ -1,0 +1,409 @@
+"""Whole-model offload: every model of the zoo to the bit, whatever copies do."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+import zoo
+from programs import KIB, TIMINGS, assert_nothing_left, assert_same, make_manager
+from torch import nn
+
+import megatron_offload
+from megatron_offload.engine.group import GroupState
+from megatron_offload.errors import InPlaceModificationError
+from megatron_offload.frontends.whole_model import (
+    NoOpManager,
+    OffloadActivations,
+    get_act_offloading_ctx_manager,
+)
+
+BUDGETS = {"max_inflight_bytes": None, "prefetch_bytes": None}
+TIGHT = {"max_inflight_bytes": 0, "prefetch_bytes": 4096}
+"""So tight that even these models have to move all they save."""
+
+
+def make_offload(timing="late", *, max_fwd_stash_size=5, min_offload_size=0, **settings):
+    manager = make_manager(timing, **{**BUDGETS, **settings})
+    return OffloadActivations(
+        max_fwd_stash_size=max_fwd_stash_size, min_offload_size=min_offload_size, manager=manager
+    )
+
+
+@pytest.mark.parametrize("order", ["FBFB", "FFBB", "FFFBFBBB"])
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_bit_is_the_same(name, timing, order):
+    expected = zoo.train(name, None, order=order)
+    offload = make_offload(timing, **TIGHT)
+    assert_same(expected, zoo.train(name, lambda _: offload, order=order))
+    assert offload.manager.end_step_if_over()
+    assert offload.last_step.offloaded_bytes > 0
+    assert offload.last_step.reloaded_bytes > 0
+    assert_nothing_left(offload.manager)
+    offload = make_offload(timing)
+    assert_same(expected, zoo.train(name, lambda _: offload, order=order))
+    assert offload.manager.end_step_if_over()
+    assert_nothing_left(offload.manager)
+
+
+@pytest.mark.parametrize("stash", [1, 2, 50])
+def test_the_stash_bounds_the_tensors_in_flight(stash, monkeypatch):
+    expected = zoo.train("transformer", None)
+    offload = make_offload(max_fwd_stash_size=stash)
+    transfers = offload.manager.transfers
+    most, commit = [], offload.manager.commit
+
+    def watched(group):
+        commit(group)
+        most.append(sum(len(entry.sources) for entry in transfers._window))
+
+    monkeypatch.setattr(offload.manager, "commit", watched)
+    assert_same(expected, zoo.train("transformer", lambda _: offload))
+    assert 0 < max(most) <= stash
+
+
+def test_reloads_run_ahead_of_backward():
+    offload = make_offload(max_inflight_bytes=0, prefetch_bytes=64 * KIB)
+    model, inputs = zoo.make("transformer")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        with offload:
+            loss = zoo.loss_of(model, inputs(generator))
+        loss.backward()
+        del loss
+        assert offload.manager.end_step_if_over()
+        assert offload.last_step.num_late_reloads == 0
+        assert offload.last_step.reloaded_bytes > 0
+
+
+def test_backward_inside_the_block_is_right_too():
+    model, inputs = zoo.make("transformer")
+    x = inputs(torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    zoo.loss_of(model, x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    offload = make_offload()
+    for _ in range(3):
+        model.zero_grad()
+        torch.manual_seed(2)
+        with offload:
+            zoo.loss_of(model, x).backward()
+        assert_same(expected, [p.grad for p in model.parameters()])
+    assert offload.manager.end_step_if_over()
+    assert_nothing_left(offload.manager)
+
+
+def test_blocks_may_nest():
+    model, inputs = zoo.make("views")
+    x = inputs(torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad(zoo.loss_of(model, x), list(model.parameters()))
+    outer, inner = make_offload(), make_offload()
+    for _ in range(3):
+        with outer:
+            y = x * 1.0
+            with inner, inner:
+                loss = zoo.loss_of(model, y)
+        actual = torch.autograd.grad(loss, list(model.parameters()))
+        del loss, y
+        assert_same(expected, actual)
+    for offload in (outer, inner):
+        offload.manager.end_step_if_over()
+        assert_nothing_left(offload.manager)
+
+
+def test_an_evaluation_and_a_dropped_graph_change_nothing():
+    expected = zoo.train("transformer", None, steps=1)
+    offload = make_offload()
+    model, inputs = zoo.make("transformer")
+    for _ in range(3):
+        with offload, torch.no_grad():
+            zoo.loss_of(model, inputs(torch.Generator().manual_seed(9)))
+        with offload:
+            dropped = zoo.loss_of(model, inputs(torch.Generator().manual_seed(9)))
+        del dropped
+        assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1))
+    offload.manager.end_step_if_over()
+    assert_nothing_left(offload.manager)
+
+
+def test_an_error_in_forward_leaves_the_next_step_right():
+    expected = zoo.train("transformer", None, steps=1)
+    offload = make_offload()
+    model, inputs = zoo.make("transformer")
+
+    def fail(module, args):
+        raise RuntimeError("broken on purpose")
+
+    for broken in (model.output, model.layers[1].linear1, model.layers[0].norm1):
+        handle = broken.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"), offload:
+            model(inputs(torch.Generator().manual_seed(9)))
+        handle.remove()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1))
+    gc.collect()
+    offload.manager.end_step_if_over()
+    assert_nothing_left(offload.manager)
+
+
+def test_an_error_in_backward_leaves_the_next_step_right():
+    expected = zoo.train("transformer", None, steps=1)
+    offload = make_offload()
+    model, inputs = zoo.make("transformer")
+
+    def fail(grad):
+        raise RuntimeError("broken on purpose")
+
+    for _ in range(2):
+        with offload:
+            x = model.embedding(inputs(torch.Generator().manual_seed(9)))
+            for layer in model.layers:
+                x = layer(x)
+                x.register_hook(fail)
+                fail_once = x
+            loss = model.output(x).square().mean()
+        with pytest.raises(RuntimeError, match="on purpose"):
+            loss.backward()
+        del x, loss, fail_once
+        assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1))
+    offload.manager.end_step_if_over()
+    assert_nothing_left(offload.manager)
+
+
+def test_a_backward_may_run_twice():
+    model, inputs = zoo.make("transformer")
+    x = inputs(torch.Generator().manual_seed(1))
+    parameters = list(model.parameters())
+    torch.manual_seed(2)
+    expected = torch.autograd.grad(zoo.loss_of(model, x), parameters)
+    offload = make_offload()
+    for _ in range(3):
+        torch.manual_seed(2)
+        with offload:
+            loss = zoo.loss_of(model, x)
+        assert_same(expected, torch.autograd.grad(loss, parameters, retain_graph=True))
+        assert_same(expected, torch.autograd.grad(loss, parameters))
+        del loss
+    offload.manager.end_step_if_over()
+    assert_nothing_left(offload.manager)
+
+
+def test_a_change_in_place_after_saving_is_an_error_as_without():
+    x = torch.randn(64, 64, requires_grad=True)
+    offload = make_offload()
+    with offload:
+        y = x * 2
+        z = y.exp()
+        loss = (z * z).sum()
+    with torch.no_grad():
+        z.add_(1)
+    with pytest.raises(InPlaceModificationError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_small_tensors_parameters_and_buffers_stay():
+    weight = nn.Parameter(torch.randn(64, 64))
+    buffer = nn.Buffer(torch.randn(64, 64))
+    x = torch.randn(64, 64, requires_grad=True)
+    offload = make_offload(min_offload_size=1024)
+    packed = []
+    pack = offload._groups._pack
+
+    def watched(tensor):
+        record = pack(tensor)
+        packed.append((tensor.shape, getattr(record, "block", "moves") is not None))
+        return record
+
+    offload._groups._pack = watched
+    with offload:
+        y = (x @ weight.t()) * buffer
+        z = y * y[:1, :1].sum()
+    moved = [shape for shape, moves in packed if moves]
+    assert torch.Size([64, 64]) in moved
+    small = [moves for shape, moves in packed if shape.numel() * 4 < 1024]
+    assert small
+    assert not any(small)
+    z.sum().backward()
+    by_name = offload.manager.transfers.stats.by_name["activations"]
+    # x, the product, and y; not the weight's transpose, not the buffer.
+    assert by_name.offloaded_bytes + by_name.kept_bytes <= 3 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_stash_of_nothing_is_refused(number):
+    with pytest.raises(ValueError, match="max_fwd_stash_size must be at least 1"):
+        OffloadActivations(max_fwd_stash_size=number)
+
+
+def test_other_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="min_offload_size can't be negative"):
+        OffloadActivations(min_offload_size=-1)
+    with pytest.raises(ValueError, match="not both"):
+        OffloadActivations(config=megatron_offload.OffloadConfig(), manager=make_manager())
+
+
+def test_the_arguments_reach_the_engine():
+    offload = OffloadActivations(
+        use_pin_memory=False,
+        use_streams=False,
+        min_offload_size=77,
+        config=megatron_offload.OffloadConfig(host_memory_bytes="1MiB"),
+    )
+    config = offload.manager.config
+    assert (config.pin_memory, config.copy_streams) == (False, False)
+    assert config.host_memory_bytes == 1 << 20
+    with offload:
+        pass
+    offload.close()
+    offload.close()
+
+
+@pytest.mark.parametrize("use_streams", [True, False])
+def test_as_people_make_it(use_streams):
+    expected = zoo.train("transformer", None)
+    config = megatron_offload.OffloadConfig(host_memory_bytes="64MiB", host_slab_bytes="1MiB")
+    offload = OffloadActivations(use_streams=use_streams, min_offload_size=0, config=config)
+    assert_same(expected, zoo.train("transformer", lambda _: offload))
+    assert offload.manager.end_step_if_over()
+    assert offload.last_step.offloaded_bytes > 0
+    offload.close()
+
+
+def test_noop_switches_surrounding_hooks_off_and_keeps_the_check():
+    offload = make_offload()
+    x = torch.randn(64, 64, requires_grad=True)
+    with offload:
+        with NoOpManager():
+            y = x.exp()
+            z = (y * y).sum()
+        assert not offload.manager.prefetcher.groups()
+    (grad,) = torch.autograd.grad(z, x, retain_graph=True)
+    assert torch.equal(grad, torch.autograd.grad((x.exp() * x.exp()).sum(), x)[0])
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(InPlaceModificationError):
+        z.backward()
+
+
+def test_noop_keeps_no_graph_alive():
+    freed = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.exp()
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    gc.disable()
+    try:
+        with NoOpManager():
+            y = Watched.apply(torch.randn(8, requires_grad=True))
+        torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+        reference = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+        del y
+        freed.append(reference.expired())
+    finally:
+        gc.enable()
+    assert freed == [True]
+
+
+class Wrapped(nn.Module):
+    def __init__(self, **inner):
+        super().__init__()
+        for name, module in inner.items():
+            setattr(self, name, module)
+
+    def forward(self, *args):
+        return next(iter(self.children()))(*args)
+
+
+HEADS = {
+    "torchtune": lambda: zoo.make("transformer")[0],
+    "wrapped": lambda: Wrapped(module=Wrapped(_orig_mod=zoo.make("transformer")[0])),
+    "adapters": lambda: Wrapped(base_model=Wrapped(model=zoo.make("transformer")[0])),
+    "classifier": lambda: zoo.make("residual")[0],
+    "head": lambda: zoo.make("lstm")[0],
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_stays_on_the_device(name, recwarn):
+    model = HEADS[name]()
+    head = next(
+        m for n, m in model.named_modules() if n.split(".")[-1] in ("output", "classifier", "head")
+    )
+    inputs = {"classifier": lambda: torch.randn(3, 3, 12, 12)}.get(
+        name, lambda: torch.randint(0, 40, (3, 12))
+    )
+    context = get_act_offloading_ctx_manager(
+        model, True, min_offload_size=0, manager=make_manager(**BUDGETS)
+    )
+    assert isinstance(context, OffloadActivations)
+    assert not [w for w in recwarn if "output head" in str(w.message)]
+    counts = []
+    head.register_forward_pre_hook(lambda *_: counts.append(num_tensors(context)), prepend=True)
+    head.register_forward_hook(lambda *_: counts.append(num_tensors(context)))
+    with context:
+        model(inputs()).square().mean().backward()
+    assert counts[0] == counts[1] > 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def num_tensors(context):
+    return sum(group._num_saved for group in context.manager.prefetcher.groups())
+
+
+def test_a_head_that_raises_leaves_no_hooks_behind():
+    model, inputs = zoo.make("transformer")
+    context = get_act_offloading_ctx_manager(model, True, manager=make_manager(**BUDGETS))
+
+    def fail(*_):
+        raise RuntimeError("broken on purpose")
+
+    model.output.register_forward_pre_hook(fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="on purpose"), context:
+            model(inputs(torch.Generator().manual_seed(1)))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_model_without_a_head_warns():
+    with pytest.warns(UserWarning, match="no output head was found"):
+        get_act_offloading_ctx_manager(nn.Linear(3, 3), True, manager=make_manager())
+
+
+def test_off_is_a_context_that_does_nothing():
+    context = get_act_offloading_ctx_manager(nn.Linear(3, 3), False)
+    assert isinstance(context, contextlib.nullcontext)
+
+
+def test_buffers_of_the_model_stay():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model.register_buffer("table", torch.randn(32, 32))
+    with pytest.warns(UserWarning, match="no output head"):
+        context = get_act_offloading_ctx_manager(
+            model, True, min_offload_size=0, manager=make_manager(**BUDGETS)
+        )
+    x = torch.randn(32, 32, requires_grad=True)
+    with context:
+        (x * model.table).sum().backward()
+    assert context.manager.transfers.stats.of("activations").offloaded_bytes <= 0
+
+
+def test_groups_are_left_when_their_tensors_are_gone():
+    offload = make_offload()
+    model, inputs = zoo.make("transformer")
+    with offload:
+        loss = zoo.loss_of(model, inputs(torch.Generator().manual_seed(1)))
+    groups = list(offload.manager.prefetcher.groups())
+    loss.backward()
+    left = [group for group in groups if group.state is GroupState.DONE]
+    assert len(left) >= len(groups) - 1, "all but the last are left while backward runs"
