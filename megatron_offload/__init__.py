@@ -26,6 +26,7 @@ from megatron_offload.fine_grained_activation_offload import (
 from megatron_offload.fine_grained_activation_offload import (
     fine_grained_offloading_group_start as group_start,
 )
+from megatron_offload.frontends.ratio import CPUOffload, get_tensor_memory
 from megatron_offload.frontends.whole_model import (
     NoOpManager,
     OffloadActivations,
@@ -33,11 +34,13 @@ from megatron_offload.frontends.whole_model import (
 )
 
 __all__ = [
+    "CPUOffload",
     "NoOpManager",
     "OffloadActivations",
     "OffloadConfig",
     "PipelineOffloadManager",
     "get_act_offloading_ctx_manager",
+    "get_tensor_memory",
     "group_commit",
     "group_start",
 ]

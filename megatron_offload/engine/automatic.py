@@ -96,12 +96,9 @@ class AutomaticGroups:
         self._reached: dict[OffloadGroup, None] = {}
 
     def __enter__(self) -> AutomaticGroups:
-        manager = self.manager
         if not self._forwards:
-            self._leave_spent()
-            if manager.end_step_if_over() and self._on_step is not None:
-                self._on_step()
-        chunk = manager.begin_chunk()
+            self.end_step_if_over()
+        chunk = self.manager.begin_chunk()
         if self._min_tensor_bytes is not None:
             chunk.min_tensor_bytes = self._min_tensor_bytes
         chunk.max_inflight_blocks = self._max_inflight_tensors
@@ -124,6 +121,14 @@ class AutomaticGroups:
                 self._commit(forward)
         finally:
             self._forwards.pop()
+
+    def end_step_if_over(self) -> bool:
+        """End the step if something was saved in it and nothing of that is left; return whether."""
+        self._leave_spent()
+        is_over = self.manager.end_step_if_over()
+        if is_over and self._on_step is not None:
+            self._on_step()
+        return is_over
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
         forward = self._forwards[-1]

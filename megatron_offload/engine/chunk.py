@@ -54,7 +54,8 @@ class ChunkOffloadHandler:
         self.max_inflight_blocks: int | None = None
         """The same for blocks, of all names."""
         self.chooses: Callable[[int], bool] | None = None
-        """Is asked for each new block, with its bytes, whether it moves; None for all."""
+        """Is asked for each new block, with its bytes, whether it moves, be it needed soon or not.
+        None for all, as far as that is of use."""
         self.groups: list[OffloadGroup] = []
         self.open_groups: list[OffloadGroup] = []
         self.committed: list[OffloadGroup] = []

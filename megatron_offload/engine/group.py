@@ -215,10 +215,10 @@ class OffloadGroup:
         chunk.blocks[storage_key] = reference
         self._blocks.append(reference)
         self._num_saved += 1
-        if chunk.chooses is not None:
-            block.stays = not chunk.chooses(high - low)
         record = SavedTensor(tensor, block, self.name, offset)
         block.add(record.alias, low, high, is_contiguous=is_contiguous)
+        if chunk.chooses is not None and not self.transfers.owners.knows(block):
+            block.stays = not chunk.chooses(block.num_bytes)
         return record
 
     def _adopt(self, block: Block) -> None:

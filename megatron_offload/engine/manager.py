@@ -376,7 +376,7 @@ class PipelineOffloadManager:
             self._keep(group)
             self.budget.resident_bytes += group.num_bytes
             group.is_resident = True
-        elif prefetcher.is_needed_soon(group):
+        elif group.chunk.chooses is None and prefetcher.is_needed_soon(group):
             self._keep(group)
             group.hold()
         else:

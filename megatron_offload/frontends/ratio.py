@@ -4,12 +4,14 @@ Owns `CPUOffload` and the counters of each tag. Must not know how tensors move.
 
 Under one tag the first share of the bytes, in the order of execution, moves and the rest stays. How
 many bytes there are is known from the last step; in the first, each tensor moves if that keeps the
-share so far. Read next: `megatron_offload.engine.automatic`.
+share so far. What something else keeps on the device anyway is neither moved nor counted.
+Read next: `megatron_offload.engine.automatic`.
 """
 
 from __future__ import annotations
 
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 
@@ -79,7 +81,7 @@ class CPUOffload:
         ValueError: the ratio is outside [0, 1], or a config comes for a tag that exists.
     """
 
-    _tags: dict[str, _Tag] = {}
+    _tags: ClassVar[dict[str, _Tag]] = {}
 
     def __init__(
         self, offload_ratio: float = 0.1, tag: str = "default", config: OffloadConfig | None = None

@@ -1,0 +1,172 @@
+"""Offload by ratio and tag: the share is exact, and so are the bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from programs import TIMINGS, assert_nothing_left, assert_same, make_config
+from torch import nn
+
+import megatron_offload
+from megatron_offload.frontends.ratio import CPUOffload, get_tensor_memory
+
+
+@pytest.fixture(autouse=True)
+def _no_tags():
+    yield
+    for tag in list(CPUOffload._tags):
+        CPUOffload.forget(tag)
+
+
+def config(timing="late", **settings):
+    return make_config(timing, **{"max_inflight_bytes": None, "prefetch_bytes": None, **settings})
+
+
+def end_step(tag):
+    return CPUOffload._tags[tag].groups.end_step_if_over()
+
+
+def manager_of(tag):
+    return CPUOffload._tags[tag].manager
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_bit_is_the_same(name, timing, ratio):
+    expected = zoo.train(name, None, order="FFBB")
+    offload = CPUOffload(ratio, "model", config(timing))
+    assert_same(expected, zoo.train(name, lambda _: offload, order="FFBB"))
+    assert end_step("model")
+    assert offload.last_step.offloaded_bytes > 0
+    assert_nothing_left(manager_of("model"))
+
+
+class Stack(nn.Module):
+    """Layers that save one tensor of a known size each."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(self, x):
+        for size in self.sizes:
+            x = x.mean().expand(size).exp()  # its result is what exp saves
+        return x.sum()
+
+
+FIRST = [4096, 128, 9000, 512, 2048, 300, 7000, 1024] * 3
+SECOND = [1500, 6000, 256, 256, 12000, 768, 3000] * 3
+
+
+@pytest.mark.parametrize("other", [0, 0.1, 0.5, 1])
+@pytest.mark.parametrize("ratio", [0, 0.1, 0.5, 1])
+def test_the_share_of_two_interleaved_tags_is_exact(ratio, other):
+    first, second = Stack(FIRST), Stack(SECOND)
+    thirds = [Stack(FIRST[i::3]) for i in range(3)], [Stack(SECOND[i::3]) for i in range(3)]
+    CPUOffload(ratio, "first", config())
+    CPUOffload(other, "second", config())
+    for step in range(4):
+        x = torch.full((8,), 0.01, requires_grad=True)
+        total = torch.zeros(())
+        for a, b in zip(*thirds, strict=True):
+            with CPUOffload(ratio, tag="first"):
+                y = a(x)
+            with CPUOffload(other, tag="second"):
+                total = total + y + b(x)
+        total.backward()
+        del total, y
+        for tag, wanted, sizes in (("first", ratio, FIRST), ("second", other, SECOND)):
+            assert end_step(tag)
+            moved = CPUOffload(wanted, tag).last_step.offloaded_bytes
+            saved = 4 * sum(sizes)
+            assert CPUOffload._tags[tag].total_bytes == pytest.approx(saved, abs=100)
+            assert abs(moved - wanted * saved) <= 4 * max(sizes), (step, tag)
+            if wanted in (0, 1):
+                assert moved == pytest.approx(wanted * saved, abs=100), (step, tag)
+    assert first.sizes
+    assert second.sizes
+
+
+def test_after_the_first_step_it_is_the_beginning_that_moves():
+    sizes = [1024] * 10
+    CPUOffload(0.3, "model", config(max_inflight_bytes=0, prefetch_bytes=4096))
+    model = Stack(sizes)
+    for step in range(3):
+        x = torch.full((8,), 0.01, requires_grad=True)
+        with CPUOffload(0.3, "model"):
+            loss = model(x)
+        blocks = [
+            block
+            for group in manager_of("model").prefetcher.groups()
+            for block in group.blocks()
+            if block.num_bytes == 4096
+        ]
+        moves = [not block.stays for block in blocks]
+        assert sum(moves) == 3
+        assert (moves[:3] == [True] * 3) == (step > 0)
+        del blocks
+        loss.backward()
+        del loss
+
+
+def test_a_tag_that_nests_in_another_counts_its_own():
+    CPUOffload(1, "outer", config())
+    CPUOffload(0, "inner", config())
+    for _ in range(2):
+        x = torch.full((8,), 0.01, requires_grad=True)
+        with CPUOffload(1, "outer"):
+            y = Stack([2048] * 4)(x)
+            with CPUOffload(0, "inner"):
+                y = y + Stack([4096] * 4)(x)
+            z = y + Stack([1024])(x)
+        z.backward()
+        del y, z
+        assert end_step("outer")
+        assert end_step("inner")
+    outer, inner = CPUOffload(1, "outer").last_step, CPUOffload(0, "inner").last_step
+    assert outer.offloaded_bytes == pytest.approx(4 * (2048 * 4 + 1024), abs=100)
+    assert inner.offloaded_bytes == 0
+
+
+def test_the_ratio_may_change_between_steps():
+    CPUOffload(0, "model", config())
+    for ratio in (0, 1, 0.5, 0, 1):
+        x = torch.full((8,), 0.01, requires_grad=True)
+        with CPUOffload(ratio, "model"):
+            loss = Stack([1024] * 10)(x)
+        loss.backward()
+        del loss
+        assert end_step("model") or ratio == 0
+        moved = CPUOffload(ratio, "model").last_step.offloaded_bytes
+        assert moved == pytest.approx(ratio * 40960, abs=4096)
+
+
+def test_the_first_step_is_exact_though_nothing_is_known():
+    expected = zoo.train("transformer", None, steps=1, order="FB")
+    offload = CPUOffload(0.5, "model", config(max_inflight_bytes=0, prefetch_bytes=4096))
+    assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1, order="FB"))
+    assert end_step("model")
+    assert offload.last_step.reloaded_bytes > 0
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan")])
+def test_a_ratio_outside_its_range_is_refused(ratio):
+    with pytest.raises(ValueError, match="offload_ratio must be between 0 and 1"):
+        CPUOffload(ratio, "model")
+    assert "model" not in CPUOffload._tags
+
+
+def test_a_tag_is_configured_once():
+    CPUOffload(0.1, "model", config())
+    with pytest.raises(ValueError, match="tag 'model' exists"):
+        CPUOffload(0.1, "model", config())
+    CPUOffload.forget("model")
+    CPUOffload.forget("model")
+    CPUOffload(0.1, "model", config())
+
+
+def test_bytes_of_a_tensor():
+    assert get_tensor_memory(torch.empty(3, 5, dtype=torch.bfloat16)) == 30
+    assert megatron_offload.get_tensor_memory(torch.empty(0)) == 0
