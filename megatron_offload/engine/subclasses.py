@@ -47,14 +47,19 @@ class SavedWrapper:
         pack: makes a record of a part.
     """
 
-    __slots__ = ("_context", "_kind", "_parts", "_size", "_stride")
+    __slots__ = ("_context", "_kind", "_others", "_parts", "_size", "_stride")
 
     def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Packed]) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         self._kind: Any = type(tensor)
         self._size = tensor.size()
         self._stride = tensor.stride()
-        self._parts = {name: pack(getattr(tensor, name)) for name in names}
+        parts = {name: getattr(tensor, name) for name in names}
+        self._parts = {
+            name: pack(part) for name, part in parts.items() if isinstance(part, torch.Tensor)
+        }
+        # Newer versions of torch list a device mesh among the parts, for one.
+        self._others = {name: part for name, part in parts.items() if name not in self._parts}
 
     def unpack(self) -> torch.Tensor:
         """Return a wrapper like the one that was saved, around the parts.
@@ -62,7 +67,7 @@ class SavedWrapper:
         Raises:
             InPlaceModificationError: a part was changed in place since it was saved.
         """
-        parts = {name: part.unpack() for name, part in self._parts.items()}
+        parts = self._others | {name: part.unpack() for name, part in self._parts.items()}
         tensor: torch.Tensor = self._kind.__tensor_unflatten__(
             parts, self._context, self._size, self._stride
         )

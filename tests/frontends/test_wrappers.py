@@ -1,0 +1,216 @@
+"""Tensors that are made of others: their parts move, and they come back as what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from programs import TIMINGS, assert_nothing_left, assert_same
+from test_whole_model import TIGHT, make_offload
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from megatron_offload.errors import InPlaceModificationError
+
+
+class Keep(torch.autograd.Function):
+    """Saves its input and hands out what it gets back."""
+
+    seen = []  # noqa: RUF012 - one for all
+
+    @staticmethod
+    def forward(ctx, x, tensor):
+        ctx.save_for_backward(tensor)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        Keep.seen.append(ctx.saved_tensors[0])
+        return grad * 2, None
+
+
+def saved_and_back(offload, make):
+    """Save what ``make`` makes, without keeping it, and return what backward is handed."""
+    Keep.seen.clear()
+    x = torch.ones(3, requires_grad=True)
+    with offload:
+        y = Keep.apply(x, make())
+    y.sum().backward()
+    del y
+    assert offload._groups.end_step_if_over()
+    return Keep.seen.pop()
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_a_wrapper_moves_part_by_part(timing):
+    offload = make_offload(timing, **TIGHT)
+    first, second = torch.randn(33, 64).t(), torch.randn(33, 64).t()
+    for _ in range(3):
+        back = saved_and_back(offload, lambda: TwoTensor(first.clone(), second.clone()))
+        assert type(back) is TwoTensor
+        assert torch.equal(back.a, first)
+        assert torch.equal(back.b, second)
+        assert back.stride() == second.stride()
+        by_name = offload.last_step.by_name["activations"]
+        assert by_name.offloaded_bytes == by_name.reloaded_bytes == 2 * first.nbytes
+    del back
+    assert_nothing_left(offload.manager)
+
+
+def test_wrappers_in_wrappers_move_too():
+    offload = make_offload(**TIGHT)
+    a, b, c = (torch.randn(40, 40) for _ in range(3))
+    back = saved_and_back(
+        offload, lambda: TwoTensor(TwoTensor(a.clone(), b.clone()), TwoTensor(c.clone(), a.clone()))
+    )
+    assert torch.equal(back.a.b, b)
+    assert torch.equal(back.b.a, c)
+    assert offload.last_step.offloaded_bytes == 4 * a.nbytes
+
+
+def test_a_change_of_a_part_is_an_error():
+    offload = make_offload()
+    x = torch.ones(3, requires_grad=True)
+    wrapper = TwoTensor(torch.randn(40, 40), torch.randn(40, 40))
+    with offload:
+        y = Keep.apply(x, wrapper)
+    wrapper.b.add_(1)
+    with pytest.raises(InPlaceModificationError):
+        y.sum().backward()
+
+
+class Odd(torch.Tensor):
+    """A subclass that can't be taken apart."""
+
+
+def test_a_subclass_that_says_nothing_of_its_parts_stays():
+    offload = make_offload(**TIGHT)
+    back = saved_and_back_of_odd(offload)
+    assert type(back) is Odd
+
+
+def saved_and_back_of_odd(offload):
+    Keep.seen.clear()
+    x = torch.ones(3, requires_grad=True)
+    with offload:
+        y = Keep.apply(x, torch.randn(64, 64).as_subclass(Odd))
+    y.sum().backward()
+    assert not offload.manager.prefetcher.groups() or offload._groups.end_step_if_over()
+    assert offload.last_step.offloaded_bytes == 0
+    return Keep.seen.pop()
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """One process that is a mesh of its own."""
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_distributed_tensors_move_their_local_part(mesh):
+    offload = make_offload(**TIGHT)
+    full = torch.randn(48, 48)
+    for placement in (Shard(0), Replicate()):
+        back = saved_and_back(offload, lambda p=placement: distribute_tensor(full, mesh, [p]))
+        assert isinstance(back, DTensor)
+        assert back.placements == (placement,)
+        assert back.device_mesh == mesh
+        assert torch.equal(back.to_local(), full)
+
+
+def distributed_program(mesh, around):
+    """Take two layers of distributed tensors forward and backward three times."""
+    generator = torch.Generator().manual_seed(3)
+    weights = [
+        nn.Parameter(distribute_tensor(torch.randn(32, 32, generator=generator), mesh, [Shard(d)]))
+        for d in (0, 1)
+    ]
+    results = []
+    for _ in range(3):
+        x = torch.randn(16, 32, generator=generator).requires_grad_()
+        with around:
+            y = DTensor.from_local(x, mesh, [Replicate()])
+            for weight in weights:
+                y = torch.nn.functional.gelu(y @ weight.t()).redistribute(mesh, [Replicate()])
+            loss = y.to_local().square().mean()
+        results += [loss.detach(), *torch.autograd.grad(loss, [x, *weights])]
+        del y, loss
+    return [r.to_local() if isinstance(r, DTensor) else r for r in results]
+
+
+def test_a_program_of_distributed_tensors_is_bitwise_the_same(mesh):
+    import contextlib
+
+    expected = distributed_program(mesh, contextlib.nullcontext())
+    offload = make_offload(**TIGHT)
+    assert_same(expected, distributed_program(mesh, offload))
+    assert offload._groups.end_step_if_over()
+    assert offload.last_step.reloaded_bytes > 0
+    assert_nothing_left(offload.manager)
+
+
+def sharded(model, mesh):
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("timing", ["late", "random"])
+def test_fully_sharded_models_are_bitwise_the_same(mesh, timing, monkeypatch):
+    make = zoo.make
+    monkeypatch.setattr(
+        zoo,
+        "make",
+        lambda name, **options: (sharded(make(name, **options)[0], mesh), make(name)[1]),
+    )
+
+    def numbers(context):
+        return [
+            r.to_local() if isinstance(r, DTensor) else r
+            for r in zoo.train("transformer", context, order="FFBB")
+        ]
+
+    expected = numbers(None)
+    offload = make_offload(timing, **TIGHT)
+    assert_same(expected, numbers(lambda _: offload))
+    assert offload._groups.end_step_if_over()
+    assert offload.last_step.reloaded_bytes > 0
+    assert_nothing_left(offload.manager)
+
+
+def test_float8_tensors_of_torchao_come_back_as_they_were():
+    pytest.importorskip("torchao")
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
+
+    data = torch.randn(64, 64).to(torch.float8_e4m3fn)
+    offload = make_offload(**TIGHT)
+    back = saved_and_back(
+        offload,
+        lambda: Float8TrainingTensor(
+            data.clone(), torch.tensor(2.0), torch.float32, LinearMMConfig()
+        ),
+    )
+    assert type(back) is Float8TrainingTensor
+    assert torch.equal(back._data.view(torch.uint8), data.view(torch.uint8))
+    assert back._scale == 2.0
+    assert offload.last_step.offloaded_bytes >= data.nbytes
+
+
+def test_nf4_tensors_of_torchao_come_back_as_they_were():
+    pytest.importorskip("torchao")
+    from torchao.quantization import NF4Tensor, to_nf4
+
+    full = torch.randn(64, 64)
+    expected = to_nf4(full, 64, 1)
+    offload = make_offload(**TIGHT)
+    back = saved_and_back(offload, lambda: to_nf4(full, 64, 1))
+    assert type(back) is NF4Tensor
+    assert torch.equal(back.quantized_data, expected.quantized_data)
+    assert torch.equal(back.get_original_weight(), expected.get_original_weight())
+    assert offload.last_step.offloaded_bytes > 0
