@@ -262,7 +262,7 @@ class SavedTensor:
             return view.set_(target.untyped_storage(), offset, self.size, self.stride)
         if block.d2h is not None and not block.cancelled:
             transfers.keep(block)
-        return alias
+        return alias.detach()  # the alias itself may be emptied, whoever holds what this returns
 
 
 BlockRef = weakref.ref[Block]

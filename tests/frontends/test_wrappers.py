@@ -72,6 +72,17 @@ def test_wrappers_in_wrappers_move_too():
     assert offload.last_step.offloaded_bytes == 4 * a.nbytes
 
 
+def test_what_backward_was_handed_outlives_the_release():
+    offload = make_offload("late", max_inflight_bytes=1 << 20, prefetch_bytes=0)
+    full = torch.randn(64, 64)
+    for _ in range(2):
+        back = saved_and_back(offload, lambda: TwoTensor(full.clone(), full.clone()))
+        saved_and_back(offload, lambda: TwoTensor(full.clone(), full.clone()))
+        offload.manager.transfers.drain_window()
+        assert torch.equal(back.a, full)
+        assert torch.equal(back.b, full)
+
+
 def test_a_change_of_a_part_is_an_error():
     offload = make_offload()
     x = torch.ones(3, requires_grad=True)
