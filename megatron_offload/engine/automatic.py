@@ -4,8 +4,9 @@ Owns the pack and unpack hooks of programs without boundaries, and what stands f
 a group ends when it is large enough, backward has reached it with the first of its tensors that is
 asked for, and has left it when the last of them is dropped. Must not know why the program is run.
 
-Steps are found too: one ends when a new forward begins and no graph is left. So accumulated
-microbatches, each with its backward, are a step each, and those of a pipeline are one together.
+Steps are found too, where nobody ends them: one ends when a new forward begins and no graph is
+left. So accumulated microbatches, each with its backward, are a step each, and those of a pipeline
+are one together.
 
 Invariant: as with marked groups, order is only a hint. A tensor finds its data through its record.
 Read next: `megatron_offload.engine.manager`.
@@ -40,6 +41,7 @@ class _Forward:
 
     chunk: ChunkOffloadHandler
     hooks: saved_tensors_hooks
+    name: str
     group: OffloadGroup | None = None
     num_tensors: int = 0
     num_bytes: int = 0
@@ -66,14 +68,15 @@ class AutomaticGroups:
     """Moves what autograd saves inside its ``with`` block, wherever that is.
 
     Args:
-        manager: moves the groups. It serves this object alone, which ends its steps.
+        manager: moves the groups. It serves this object alone.
         name: what the groups are called in counters and messages.
         min_tensor_bytes: smaller tensors stay; None for what the manager's configuration says.
         max_inflight_tensors: most tensors whose device memory is held for their copies; None leaves
             that to the manager's budgets.
         chooses: is asked for each block of memory in turn, with its bytes, whether it moves; by
             default all do.
-        on_step: called when a step is over and a new one begins.
+        finds_steps: end steps; False where the program does that.
+        on_step: called when a step was found to be over.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class AutomaticGroups:
         min_tensor_bytes: int | None = None,
         max_inflight_tensors: int | None = None,
         chooses: Callable[[int], bool] | None = None,
+        finds_steps: bool = True,
         on_step: Callable[[], None] | None = None,
     ) -> None:
         self.manager = manager
@@ -91,21 +95,41 @@ class AutomaticGroups:
         self._min_tensor_bytes = min_tensor_bytes
         self._max_inflight_tensors = max_inflight_tensors
         self._chooses = chooses
+        self._finds_steps = finds_steps
         self._on_step = on_step
         self._forwards: list[_Forward] = []
         self._reached: dict[OffloadGroup, None] = {}
 
-    def __enter__(self) -> AutomaticGroups:
-        if not self._forwards:
+    def begin(self, name: str | None = None, *, vp_stage: int | None = None) -> None:
+        """Move what is saved from here on, in this thread, until `end`.
+
+        Args:
+            name: what to call these groups, in place of the usual name.
+            vp_stage: virtual pipeline stage.
+        """
+        if self._finds_steps and not self._forwards:
             self.end_step_if_over()
-        chunk = self.manager.begin_chunk()
+        chunk = self.manager.begin_chunk(vp_stage=vp_stage)
         if self._min_tensor_bytes is not None:
             chunk.min_tensor_bytes = self._min_tensor_bytes
         chunk.max_inflight_blocks = self._max_inflight_tensors
         chunk.chooses = self._chooses
         hooks = saved_tensors_hooks(self._pack, _unpack)
-        self._forwards.append(_Forward(chunk, hooks))
+        self._forwards.append(_Forward(chunk, hooks, name or self._name))
         hooks.__enter__()
+
+    def end(self, *, has_failed: bool = False) -> None:
+        """Undo the last `begin`; what was saved since a failure's last group stays."""
+        forward = self._forwards[-1]
+        forward.hooks.__exit__()
+        try:
+            if not has_failed:
+                self._commit(forward)
+        finally:
+            self._forwards.pop()
+
+    def __enter__(self) -> AutomaticGroups:
+        self.begin()
         return self
 
     def __exit__(
@@ -114,17 +138,11 @@ class AutomaticGroups:
         exc: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        forward = self._forwards[-1]
-        forward.hooks.__exit__()
-        try:
-            if exc_type is None:
-                self._commit(forward)
-        finally:
-            self._forwards.pop()
+        self.end(has_failed=exc_type is not None)
 
     def end_step_if_over(self) -> bool:
         """End the step if something was saved in it and nothing of that is left; return whether."""
-        self._leave_spent()
+        self.leave_spent()
         is_over = self.manager.end_step_if_over()
         if is_over and self._on_step is not None:
             self._on_step()
@@ -134,12 +152,12 @@ class AutomaticGroups:
         forward = self._forwards[-1]
         if is_in_backward() or torch.compiler.is_compiling():
             # A recompute inside a backward: needed at once.
-            return SavedTensor(tensor, None, self._name)
+            return SavedTensor(tensor, None, forward.name)
         if is_wrapper(tensor):
             return SavedWrapper(tensor, self._pack)
         group = forward.group
         if group is None:
-            group = forward.group = forward.chunk.start_group(self._name)
+            group = forward.group = forward.chunk.start_group(forward.name)
         record = group.pack(tensor)
         if record.block is None:
             return record
@@ -156,7 +174,7 @@ class AutomaticGroups:
         group, forward.group = forward.group, None
         forward.num_tensors = forward.num_bytes = 0
         if group is not None:
-            forward.chunk.close_group(self._name)
+            forward.chunk.close_group(forward.name)
             self.manager.commit(group)
 
     def reach(self, group: OffloadGroup) -> None:
@@ -166,11 +184,11 @@ class AutomaticGroups:
         for forward in self._forwards:
             if forward.group is group:  # a backward inside the ``with`` block
                 self._commit(forward)
-        self._leave_spent()
+        self.leave_spent()
         self._reached[group] = None
         self.manager.enter_backward(group)
 
-    def _leave_spent(self) -> None:
+    def leave_spent(self) -> None:
         """Leave the groups that backward has been in and nothing refers to any more."""
         for group in [group for group in self._reached if group.is_spent]:
             if self._reached.pop(group, self) is None:

@@ -1,0 +1,142 @@
+"""Offload under the schedules of ``torch.distributed.pipelining``, with no change to the model.
+
+Owns the hooks on a schedule and its stages. Must not know how tensors move, nor any schedule by
+name: each forward of a stage is a chunk, whatever its order, and backward finds its way back
+through the autograd graph. So schedules that split a backward in two, for inputs and for weights,
+are served like those that don't.
+
+Read next: `megatron_offload.engine.automatic`.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.stats import StepStats
+from megatron_offload.errors import IntegrationError
+
+__all__ = ["PipelineOffload", "offload_pipeline"]
+
+
+class PipelineOffload:
+    """What `offload_pipeline` has set; `remove` takes it off again.
+
+    Attributes:
+        manager: moves the tensors.
+        stages: the indices of the stages that this rank has.
+    """
+
+    def __init__(self, schedule: Any, stages: list[Any], manager: PipelineOffloadManager) -> None:
+        self.manager = manager
+        self.stages = [stage.stage_index for stage in stages]
+        self._groups = AutomaticGroups(manager, "stage", finds_steps=False)
+        self._wrapped: list[tuple[Any, str]] = []
+        for place, stage in enumerate(stages):
+            for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
+                manager.mark_not_offload(tensor)
+            self._wrap(stage, "forward_one_chunk", self._forward(stage, place))
+        self._wrap(schedule, "step", self._step(schedule))
+
+    @property
+    def last_step(self) -> StepStats:
+        """Counters of the last step."""
+        return self.manager.last_step
+
+    def remove(self) -> None:
+        """Leave schedule and stages as they were, and give all memory back; twice is fine."""
+        while self._wrapped:
+            owner, name = self._wrapped.pop()
+            delattr(owner, name)  # the class's own is behind it
+        self.manager.close()
+
+    def __enter__(self) -> PipelineOffload:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _wrap(self, owner: Any, name: str, function: Any) -> None:
+        setattr(owner, name, function)
+        self._wrapped.append((owner, name))
+
+    def _forward(self, stage: Any, place: int) -> Any:
+        forward = stage.forward_one_chunk
+
+        def forward_one_chunk(*args: Any, **kwargs: Any) -> Any:
+            if not stage.has_backward:
+                return forward(*args, **kwargs)
+            self._groups.begin(f"stage {stage.stage_index}", vp_stage=place)
+            has_failed = True
+            try:
+                output = forward(*args, **kwargs)
+                has_failed = False
+            finally:
+                self._groups.end(has_failed=has_failed)
+            return output
+
+        return forward_one_chunk
+
+    def _step(self, schedule: Any) -> Any:
+        step = schedule.step
+
+        def offloaded_step(*args: Any, **kwargs: Any) -> Any:
+            if not schedule._has_backward:
+                return step(*args, **kwargs)
+            with self.manager.step():
+                result = step(*args, **kwargs)
+                self._groups.leave_spent()
+            return result
+
+        return offloaded_step
+
+
+def offload_pipeline(
+    schedule: Any,
+    *,
+    config: OffloadConfig | None = None,
+    manager: PipelineOffloadManager | None = None,
+) -> PipelineOffload:
+    """Offload what a schedule's stages save, on this rank.
+
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_fn)
+        offload = offload_pipeline(schedule)
+        schedule.step(x)            # as before
+
+    Each call of ``schedule.step`` is a training step; ``schedule.eval`` moves nothing. The loss is
+    computed outside the last stage, so what it saves stays on the device: it is needed at once.
+
+    Args:
+        schedule: any schedule of ``torch.distributed.pipelining``.
+        config: what moves (``min_tensor_bytes``) and within which bounds; ``modules`` is not used.
+        manager: a manager that nothing else uses, in place of ``config``.
+
+    Raises:
+        IntegrationError: ``schedule`` is none, or is offloaded already.
+        ValueError: both ``config`` and ``manager`` are given.
+    """
+    if manager is not None and config is not None:
+        raise ValueError("give a config or a manager, not both")
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    if not callable(getattr(schedule, "step", None)) or any(
+        not hasattr(stage, "forward_one_chunk") for stage in stages
+    ):
+        raise IntegrationError(
+            "offload_pipeline takes a schedule of torch.distributed.pipelining, such as "
+            f"Schedule1F1B; got a {type(schedule).__name__}"
+        )
+    if "step" in vars(schedule) or any("forward_one_chunk" in vars(stage) for stage in stages):
+        raise IntegrationError(
+            "this schedule, or one that shares its stages, is wrapped already: remove() that first"
+        )
+    return PipelineOffload(
+        schedule, stages, manager or PipelineOffloadManager(config or OffloadConfig())
+    )

@@ -1,0 +1,121 @@
+"""torch.distributed.pipelining with offload: bitwise the same under every schedule."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import TIMINGS, make_manager
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from megatron_offload.errors import IntegrationError
+from megatron_offload.integrations.torch_pipelining import offload_pipeline
+
+WORKER = Path(__file__).with_name("pipelining_worker.py")
+SCHEDULES = (
+    "ScheduleGPipe",
+    "Schedule1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+)
+CASES = [f"{name}/{timing}" for name in SCHEDULES for timing in TIMINGS]
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory):
+    output = tmp_path_factory.mktemp("pipelining") / "findings.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *launcher, str(WORKER), str(output), *CASES],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(output.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_is_the_same(findings, case):
+    ranks = findings[case]
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["same"]
+        assert rank["num_results"] > 0
+        assert rank["gradients_are_real"]
+        assert rank["reloaded_bytes"] > 0
+
+
+@pytest.fixture
+def schedule(tmp_path):
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+    yield ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, t: (y - t).square().mean())
+    dist.destroy_process_group()
+
+
+def test_an_error_in_a_step_leaves_the_next_one_right(schedule):
+    module = schedule._stage.submod
+    x, target = torch.randn(4, 16), torch.randn(4, 16)
+    schedule.step(x, target=target)
+    expected = [p.grad.clone() for p in module.parameters()]
+    manager = make_manager()
+    with offload_pipeline(schedule, manager=manager) as offload:
+        for broken in (module[2], module[0]):
+            handle = broken.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(RuntimeError, match="failed to run forward"):
+                schedule.step(x, target=target)
+            handle.remove()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            assert not any(manager.state_of().values())
+            module.zero_grad()
+            schedule.step(x, target=target)
+            assert offload.last_step.offloaded_bytes > 0
+            for parameter, gradient in zip(module.parameters(), expected, strict=True):
+                assert torch.equal(parameter.grad, gradient)
+
+
+def test_groups_are_named_by_stage_and_evaluation_moves_nothing(schedule):
+    x, target = torch.randn(4, 16), torch.randn(4, 16)
+    with offload_pipeline(schedule, manager=make_manager()) as offload:
+        assert offload.stages == [0]
+        with torch.no_grad():
+            schedule.eval(x, target=target)
+        assert offload.last_step.num_groups == 0
+        schedule.step(x, target=target)
+        assert set(offload.last_step.by_name) == {"stage 0"}
+        assert offload.last_step.by_name["stage 0"].num_groups >= 2
+        keys = [group.key for group in offload.manager.last_profile.groups]
+        assert {key.chunk for key in keys} == {0, 1}, "one chunk for each microbatch"
+
+
+def test_what_is_no_schedule_is_refused():
+    with pytest.raises(IntegrationError, match="got a Linear"):
+        offload_pipeline(nn.Linear(2, 2))
+
+
+def test_a_schedule_is_wrapped_once(schedule):
+    offload = offload_pipeline(schedule, manager=make_manager())
+    with pytest.raises(IntegrationError, match="wrapped already"):
+        offload_pipeline(schedule)
+    offload.remove()
+    offload.remove()
+    with pytest.raises(ValueError, match="not both"):
+        offload_pipeline(schedule, manager=make_manager(), config=make_manager().config)
+    offload_pipeline(schedule, manager=make_manager()).remove()
