@@ -107,26 +107,32 @@ class AutomaticGroups:
             name: what to call these groups, in place of the usual name.
             vp_stage: virtual pipeline stage.
         """
-        if self._finds_steps and not self._forwards:
-            self.end_step_if_over()
+        if not self._forwards:
+            self._take_hooks_off()
+            if self._finds_steps:
+                self.end_step_if_over()
         chunk = self.manager.begin_chunk(vp_stage=vp_stage)
         if self._min_tensor_bytes is not None:
             chunk.min_tensor_bytes = self._min_tensor_bytes
         chunk.max_inflight_blocks = self._max_inflight_tensors
         chunk.chooses = self._chooses
         hooks = saved_tensors_hooks(self._pack, _unpack)
-        self._forwards.append(_Forward(chunk, hooks, name or self._name))
         hooks.__enter__()
+        self._forwards.append(_Forward(chunk, hooks, name or self._name))
 
     def end(self, *, has_failed: bool = False) -> None:
         """Undo the last `begin`; what was saved since a failure's last group stays."""
-        forward = self._forwards[-1]
+        forward = self._forwards.pop()
         forward.hooks.__exit__()
-        try:
-            if not has_failed:
-                self._commit(forward)
-        finally:
-            self._forwards.pop()
+        if not has_failed:
+            self._commit(forward)
+
+    def _take_hooks_off(self) -> None:
+        """Take off what an interrupt in the midst of `begin` or `end` has left."""
+        while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            if getattr(hooks[0], "__self__", None) is not self:
+                return
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def __enter__(self) -> AutomaticGroups:
         self.begin()
@@ -149,10 +155,10 @@ class AutomaticGroups:
         return is_over
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
+        if not self._forwards or is_in_backward() or torch.compiler.is_compiling():
+            # Between two lines of `begin`; or a recompute inside a backward, needed at once.
+            return SavedTensor(tensor, None, self._name)
         forward = self._forwards[-1]
-        if is_in_backward() or torch.compiler.is_compiling():
-            # A recompute inside a backward: needed at once.
-            return SavedTensor(tensor, None, forward.name)
         if is_wrapper(tensor):
             return SavedWrapper(tensor, self._pack)
         group = forward.group

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,15 +22,14 @@ from programs import (
     one_forward_one_backward,
     run_step,
 )
+from traps import InjectedError, LineTrap, Trap
 
-import megatron_offload
 from megatron_offload.backends.base import Backend
 from megatron_offload.engine import boundary
 from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import StateError
 
-PACKAGE = str(Path(megatron_offload.__file__).parent)
 ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
@@ -46,41 +44,6 @@ def _quick_collections():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-class InjectedError(Exception):
-    """Not one that anything in the package handles."""
-
-
-class Trap:
-    """Counts calls, and raises at the one whose number it is told."""
-
-    def __init__(self):
-        self.num_calls = 0
-        self.at = None
-        self.error = InjectedError
-
-    def passed(self):
-        self.num_calls += 1
-        if self.num_calls - 1 == self.at:
-            raise self.error
-
-    def around(self, call, *, after):
-        def trapped(*args, **kwargs):
-            if not after:
-                self.passed()
-            result = call(*args, **kwargs)
-            if after:
-                self.passed()
-            return result
-
-        return trapped
-
-    def arm(self, at):
-        self.num_calls, self.at = 0, at
-
-    def disarm(self):
-        self.at = None
 
 
 def run_interrupted(model, manager, *, aborts):
@@ -176,50 +139,6 @@ def test_an_error_while_the_host_pool_grows(monkeypatch):
         gc.collect()
         assert_nothing_left(manager)
         assert_same(expected, run_step(model, manager, ORDER))
-
-
-class LineTrap(Trap):
-    """Counts the lines that run in the engine and its pools, and interrupts at one of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.error = KeyboardInterrupt
-
-    def arm(self, at):
-        super().arm(at)
-        sys.settrace(self)  # Python takes a trace function away that raises
-
-    def disarm(self):
-        sys.settrace(None)
-
-    def __call__(self, frame, event, argument):
-        name = frame.f_code.co_filename
-        if not name.startswith(PACKAGE) or not any(
-            part in name for part in ("/engine/", "/memory/")
-        ):
-            return None
-        if name.endswith("/guard.py"):
-            # Tracing stops at a `with` a second time, between its body and the release of the
-            # lock. Python itself takes no interrupt there.
-            return None
-        if frame.f_code.co_name in ("__del__", "bury", "abort", "abandon"):
-            return (
-                None  # Python swallows what a finalizer raises; a second interrupt is another day
-            )
-        return self._in_line
-
-    def _in_line(self, frame, event, argument):
-        if event == "line" and not is_in_finalizer(frame):
-            self.passed()
-        return self._in_line
-
-
-def is_in_finalizer(frame):
-    while frame is not None:
-        if frame.f_code.co_name in ("__del__", "abort", "fail"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @pytest.fixture

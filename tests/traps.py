@@ -1,0 +1,89 @@
+"""Errors and interrupts at a chosen position of a program."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import megatron_offload
+
+PACKAGE = str(Path(megatron_offload.__file__).parent)
+
+
+class InjectedError(Exception):
+    """Not one that anything in the package handles."""
+
+
+class Trap:
+    """Counts calls, and raises at the one whose number it is told."""
+
+    def __init__(self):
+        self.num_calls = 0
+        self.at = None
+        self.error = InjectedError
+
+    def passed(self):
+        self.num_calls += 1
+        if self.num_calls - 1 == self.at:
+            raise self.error
+
+    def around(self, call, *, after):
+        def trapped(*args, **kwargs):
+            if not after:
+                self.passed()
+            result = call(*args, **kwargs)
+            if after:
+                self.passed()
+            return result
+
+        return trapped
+
+    def arm(self, at):
+        self.num_calls, self.at = 0, at
+
+    def disarm(self):
+        self.at = None
+
+
+class LineTrap(Trap):
+    """Counts the lines that run in the engine and its pools, and interrupts at one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = KeyboardInterrupt
+
+    def arm(self, at):
+        super().arm(at)
+        sys.settrace(self)  # Python takes a trace function away that raises
+
+    def disarm(self):
+        sys.settrace(None)
+
+    def __call__(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        if not name.startswith(PACKAGE) or not any(
+            part in name for part in ("/engine/", "/memory/")
+        ):
+            return None
+        if name.endswith("/guard.py"):
+            # Tracing stops at a `with` a second time, between its body and the release of the
+            # lock. Python itself takes no interrupt there.
+            return None
+        if frame.f_code.co_name in ("__del__", "bury", "abort", "abandon"):
+            return (
+                None  # Python swallows what a finalizer raises; a second interrupt is another day
+            )
+        return self._in_line
+
+    def _in_line(self, frame, event, argument):
+        if event == "line" and not is_in_finalizer(frame):
+            self.passed()
+        return self._in_line
+
+
+def is_in_finalizer(frame):
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "abort", "fail"):
+            return True
+        frame = frame.f_back
+    return False
