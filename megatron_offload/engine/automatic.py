@@ -107,8 +107,8 @@ class AutomaticGroups:
             name: what to call these groups, in place of the usual name.
             vp_stage: virtual pipeline stage.
         """
-        if not self._forwards:
-            self._take_hooks_off()
+        if not self._forwards or self.manager.is_idle():
+            self._forget_interrupted()
             if self._finds_steps:
                 self.end_step_if_over()
         chunk = self.manager.begin_chunk(vp_stage=vp_stage)
@@ -122,13 +122,19 @@ class AutomaticGroups:
 
     def end(self, *, has_failed: bool = False) -> None:
         """Undo the last `begin`; what was saved since a failure's last group stays."""
+        if not self._forwards:
+            return
         forward = self._forwards.pop()
         forward.hooks.__exit__()
         if not has_failed:
             self._commit(forward)
 
-    def _take_hooks_off(self) -> None:
-        """Take off what an interrupt in the midst of `begin` or `end` has left."""
+    def _forget_interrupted(self) -> None:
+        """Forget each `begin` that has saved nothing: its `end` never comes, or isn't needed.
+
+        A keyboard interrupt at the last line of a ``with`` statement's entry skips its exit.
+        """
+        self._forwards.clear()
         while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
             if getattr(hooks[0], "__self__", None) is not self:
                 return

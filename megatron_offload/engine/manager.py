@@ -202,7 +202,7 @@ class PipelineOffloadManager:
         `reset` gets a new step now and then, so that nothing grows for ever.
         """
         unused = self._committed and not self.prefetcher.backward_order
-        if (unused or self._num_chunks >= _MOST_CHUNKS) and self._is_idle():
+        if (unused or self._num_chunks >= _MOST_CHUNKS) and self.is_idle():
             if not unused:
                 self._learn()
             self._begin_step()
@@ -213,8 +213,8 @@ class PipelineOffloadManager:
             self.learner.note_start()
         return position
 
-    def _is_idle(self) -> bool:
-        """Whether no graph of this step is left."""
+    def is_idle(self) -> bool:
+        """Whether no graph of this step is left, and nothing of it saved."""
         groups = self.prefetcher.groups()
         return not any(next(group.blocks(), None) is not None for group in groups)
 
@@ -249,7 +249,7 @@ class PipelineOffloadManager:
 
         For programs that say nothing of their steps. Returns whether it was.
         """
-        is_over = bool(self._committed) and self._is_idle()
+        is_over = bool(self._committed) and self.is_idle()
         if is_over:
             self.reset()
         return is_over
