@@ -109,8 +109,8 @@ class AutomaticGroups:
         """
         if not self._forwards or self.manager.is_idle():
             self._forget_interrupted()
-            if self._finds_steps:
-                self.end_step_if_over()
+        if self._finds_steps and not self._forwards:
+            self.end_step_if_over()
         chunk = self.manager.begin_chunk(vp_stage=vp_stage)
         if self._min_tensor_bytes is not None:
             chunk.min_tensor_bytes = self._min_tensor_bytes
@@ -130,15 +130,16 @@ class AutomaticGroups:
             self._commit(forward)
 
     def _forget_interrupted(self) -> None:
-        """Forget each `begin` that has saved nothing: its `end` never comes, or isn't needed.
+        """Take back each `begin` that surrounds this one and has saved nothing.
 
         A keyboard interrupt at the last line of a ``with`` statement's entry skips its exit.
         """
-        self._forwards.clear()
         while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
             if getattr(hooks[0], "__self__", None) is not self:
                 return
             torch._C._autograd._pop_saved_tensors_default_hooks()
+            if self._forwards:
+                self._forwards.pop()
 
     def __enter__(self) -> AutomaticGroups:
         self.begin()
@@ -159,6 +160,11 @@ class AutomaticGroups:
         if is_over and self._on_step is not None:
             self._on_step()
         return is_over
+
+    @property
+    def chooses(self) -> bool:
+        """Whether not all that is saved moves."""
+        return self._chooses is not None
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
         if not self._forwards or is_in_backward() or torch.compiler.is_compiling():

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from megatron_offload.engine.chunk import ChunkOffloadHandler
     from megatron_offload.engine.transfers import Transfers
 
-__all__ = ["MOVES", "GroupState", "OffloadGroup"]
+__all__ = ["MOVES", "READY_MARK", "GroupState", "OffloadGroup"]
+
+
+READY_MARK = "start_reload_event"
+"""The attribute of a tensor that holds the event behind its producer: TransformerEngine's name."""
 
 
 class GroupState(enum.Enum):
@@ -200,6 +204,7 @@ class OffloadGroup:
             if block.d2h is None:
                 record = SavedTensor(tensor, block, self.name, offset)
                 block.add(record.alias, low, high, is_contiguous=is_contiguous)
+                block.ready = None  # told of one of them only, maybe
                 self._adopt(block)
                 return record
             if block.covers(low, high) and block.version == tensor._version:
@@ -217,6 +222,7 @@ class OffloadGroup:
         self._num_saved += 1
         record = SavedTensor(tensor, block, self.name, offset)
         block.add(record.alias, low, high, is_contiguous=is_contiguous)
+        block.ready = tensor.__dict__.get(READY_MARK)
         if chunk.chooses is not None and not self.transfers.owners.knows(block):
             block.stays = not chunk.chooses(block.num_bytes)
         return record

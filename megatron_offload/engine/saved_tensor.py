@@ -65,6 +65,7 @@ class Block:
         source: its entry in the in-flight window.
         storage_ref: the storage, where something else still held it at the release.
         version: version counter of the source when it was first saved.
+        ready: the event behind its producer, where the program has told.
         d2h: the event behind the copy to the host, once issued.
         reload: the bulk reload that brings or brought it back.
         stays: whether it was chosen to stay on the device.
@@ -87,6 +88,7 @@ class Block:
         "like",
         "low",
         "num_bytes",
+        "ready",
         "released",
         "reload",
         "source",
@@ -108,6 +110,7 @@ class Block:
         self.aliases: list[torch.Tensor] = []
         self.host: HostRegion | None = None
         self.target: torch.Tensor | None = None
+        self.ready: Event | None = None
         self.d2h: Event | None = None
         self.reload: Reload | None = None
         self.like: tuple[torch.Size, torch.dtype] | None = None

@@ -127,6 +127,8 @@ class Transfers:
         issued: list[Block] = []
         pairs = []
         reused: dict[int, Event] = {}
+        produced: dict[int, Event] = {}
+        is_ready = not self.checks  # a checksum is work of the compute stream, and comes now
         pool_stats = self.host_pool.stats
         num_unpinnable = pool_stats.num_unpinnable
         for block in group.blocks():
@@ -144,8 +146,12 @@ class Transfers:
             block.address = pair[1].data_ptr() - block.low
             if host.ready_event is not None:
                 reused[id(host.ready_event)] = host.ready_event
-            if backend.observes:
-                backend.note_produced(pair[1], label)
+            if block.ready is None:
+                is_ready = False
+                if backend.observes:
+                    backend.note_produced(pair[1], label)
+            else:
+                produced[id(block.ready)] = block.ready
             if self.checks:
                 checking.note_source(block, pair[1])
             pairs.append(pair)
@@ -155,7 +161,11 @@ class Transfers:
             group.advance(GroupState.RESIDENT)
             return
         d2h_stream = backend.d2h_stream
-        backend.wait(d2h_stream, backend.record(backend.compute_stream()), Wait.W1)
+        if not is_ready:
+            now = backend.record(backend.compute_stream())
+            produced[id(now)] = now
+        for event in produced.values():
+            backend.wait(d2h_stream, event, Wait.W1)
         for event in reused.values():
             backend.wait(d2h_stream, event, Wait.W5)
         backend.copy(pairs, d2h_stream, label)

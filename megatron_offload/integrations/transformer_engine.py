@@ -1,0 +1,222 @@
+"""Which operation's saved activations go to the host, and which stay: one decision per operation.
+
+Owns `set_activation_offloading` and the marks on tensors, under the names that TransformerEngine
+uses. Must not know how tensors move. Needs no TransformerEngine: an operation is any ``nn.Module``
+that is called, and TransformerEngine's modules and unfused operations are such.
+
+A setting holds for what autograd saves while the module's forward runs. The innermost wins,
+whatever surrounds it. What is recomputed, under ``torch.utils.checkpoint`` or TransformerEngine's
+own, is left to the checkpoint. Read next: `megatron_offload.frontends.whole_model`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
+from megatron_offload.engine.group import READY_MARK, OffloadGroup
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.subclasses import is_wrapper
+from megatron_offload.frontends.whole_model import NoOpManager
+
+__all__ = [
+    "activation_offloading",
+    "mark_activation_offload",
+    "mark_not_offload",
+    "maybe_mark_activation_offload",
+    "operation_groups",
+    "reset_operation_groups",
+    "set_activation_offloading",
+    "start_offload",
+]
+
+_SETTING = "_activation_offloading"
+_MARK = "offloading_activation"
+
+_groups: AutomaticGroups | None = None
+
+
+def operation_groups(
+    config: OffloadConfig | None = None, *, manager: PipelineOffloadManager | None = None
+) -> AutomaticGroups:
+    """Return what moves the tensors of operations that go where nothing around them is moved.
+
+    One for the process, made at the first call.
+
+    Args:
+        config: how they move; by default tensors of 1 KiB and more.
+        manager: a manager that nothing else uses, in place of ``config``.
+
+    Raises:
+        ValueError: it exists, and a ``config`` or ``manager`` is given.
+    """
+    global _groups
+    if _groups is None:
+        config = config or OffloadConfig(min_tensor_bytes=1024)
+        _groups = AutomaticGroups(manager or PipelineOffloadManager(config), "operations")
+    elif config is not None or manager is not None:
+        raise ValueError("the operations' groups exist: configure them before the first forward")
+    return _groups
+
+
+def reset_operation_groups() -> None:
+    """Give the memory of `operation_groups` back; the next forward makes them anew."""
+    global _groups
+    if _groups is not None:
+        _groups.manager.close()
+        _groups = None
+
+
+def set_activation_offloading(module_or_op: nn.Module, enabled: bool | None) -> None:
+    """Decide about what autograd saves while a module runs.
+
+    Args:
+        module_or_op: a module, or an operation that is called as one.
+        enabled: True: it goes to the host, even where nothing around it does. False: it stays. None
+            leaves it to what surrounds it, as without a setting.
+
+    Raises:
+        TypeError: ``module_or_op`` is no module, or ``enabled`` no bool.
+    """
+    if not isinstance(module_or_op, nn.Module):
+        raise TypeError(f"expected a module or an operation, got a {type(module_or_op).__name__}")
+    if enabled is not None and not isinstance(enabled, bool):
+        raise TypeError(f"enabled is True, False or None, got {enabled!r}")
+    if _SETTING not in vars(module_or_op):
+        module_or_op.register_forward_pre_hook(_enter)
+        module_or_op.register_forward_hook(_leave, always_call=True)
+    setattr(module_or_op, _SETTING, enabled)
+
+
+def activation_offloading(module_or_op: nn.Module) -> bool | None:
+    """Return what was set for a module: True, False, or None."""
+    setting: bool | None = getattr(module_or_op, _SETTING, None)
+    return setting
+
+
+def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
+    """Let tensors go where what surrounds them goes; takes back `mark_not_offload`."""
+    for part in _parts(tensors):
+        vars(part).pop("_do_not_offload", None)
+        vars(part).pop("_TE_do_not_offload", None)
+        setattr(part, _MARK, True)
+
+
+def mark_not_offload(*tensors: torch.Tensor | None) -> None:
+    """Keep tensors, by these very objects, on the device, whatever surrounds them."""
+    for part in _parts(tensors):
+        part._do_not_offload = True  # type: ignore[attr-defined]
+
+
+def maybe_mark_activation_offload(module_or_op: nn.Module, *tensors: torch.Tensor | None) -> None:
+    """Mark tensors as their operation's setting says; for operations that save for each other.
+
+    To be called before they are saved, by code that runs several operations as one.
+    """
+    if activation_offloading(module_or_op) is False:
+        mark_not_offload(*tensors)
+    else:
+        mark_activation_offload(*tensors)
+
+
+def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
+    """Say that tensors are complete: their copies need wait for nothing that comes later.
+
+    To be called when their last writer was queued, before they are saved. Does nothing where
+    nothing around it moves.
+
+    Args:
+        *tensors: on the compute stream; None is skipped.
+        offload_base_tensor: accepted for TransformerEngine's sake. Views of one storage move as one
+            here in any case.
+    """
+    manager = _surrounding_manager()
+    if manager is None:
+        return
+    backend = manager.backend
+    parts = [part for part in _parts(tensors) if backend.owns(part)]
+    if not parts:
+        return
+    for part in parts:
+        if backend.observes:
+            backend.note_produced(part, "start_offload")
+    event = backend.record(backend.compute_stream())
+    for part in parts:
+        setattr(part, READY_MARK, event)
+
+
+def _parts(tensors: tuple[torch.Tensor | None, ...]) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that tensors consist of."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if not is_wrapper(tensor):
+            yield tensor
+            continue
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = (getattr(tensor, name) for name in names)
+        yield from _parts(tuple(part for part in inner if isinstance(part, torch.Tensor)))
+
+
+def _owner_of_hooks() -> Any:
+    """Return the object of this package whose hooks are in force, if it is one's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return getattr(hooks[0], "__self__", None) if hooks is not None else None
+
+
+def _surrounding_manager() -> PipelineOffloadManager | None:
+    owner = _owner_of_hooks()
+    if isinstance(owner, AutomaticGroups):
+        return owner.manager
+    return owner.chunk.manager if isinstance(owner, OffloadGroup) else None
+
+
+def _moves_all() -> bool:
+    """Whether what surrounds this moves all that is saved anyway."""
+    owner = _owner_of_hooks()
+    return isinstance(owner, OffloadGroup) or (
+        isinstance(owner, AutomaticGroups) and not owner.chooses
+    )
+
+
+# The hooks are plain functions, so that a module with a setting can be copied and pickled.
+
+
+class _Entered(threading.local):
+    """Which settings are in force in this thread: the module, and how to leave it."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, Callable[[], None] | None]] = []
+
+
+_entered = _Entered()
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    setting = activation_offloading(module)
+    left: Callable[[], None] | None = None
+    records = torch.is_grad_enabled() and not is_in_backward() and not is_in_checkpoint()
+    if setting is False and records:
+        hooks = NoOpManager()
+        hooks.__enter__()
+        left = hooks.__exit__
+    elif setting is True and records and not _moves_all():
+        groups = operation_groups()
+        groups.begin()
+        left = groups.end
+    _entered.stack.append((module, left))
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    stack = _entered.stack
+    if stack and stack[-1][0] is module:  # else another hook raised before ours ran
+        _, left = stack.pop()
+        if left is not None:
+            left()

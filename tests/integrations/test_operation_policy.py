@@ -1,0 +1,331 @@
+"""A decision for each operation: exactly its tensors move, and the bits stay."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import zoo
+from programs import TIMINGS, assert_nothing_left, assert_same, make_manager
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_offload.frontends.whole_model import OffloadActivations
+from megatron_offload.integrations import transformer_engine as policy
+
+WIDTH, ROWS = 32, 24
+
+
+@pytest.fixture
+def manager():
+    policy.reset_operation_groups()
+    manager = make_manager()
+    policy.operation_groups(manager=manager)
+    yield manager
+    policy.reset_operation_groups()
+
+
+def end_step(manager):
+    assert policy.operation_groups().end_step_if_over()
+    assert_nothing_left(manager)
+    return manager.last_step
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1 = nn.Linear(WIDTH, 4 * WIDTH)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x * 1.5)))
+
+
+BYTES = {"fc1": ROWS * WIDTH * 4, "act": ROWS * 4 * WIDTH * 4, "fc2": ROWS * 4 * WIDTH * 4}
+
+
+def gradients(model, *, around=None):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, WIDTH, generator=generator).requires_grad_()
+    if around is None:
+        loss = model(x).square().mean()
+    else:
+        with around:
+            loss = model(x).square().mean()
+    return torch.autograd.grad(loss, [x, *model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "chosen", [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2"), ("fc1", "fc2")]
+)
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_exactly_the_chosen_operations_move(chosen, timing):
+    policy.reset_operation_groups()
+    manager = make_manager(timing)
+    policy.operation_groups(manager=manager)
+    model = MLP()
+    expected = gradients(model)
+    for name in chosen:
+        policy.set_activation_offloading(getattr(model, name), True)
+    for _ in range(3):
+        assert_same(expected, gradients(model))
+        if not chosen:
+            assert not manager.prefetcher.groups()
+            continue
+        step = end_step(manager)
+        assert step.offloaded_bytes == sum(BYTES[name] for name in chosen)
+    policy.reset_operation_groups()
+
+
+@pytest.mark.parametrize("kept", [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2")])
+def test_exactly_the_chosen_operations_stay_inside_an_offloaded_model(kept, manager):
+    model = MLP()
+    expected = gradients(model)
+    for name in kept:
+        policy.set_activation_offloading(getattr(model, name), False)
+    offload = OffloadActivations(min_offload_size=0, manager=make_manager())
+    for _ in range(2):
+        assert_same(expected, gradients(model, around=offload))
+        assert offload._groups.end_step_if_over() or len(kept) == 3
+        # The loss saves its input too.
+        moved = sum(BYTES[name] for name in BYTES if name not in kept) + ROWS * WIDTH * 4
+        assert offload.last_step.offloaded_bytes == moved
+    assert not manager.prefetcher.groups(), "what moves anyway moves with what surrounds it"
+
+
+def test_the_innermost_setting_wins(manager):
+    model = MLP()
+    expected = gradients(model)
+    policy.set_activation_offloading(model, True)
+    policy.set_activation_offloading(model.act, False)
+    assert_same(expected, gradients(model))
+    assert end_step(manager).offloaded_bytes == BYTES["fc1"] + BYTES["fc2"]
+    policy.set_activation_offloading(model, False)
+    policy.set_activation_offloading(model.act, True)
+    assert_same(expected, gradients(model))
+    assert end_step(manager).offloaded_bytes == BYTES["act"]
+    policy.set_activation_offloading(model.act, None)
+    assert_same(expected, gradients(model))
+    assert not manager.prefetcher.groups()
+    policy.set_activation_offloading(model, None)
+    assert policy.activation_offloading(model) is None
+    assert_same(expected, gradients(model))
+    assert not manager.prefetcher.groups()
+
+
+def test_a_module_that_is_used_inside_itself(manager):
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, depth=3):
+            x = torch.tanh(self.linear(x))
+            return self(x, depth - 1) if depth else x
+
+    model = Recursive()
+    expected = gradients(model)
+    policy.set_activation_offloading(model, True)
+    for _ in range(2):
+        assert_same(expected, gradients(model))
+        assert end_step(manager).reloaded_bytes > 0
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("timing", ["late", "random"])
+def test_every_model_of_the_zoo(name, timing):
+    policy.reset_operation_groups()
+    manager = make_manager(timing)
+    policy.operation_groups(manager=manager)
+
+    def context(model):
+        for index, module in enumerate(model.modules()):
+            if index:
+                policy.set_activation_offloading(module, index % 3 != 0)
+        return torch.enable_grad()
+
+    expected = zoo.train(name, None, order="FFBB")
+    assert_same(expected, zoo.train(name, context, order="FFBB"))
+    step = end_step(manager)
+    assert step.reloaded_bytes > 0
+    policy.reset_operation_groups()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_keeps_what_is_its_own(use_reentrant, manager):
+    model = MLP()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return checkpoint(self.inner, x * 2.0, use_reentrant=use_reentrant)
+
+    outer = Outer()
+    expected = gradients_by_backward(outer)
+    policy.set_activation_offloading(model.act, True)
+    for _ in range(2):
+        assert_same(expected, gradients_by_backward(outer))
+    assert not manager.prefetcher.groups()
+
+
+def gradients_by_backward(model):
+    model.zero_grad()
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    model(x).square().mean().backward()
+    return [x.grad, *[p.grad.clone() for p in model.parameters()]]
+
+
+def test_a_setting_survives_copies_pickles_and_loaded_weights(manager):
+    model = MLP()
+    expected = gradients(model)
+    policy.set_activation_offloading(model.act, True)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - ours
+        other.load_state_dict(model.state_dict())
+        assert set(model.state_dict()) == set(MLP().state_dict())
+        assert policy.activation_offloading(other.act) is True
+        assert_same(expected, gradients(other))
+        assert end_step(manager).offloaded_bytes == BYTES["act"]
+
+
+def test_an_error_in_forward_restores_what_surrounds_it(manager):
+    model = MLP()
+    expected = gradients(model)
+    policy.set_activation_offloading(model, True)
+    policy.set_activation_offloading(model.fc2, False)
+
+    def fail(*_):
+        raise RuntimeError("broken on purpose")
+
+    for broken in (model, model.fc1, model.fc2):
+        for prepend in (True, False):
+            handle = broken.register_forward_pre_hook(fail, prepend=prepend)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                gradients(model)
+            handle.remove()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            assert not policy._entered.stack
+            assert_same(expected, gradients(model))
+            assert end_step(manager).offloaded_bytes == BYTES["fc1"] + BYTES["act"]
+
+
+def test_without_grad_nothing_is_entered(manager):
+    model = MLP()
+    policy.set_activation_offloading(model, True)
+    with torch.no_grad():
+        model(torch.randn(ROWS, WIDTH))
+    assert not manager.prefetcher.groups()
+    assert not policy._entered.stack
+
+
+class Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *tensors):
+        ctx.save_for_backward(*tensors)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert all(t is None or t.isfinite().all() for t in ctx.saved_tensors)
+        return grad * 2, *[None] * len(ctx.saved_tensors)
+
+
+def save(offload, *tensors):
+    x = torch.ones(3, requires_grad=True)
+    with offload:
+        y = Save.apply(x, *tensors)
+    del tensors
+    y.sum().backward()
+    assert offload._groups.end_step_if_over()
+    return offload.last_step.offloaded_bytes
+
+
+def make_offload():
+    return OffloadActivations(min_offload_size=0, manager=make_manager())
+
+
+def test_marked_tensors_stay_until_the_mark_is_taken_back():
+    tensors = [torch.randn(64), torch.randn(128), TwoTensor(torch.randn(16), torch.randn(16))]
+    policy.mark_not_offload(tensors[0], None, tensors[2])
+    assert save(make_offload(), *tensors, torch.randn(8)) == 4 * (128 + 8)
+    policy.mark_activation_offload(None, *tensors)
+    assert save(make_offload(), *tensors) == 4 * (64 + 128 + 2 * 16)
+
+
+def test_transformer_engine_s_own_marks_are_honoured():
+    tensors = torch.randn(64), torch.randn(128)
+    tensors[1]._TE_do_not_offload = True
+    assert save(make_offload(), *tensors) == 4 * 64
+
+
+def test_operations_that_save_for_each_other_are_marked_by_their_settings():
+    model = MLP()
+    policy.set_activation_offloading(model.fc1, False)
+    policy.set_activation_offloading(model.fc2, True)
+    a, b, c = torch.randn(64), torch.randn(128), torch.randn(256)
+    policy.maybe_mark_activation_offload(model.fc1, a, None)
+    policy.maybe_mark_activation_offload(model.act, b)
+    policy.maybe_mark_activation_offload(model.fc2, c)
+    assert save(make_offload(), a, b, c) == 4 * (128 + 256)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_copy_may_begin_when_its_producer_is_done(tells):
+    offload = make_offload()
+    backend = offload.manager.backend
+    x = torch.ones(3, requires_grad=True)
+    with offload:
+        first = torch.randn(1 << 10)
+        if tells:
+            policy.start_offload(first, None)
+        y = Save.apply(x, first)
+        backend.advance_compute(1000.0)  # work that comes later in the same group
+        z = Save.apply(y, torch.randn(4))
+        if tells:
+            policy.start_offload()
+    after_us = backend.time_us(backend.d2h_stream)
+    del first
+    z.sum().backward()
+    assert after_us >= 1000.0, "the second tensor's copy waits for its own producer"
+    assert offload._groups.end_step_if_over()
+
+    offload = make_offload()
+    backend = offload.manager.backend
+    with offload:
+        first = torch.randn(1 << 10)
+        if tells:
+            policy.start_offload(first, None)
+        backend.advance_compute(1000.0)
+        y = Save.apply(x, first)
+    after_us = backend.time_us(backend.d2h_stream)
+    del first
+    y.sum().backward()
+    assert (after_us < 1000.0) == tells
+    assert offload._groups.end_step_if_over()
+    assert offload.last_step.reloaded_bytes > 0
+
+
+def test_start_offload_does_nothing_where_nothing_moves():
+    tensor = torch.randn(64)
+    policy.start_offload(tensor, None)
+    assert not vars(tensor)
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="expected a module"):
+        policy.set_activation_offloading(torch.relu, True)
+    with pytest.raises(TypeError, match="True, False or None"):
+        policy.set_activation_offloading(nn.Linear(2, 2), 1)
+    policy.reset_operation_groups()
+    policy.operation_groups(manager=make_manager())
+    with pytest.raises(ValueError, match="exist"):
+        policy.operation_groups(manager=make_manager())
+    policy.reset_operation_groups()
+    policy.reset_operation_groups()
