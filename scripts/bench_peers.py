@@ -9,6 +9,7 @@ colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0
     none         no offload; what all others are compared with
     ours-five    this package, Megatron's five modules of a dense layer (or --modules)
     ours-all     this package, every saved tensor of every layer
+    ours-whole   this package's OffloadActivations, as in ours-whole:max_fwd_stash_size=3
     ours         this package, any modules: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
     megatron     megatron-core's own offload, the same five (or --modules, or as for ours); its
                  trainer asks for NVTE_CPU_OFFLOAD_V1=1, megatron:te_v1=0 goes without
@@ -49,10 +50,11 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("bench_peers_worker.py")
 FIVE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 KINDS = (
-    *("none", "ours-five", "ours-all", "ours", "megatron"),
+    *("none", "ours-five", "ours-all", "ours-whole", "ours", "megatron"),
     *("te", "trl", "save_on_cpu", "recompute"),
 )
 SINGLE_STAGE = ("te", "trl")
+WHOLE_MODEL_SETTINGS = ("max_fwd_stash_size", "min_offload_size")
 GRACE_S = 3.0
 
 _BASE = {"vocabulary": 32000, "dtype": "bf16", "pp": 1, "vpp": 1, "min_elements": 1024 * 1024}
@@ -145,7 +147,7 @@ def read_mode(text, modules=None):
     if any("=" not in item for item in items):
         raise ValueError(f"{text!r}: settings are key=value, separated by commas")
     chosen = ["layer"] if kind == "ours-all" else list(modules or FIVE)
-    options = []
+    options, arguments = [], {}
     te_v1 = "1" if kind == "megatron" else "0"
     for item in items:
         key, _, value = item.partition("=")
@@ -153,11 +155,20 @@ def read_mode(text, modules=None):
             chosen = value.split("+")
         elif key == "te_v1" and kind == "megatron" and value in ("0", "1"):
             te_v1 = value
+        elif key in WHOLE_MODEL_SETTINGS and kind == "ours-whole" and value.isdigit():
+            arguments[key] = int(value)
         elif key != "modules" and kind.startswith("ours"):
             options.append(item)
         else:
             raise ValueError(f"mode {kind!r} takes no setting {key!r}")
-    return {"mode": text, "kind": kind, "options": options, "modules": chosen, "te_v1": te_v1}
+    return {
+        "mode": text,
+        "kind": kind,
+        "options": options,
+        "arguments": arguments,
+        "modules": chosen,
+        "te_v1": te_v1,
+    }
 
 
 def order_of(specs, repetition):

@@ -164,6 +164,46 @@ class Ours(Marked):
         }
 
 
+class OursWhole(Ours):
+    """`OffloadActivations` around each forward, as a program without marks would have it."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.core = self.hooked = ()
+
+    def transformer_options(self):
+        return {}
+
+    def prepare(self):
+        from megatron_offload.config import OffloadConfig, apply_overrides, validate
+
+        options = apply_overrides({}, self.spec["options"])
+        self.config = validate(OffloadConfig, options, self.spec["mode"])
+
+    def attach(self, chunks, pp_rank):
+        from megatron_offload import OffloadActivations, get_act_offloading_ctx_manager
+
+        options = {"config": self.config, **self.spec["arguments"]}
+        heads = [chunk for chunk in chunks if getattr(chunk, "output_layer", None) is not None]
+        self.context = (
+            get_act_offloading_ctx_manager(heads[0], True, **options)
+            if heads
+            else OffloadActivations(**options)
+        )
+        self.manager = self.context.manager
+        for chunk in chunks:
+            for tensor in (*chunk.parameters(), *chunk.buffers()):
+                self.manager.mark_not_offload(tensor)
+
+    def forward_context(self):
+        return self.context
+
+    def end_step(self):
+        if not self.context.end_step():
+            raise RuntimeError("something of the step is still alive")
+        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_away_bytes)
+
+
 class PeakWatch:
     """Looks at every boundary whether the device's peak has come by, and what was held then.
 
@@ -326,6 +366,7 @@ MODES = {
     "ours": Ours,
     "ours-five": Ours,
     "ours-all": Ours,
+    "ours-whole": OursWhole,
     "megatron": Megatron,
     "te": TransformerEngine,
     "trl": Trl,

@@ -118,6 +118,9 @@ def test_a_mode_carries_its_settings():
     assert spec["options"] == ["max_inflight_bytes=1GiB", "fraction=0.5"]
     assert bench_peers.read_mode("ours-five")["modules"] == list(bench_peers.FIVE)
     assert bench_peers.read_mode("ours", ["mlp_act"])["modules"] == ["mlp_act"]
+    spec = bench_peers.read_mode("ours-whole:max_fwd_stash_size=3,prefetch_bytes=1GiB")
+    assert spec["arguments"] == {"max_fwd_stash_size": 3}
+    assert spec["options"] == ["prefetch_bytes=1GiB"]
     spec = bench_peers.read_mode("ours:modules=mlp_fc1+mlp_act,fraction=0.5")
     assert spec["modules"] == ["mlp_fc1", "mlp_act"]
     assert spec["options"] == ["fraction=0.5"]

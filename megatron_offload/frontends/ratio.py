@@ -107,6 +107,13 @@ class CPUOffload:
         """Counters of the tag's last step that is over."""
         return self._tags[self.tag].manager.last_step
 
+    def end_step(self) -> bool:
+        """End the tag's step now if nothing that it saved is left, as its next block would.
+
+        Returns whether there was one; its counters are in `last_step` then.
+        """
+        return self._tags[self.tag].groups.end_step_if_over()
+
     def __enter__(self) -> CPUOffload:
         tag = self._tags[self.tag]
         tag.ratio = self.offload_ratio

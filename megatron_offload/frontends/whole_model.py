@@ -103,6 +103,13 @@ class OffloadActivations:
         """Counters of the last step that is over."""
         return self.manager.last_step
 
+    def end_step(self) -> bool:
+        """End the step now if nothing that it saved is left, as the next forward would.
+
+        Returns whether there was one; its counters are in `last_step` then.
+        """
+        return self._groups.end_step_if_over()
+
     def close(self) -> None:
         """Give all memory back; a second call does nothing more."""
         self.manager.close()

@@ -57,7 +57,7 @@ def check_every_position(offload, trap, positions=range):
         for _ in range(2):
             gc.collect()  # the exception's traceback held the graphs
             assert_same(expected, step(offload))
-        offload._groups.end_step_if_over()
+        offload.end_step()
         gc.collect()
         assert_nothing_left(offload.manager)
         assert not offload._groups._forwards

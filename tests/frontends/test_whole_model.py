@@ -39,13 +39,13 @@ def test_every_bit_is_the_same(name, timing, order):
     expected = zoo.train(name, None, order=order)
     offload = make_offload(timing, **TIGHT)
     assert_same(expected, zoo.train(name, lambda _: offload, order=order))
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
     assert offload.last_step.offloaded_bytes > 0
     assert offload.last_step.reloaded_bytes > 0
     assert_nothing_left(offload.manager)
     offload = make_offload(timing)
     assert_same(expected, zoo.train(name, lambda _: offload, order=order))
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
     assert_nothing_left(offload.manager)
 
 
@@ -74,7 +74,7 @@ def test_reloads_run_ahead_of_backward():
             loss = zoo.loss_of(model, inputs(generator))
         loss.backward()
         del loss
-        assert offload._groups.end_step_if_over()
+        assert offload.end_step()
         assert offload.last_step.num_late_reloads == 0
         assert offload.last_step.reloaded_bytes > 0
 
@@ -92,7 +92,7 @@ def test_backward_inside_the_block_is_right_too():
         with offload:
             zoo.loss_of(model, x).backward()
         assert_same(expected, [p.grad for p in model.parameters()])
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
     assert_nothing_left(offload.manager)
 
 
@@ -110,7 +110,7 @@ def test_blocks_may_nest():
         del loss, y
         assert_same(expected, actual)
     for offload in (outer, inner):
-        offload._groups.end_step_if_over()
+        offload.end_step()
         assert_nothing_left(offload.manager)
 
 
@@ -125,7 +125,7 @@ def test_an_evaluation_and_a_dropped_graph_change_nothing():
             dropped = zoo.loss_of(model, inputs(torch.Generator().manual_seed(9)))
         del dropped
         assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1))
-    offload._groups.end_step_if_over()
+    offload.end_step()
     assert_nothing_left(offload.manager)
 
 
@@ -145,7 +145,7 @@ def test_an_error_in_forward_leaves_the_next_step_right():
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1))
     gc.collect()
-    offload._groups.end_step_if_over()
+    offload.end_step()
     assert_nothing_left(offload.manager)
 
 
@@ -169,7 +169,7 @@ def test_an_error_in_backward_leaves_the_next_step_right():
             loss.backward()
         del x, loss, fail_once
         assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1))
-    offload._groups.end_step_if_over()
+    offload.end_step()
     assert_nothing_left(offload.manager)
 
 
@@ -187,7 +187,7 @@ def test_a_backward_may_run_twice():
         assert_same(expected, torch.autograd.grad(loss, parameters, retain_graph=True))
         assert_same(expected, torch.autograd.grad(loss, parameters))
         del loss
-    offload._groups.end_step_if_over()
+    offload.end_step()
     assert_nothing_left(offload.manager)
 
 
@@ -267,7 +267,7 @@ def test_as_people_make_it(use_streams):
     config = megatron_offload.OffloadConfig(host_memory_bytes="64MiB", host_slab_bytes="1MiB")
     offload = OffloadActivations(use_streams=use_streams, min_offload_size=0, config=config)
     assert_same(expected, zoo.train("transformer", lambda _: offload))
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
     assert offload.last_step.offloaded_bytes > 0
     offload.close()
 

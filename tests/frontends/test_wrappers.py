@@ -41,7 +41,7 @@ def saved_and_back(offload, make):
         y = Keep.apply(x, make())
     y.sum().backward()
     del y
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
     return Keep.seen.pop()
 
 
@@ -110,7 +110,7 @@ def saved_and_back_of_odd(offload):
     with offload:
         y = Keep.apply(x, torch.randn(64, 64).as_subclass(Odd))
     y.sum().backward()
-    assert not offload.manager.prefetcher.groups() or offload._groups.end_step_if_over()
+    assert not offload.manager.prefetcher.groups() or offload.end_step()
     assert offload.last_step.offloaded_bytes == 0
     return Keep.seen.pop()
 
@@ -161,7 +161,7 @@ def test_a_program_of_distributed_tensors_is_bitwise_the_same(mesh):
     expected = distributed_program(mesh, contextlib.nullcontext())
     offload = make_offload(**TIGHT)
     assert_same(expected, distributed_program(mesh, offload))
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
     assert offload.last_step.reloaded_bytes > 0
     assert_nothing_left(offload.manager)
 
@@ -190,7 +190,7 @@ def test_fully_sharded_models_are_bitwise_the_same(mesh, timing, monkeypatch):
     expected = numbers(None)
     offload = make_offload(timing, **TIGHT)
     assert_same(expected, numbers(lambda _: offload))
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
     assert offload.last_step.reloaded_bytes > 0
     assert_nothing_left(offload.manager)
 

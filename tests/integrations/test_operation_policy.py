@@ -91,7 +91,7 @@ def test_exactly_the_chosen_operations_stay_inside_an_offloaded_model(kept, mana
     offload = OffloadActivations(min_offload_size=0, manager=make_manager())
     for _ in range(2):
         assert_same(expected, gradients(model, around=offload))
-        assert offload._groups.end_step_if_over() or len(kept) == 3
+        assert offload.end_step() or len(kept) == 3
         # The loss saves its input too.
         moved = sum(BYTES[name] for name in BYTES if name not in kept) + ROWS * WIDTH * 4
         assert offload.last_step.offloaded_bytes == moved
@@ -243,7 +243,7 @@ def save(offload, *tensors):
         y = Save.apply(x, *tensors)
     del tensors
     y.sum().backward()
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
     return offload.last_step.offloaded_bytes
 
 
@@ -294,7 +294,7 @@ def test_a_copy_may_begin_when_its_producer_is_done(tells):
     del first
     z.sum().backward()
     assert after_us >= 1000.0, "the second tensor's copy waits for its own producer"
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
 
     offload = make_offload()
     backend = offload.manager.backend
@@ -308,7 +308,7 @@ def test_a_copy_may_begin_when_its_producer_is_done(tells):
     del first
     y.sum().backward()
     assert (after_us < 1000.0) == tells
-    assert offload._groups.end_step_if_over()
+    assert offload.end_step()
     assert offload.last_step.reloaded_bytes > 0
 
 
