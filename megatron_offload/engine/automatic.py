@@ -116,7 +116,7 @@ class AutomaticGroups:
             chunk.min_tensor_bytes = self._min_tensor_bytes
         chunk.max_inflight_blocks = self._max_inflight_tensors
         chunk.chooses = self._chooses
-        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks = saved_tensors_hooks(self.pack, _unpack)
         hooks.__enter__()
         self._forwards.append(_Forward(chunk, hooks, name or self._name))
 
@@ -166,13 +166,14 @@ class AutomaticGroups:
         """Whether not all that is saved moves."""
         return self._chooses is not None
 
-    def _pack(self, tensor: torch.Tensor) -> Packed:
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """Record a tensor that autograd saves; the pack hook, only between `begin` and `end`."""
         if not self._forwards or is_in_backward() or torch.compiler.is_compiling():
             # Between two lines of `begin`; or a recompute inside a backward, needed at once.
             return SavedTensor(tensor, None, self._name)
         forward = self._forwards[-1]
         if is_wrapper(tensor):
-            return SavedWrapper(tensor, self._pack)
+            return SavedWrapper(tensor, self.pack)
         group = forward.group
         if group is None:
             group = forward.group = forward.chunk.start_group(forward.name)

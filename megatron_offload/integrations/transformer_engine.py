@@ -2,17 +2,19 @@
 
 Owns `set_activation_offloading` and the marks on tensors, under the names that TransformerEngine
 uses. Must not know how tensors move. Needs no TransformerEngine: an operation is any ``nn.Module``
-that is called, and TransformerEngine's modules and unfused operations are such.
+that is called, such as TransformerEngine's modules, and its fusible operations, fused or not.
 
 A setting holds for what autograd saves while the module's forward runs. The innermost wins,
 whatever surrounds it. What is recomputed, under ``torch.utils.checkpoint`` or TransformerEngine's
-own, is left to the checkpoint. Read next: `megatron_offload.frontends.whole_model`.
+own, is left to the checkpoint.
+Read next: `megatron_offload.integrations.transformer_engine_fuser`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from megatron_offload.engine.group import READY_MARK, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.frontends.whole_model import NoOpManager
+from megatron_offload.integrations import transformer_engine_fuser
+from megatron_offload.integrations.transformer_engine_fuser import FusedSettings
 
 __all__ = [
     "activation_offloading",
@@ -92,6 +96,8 @@ def set_activation_offloading(module_or_op: nn.Module, enabled: bool | None) -> 
     if _SETTING not in vars(module_or_op):
         module_or_op.register_forward_pre_hook(_enter)
         module_or_op.register_forward_hook(_leave, always_call=True)
+    if transformer_engine_fuser.is_fusible(module_or_op):
+        transformer_engine_fuser.install(_settings_of)
     setattr(module_or_op, _SETTING, enabled)
 
 
@@ -173,6 +179,8 @@ def _owner_of_hooks() -> Any:
 
 def _surrounding_manager() -> PipelineOffloadManager | None:
     owner = _owner_of_hooks()
+    if isinstance(owner, FusedSettings):
+        owner = getattr(owner.moves, "__self__", None)
     if isinstance(owner, AutomaticGroups):
         return owner.manager
     return owner.chunk.manager if isinstance(owner, OffloadGroup) else None
@@ -199,10 +207,52 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
+def _records() -> bool:
+    """Whether what is saved here and now is saved for a backward, and not recomputed."""
+    return torch.is_grad_enabled() and not is_in_backward() and not is_in_checkpoint()
+
+
+class _OwnSettings(FusedSettings):
+    """A fused run, some of whose operations go where nothing around the run moves."""
+
+    def __init__(self, settings: list[bool | None]) -> None:
+        self._groups = operation_groups()
+        super().__init__(settings, self._groups.pack)
+
+    def __enter__(self) -> _OwnSettings:
+        self._groups.begin()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        super().__exit__(exc_type, exc, traceback)
+        self._groups.end(has_failed=exc_type is not None)
+
+
+def _settings_of(operations: list[nn.Module]) -> FusedSettings | None:
+    """Return the context of a fused run; None where no operation has a setting."""
+    settings = [activation_offloading(operation) for operation in operations]
+    if not _records() or all(setting is None for setting in settings):
+        return None
+    if True not in settings:
+        return FusedSettings(settings, _never)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return FusedSettings(settings, hooks[0]) if _moves_all() else _OwnSettings(settings)
+
+
+def _never(tensor: torch.Tensor) -> Any:
+    raise AssertionError("no operation of this run moves")
+
+
 def _enter(module: nn.Module, args: Any) -> None:
     setting = activation_offloading(module)
     left: Callable[[], None] | None = None
-    records = torch.is_grad_enabled() and not is_in_backward() and not is_in_checkpoint()
+    records = _records()
     if setting is False and records:
         hooks = NoOpManager()
         hooks.__enter__()

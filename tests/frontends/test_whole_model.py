@@ -210,14 +210,14 @@ def test_small_tensors_parameters_and_buffers_stay():
     x = torch.randn(64, 64, requires_grad=True)
     offload = make_offload(min_offload_size=1024)
     packed = []
-    pack = offload._groups._pack
+    pack = offload._groups.pack
 
     def watched(tensor):
         record = pack(tensor)
         packed.append((tensor.shape, getattr(record, "block", "moves") is not None))
         return record
 
-    offload._groups._pack = watched
+    offload._groups.pack = watched
     with offload:
         y = (x @ weight.t()) * buffer
         z = y * y[:1, :1].sum()

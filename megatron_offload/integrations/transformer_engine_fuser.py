@@ -1,0 +1,205 @@
+"""TransformerEngine's operation fuser: operations that run as one still save each for itself.
+
+Owns three names of its fuser module, which are put back by `uninstall`. Must not know how tensors
+move.
+
+A fused run of operations saves the tensors of all of them at its end, in one list, so that no hook
+can tell whose they are. The fuser knows: each operation has a context with its place in that list.
+Here contexts are noted as they are made, and what is about to be saved gets the setting of the
+operation whose it is. Read next: `megatron_offload.integrations.transformer_engine`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.subclasses import Packed
+from megatron_offload.errors import IntegrationError
+
+__all__ = ["FusedSettings", "install", "is_fusible", "uninstall"]
+
+_FUSER = "transformer_engine.pytorch.ops.fuser"
+_OPERATION = "transformer_engine.pytorch.ops.op"
+
+
+class _Foreign:
+    """What the hooks that surround a fused run have made of a tensor."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._packed = packed
+        self._unpack = unpack
+
+    def unpack(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
+class FusedSettings:
+    """Saved-tensor hooks for one fused run, in which each operation has its own setting.
+
+    Args:
+        settings: of each operation: True to move, False to stay, None for what surrounds the run.
+        moves: the pack hook of what moves.
+    """
+
+    def __init__(
+        self, settings: list[bool | None], moves: Callable[[torch.Tensor], Packed]
+    ) -> None:
+        self._settings = settings
+        self.moves = moves
+        self._surrounding = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._contexts: list[Any] = []
+        self._decisions: list[tuple[torch.Tensor, bool | None]] = []
+
+    def __enter__(self) -> FusedSettings:
+        saved_tensors_hooks(self._pack, _unpack).__enter__()  # to keep it would be a cycle
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._contexts.clear()
+        self._decisions.clear()
+
+    def add_context(self, context: Any) -> None:
+        """Take note of the next operation's context."""
+        self._contexts.append(context)
+
+    def prepare(self, original: Callable[..., Any], tensors: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Do what the fuser's ``prepare_for_saving`` does, and decide about each part.
+
+        Raises:
+            IntegrationError: the fuser is not the one that this was written for.
+        """
+        if len(self._contexts) != len(self._settings):
+            raise IntegrationError(
+                f"the fuser made {len(self._contexts)} contexts for {len(self._settings)} "
+                "operations; this version of TransformerEngine is not known"
+            )
+        settings: list[bool | None] = [None] * len(tensors)
+        for context, setting in zip(self._contexts, self._settings, strict=True):
+            begin, end = context._saved_tensors_range
+            settings[begin:end] = [setting] * (end - begin)
+        parts: list[Any] = []
+        objects: list[Any] = []
+        for tensor, setting in zip(tensors, settings, strict=True):
+            of_tensor, of_object = original(tensor)
+            parts += of_tensor
+            objects += of_object
+            self._decisions += [(part, setting) for part in of_tensor if part is not None]
+        return parts, objects
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        setting = None
+        for index, (part, decided) in enumerate(self._decisions):
+            if part is tensor:
+                setting = decided
+                del self._decisions[index]
+                break
+        if setting is True:
+            return self.moves(tensor)
+        if setting is None and self._surrounding is not None:
+            pack, unpack = self._surrounding
+            return _Foreign(pack(tensor), unpack)
+        return SavedTensor(tensor, None, "kept")
+
+
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed.unpack()
+
+
+class _Runs(threading.local):
+    """The fused runs that this thread is in; None for one without settings."""
+
+    def __init__(self) -> None:
+        self.stack: list[FusedSettings | None] = []
+
+
+_runs = _Runs()
+_found: dict[str, Any] = {}
+
+
+def is_fusible(module: nn.Module) -> bool:
+    """Whether a module is one of TransformerEngine's fusible operations."""
+    operations = sys.modules.get(_OPERATION)
+    kind = getattr(operations, "FusibleOperation", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def install(settings_of: Callable[[list[nn.Module]], FusedSettings | None]) -> None:
+    """Let fused runs ask for the settings of their operations; a second call changes nothing.
+
+    Args:
+        settings_of: gets the operations of a run and returns a context for it, or None where none
+            of them has a setting.
+
+    Raises:
+        IntegrationError: TransformerEngine's fuser is not the one that this was written for.
+    """
+    if _found:
+        return
+    fuser = importlib.import_module(_FUSER)
+    names = ("OperationContext", "prepare_for_saving", "OperationFuser")
+    missing = [name for name in names if not hasattr(fuser, name)]
+    if missing:
+        raise IntegrationError(
+            f"{_FUSER} has no {', '.join(missing)}: settings of fused operations are known to work "
+            "with TransformerEngine 2.20"
+        )
+    new_context, prepare = fuser.OperationContext, fuser.prepare_for_saving
+    run = fuser.OperationFuser.__call__
+
+    def noted_context(*args: Any, **kwargs: Any) -> Any:
+        context = new_context(*args, **kwargs)
+        if _runs.stack and _runs.stack[-1] is not None:
+            _runs.stack[-1].add_context(context)
+        return context
+
+    def decided_prepare(*tensors: Any) -> Any:
+        if _runs.stack and _runs.stack[-1] is not None:
+            return _runs.stack[-1].prepare(prepare, tensors)
+        return prepare(*tensors)
+
+    def settled_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = settings_of(list(self._basic_ops))
+        _runs.stack.append(settings)
+        try:
+            if settings is None:
+                return run(self, *args, **kwargs)
+            with settings:
+                return run(self, *args, **kwargs)
+        finally:
+            _runs.stack.pop()
+
+    _found.update(
+        fuser=fuser, OperationContext=new_context, prepare_for_saving=prepare, __call__=run
+    )
+    fuser.OperationContext = noted_context  # type: ignore[attr-defined]
+    fuser.prepare_for_saving = decided_prepare  # type: ignore[attr-defined]
+    fuser.OperationFuser.__call__ = settled_run
+
+
+def uninstall() -> None:
+    """Put back what `install` found; does nothing where it was not called."""
+    if not _found:
+        return
+    fuser: ModuleType = _found["fuser"]
+    fuser.OperationContext = _found["OperationContext"]  # type: ignore[attr-defined]
+    fuser.prepare_for_saving = _found["prepare_for_saving"]  # type: ignore[attr-defined]
+    fuser.OperationFuser.__call__ = _found["__call__"]
+    _found.clear()

@@ -1,0 +1,227 @@
+"""Operations that run as one: each one's saved tensors follow its own setting."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import pytest
+import small_fuser
+import torch
+from programs import TIMINGS, assert_nothing_left, make_manager
+from small_fuser import FusibleOperation, OperationFuser, Sequential
+from torch.utils.checkpoint import checkpoint
+
+from megatron_offload.errors import IntegrationError
+from megatron_offload.frontends.ratio import CPUOffload
+from megatron_offload.frontends.whole_model import OffloadActivations
+from megatron_offload.integrations import transformer_engine as policy
+from megatron_offload.integrations import transformer_engine_fuser
+
+ROWS, WIDTH = 24, 32
+BYTES = 4 * ROWS * WIDTH
+
+
+@pytest.fixture(autouse=True)
+def _fuser(monkeypatch):
+    for name in (transformer_engine_fuser._FUSER, transformer_engine_fuser._OPERATION):
+        monkeypatch.setitem(sys.modules, name, small_fuser)
+    found = {
+        **{name: getattr(small_fuser, name) for name in ("OperationContext", "prepare_for_saving")},
+        "__call__": OperationFuser.__call__,
+    }
+    policy.reset_operation_groups()
+    yield
+    policy.reset_operation_groups()
+    transformer_engine_fuser.uninstall()
+    transformer_engine_fuser.uninstall()
+    assert small_fuser.OperationContext is found["OperationContext"]
+    assert small_fuser.prepare_for_saving is found["prepare_for_saving"]
+    assert OperationFuser.__call__ is found["__call__"]
+
+
+def make_model():
+    """Return fc1, activation and fc2; the second saves its tensor in two parts."""
+    return Sequential(*(FusibleOperation(WIDTH, in_parts=i == 1) for i in range(3)))
+
+
+def gradient(model, around=None):
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with around or contextlib.nullcontext():
+        y = model(x * 1.0)
+    x.grad = None
+    y.sum().backward()
+    return x.grad
+
+
+def choose(model, **settings):
+    for name, setting in settings.items():
+        policy.set_activation_offloading(
+            model.operations[("fc1", "act", "fc2").index(name)], setting
+        )
+
+
+CHOICES = [(), ("fc1",), ("act",), ("fc2",), ("fc1", "fc2"), ("fc1", "act", "fc2")]
+
+
+@pytest.mark.parametrize("chosen", CHOICES)
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_exactly_the_chosen_operations_move(timing, chosen):
+    manager = make_manager(timing)
+    groups = policy.operation_groups(manager=manager)
+    model = make_model()
+    expected = gradient(model)
+    choose(model, **dict.fromkeys(chosen, True))
+    for _ in range(3):
+        assert torch.equal(gradient(model), expected)
+        assert groups.end_step_if_over() == bool(chosen)
+        assert manager.last_step.offloaded_bytes == len(chosen) * BYTES
+        assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("kept", CHOICES)
+def test_exactly_the_chosen_operations_stay(kept):
+    model = make_model()
+    expected = gradient(model)
+    choose(model, **dict.fromkeys(kept, False))
+    offload = OffloadActivations(min_offload_size=0, manager=make_manager())
+    for _ in range(2):
+        assert torch.equal(gradient(model, offload), expected)
+        assert offload.end_step() == (len(kept) < 3)
+        assert offload.last_step.offloaded_bytes == (3 - len(kept)) * BYTES
+
+
+def test_without_a_setting_what_surrounds_the_run_decides():
+    model = make_model()
+    expected = gradient(model)
+    choose(model, fc1=True, act=False)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor
+
+    manager = make_manager()
+    groups = policy.operation_groups(manager=manager)
+    around = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    assert torch.equal(gradient(model, around), expected)
+    assert [tensor.numel() for tensor in packed] == [ROWS * WIDTH]
+    assert groups.end_step_if_over()
+    assert manager.last_step.offloaded_bytes == BYTES
+
+
+def test_the_innermost_setting_wins():
+    manager = make_manager()
+    groups = policy.operation_groups(manager=manager)
+    model = make_model()
+    expected = gradient(model)
+    policy.set_activation_offloading(model, True)
+    choose(model, act=False)
+    assert torch.equal(gradient(model), expected)
+    assert groups.end_step_if_over()
+    assert manager.last_step.offloaded_bytes == 2 * BYTES
+    policy.set_activation_offloading(model, False)
+    choose(model, act=True)
+    assert torch.equal(gradient(model), expected)
+    assert groups.end_step_if_over()
+    assert manager.last_step.offloaded_bytes == BYTES
+    assert torch.equal(gradient(model.operations[1]), gradient(model.operations[1]))
+    assert groups.end_step_if_over()
+    assert manager.last_step.offloaded_bytes == BYTES, "called alone"
+
+
+def test_a_share_of_the_rest_counts_only_the_rest():
+    manager = make_manager()
+    groups = policy.operation_groups(manager=manager)
+    model = make_model()
+    expected = gradient(model)
+    choose(model, fc1=True)
+    config = manager.config.model_copy(update={"min_tensor_bytes": 0})
+    CPUOffload(0.0, "rest", config)
+    try:
+        assert torch.equal(gradient(model, CPUOffload(0.0, "rest")), expected)
+        assert groups.end_step_if_over()
+        assert manager.last_step.offloaded_bytes == BYTES
+        assert CPUOffload(0.0, "rest").last_step.offloaded_bytes == 0
+    finally:
+        CPUOffload.forget("rest")
+
+
+def test_a_checkpoint_keeps_what_is_its_own():
+    manager = make_manager()
+    groups = policy.operation_groups(manager=manager)
+    model = make_model()
+
+    def recomputed(x):
+        return checkpoint(model, x, use_reentrant=False)
+
+    expected = gradient(recomputed)
+    choose(model, fc1=True, act=False)
+    assert torch.equal(gradient(recomputed), expected)
+    assert not groups.end_step_if_over()
+
+
+def test_an_error_in_a_run_leaves_nothing_behind():
+    groups = policy.operation_groups(manager=make_manager())
+    model = make_model()
+    expected = gradient(model)
+    choose(model, fc1=True)
+    model.operations[2].width = WIDTH + 1
+    with pytest.raises(RuntimeError, match="must match"):
+        gradient(model)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not transformer_engine_fuser._runs.stack
+    model.operations[2].width = WIDTH
+    assert torch.equal(gradient(model), expected)
+    assert groups.end_step_if_over()
+
+
+def test_runs_inside_runs_keep_their_own_settings(monkeypatch):
+    manager = make_manager()
+    groups = policy.operation_groups(manager=manager)
+    inner = make_model()
+
+    class Outer(FusibleOperation):
+        pass
+
+    outer = Sequential(FusibleOperation(WIDTH), Outer(WIDTH))
+    rand = torch.rand
+    calls = []
+
+    def rand_with_a_run(*shape):
+        calls.append(shape)
+        if len(calls) == 2:
+            with torch.enable_grad():
+                inner(torch.ones(ROWS, WIDTH, requires_grad=True))
+        return rand(*shape)
+
+    policy.set_activation_offloading(outer.operations[0], True)
+    monkeypatch.setattr(torch, "rand", rand_with_a_run)
+    y = outer(torch.ones(ROWS, WIDTH, requires_grad=True))
+    monkeypatch.undo()
+    assert len(calls) == 5
+    y.sum().backward()
+    del y
+    assert groups.end_step_if_over()
+    assert manager.last_step.offloaded_bytes == BYTES
+
+
+def test_another_fuser_is_refused(monkeypatch):
+    with monkeypatch.context() as other:
+        other.delattr(small_fuser, "prepare_for_saving")
+        with pytest.raises(IntegrationError, match="has no prepare_for_saving"):
+            policy.set_activation_offloading(FusibleOperation(WIDTH), True)
+
+
+def test_a_fuser_that_makes_other_contexts_is_refused():
+    policy.operation_groups(manager=make_manager())
+    model = make_model()
+    choose(model, fc1=True)
+    noted = small_fuser.OperationContext
+    small_fuser.OperationContext = transformer_engine_fuser._found["OperationContext"]
+    try:
+        with pytest.raises(IntegrationError, match="0 contexts for 3 operations"):
+            gradient(model)
+    finally:
+        small_fuser.OperationContext = noted
