@@ -97,7 +97,9 @@ class CudaBackend(Backend):
     def copy(self, pairs: Sequence[Pair], stream: torch.cuda.Stream, label: str) -> None:
         """Queue copies on ``stream``, in order."""
         if self._nvtx:
-            what = "reload" if pairs[0][0].is_cuda else "offload"
+            # One stream may do both.
+            is_offload = stream is self.d2h_stream and not pairs[0][0].is_cuda
+            what = "offload" if is_offload else "reload"
             with torch.cuda.nvtx.range("{} {}", what, label):
                 self._copy(pairs, stream)
         else:
