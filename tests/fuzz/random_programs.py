@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from programs import KIB, TIMINGS, assert_nothing_left, make_manager
 from torch.utils.checkpoint import checkpoint
 
+from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.boundary import commit_group, start_group
 
 ROWS, WIDTH = 8, 24
@@ -204,8 +205,24 @@ class Program:
         if rng.random() < 0.2:
             self.fault = rng.randrange(len(self.steps)), rng.randrange(150), rng.random() < 0.5
 
-    def run(self, manager):
-        """Run all steps; return each whole step's losses and gradients, by its number."""
+    def automatic_groups(self):
+        """Return what runs this program without its marks."""
+        rng = random.Random(-self.seed - 1)
+        share = rng.choice([None, None, 0.5])
+        return AutomaticGroups(
+            make_manager(seed=self.seed, **self.settings),
+            "all",
+            max_inflight_tensors=rng.choice([None, 0, 1, 3, 20]),
+            chooses=None if share is None else lambda num_bytes: rng.random() < share,
+        )
+
+    def run(self, manager, groups=None):
+        """Run all steps; return each whole step's losses and gradients, by its number.
+
+        Args:
+            manager: gets the marks; None runs without.
+            groups: is entered around every forward instead of the marks.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         weights = [
             torch.nn.Parameter(
@@ -217,17 +234,21 @@ class Program:
         for number, actions in enumerate(self.steps):
             for weight in weights:
                 weight.grad = None
+            serving = groups.manager if groups else manager
             try:
-                with self._broken_backend(manager, number):
-                    losses = self._run_step(manager, weights, actions, number)
+                with self._broken_backend(serving, number):
+                    losses = self._run_step(manager, weights, actions, number, groups)
                     if manager:
                         manager.reset()
             except InjectedError:
-                if manager and self.aborts:
-                    manager.abort()
+                if serving and self.aborts:
+                    serving.abort()
                 continue
-            if manager:
-                assert_nothing_left(manager)
+            if groups:
+                groups.end_step_if_over()
+                assert not groups._forwards
+            if serving:
+                assert_nothing_left(serving)
             grads = [None if w.grad is None else w.grad.clone() for w in weights]
             results[number] = losses, grads
         return results
@@ -265,17 +286,22 @@ class Program:
             for name in names:
                 delattr(backend, name)
 
-    def _run_step(self, manager, weights, actions, number):
+    def _run_step(self, manager, weights, actions, number, groups=None):
         graphs, losses = {}, []
+
+        def forward(**options):
+            with groups or nullcontext():
+                return self._forward(manager, weights, **options)
+
         self._held.clear()
         for kind, microbatch in actions:
             torch.manual_seed(self.seed * 1000 + number * 100 + microbatch)
             if kind == "forward":
-                graphs[microbatch] = self._forward(manager, weights)
+                graphs[microbatch] = forward()
                 losses.append(graphs[microbatch].detach().clone())
             elif kind == "evaluate":
                 with torch.no_grad():
-                    losses.append(self._forward(manager, weights))
+                    losses.append(forward())
             elif kind == "backward":
                 graphs.pop(microbatch).backward()
                 del self._held[::2]
@@ -285,9 +311,9 @@ class Program:
             elif kind == "drop":
                 del graphs[microbatch]
             elif kind == "raise in backward":
-                RaiseInBackward.apply(self._forward(manager, weights)).backward()
+                RaiseInBackward.apply(forward()).backward()
             else:
-                self._forward(manager, weights, fail=kind)
+                forward(fail=kind)
         return losses
 
     def _forward(self, manager, weights, fail=None):
@@ -341,12 +367,21 @@ class Program:
 
 
 def check(seed):
-    """Run the program of ``seed`` both ways and compare every bit."""
+    """Run the program of ``seed`` without offload, with its marks, and without them."""
     program = Program(seed)
     expected = program.run(None)
     manager = make_manager(seed=seed, **program.settings)
     manager.budget.warmup_extra_bytes = program.warmup_extra_bytes
-    actual = program.run(manager)
+    compare(program, expected, program.run(manager))
+    manager.close()
+    groups = program.automatic_groups()
+    compare(program, expected, program.run(None, groups))
+    groups.manager.close()
+    return manager
+
+
+def compare(program, expected, actual):
+    """Compare every bit of the steps that were not to fail."""
     broken = {program.fault[0]} if program.fault else set()
     assert expected.keys() - broken <= actual.keys() <= expected.keys()
     for step, (losses, grads) in actual.items():
@@ -355,5 +390,3 @@ def check(seed):
         for index, (a, b) in enumerate(zip(expected[step][1], grads, strict=True)):
             same = a is b is None or (a is not None and b is not None and torch.equal(a, b))
             assert same, f"step {step}: gradient {index} differs"
-    manager.close()
-    return manager

@@ -137,7 +137,7 @@ def test_a_module_that_is_used_inside_itself(manager):
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-@pytest.mark.parametrize("timing", ["late", "random"])
+@pytest.mark.parametrize("timing", TIMINGS)
 def test_every_model_of_the_zoo(name, timing):
     policy.reset_operation_groups()
     manager = make_manager(timing)
