@@ -12,6 +12,7 @@ from programs import KIB, TIMINGS, assert_nothing_left, assert_same, make_manage
 from torch import nn
 
 import megatron_offload
+from megatron_offload.backends.base import Wait
 from megatron_offload.engine.group import GroupState
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.frontends.whole_model import (
@@ -77,6 +78,39 @@ def test_reloads_run_ahead_of_backward():
         assert offload.end_step()
         assert offload.last_step.num_late_reloads == 0
         assert offload.last_step.reloaded_bytes > 0
+
+
+def test_what_comes_back_ahead_costs_no_time():
+    # A layer takes as long as both copies of what it saves; one that comes back when it is asked
+    # for costs its whole copy.
+    stalls_us = {}
+    for prefetch_bytes in (0, 256 * KIB):
+        offload = make_offload(
+            max_fwd_stash_size=1,  # so that each tensor is a group, as large ones are
+            max_inflight_bytes=64 * KIB,
+            prefetch_bytes=prefetch_bytes,
+        )
+        backend = offload.manager.backend
+        copy_us = 64 * KIB / (backend.config.h2d_gbps * 1e3)
+
+        def compute(value, backend=backend, copy_us=copy_us):
+            backend.advance_compute(2 * copy_us)
+            return value
+
+        for _ in range(3):
+            backend.stall_us = dict.fromkeys(Wait, 0.0)
+            x = torch.ones(1 << 14, requires_grad=True)
+            y = x * 1.0
+            with offload:
+                for _ in range(20):
+                    y = compute(y).exp().neg()
+                    y.register_hook(compute)
+            y.sum().backward()
+            assert offload.end_step()
+        stalls_us[prefetch_bytes] = backend.stall_us[Wait.W4] / copy_us
+        assert offload.last_step.reloaded_bytes >= 10 * 64 * KIB
+    assert stalls_us[0] > 10
+    assert stalls_us[256 * KIB] < 0.5
 
 
 def test_backward_inside_the_block_is_right_too():

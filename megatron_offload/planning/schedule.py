@@ -1,0 +1,387 @@
+"""Pipeline schedules as data: who runs which pass of which microbatch, and in which order.
+
+Owns the four schedules, their text form, and the check that one can run at all. Must not know
+torch, times or bytes. A schedule says only the order on each rank. When a pass runs follows from
+what it waits for: the passes before it on its rank, and the neighbouring stage's pass of its
+microbatch.
+
+Sources: GPipe (Huang et al., arXiv:1811.06965); 1F1B and its interleaved form (Narayanan et al.,
+arXiv:2104.04473); ZB-H1, where the backward for weights fills bubbles and no rank holds more than
+1F1B's first does (Qi et al., arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_offload.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "Pass",
+    "PassKind",
+    "Schedule",
+    "gpipe",
+    "interleaved_one_f_one_b",
+    "make_schedule",
+    "one_f_one_b",
+    "zero_bubble_h1",
+]
+
+
+class PassKind(StrEnum):
+    """What a pass computes; the letters are those of torch's pipelining."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of inputs and weights in one."""
+    INPUT = "I"
+    """The part of a backward that the stage before waits for."""
+    WEIGHT = "W"
+    """The rest of it, which nobody waits for."""
+
+
+_LETTERS = {kind.value: kind for kind in PassKind}
+_PASS = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_HEAD = re.compile(
+    r"schedule (\S+): (\d{1,9}) ranks?, (\d{1,9}) stages?, (\d{1,9}) microbatch(?:es)?"
+)
+_MOST_PASSES = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of one microbatch through one stage, written as in ``2F0``.
+
+    Attributes:
+        stage: stage of the whole pipeline, virtual ones counted, from 0.
+        kind: what it computes.
+        microbatch: from 0.
+    """
+
+    stage: int
+    kind: PassKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The passes of a training step, in the order of each rank; checked when it is made.
+
+    Attributes:
+        name: what it is called, one word.
+        num_stages: stages of the whole pipeline.
+        num_microbatches: of one step.
+        ranks: for each pipeline rank its passes, in order.
+
+    Raises:
+        ConfigError: a pass is missing, doubled or of nowhere, a stage lies on two ranks, or the
+            ranks would wait for each other for ever.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    ranks: tuple[tuple[Pass, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\S+", self.name):
+            raise ConfigError(f"a schedule's name is one word, got {self.name!r}")
+        if min(len(self.ranks), self.num_stages, self.num_microbatches) < 1:
+            raise ConfigError("a schedule has at least one rank, one stage and one microbatch")
+        self._check_passes()
+        for _ in self.in_order():
+            pass
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank; virtual pipeline stage ``i`` is the i-th of them."""
+        return tuple(sorted({one.stage for one in self.ranks[rank]}))
+
+    def peak_in_flight(self, rank: int) -> int:
+        """Return the most forwards of a rank at one time whose activations are needed still."""
+        peak = held = 0
+        for one in self.ranks[rank]:
+            held += (one.kind is PassKind.FORWARD) - (
+                one.kind in (PassKind.BACKWARD, PassKind.WEIGHT)
+            )
+            peak = max(peak, held)
+        return peak
+
+    def in_order(self) -> Iterator[tuple[int, Pass]]:
+        """Yield all passes, with their ranks, in one order that keeps what each waits for.
+
+        Raises:
+            ConfigError: there is none; the message says where each rank is stuck.
+        """
+        done: set[Pass] = set()
+        positions = [0] * self.num_ranks
+        rank_of = {one.stage: rank for rank, passes in enumerate(self.ranks) for one in passes}
+        ready = list(range(self.num_ranks))
+        while ready:
+            rank = ready.pop()
+            passes = self.ranks[rank]
+            while positions[rank] < len(passes):
+                one = passes[positions[rank]]
+                if any(other not in done for other in self.waits_for(one)):
+                    break
+                positions[rank] += 1
+                done.add(one)
+                yield rank, one
+                for stage in (one.stage - 1, one.stage + 1):
+                    neighbour = rank_of.get(stage, rank)
+                    if neighbour != rank:
+                        ready.append(neighbour)
+        stuck = [
+            f"rank {rank} at {passes[position]}"
+            for rank, (passes, position) in enumerate(zip(self.ranks, positions, strict=True))
+            if position < len(passes)
+        ]
+        if stuck:
+            shown = ", ".join(stuck[:8]) + (", ..." if len(stuck) > 8 else "")
+            raise ConfigError(f"schedule {self.name!r} can't run: {shown} wait for ever")
+
+    def waits_for(self, one: Pass) -> tuple[Pass, ...]:
+        """Return the passes that a pass needs the results of."""
+        stage, microbatch = one.stage, one.microbatch
+        if one.kind is PassKind.FORWARD:
+            return (Pass(stage - 1, PassKind.FORWARD, microbatch),) if stage else ()
+        if one.kind is PassKind.WEIGHT:
+            return (Pass(stage, PassKind.INPUT, microbatch),)
+        forward = Pass(stage, PassKind.FORWARD, microbatch)
+        if stage == self.num_stages - 1:
+            return (forward,)
+        return forward, Pass(stage + 1, self._backward_kind, microbatch)
+
+    def __str__(self) -> str:
+        counts = (
+            _count(self.num_ranks, "rank"),
+            _count(self.num_stages, "stage"),
+            _count(self.num_microbatches, "microbatch", "microbatches"),
+        )
+        lines = [f"schedule {self.name}: {', '.join(counts)}"]
+        lines += [" ".join(map(str, passes)) for passes in self.ranks]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read what ``str`` has written: a head, and one line of passes for each rank.
+
+        Raises:
+            ConfigError: it is written otherwise, or can't run.
+        """
+        lines = text.split("\n")
+        head = _HEAD.fullmatch(lines[0].strip())
+        if head is None:
+            raise ConfigError(
+                "a schedule begins like 'schedule 1f1b: 4 ranks, 4 stages, 8 microbatches', got "
+                f"{lines[0][:80]!r}"
+            )
+        body = [line.split() for line in lines[1:]]
+        while body and not body[-1]:
+            body.pop()
+        name, num_ranks, num_stages, num_microbatches = head[1], *map(int, head.groups()[1:])
+        if len(body) != num_ranks:
+            raise ConfigError(f"the head says {num_ranks} ranks, and {len(body)} lines follow")
+        ranks = tuple(tuple(_read_pass(word) for word in words) for words in body)
+        return cls(name, num_stages, num_microbatches, ranks)
+
+    @property
+    def _backward_kind(self) -> PassKind:
+        """What a stage waits for: its neighbour's whole backward, or the part for inputs."""
+        first = self.ranks[-1][-1].kind
+        return PassKind.BACKWARD if first is PassKind.BACKWARD else PassKind.INPUT
+
+    def _check_passes(self) -> None:
+        rank_of: dict[int, int] = {}
+        seen: set[Pass] = set()
+        splits = any(one.kind is PassKind.WEIGHT for passes in self.ranks for one in passes)
+        kinds = (PassKind.INPUT, PassKind.WEIGHT) if splits else (PassKind.BACKWARD,)
+        for rank, passes in enumerate(self.ranks):
+            if not passes:
+                raise ConfigError(f"rank {rank} has nothing to do")
+            for one in passes:
+                if one in seen:
+                    raise ConfigError(f"{one} comes twice")
+                seen.add(one)
+                if one.stage >= self.num_stages or one.microbatch >= self.num_microbatches:
+                    raise ConfigError(
+                        f"{one} is outside of {self.num_stages} stages and "
+                        f"{self.num_microbatches} microbatches"
+                    )
+                if one.kind is not PassKind.FORWARD and one.kind not in kinds:
+                    raise ConfigError(f"{one}: a schedule splits every backward or none")
+                if rank_of.setdefault(one.stage, rank) != rank:
+                    raise ConfigError(
+                        f"stage {one.stage} is on ranks {rank_of[one.stage]} and {rank}"
+                    )
+        wanted = self.num_stages * self.num_microbatches * (1 + len(kinds))
+        if len(seen) != wanted:
+            missing = next(
+                one
+                for stage in range(self.num_stages)
+                for microbatch in range(self.num_microbatches)
+                for kind in (PassKind.FORWARD, *kinds)
+                if (one := Pass(stage, kind, microbatch)) not in seen
+            )
+            raise ConfigError(f"{wanted - len(seen)} passes are missing, {missing} for one")
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _read_pass(word: str) -> Pass:
+    found = _PASS.fullmatch(word)
+    if found is None:
+        raise ConfigError(f"a pass is written like 2F0, 2B0, 2I0 or 2W0, got {word[:40]!r}")
+    return Pass(int(found[1]), _LETTERS[found[2]], int(found[3]))
+
+
+# The schedules.
+
+
+def _checked(num_ranks: int, num_microbatches: int, num_virtual: int = 1) -> None:
+    sizes = {"ranks": num_ranks, "microbatches": num_microbatches, "virtual stages": num_virtual}
+    for what, number in sizes.items():
+        if number < 1:
+            raise ConfigError(f"a schedule has at least one of its {what}, got {number}")
+    if num_ranks * num_microbatches * num_virtual * 3 > _MOST_PASSES:
+        raise ConfigError(f"a schedule has at most {_MOST_PASSES} passes")
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return GPipe's schedule: all forwards, then all backwards.
+
+    Raises:
+        ConfigError: a size is less than 1.
+    """
+    _checked(num_ranks, num_microbatches)
+    ranks = tuple(
+        tuple(
+            Pass(rank, kind, microbatch)
+            for kind in (PassKind.FORWARD, PassKind.BACKWARD)
+            for microbatch in range(num_microbatches)
+        )
+        for rank in range(num_ranks)
+    )
+    return Schedule("gpipe", num_ranks, num_microbatches, ranks)
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return 1F1B: a warm-up that is shorter on later ranks, then forward and backward in turn.
+
+    Raises:
+        ConfigError: a size is less than 1.
+    """
+    _checked(num_ranks, num_microbatches)
+    ranks = []
+    for rank in range(num_ranks):
+        forwards = [Pass(rank, PassKind.FORWARD, m) for m in range(num_microbatches)]
+        backwards = [Pass(rank, PassKind.BACKWARD, m) for m in range(num_microbatches)]
+        ranks.append(_in_turn(forwards, backwards, num_ranks - rank - 1))
+    return Schedule("1f1b", num_ranks, num_microbatches, tuple(ranks))
+
+
+def interleaved_one_f_one_b(num_ranks: int, num_virtual: int, num_microbatches: int) -> Schedule:
+    """Return interleaved 1F1B, as megatron-core runs it: each rank has several virtual stages.
+
+    Microbatches go through a virtual stage in groups of as many as there are ranks.
+
+    Raises:
+        ConfigError: a size is less than 1, or the microbatches don't divide by the ranks.
+    """
+    _checked(num_ranks, num_microbatches, num_virtual)
+    if num_microbatches % num_ranks:
+        raise ConfigError(
+            f"interleaved 1F1B takes a multiple of its {num_ranks} ranks as the number of "
+            f"microbatches, got {num_microbatches}"
+        )
+    table = [
+        (virtual, first + offset)
+        for first in range(0, num_microbatches, num_ranks)
+        for virtual in range(num_virtual)
+        for offset in range(num_ranks)
+    ]
+    ranks = []
+    for rank in range(num_ranks):
+        forwards = [Pass(v * num_ranks + rank, PassKind.FORWARD, m) for v, m in table]
+        backwards = [
+            Pass((num_virtual - 1 - v) * num_ranks + rank, PassKind.BACKWARD, m) for v, m in table
+        ]
+        num_warmup = 2 * (num_ranks - rank - 1) + (num_virtual - 1) * num_ranks
+        ranks.append(_in_turn(forwards, backwards, num_warmup))
+    return Schedule("interleaved", num_ranks * num_virtual, num_microbatches, tuple(ranks))
+
+
+def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return ZB-H1: 1F1B with split backwards, the part for weights where it fills bubbles.
+
+    Rank r keeps r parts for weights waiting, so that no rank holds more than 1F1B's first.
+
+    Raises:
+        ConfigError: a size is less than 1.
+    """
+    _checked(num_ranks, num_microbatches)
+    ranks = []
+    for rank in range(num_ranks):
+        forwards = [Pass(rank, PassKind.FORWARD, m) for m in range(num_microbatches)]
+        inputs = [Pass(rank, PassKind.INPUT, m) for m in range(num_microbatches)]
+        passes: list[Pass] = []
+        for one in _in_turn(forwards, inputs, num_ranks - rank - 1):
+            passes.append(one)
+            if one.kind is PassKind.INPUT and one.microbatch >= rank:
+                passes.append(Pass(rank, PassKind.WEIGHT, one.microbatch - rank))
+        num_done = max(0, num_microbatches - rank)
+        passes += [Pass(rank, PassKind.WEIGHT, m) for m in range(num_done, num_microbatches)]
+        ranks.append(tuple(passes))
+    return Schedule("zb-h1", num_ranks, num_microbatches, tuple(ranks))
+
+
+def _in_turn(
+    forwards: Sequence[Pass], backwards: Sequence[Pass], num_warmup: int
+) -> tuple[Pass, ...]:
+    """Return so many forwards, then a forward and a backward in turn, then the last backwards."""
+    num_warmup = min(num_warmup, len(forwards))
+    passes = list(forwards[:num_warmup])
+    for index, forward in enumerate(forwards[num_warmup:]):
+        passes += [forward, backwards[index]]
+    return (*passes, *backwards[len(forwards) - num_warmup :])
+
+
+_MAKERS: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": lambda ranks, virtual, microbatches: gpipe(ranks, microbatches),
+    "1f1b": lambda ranks, virtual, microbatches: one_f_one_b(ranks, microbatches),
+    "interleaved": interleaved_one_f_one_b,
+    "zb-h1": lambda ranks, virtual, microbatches: zero_bubble_h1(ranks, microbatches),
+}
+
+
+def make_schedule(
+    name: str, num_ranks: int, num_microbatches: int, num_virtual: int = 1
+) -> Schedule:
+    """Return the schedule of a name: ``gpipe``, ``1f1b``, ``interleaved`` or ``zb-h1``.
+
+    Args:
+        name: one of these.
+        num_ranks: pipeline ranks.
+        num_microbatches: of one step.
+        num_virtual: virtual pipeline stages of each rank; above 1 for ``interleaved`` only.
+
+    Raises:
+        ConfigError: there is no such schedule, or not of these sizes.
+    """
+    if name not in _MAKERS:
+        raise ConfigError(f"unknown schedule {name!r}{did_you_mean(name, _MAKERS)}")
+    if num_virtual != 1 and name != "interleaved":
+        raise ConfigError(f"schedule {name!r} has no virtual stages, got {num_virtual}")
+    return _MAKERS[name](num_ranks, num_virtual, num_microbatches)

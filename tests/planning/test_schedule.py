@@ -1,0 +1,189 @@
+"""Schedules as data: the published orders, their text, and what can't run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.schedule import (
+    Pass,
+    PassKind,
+    Schedule,
+    gpipe,
+    interleaved_one_f_one_b,
+    make_schedule,
+    one_f_one_b,
+    zero_bubble_h1,
+)
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+def words(schedule, rank):
+    return " ".join(map(str, schedule.ranks[rank]))
+
+
+def test_small_schedules_are_the_published_ones():
+    assert words(gpipe(2, 3), 1) == "1F0 1F1 1F2 1B0 1B1 1B2"
+    schedule = one_f_one_b(3, 4)
+    assert words(schedule, 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
+    assert words(schedule, 1) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"
+    assert words(schedule, 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+    assert words(interleaved_one_f_one_b(2, 2, 2), 0) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
+    assert words(interleaved_one_f_one_b(2, 2, 4), 1) == (
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
+    )
+    assert words(zero_bubble_h1(2, 3), 0) == "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"
+    assert words(zero_bubble_h1(2, 3), 1) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
+
+
+def make(name, num_ranks, num_virtual, factor):
+    if name == "interleaved":
+        return make_schedule(name, num_ranks, num_ranks * factor, num_virtual)
+    return make_schedule(name, num_ranks, 3 * factor - 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_size_is_whole_and_can_run_and_be_written_and_read(name, num_ranks):
+    for num_virtual, factor in itertools.product(
+        (1, 2, 4) if name == "interleaved" else (1,), (1, 2, 3, 6)
+    ):
+        schedule = make(name, num_ranks, num_virtual, factor)
+        order = list(schedule.in_order())
+        assert len(order) == sum(map(len, schedule.ranks)) == len(set(order))
+        seen = set()
+        for _, one in order:
+            assert all(other in seen for other in schedule.waits_for(one))
+            seen.add(one)
+        for rank in range(num_ranks):
+            assert [one for r, one in order if r == rank] == list(schedule.ranks[rank])
+        assert Schedule.parse(str(schedule)) == schedule
+        assert Schedule.parse(str(schedule) + "\n\n") == schedule
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), (4, 2), (1, 5), (8, 8)])
+def test_what_is_held(num_ranks, num_microbatches):
+    for rank in range(num_ranks):
+        assert gpipe(num_ranks, num_microbatches).peak_in_flight(rank) == num_microbatches
+        held = one_f_one_b(num_ranks, num_microbatches).peak_in_flight(rank)
+        assert held == min(num_ranks - rank, num_microbatches)
+        held = zero_bubble_h1(num_ranks, num_microbatches).peak_in_flight(rank)
+        assert held == min(num_ranks, num_microbatches), "no more than 1F1B's first rank"
+
+
+@pytest.mark.parametrize(("num_ranks", "num_virtual", "factor"), [(2, 2, 1), (4, 2, 2), (4, 3, 3)])
+def test_interleaved_is_megatron_core_s_own(num_ranks, num_virtual, factor):
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    num_microbatches = num_ranks * factor
+    table = schedules.get_schedule_table(num_microbatches, num_virtual, num_ranks)
+    schedule = interleaved_one_f_one_b(num_ranks, num_virtual, num_microbatches)
+    for rank in range(num_ranks):
+        forwards = [one for one in schedule.ranks[rank] if one.kind is PassKind.FORWARD]
+        assert [(one.microbatch, one.stage // num_ranks) for one in forwards] == table
+        backwards = [one for one in schedule.ranks[rank] if one.kind is PassKind.BACKWARD]
+        assert [
+            (one.microbatch, num_virtual - 1 - one.stage // num_ranks) for one in backwards
+        ] == table
+        total = num_microbatches * num_virtual
+        warmup = min(2 * (num_ranks - rank - 1) + (num_virtual - 1) * num_ranks, total)
+        kinds = [one.kind for one in schedule.ranks[rank]]
+        first = kinds.index(PassKind.BACKWARD)
+        assert first == min(warmup + 1, total)
+        assert schedule.stages_of(rank) == tuple(range(rank, num_ranks * num_virtual, num_ranks))
+
+
+def test_1f1b_is_torch_s_own():
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for num_ranks, num_microbatches in ((4, 8), (3, 3)):
+        schedule = one_f_one_b(num_ranks, num_microbatches)
+        for rank in range(num_ranks):
+            num_warmup = min(num_microbatches, num_ranks - rank - 1)
+            operations = torch_schedules._get_1f1b_rank_ops(
+                1,
+                num_ranks,
+                num_warmup,
+                num_microbatches - num_warmup,
+                num_warmup,
+                rank,
+                lambda step, rank=rank: rank,
+                lambda step, rank=rank: rank,
+            )
+            theirs = [str(one) for one in operations if one is not None]
+            assert theirs == words(schedule, rank).split()
+
+
+TEXT = "schedule mine: 2 ranks, 2 stages, 1 microbatch\n0F0 0B0\n1F0 1B0\n"
+
+
+def test_a_schedule_of_one_s_own():
+    schedule = Schedule.parse(TEXT)
+    assert str(schedule) == TEXT
+    assert schedule.ranks[1] == (Pass(1, PassKind.FORWARD, 0), Pass(1, PassKind.BACKWARD, 0))
+    v_shaped = Schedule.parse(
+        "schedule v: 2 ranks, 4 stages, 1 microbatch\n0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0\n"
+    )
+    assert v_shaped.stages_of(0) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "begins like"),
+        ("schedule a b: 1 rank, 1 stage, 1 microbatch\n0F0 0B0\n", "begins like"),
+        ("schedule x: 1 rank, 1 stage, 9999999999 microbatches\n0F0 0B0\n", "begins like"),
+        ("schedule x: 2 ranks, 1 stage, 1 microbatch\n0F0 0B0\n", "2 ranks, and 1 lines"),
+        ("schedule x: 0 ranks, 1 stage, 1 microbatch\n", "at least one rank"),
+        (TEXT.replace("1B0", "1X0"), "a pass is written like"),
+        (TEXT.replace("1B0", "1B0 __import__('os')"), "a pass is written like"),
+        (TEXT.replace(" 1B0", ""), "1 passes are missing, 1B0"),
+        (TEXT.replace("1B0", "1B0 1B0"), "1B0 comes twice"),
+        (TEXT.replace("1B0", "2B0"), "outside of 2 stages"),
+        (TEXT.replace("1B0", "1B1"), "outside of 2 stages and 1 microbatches"),
+        (TEXT.replace("0B0\n1F0", "1F0\n0B0"), "is on ranks 0 and 1"),
+        (TEXT.replace("1B0", "1I0 1W0"), "splits every backward or none"),
+        (TEXT.replace("0F0 0B0", "0B0 0F0"), "can't run: rank 0 at 0B0, rank 1 at 1F0"),
+    ],
+)
+def test_what_is_written_wrong_or_can_t_run(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Schedule.parse(text)
+
+
+def test_a_rank_without_passes():
+    with pytest.raises(ConfigError, match="rank 1 has nothing to do"):
+        Schedule("x", 1, 1, (gpipe(1, 1).ranks[0], ()))
+    with pytest.raises(ConfigError, match="one word"):
+        Schedule("x y", 1, 1, gpipe(1, 1).ranks)
+
+
+def test_a_wait_in_a_circle_is_found():
+    with pytest.raises(ConfigError, match="rank 0 at 0B1, rank 1 at 1F1"):
+        Schedule.parse(
+            "schedule x: 2 ranks, 2 stages, 2 microbatches\n0F0 0B1 0F1 0B0\n1F1 1F0 1B0 1B1\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("1f1", 2, 2), "did you mean '1f1b'"),
+        (("1f1b", 0, 2), "at least one of its ranks"),
+        (("gpipe", 2, 0), "at least one of its microbatches"),
+        (("1f1b", 2, 2, 2), "no virtual stages"),
+        (("interleaved", 4, 6, 2), "multiple of its 4 ranks"),
+        (("interleaved", 2, 2, 0), "at least one of its virtual stages"),
+        (("gpipe", 10_000, 10_000), "at most"),
+    ],
+)
+def test_sizes_that_no_schedule_has(arguments, reason):
+    with pytest.raises(ConfigError, match=reason):
+        make_schedule(*arguments)
+
+
+def test_many_ranks():
+    schedule = interleaved_one_f_one_b(64, 4, 256)
+    assert schedule.num_stages == 256
+    assert schedule.peak_in_flight(0) == 2 * 63 + 3 * 64 + 1
