@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -37,7 +36,7 @@ released as soon as its copy is done; what is smaller travels together."""
 
 @dataclass(slots=True)
 class _Forward:
-    """One ``with`` block that is open."""
+    """What lies between one `AutomaticGroups.begin` and its `end`."""
 
     chunk: ChunkOffloadHandler
     hooks: saved_tensors_hooks
@@ -65,7 +64,7 @@ class _Saved:
 
 
 class AutomaticGroups:
-    """Moves what autograd saves inside its ``with`` block, wherever that is.
+    """Moves what autograd saves between `begin` and `end`, which may nest.
 
     Args:
         manager: moves the groups. It serves this object alone.
@@ -141,18 +140,6 @@ class AutomaticGroups:
             if self._forwards:
                 self._forwards.pop()
 
-    def __enter__(self) -> AutomaticGroups:
-        self.begin()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        self.end(has_failed=exc_type is not None)
-
     def end_step_if_over(self) -> bool:
         """End the step if something was saved in it and nothing of that is left; return whether."""
         self.leave_spent()
@@ -201,7 +188,7 @@ class AutomaticGroups:
         if group in self._reached or group.state is GroupState.DONE:
             return
         for forward in self._forwards:
-            if forward.group is group:  # a backward inside the ``with`` block
+            if forward.group is group:  # a backward before the end of its forward
                 self._commit(forward)
         self.leave_spent()
         self._reached[group] = None

@@ -10,15 +10,14 @@ Read next: `megatron_offload.engine.automatic`.
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.stats import StepStats
+from megatron_offload.frontends.around import AroundForwards
 
 __all__ = ["CPUOffload", "get_tensor_memory"]
 
@@ -57,7 +56,7 @@ class _Tag:
         self.seen_bytes = self.chosen_bytes = 0
 
 
-class CPUOffload:
+class CPUOffload(AroundForwards):
     """While it is entered, a share of what autograd saves goes to host memory.
 
         for images, labels in data:
@@ -103,27 +102,9 @@ class CPUOffload:
             known.manager.close()
 
     @property
-    def last_step(self) -> StepStats:
-        """Counters of the tag's last step that is over."""
-        return self._tags[self.tag].manager.last_step
+    def _groups(self) -> AutomaticGroups:
+        return self._tags[self.tag].groups
 
-    def end_step(self) -> bool:
-        """End the tag's step now if nothing that it saved is left, as its next block would.
-
-        Returns whether there was one; its counters are in `last_step` then.
-        """
-        return self._tags[self.tag].groups.end_step_if_over()
-
-    def __enter__(self) -> CPUOffload:
-        tag = self._tags[self.tag]
-        tag.ratio = self.offload_ratio
-        tag.groups.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        self._tags[self.tag].groups.__exit__(exc_type, exc, traceback)
+    def __enter__(self) -> Self:
+        self._tags[self.tag].ratio = self.offload_ratio
+        return super().__enter__()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.engine.stats import StepStats
+from megatron_offload.frontends.around import AroundForwards
 
 __all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"]
 
@@ -34,7 +33,7 @@ _WRAPPED = ("module", "_orig_mod", "base_model", "model")
 """Where wrappers hold the model: data parallelism, ``torch.compile``, adapters."""
 
 
-class OffloadActivations:
+class OffloadActivations(AroundForwards):
     """While it is entered, what autograd saves goes to host memory; backward gets it back in time.
 
     Make it once and enter it around every forward:
@@ -91,7 +90,7 @@ class OffloadActivations:
         self.manager = manager
         # On the compute stream a copy is done before what comes next, so that nothing need be held.
         most_tensors = max_fwd_stash_size if use_streams else 0
-        self._groups = AutomaticGroups(
+        self._automatic = AutomaticGroups(
             manager,
             "activations",
             min_tensor_bytes=min_offload_size,
@@ -99,32 +98,12 @@ class OffloadActivations:
         )
 
     @property
-    def last_step(self) -> StepStats:
-        """Counters of the last step that is over."""
-        return self.manager.last_step
-
-    def end_step(self) -> bool:
-        """End the step now if nothing that it saved is left, as the next forward would.
-
-        Returns whether there was one; its counters are in `last_step` then.
-        """
-        return self._groups.end_step_if_over()
+    def _groups(self) -> AutomaticGroups:
+        return self._automatic
 
     def close(self) -> None:
         """Give all memory back; a second call does nothing more."""
         self.manager.close()
-
-    def __enter__(self) -> OffloadActivations:
-        self._groups.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        self._groups.__exit__(exc_type, exc, traceback)
 
 
 class NoOpManager(saved_tensors_hooks):

@@ -10,7 +10,7 @@ Read next: `megatron_offload.engine.automatic`.
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_offload.config import OffloadConfig
@@ -22,7 +22,7 @@ from megatron_offload.errors import IntegrationError
 __all__ = ["PipelineOffload", "offload_pipeline"]
 
 
-class PipelineOffload:
+class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
     """What `offload_pipeline` has set; `remove` takes it off again.
 
     Attributes:
@@ -53,15 +53,7 @@ class PipelineOffload:
             delattr(owner, name)  # the class's own is behind it
         self.manager.close()
 
-    def __enter__(self) -> PipelineOffload:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _wrap(self, owner: Any, name: str, function: Any) -> None:

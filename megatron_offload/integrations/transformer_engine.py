@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -219,19 +218,13 @@ class _OwnSettings(FusedSettings):
         self._groups = operation_groups()
         super().__init__(settings, self._groups.pack)
 
-    def __enter__(self) -> _OwnSettings:
+    def __enter__(self) -> Self:
         self._groups.begin()
-        super().__enter__()
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        super().__exit__(exc_type, exc, traceback)
-        self._groups.end(has_failed=exc_type is not None)
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        super().__exit__()
+        self._groups.end(has_failed=kind is not None)
 
 
 def _settings_of(operations: list[nn.Module]) -> FusedSettings | None:

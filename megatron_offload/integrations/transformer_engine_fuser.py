@@ -15,8 +15,8 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
-from types import ModuleType, TracebackType
-from typing import Any
+from types import ModuleType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -62,16 +62,11 @@ class FusedSettings:
         self._contexts: list[Any] = []
         self._decisions: list[tuple[torch.Tensor, bool | None]] = []
 
-    def __enter__(self) -> FusedSettings:
+    def __enter__(self) -> Self:
         saved_tensors_hooks(self._pack, _unpack).__enter__()  # to keep it would be a cycle
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._contexts.clear()
         self._decisions.clear()

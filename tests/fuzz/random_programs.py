@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -290,8 +290,16 @@ class Program:
         graphs, losses = {}, []
 
         def forward(**options):
-            with groups or nullcontext():
+            if groups is None:
                 return self._forward(manager, weights, **options)
+            groups.begin()
+            has_failed = True
+            try:
+                loss = self._forward(manager, weights, **options)
+                has_failed = False
+            finally:
+                groups.end(has_failed=has_failed)
+            return loss
 
         self._held.clear()
         for kind, microbatch in actions:
