@@ -114,7 +114,11 @@ class NoOpManager(saved_tensors_hooks):
 
 
 def get_act_offloading_ctx_manager(
-    model: nn.Module, enable_activation_offloading: bool, **options: Any
+    model: nn.Module,
+    enable_activation_offloading: bool = True,
+    *,
+    warn_if_no_head: bool = True,
+    **options: Any,
 ) -> OffloadActivations | contextlib.nullcontext[None]:
     """Return what to enter around a model's forward.
 
@@ -126,6 +130,7 @@ def get_act_offloading_ctx_manager(
         model: a model, wrapped or not. Its head is ``output``, ``lm_head``, ``output_layer``,
             ``embed_out``, ``score``, ``classifier`` or ``head``.
         enable_activation_offloading: False for a context that does nothing.
+        warn_if_no_head: False where a model without a head is nothing to wonder at.
         **options: arguments of `OffloadActivations`.
     """
     if not enable_activation_offloading:
@@ -134,14 +139,14 @@ def get_act_offloading_ctx_manager(
     for tensor in (*model.parameters(), *model.buffers()):
         context.manager.mark_not_offload(tensor)
     head = _find_head(model)
-    if head is None:
+    if head is not None:
+        _keep_on_device(head)
+    elif warn_if_no_head:
         warnings.warn(
             "no output head was found in the model, so what it saves is offloaded too and has to "
             f"come back at once; heads are called {', '.join(_HEADS)}. Run it inside NoOpManager()",
             stacklevel=2,
         )
-    else:
-        _keep_on_device(head)
     return context
 
 

@@ -414,6 +414,24 @@ def test_a_model_without_a_head_warns():
         get_act_offloading_ctx_manager(nn.Linear(3, 3), True, manager=make_manager())
 
 
+def test_a_model_without_a_head_may_be_expected(recwarn):
+    context = get_act_offloading_ctx_manager(
+        nn.Linear(3, 3), warn_if_no_head=False, manager=make_manager()
+    )
+    assert isinstance(context, OffloadActivations)
+    assert not recwarn
+
+
+def test_little_host_memory_is_told_once_and_counted(caplog):
+    expected = zoo.train("transformer", None)
+    offload = make_offload(**TIGHT, host_memory_bytes=8 * KIB, host_slab_bytes=4 * KIB)
+    assert_same(expected, zoo.train("transformer", lambda _: offload))
+    assert offload.end_step()
+    assert offload.last_step.num_refused_blocks > 0
+    told = [r for r in caplog.records if r.levelname == "WARNING" and "host" in r.message]
+    assert len(told) == 1
+
+
 def test_off_is_a_context_that_does_nothing():
     context = get_act_offloading_ctx_manager(nn.Linear(3, 3), False)
     assert isinstance(context, contextlib.nullcontext)
