@@ -84,9 +84,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
             if not schedule._has_backward:
                 return step(*args, **kwargs)
             with self.manager.step():
-                result = step(*args, **kwargs)
-                self._groups.leave_spent()
-            return result
+                return step(*args, **kwargs)
 
         return offloaded_step
 

@@ -130,6 +130,34 @@ def test_a_tag_that_nests_in_another_counts_its_own():
     assert inner.offloaded_bytes == 0
 
 
+def test_what_something_else_keeps_is_neither_moved_nor_counted():
+    CPUOffload(1, "model", config(max_inflight_bytes=0, prefetch_bytes=0))
+    kept = torch.full((1024,), 0.01, requires_grad=True).exp()  # whoever called holds it
+    totals = []
+    for _ in range(4):
+        with CPUOffload(1, "model"):
+            loss = Stack([2048] * 4)(kept.sin())
+        (_,) = torch.autograd.grad(loss, kept, retain_graph=False)
+        del loss
+        assert end_step("model")
+        totals.append(CPUOffload._tags["model"].total_bytes)
+    assert totals[0] == 4 * (4 * 2048 + 1024)
+    assert totals[-1] == 4 * 4 * 2048
+    assert CPUOffload(1, "model").last_step.offloaded_bytes == totals[-1]
+
+
+def test_a_group_s_size_is_that_of_what_moves():
+    CPUOffload(0.5, "model", config(max_inflight_bytes=0, prefetch_bytes=0))
+    for _ in range(2):
+        x = torch.full((8,), 0.01, requires_grad=True)
+        with CPUOffload(0.5, "model"):
+            loss = Stack([1024] * 10)(x)
+        sizes = [g.num_bytes for g in manager_of("model").prefetcher.groups()]
+        assert sum(sizes) == 5 * 4096
+        loss.backward()
+        del loss
+
+
 def test_the_ratio_may_change_between_steps():
     CPUOffload(0, "model", config())
     for ratio in (0, 1, 0.5, 0, 1):

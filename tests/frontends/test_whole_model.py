@@ -238,6 +238,48 @@ def test_a_change_in_place_after_saving_is_an_error_as_without():
         loss.backward()
 
 
+def test_large_tensors_move_one_by_one_and_small_ones_together():
+    offload = make_offload(max_fwd_stash_size=50)
+    x = torch.ones(1 << 18, requires_grad=True)
+    with offload:
+        y = x
+        for _ in range(3):
+            y = y.exp()  # 1 MiB each
+        z = y[:100]
+        for _ in range(3):
+            z = z.exp()
+    groups = list(offload.manager.prefetcher.groups())
+    assert [group._num_saved for group in groups] == [1, 1, 1, 3]
+    z.sum().backward()
+
+
+def test_what_is_recomputed_in_a_backward_inside_the_block_stays():
+    model, inputs = zoo.make("reentrant")
+    x = inputs(torch.Generator().manual_seed(1)).requires_grad_()
+    offload = make_offload(**TIGHT)
+    with offload:
+        loss = zoo.loss_of(model, x)
+        before = sum(group._num_saved for group in offload.manager.prefetcher.groups())
+        loss.backward()
+        after = sum(group._num_saved for group in offload.manager.prefetcher.groups())
+    assert before == after > 0
+
+
+def test_a_forward_that_fails_copies_nothing_more():
+    offload = make_offload(max_fwd_stash_size=50, **TIGHT)
+    x = torch.ones(100, requires_grad=True)
+
+    def forward():
+        kept.append(x.exp().exp())
+        raise ZeroDivisionError
+
+    kept = []
+    with pytest.raises(ZeroDivisionError), offload:
+        forward()
+    assert offload.manager.transfers.num_inflight == 0
+    assert "activations" not in offload.manager.transfers.stats.by_name
+
+
 def test_small_tensors_parameters_and_buffers_stay():
     weight = nn.Parameter(torch.randn(64, 64))
     buffer = nn.Buffer(torch.randn(64, 64))
@@ -293,6 +335,20 @@ def test_the_arguments_reach_the_engine():
         pass
     offload.close()
     offload.close()
+
+
+def test_on_the_compute_stream_nothing_has_to_be_held_for_copies():
+    offload = OffloadActivations(
+        use_streams=False, min_offload_size=0, manager=make_manager("eager", **BUDGETS)
+    )
+    x = torch.ones(100, requires_grad=True)
+    with offload:
+        y = x
+        for _ in range(4):
+            y = y.exp()
+            assert offload.manager.transfers.num_inflight == 0
+    assert offload.manager.transfers.stats.by_name["activations"].offloaded_bytes == 1600
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("use_streams", [True, False])

@@ -94,6 +94,28 @@ def test_a_change_of_a_part_is_an_error():
         y.sum().backward()
 
 
+class Pending(TwoTensor):
+    """Some collective is still writing its parts."""
+
+    def trigger_wait(self):
+        raise AssertionError
+
+
+def test_parameters_and_what_is_still_being_written_stay():
+    offload = make_offload(**TIGHT)
+    x = torch.ones(3, requires_grad=True)
+    weight = nn.Parameter(TwoTensor(torch.randn(40, 40), torch.randn(40, 40)))
+    pending = Pending(torch.randn(40, 40), torch.randn(40, 40))
+    with offload:
+        y = Keep.apply(Keep.apply(x, weight), pending)
+    assert "activations" not in offload.manager.transfers.stats.by_name or (
+        offload.manager.transfers.stats.of("activations").offloaded_bytes == 0
+    )
+    y.sum().backward()
+    assert type(Keep.seen.pop()) is TwoTensor
+    assert type(Keep.seen.pop()) is Pending
+
+
 class Odd(torch.Tensor):
     """A subclass that can't be taken apart."""
 

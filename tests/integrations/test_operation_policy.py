@@ -312,6 +312,22 @@ def test_a_copy_may_begin_when_its_producer_is_done(tells):
     assert offload.last_step.reloaded_bytes > 0
 
 
+def test_a_storage_of_which_only_a_part_is_ready_waits_for_the_rest():
+    offload = make_offload()
+    backend = offload.manager.backend
+    x = torch.ones(3, requires_grad=True)
+    with offload:
+        whole = torch.randn(1 << 10)
+        first, second = whole[:512], whole[512:]
+        policy.start_offload(first)
+        y = Save.apply(x, first)
+        backend.advance_compute(1000.0)
+        second.copy_(torch.randn(512))
+        z = Save.apply(y, second.detach())
+    assert backend.time_us(backend.d2h_stream) >= 1000.0
+    del z
+
+
 def test_start_offload_does_nothing_where_nothing_moves():
     tensor = torch.randn(64)
     policy.start_offload(tensor, None)
