@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["MOVES", "READY_MARK", "GroupState", "OffloadGroup"]
 
 
-READY_MARK = "start_reload_event"
-"""The attribute of a tensor that holds the event behind its producer: TransformerEngine's name."""
+READY_MARK = "_offload_ready"
+"""The attribute of a tensor that holds its version and the event behind its producer, once told."""
 
 
 class GroupState(enum.Enum):
@@ -222,7 +222,9 @@ class OffloadGroup:
         self._num_saved += 1
         record = SavedTensor(tensor, block, self.name, offset)
         block.add(record.alias, low, high, is_contiguous=is_contiguous)
-        block.ready = tensor.__dict__.get(READY_MARK)
+        told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it again tells again
+        if told is not None and told[0] == tensor._version:
+            block.ready = told[1]
         if chunk.chooses is not None and not self.transfers.owners.knows(block):
             block.stays = not chunk.chooses(block.num_bytes)
         return record

@@ -134,8 +134,9 @@ def maybe_mark_activation_offload(module_or_op: nn.Module, *tensors: torch.Tenso
 def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
     """Say that tensors are complete: their copies need wait for nothing that comes later.
 
-    To be called when their last writer was queued, before they are saved. Does nothing where
-    nothing around it moves.
+    To be called when their last writer was queued, before they are saved; it holds for the next
+    save alone, and not if they are changed in place before it. Does nothing where nothing around it
+    moves.
 
     Args:
         *tensors: on the compute stream; None is skipped.
@@ -154,7 +155,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
             backend.note_produced(part, "start_offload")
     event = backend.record(backend.compute_stream())
     for part in parts:
-        setattr(part, READY_MARK, event)
+        setattr(part, READY_MARK, (part._version, event))
 
 
 def _parts(tensors: tuple[torch.Tensor | None, ...]) -> Iterator[torch.Tensor]:

@@ -328,6 +328,25 @@ def test_a_storage_of_which_only_a_part_is_ready_waits_for_the_rest():
     del z
 
 
+@pytest.mark.parametrize("change", ["in place", "saved before"])
+def test_a_mark_that_went_stale_is_not_heeded(change):
+    offload = make_offload()
+    backend = offload.manager.backend
+    x = torch.ones(3, requires_grad=True)
+    with offload:
+        first = torch.randn(1 << 10)
+        policy.start_offload(first)
+        if change == "in place":
+            first.add_(1.0)
+        else:
+            assert Save.apply(x, first) is not None  # and its graph is dropped
+            offload.manager.transfers.drain_window()
+        backend.advance_compute(1000.0)
+        y = Save.apply(x, first)
+    assert backend.time_us(backend.d2h_stream) >= 1000.0
+    del y
+
+
 def test_start_offload_does_nothing_where_nothing_moves():
     tensor = torch.randn(64)
     policy.start_offload(tensor, None)
