@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -38,3 +39,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def quick_collections():
+    """Collect what the test makes, and not the libraries, each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -30,20 +30,13 @@ from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import StateError
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
 BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
 BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections():
-    """Collect what the test makes, and not the libraries, each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def run_interrupted(model, manager, *, aborts):

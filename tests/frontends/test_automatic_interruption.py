@@ -13,17 +13,10 @@ from traps import InjectedError, LineTrap, Trap
 
 from megatron_offload.frontends.whole_model import OffloadActivations
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
 SETTINGS = {"max_inflight_bytes": 8192, "prefetch_bytes": 8192}
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections():
-    """Collect what the test makes, and not the libraries, each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def make_offload(timing):
