@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["GroupKey", "GroupProfile", "StepProfile"]
+__all__ = ["GroupKey", "GroupProfile", "GroupTimes", "MemorySample", "StepProfile"]
 
 
 class GroupKey(NamedTuple):
@@ -39,6 +39,30 @@ class GroupProfile(NamedTuple):
     """Bytes that offloading the group moves; zero where it holds nothing worth moving."""
     committed_at_bytes: int = 0
     """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
+    elsewhere_bytes: int = 0
+    """Bytes that it saves besides, but that something else keeps: moving them frees nothing."""
+    keeper: str = ""
+    """What kind of thing that is, where it is known."""
+
+
+class GroupTimes(NamedTuple):
+    """When a group was passed, in microseconds of the compute stream since the step began."""
+
+    started_us: float
+    committed_us: float
+    backward_us: float
+    """When its backward began."""
+    done_us: float
+    """When backward had left it."""
+
+
+class MemorySample(NamedTuple):
+    """What the device memory of a process was at one time of a step."""
+
+    at_us: float
+    """By the clock of `GroupTimes`, of the host's calls: the allocator runs ahead of the device."""
+    allocated_bytes: int
+    reserved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +78,15 @@ class StepProfile:
     backward_at_bytes: tuple[int, ...] = ()
     """When that was, for each of them: the bytes of all groups that the step had passed by then, in
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
+
+    times: tuple[GroupTimes, ...] = field(default=(), compare=False)
+    """For each of the groups; empty where the step was not timed."""
+
+    step_us: float = field(default=0.0, compare=False)
+    """How long the step took on the compute stream; 0 where it was not timed."""
+
+    memory: tuple[MemorySample, ...] = field(default=(), compare=False)
+    """At the boundaries of the groups, in the order of the program."""
 
     def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.
