@@ -32,6 +32,7 @@ from megatron_offload.frontends.whole_model import (
     OffloadActivations,
     get_act_offloading_ctx_manager,
 )
+from megatron_offload.integrations import transformer_engine_weights  # noqa: F401  registers itself
 
 __all__ = [
     "CPUOffload",

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.engine.boundary import is_in_backward
-from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.chunk import ChunkOffloadHandler, is_opted_out
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -159,7 +159,7 @@ class AutomaticGroups:
             # Between two lines of `begin`; or a recompute inside a backward, needed at once.
             return SavedTensor(tensor, None, self._name)
         forward = self._forwards[-1]
-        if is_wrapper(tensor):
+        if is_wrapper(tensor) and not is_opted_out(tensor):
             return SavedWrapper(tensor, self.pack)
         group = forward.group
         if group is None:

@@ -22,7 +22,7 @@ from megatron_offload.planning.profile import GroupKey
 if TYPE_CHECKING:
     from megatron_offload.engine.manager import PipelineOffloadManager
 
-__all__ = ["ChunkOffloadHandler"]
+__all__ = ["ChunkOffloadHandler", "is_opted_out"]
 
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
 
@@ -111,11 +111,16 @@ class ChunkOffloadHandler:
         base = tensor._base
         if base is not None and isinstance(base, torch.nn.Parameter):
             return None
-        marks = tensor.__dict__
-        if marks and (
-            any(marks.get(mark, False) for mark in _OPT_OUT_MARKS)
-            or marks.get("offloading_activation", True) is False
-        ):
+        if is_opted_out(tensor):
             return None
         storage_key: int = tensor.untyped_storage()._cdata
         return None if manager.marks.holds(storage_key) else storage_key
+
+
+def is_opted_out(tensor: torch.Tensor) -> bool:
+    """Whether a mark on this very object says that it stays."""
+    marks = tensor.__dict__
+    return bool(marks) and (
+        any(marks.get(mark, False) for mark in _OPT_OUT_MARKS)
+        or marks.get("offloading_activation", True) is False
+    )

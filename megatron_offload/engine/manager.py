@@ -29,6 +29,7 @@ from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
 from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.extensions import before_chunk
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hook_stack import HookStack
@@ -165,6 +166,8 @@ class PipelineOffloadManager:
             self.abort()
         elif self._hooks:  # of a forward that an exception has ended
             self._hooks.clear()
+        for prepare in before_chunk:
+            prepare()
         config = self.config
         if fraction is None or "fraction" in config.model_fields_set:
             fraction = config.fraction

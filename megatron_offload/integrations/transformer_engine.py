@@ -13,7 +13,7 @@ Read next: `megatron_offload.integrations.transformer_engine_fuser`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -24,10 +24,10 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
 from megatron_offload.engine.group import READY_MARK, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.frontends.whole_model import NoOpManager
 from megatron_offload.integrations import transformer_engine_fuser
 from megatron_offload.integrations.transformer_engine_fuser import FusedSettings
+from megatron_offload.integrations.transformer_engine_weights import mark_not_offload, plain_parts
 
 __all__ = [
     "activation_offloading",
@@ -108,16 +108,10 @@ def activation_offloading(module_or_op: nn.Module) -> bool | None:
 
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
     """Let tensors go where what surrounds them goes; takes back `mark_not_offload`."""
-    for part in _parts(tensors):
+    for part in (*(tensor for tensor in tensors if tensor is not None), *plain_parts(tensors)):
         vars(part).pop("_do_not_offload", None)
         vars(part).pop("_TE_do_not_offload", None)
         setattr(part, _MARK, True)
-
-
-def mark_not_offload(*tensors: torch.Tensor | None) -> None:
-    """Keep tensors, by these very objects, on the device, whatever surrounds them."""
-    for part in _parts(tensors):
-        part._do_not_offload = True  # type: ignore[attr-defined]
 
 
 def maybe_mark_activation_offload(module_or_op: nn.Module, *tensors: torch.Tensor | None) -> None:
@@ -147,7 +141,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     if manager is None:
         return
     backend = manager.backend
-    parts = [part for part in _parts(tensors) if backend.owns(part)]
+    parts = [part for part in plain_parts(tensors) if backend.owns(part)]
     if not parts:
         return
     for part in parts:
@@ -156,19 +150,6 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     event = backend.record(backend.compute_stream())
     for part in parts:
         setattr(part, READY_MARK, (part._version, event))
-
-
-def _parts(tensors: tuple[torch.Tensor | None, ...]) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that tensors consist of."""
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if not is_wrapper(tensor):
-            yield tensor
-            continue
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = (getattr(tensor, name) for name in names)
-        yield from _parts(tuple(part for part in inner if isinstance(part, torch.Tensor)))
 
 
 def _owner_of_hooks() -> Any:

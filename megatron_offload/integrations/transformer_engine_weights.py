@@ -1,0 +1,115 @@
+"""TransformerEngine's quantised weights stay on the device, the first step included.
+
+Owns the names in TransformerEngine's modules under which they quantise weights; `uninstall` puts
+them back. Must not know how tensors move.
+
+With FP8 a module saves quantised copies of its weights for backward, as tensors like any other. It
+says that they are weights only where TransformerEngine's own offload is on, and to turn that on
+would choose other kernels (grouped linear layers take another path, attention another layout), and
+with them other bits. So none of its flags is touched, whether ``NVTE_CPU_OFFLOAD_V1`` is set or
+not: what its functions return for a weight is marked. Read next:
+`megatron_offload.integrations.transformer_engine`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_offload.engine.extensions import before_chunk
+
+__all__ = ["install", "mark_not_offload", "plain_parts", "uninstall"]
+
+_BASE = "transformer_engine.pytorch.module.base"
+_MODULES = tuple(
+    f"transformer_engine.pytorch.module.{name}"
+    for name in ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
+)
+
+_found: list[tuple[Any, str, Any]] = []
+
+
+def plain_parts(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that tensors, and what TransformerEngine saves as several, are.
+
+    Args:
+        tensors: tensors, wrappers and TransformerEngine's storages; anything else is skipped.
+    """
+    for tensor in tensors:
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            yield from plain_parts(getattr(tensor, name) for name in names)
+        elif isinstance(tensor, torch.Tensor):
+            yield tensor
+
+
+def mark_not_offload(*tensors: Any) -> None:
+    """Keep tensors on the device, by these very objects and those that they consist of."""
+    for tensor in (*tensors, *plain_parts(tensors)):
+        if isinstance(tensor, torch.Tensor):
+            tensor._do_not_offload = True  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Mark what TransformerEngine's modules quantise of weights, once they are imported.
+
+    A second call changes nothing. Every chunk makes one.
+    """
+    if _found or _BASE not in sys.modules:
+        return
+    modules = [sys.modules[name] for name in _MODULES if name in sys.modules]
+    if len(modules) < len(_MODULES) or not hasattr(modules[-1], "GroupedLinear"):
+        return  # it is being imported
+    for module in modules:
+        _wrap(module, "quantize_weight")
+    _wrap(
+        getattr(modules[-1], "_GroupedLinear", None),
+        "_prepare_weights_for_grouped_tensor_gemm",
+        is_static=True,
+    )
+    # In earlier versions a method of all modules does it.
+    base = getattr(sys.modules[_BASE], "TransformerEngineBaseModule", None)
+    _wrap(base, "get_weight_workspace")
+
+
+def uninstall() -> None:
+    """Put back what `install` found; the next chunk installs it again."""
+    while _found:
+        owner, name, found = _found.pop()
+        setattr(owner, name, found)
+
+
+def _wrap(owner: ModuleType | type | None, name: str, *, is_static: bool = False) -> None:
+    found = vars(owner).get(name) if owner is not None else None
+    if found is None:
+        return
+    function = found.__func__ if is_static else found
+    wrapped = _marking(function)
+    _found.append((owner, name, found))
+    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+
+
+def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def quantize(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        mark_not_offload(*_flat(result))
+        return result
+
+    return quantize
+
+
+def _flat(result: Any) -> Iterator[Any]:
+    if isinstance(result, (tuple, list)):
+        for part in result:
+            yield from _flat(part)
+    else:
+        yield result
+
+
+before_chunk.append(install)

@@ -1,0 +1,142 @@
+"""What TransformerEngine's modules quantise of their weights stays, from the first step on."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from programs import TIMINGS, assert_nothing_left, make_manager
+
+from megatron_offload.frontends.whole_model import OffloadActivations
+from megatron_offload.integrations import transformer_engine_weights as weights
+
+ROWS, WIDTH = 16, 32
+BYTES = 4 * ROWS * WIDTH
+
+
+class Storage:
+    """Saved as its parts, like what TransformerEngine makes for one forward alone."""
+
+    def __init__(self, data):
+        self.data = data
+        self.scale = torch.full((WIDTH, WIDTH), 0.5)
+
+    def __tensor_flatten__(self):
+        return ["data", "scale"], None
+
+    def prepare_for_saving(self):
+        parts, self.data, self.scale = (self.data, self.scale), None, None
+        return parts
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, module):
+        quantised, _ = module.quantize_weight(tensor=weight)
+        y = x * 1.5 @ quantised.data * 0.5
+        ctx.save_for_backward(x * 1.5, *quantised.prepare_for_saving())
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, data, scale = ctx.saved_tensors
+        return grad @ (data * scale).T, x.T @ grad * 0.5, None
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Modules with the names and habits of TransformerEngine's."""
+    weights.uninstall()
+    found = {}
+    for name in (weights._BASE, *weights._MODULES):
+        module = types.ModuleType(name)
+        module.quantize_weight = lambda *, tensor: (Storage(tensor.detach() * 1.0), None)
+        monkeypatch.setitem(sys.modules, name, module)
+        found[name.rsplit(".", 1)[1]] = module
+
+    class GroupedLinear:
+        @staticmethod
+        def _prepare_weights_for_grouped_tensor_gemm(weights):
+            return [Storage(weight.detach() * 1.0) for weight in weights], [None]
+
+    class TransformerEngineBaseModule:
+        def get_weight_workspace(self, *, tensor):
+            return Storage(tensor.detach() * 1.0)
+
+    found["grouped_linear"].GroupedLinear = found["grouped_linear"]._GroupedLinear = GroupedLinear
+    found["base"].TransformerEngineBaseModule = TransformerEngineBaseModule
+    yield types.SimpleNamespace(**found)
+    weights.uninstall()
+
+
+def gradients(module, around=None):
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+    if around is None:
+        y = _Linear.apply(x, weight, module)
+    else:
+        with around:
+            y = _Linear.apply(x, weight, module)
+    y.sum().backward()
+    return x.grad, weight.grad
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "layernorm_mlp", "grouped_linear"])
+def test_only_the_activation_moves(modules, timing, kind):
+    module = getattr(modules, kind)
+    expected = gradients(module)
+    manager = make_manager(timing)
+    offload = OffloadActivations(min_offload_size=0, manager=manager)
+    for _ in range(2):
+        for one, other in zip(gradients(module, offload), expected, strict=True):
+            assert torch.equal(one, other)
+        assert offload.end_step()
+        assert offload.last_step.offloaded_bytes == BYTES
+        assert_nothing_left(manager)
+
+
+def test_grouped_weights_and_those_of_earlier_versions_are_marked_too(modules):
+    weights.install()
+    grouped = modules.grouped_linear._GroupedLinear
+    results, _ = grouped._prepare_weights_for_grouped_tensor_gemm([torch.ones(2), torch.ones(2)])
+    earlier = modules.base.TransformerEngineBaseModule().get_weight_workspace(tensor=torch.ones(2))
+    for storage in (*results, earlier):
+        assert storage.data._do_not_offload
+        assert storage.scale._do_not_offload
+
+
+def test_names_are_put_back(modules):
+    grouped = modules.grouped_linear._GroupedLinear
+    found = [
+        modules.linear.quantize_weight,
+        vars(grouped)["_prepare_weights_for_grouped_tensor_gemm"],
+        modules.base.TransformerEngineBaseModule.get_weight_workspace,
+    ]
+
+    def present():
+        return [
+            modules.linear.quantize_weight,
+            vars(grouped)["_prepare_weights_for_grouped_tensor_gemm"],
+            modules.base.TransformerEngineBaseModule.get_weight_workspace,
+        ]
+
+    for _ in range(2):
+        weights.install()
+        installed = present()
+        assert all(one is not other for one, other in zip(installed, found, strict=True))
+        weights.install()
+        assert all(one is other for one, other in zip(present(), installed, strict=True))
+        weights.uninstall()
+        weights.uninstall()
+        assert all(one is other for one, other in zip(present(), found, strict=True))
+
+
+def test_a_library_that_is_being_imported_is_left_alone(modules, monkeypatch):
+    found = modules.linear.quantize_weight
+    monkeypatch.delitem(sys.modules, weights._MODULES[-1])
+    weights.install()
+    assert modules.linear.quantize_weight is found
