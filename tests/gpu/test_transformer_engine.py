@@ -1,0 +1,322 @@
+"""TransformerEngine's layers, in bf16 and FP8: exact, by parts, and never a weight.
+
+Run it with ``NVTE_CPU_OFFLOAD_V1=1`` in the environment as well: nothing may change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+
+import pytest
+import torch
+from programs import assert_nothing_left
+
+from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.frontends.whole_model import OffloadActivations
+from megatron_offload.integrations import transformer_engine as policy
+from megatron_offload.integrations import transformer_engine_fuser
+from megatron_offload.integrations.transformer_engine_weights import plain_parts, uninstall
+
+# Read by TransformerEngine where it chooses attention's backward.
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+te = pytest.importorskip("transformer_engine.pytorch", reason="no TransformerEngine")
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+TOKENS, WIDTH, EXPERTS = 1024, 1024, 4
+CONFIG = OffloadConfig(
+    backend="cuda", host_slab_bytes=64 * MIB, host_memory_bytes=8 * 1024 * MIB, min_tensor_bytes=0
+)
+
+
+def recipes():
+    from transformer_engine.common import recipe
+
+    kinds = {
+        "fp8-delayed": "DelayedScaling",
+        "fp8-current": "Float8CurrentScaling",
+        "fp8-block": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling",
+    }
+    return {
+        "bf16": None,
+        **{name: getattr(recipe, kind)() for name, kind in kinds.items() if hasattr(recipe, kind)},
+    }
+
+
+PRECISIONS = ["bf16", "fp8-delayed", "fp8-current", "fp8-block", "mxfp8"]
+
+
+def recipe_of(precision):
+    """Return the recipe of a precision; skips the test where the device can't."""
+    found = recipes()
+    if precision not in found:
+        pytest.skip(f"this TransformerEngine has no {precision}")
+    checks = {
+        "fp8-delayed": "is_fp8_available",
+        "fp8-current": "is_fp8_available",
+        "fp8-block": "is_fp8_block_scaling_available",
+        "mxfp8": "is_mxfp8_available",
+    }
+    if precision in checks:
+        result = getattr(te, checks[precision])()
+        is_there, reason = result if isinstance(result, tuple) else (result, "")
+        if not is_there:
+            pytest.skip(f"{precision}: {reason}")
+    return found[precision]
+
+
+def autocast(recipe):
+    if recipe is None:
+        return contextlib.nullcontext()
+    enter = getattr(te, "autocast", None) or te.fp8_autocast
+    key = "recipe" if enter is getattr(te, "autocast", None) else "fp8_recipe"
+    return enter(enabled=True, **{key: recipe})
+
+
+class Grouped(torch.nn.Module):
+    """`te.GroupedLinear` with its split."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = te.GroupedLinear(EXPERTS, WIDTH, WIDTH, params_dtype=torch.bfloat16)
+
+    def forward(self, x, **options):
+        split = [TOKENS // 4, TOKENS // 2, TOKENS // 8, TOKENS // 8]
+        return self.linear(x, split, **options)
+
+
+class FusedMlp(torch.nn.Module):
+    """The operation fuser's MLP; caches nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = fused_mlp()
+
+    def forward(self, x, is_first_microbatch=None):
+        return self.operations(x)
+
+
+def fused_mlp():
+    options = {"bias": False, "dtype": torch.bfloat16, "device": "cuda"}
+    return te.ops.Sequential(
+        te.ops.Linear(WIDTH, 8 * WIDTH, **options),
+        te.ops.SwiGLU(),
+        te.ops.Linear(4 * WIDTH, WIDTH, **options),
+    )
+
+
+class Attends(torch.nn.Module):
+    """`te.TransformerLayer` on a sequence of 256, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = te.TransformerLayer(
+            WIDTH,
+            4 * WIDTH,
+            8,
+            hidden_dropout=0.1,
+            attention_dropout=0.0,
+            params_dtype=torch.bfloat16,
+            normalization="RMSNorm",
+            activation="swiglu",
+            self_attn_mask_type="causal",
+            bias=False,
+        )
+
+    def forward(self, x, **options):
+        return self.layer(x.view(256, -1, WIDTH), **options).view(TOKENS, WIDTH)
+
+
+LAYERS = {
+    "transformer": Attends,
+    "linear": lambda: te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16),
+    "layernorm-linear": lambda: te.LayerNormLinear(WIDTH, WIDTH, params_dtype=torch.bfloat16),
+    "layernorm-mlp": lambda: te.LayerNormMLP(
+        WIDTH, 4 * WIDTH, activation="swiglu", params_dtype=torch.bfloat16
+    ),
+    "grouped-linear": Grouped,
+    "fused-mlp": FusedMlp,
+}
+
+
+def make_model(kind, num_layers=3):
+    torch.manual_seed(1)
+    return torch.nn.ModuleList(LAYERS[kind]() for _ in range(num_layers)).cuda()
+
+
+def train(model, recipe, forward, *, num_steps=3, caches=True):
+    """Take steps of two microbatches; return all outputs, and all gradients of every step."""
+    seen = []
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        model.zero_grad()
+        for microbatch in range(2):
+            x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
+            x.requires_grad_()
+            options = {"is_first_microbatch": microbatch == 0} if caches else {}
+            with autocast(recipe):
+                y = forward(model, x, options)
+            seen.append(y.detach().clone())
+            (y.float().square().mean() * 1e3).backward()
+            del y
+            seen.append(x.grad)
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return seen
+
+
+def plain(model, x, options):
+    for layer in model:
+        x = layer(x, **options)
+    return x
+
+
+def assert_same_bits(found, expected):
+    assert len(found) == len(expected)
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), f"{index} of {len(expected)}: {one.shape}"
+        assert one.isfinite().all()
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Addresses of the storages that move."""
+    addresses = set()
+    pack = OffloadGroup.pack
+
+    def noted(self, tensor):
+        record = pack(self, tensor)
+        if record.block is not None:
+            addresses.add(tensor.untyped_storage().data_ptr())
+        return record
+
+    monkeypatch.setattr(OffloadGroup, "pack", noted)
+    return addresses
+
+
+def weight_addresses(model):
+    weights = list(model.parameters())
+    for module in model.modules():
+        weights += list(getattr(module, "_fp8_workspaces", {}).values())
+    return {part.untyped_storage().data_ptr() for part in plain_parts(weights) if part.numel()}
+
+
+@pytest.mark.parametrize("caches", [True, False], ids=["cached", "anew"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_a_whole_model_keeps_its_bits_and_its_weights(kind, precision, caches, packed):
+    recipe = recipe_of(precision)
+    if recipe is None and not caches:
+        pytest.skip("nothing is quantised")
+    model = make_model(kind)
+    reference = copy.deepcopy(model)
+    expected = train(reference, recipe, plain, caches=caches)
+    assert_same_bits(train(copy.deepcopy(model), recipe, plain, caches=caches), expected)
+    with contextlib.closing(OffloadActivations(min_offload_size=0, config=CONFIG)) as offload:
+
+        def offloaded(model, x, options):
+            with offload:
+                return plain(model, x, options)
+
+        moved = []
+
+        def counted(model, x, options):
+            y = offloaded(model, x, options)
+            moved.append(offload.last_step.offloaded_bytes)
+            return y
+
+        assert_same_bits(train(model, recipe, counted, caches=caches), expected)
+        assert offload.end_step()
+        # In bf16 at least the inputs of all layers move, in FP8 half as much.
+        least_bytes = 3 * TOKENS * WIDTH * (2 if recipe is None else 1)
+        moved = [*moved[1:], offload.last_step.offloaded_bytes]
+        assert min(moved) >= least_bytes
+        assert offload.last_step.num_refused_blocks == 0
+        assert not packed & weight_addresses(model)
+        assert_nothing_left(offload.manager)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8-delayed", "fp8-current"])
+@pytest.mark.parametrize("kind", ["transformer", "layernorm-mlp", "grouped-linear"])
+def test_marked_groups_keep_their_bits(kind, precision, packed):
+    recipe = recipe_of(precision)
+    model = make_model(kind)
+    expected = train(copy.deepcopy(model), recipe, plain)
+    manager = PipelineOffloadManager(CONFIG)
+
+    def grouped(model, x, options):
+        manager.begin_chunk()
+        for layer in model:
+            x = start_group(manager, x, "layer")
+            with manager:
+                x = layer(x, **options)
+            x = commit_group(manager, x, "layer")
+        return x
+
+    try:
+        assert_same_bits(train(model, recipe, grouped), expected)
+        manager.reset()
+        assert manager.last_step.offloaded_bytes > 0
+        assert not packed & weight_addresses(model)
+        assert_nothing_left(manager)
+    finally:
+        manager.close()
+
+
+def test_no_flag_of_theirs_is_touched():
+    from transformer_engine.pytorch import cpu_offload
+
+    model = make_model("layernorm-mlp")
+    seen = []
+    with contextlib.closing(OffloadActivations(config=CONFIG)) as offload:
+
+        def forward(model, x, options):
+            with offload:
+                seen.append(cpu_offload.is_cpu_offload_enabled())
+                return plain(model, x, options)
+
+        train(model, None, forward, num_steps=1)
+    assert seen == [False, False]
+    found = te.module.linear.quantize_weight
+    uninstall()
+    assert te.module.linear.quantize_weight is not found
+
+
+CHOICES = [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2")]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8-delayed", "fp8-current"])
+def test_each_operation_of_a_fused_mlp_moves_exactly_its_own(precision):
+    recipe = recipe_of(precision)
+    model = torch.nn.ModuleList([FusedMlp() for _ in range(2)])
+    expected = train(copy.deepcopy(model), recipe, plain, caches=False)
+    moved = {}
+    try:
+        for chosen in CHOICES:
+            policy.reset_operation_groups()
+            groups = policy.operation_groups(CONFIG)
+            chooser = copy.deepcopy(model)
+            for layer in chooser:
+                names = dict(zip(("fc1", "act", "fc2"), layer.operations, strict=True))
+                for name, operation in names.items():
+                    policy.set_activation_offloading(operation, name in chosen)
+            assert_same_bits(train(chooser, recipe, plain, caches=False), expected)
+            assert groups.end_step_if_over() == bool(chosen)
+            moved[chosen] = groups.manager.last_step.offloaded_bytes
+            assert_nothing_left(groups.manager)
+    finally:
+        policy.reset_operation_groups()
+        transformer_engine_fuser.uninstall()
+    if recipe is None:
+        unit = 2 * TOKENS * WIDTH * 2  # two layers, two bytes an element
+        assert moved == dict(zip(CHOICES, (0, unit, 8 * unit, 4 * unit, 13 * unit), strict=True))
+    else:
+        assert moved[()] == 0
+        assert all(moved[chosen] > 0 for chosen in CHOICES[1:])
+        assert moved[CHOICES[-1]] == sum(moved[chosen] for chosen in CHOICES[1:4])
