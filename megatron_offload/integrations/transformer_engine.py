@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _SETTING = "_activation_offloading"
+_OUTER_SETTING = "_activation_offloading_of_whole"
 _MARK = "offloading_activation"
 
 _groups: AutomaticGroups | None = None
@@ -97,6 +98,9 @@ def set_activation_offloading(module_or_op: nn.Module, enabled: bool | None) -> 
         module_or_op.register_forward_hook(_leave, always_call=True)
     if transformer_engine_fuser.is_fusible(module_or_op):
         transformer_engine_fuser.install(_settings_of)
+        # The fuser looks through an operation that is made of others, such as `te.ops.Linear`.
+        for operation in getattr(module_or_op, "basic_ops", ()):
+            setattr(operation, _OUTER_SETTING, enabled)
     setattr(module_or_op, _SETTING, enabled)
 
 
@@ -211,7 +215,11 @@ class _OwnSettings(FusedSettings):
 
 def _settings_of(operations: list[nn.Module]) -> FusedSettings | None:
     """Return the context of a fused run; None where no operation has a setting."""
-    settings = [activation_offloading(operation) for operation in operations]
+    settings = [
+        own if own is not None else getattr(operation, _OUTER_SETTING, None)
+        for operation in operations
+        for own in (activation_offloading(operation),)
+    ]
     if not _records() or all(setting is None for setting in settings):
         return None
     if True not in settings:

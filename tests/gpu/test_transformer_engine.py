@@ -168,7 +168,7 @@ def train(model, recipe, forward, *, num_steps=3, caches=True):
             x.requires_grad_()
             options = {"is_first_microbatch": microbatch == 0} if caches else {}
             with autocast(recipe):
-                y = forward(model, x, options)
+                y = forward(model, x * 1.0, options)  # else this function would keep x
             seen.append(y.detach().clone())
             (y.float().square().mean() * 1e3).backward()
             del y

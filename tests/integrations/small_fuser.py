@@ -21,6 +21,14 @@ class FusibleOperation(nn.Module):
         return OperationFuser([self])(x)
 
 
+class FusedOperation(FusibleOperation):
+    """Made of others, which the fuser runs in its place."""
+
+    def __init__(self, *basic_ops):
+        super().__init__(basic_ops[0].width)
+        self.basic_ops = nn.ModuleList(basic_ops)
+
+
 class Parts:
     """Saved as two tensors."""
 
@@ -93,7 +101,9 @@ class Run(torch.autograd.Function):
 
 class OperationFuser:
     def __init__(self, operations):
-        self._basic_ops = operations
+        self._basic_ops = [
+            basic for each in operations for basic in getattr(each, "basic_ops", [each])
+        ]
 
     def __call__(self, x):
         return Run.apply(x, self)

@@ -9,7 +9,7 @@ import pytest
 import small_fuser
 import torch
 from programs import TIMINGS, assert_nothing_left, make_manager
-from small_fuser import FusibleOperation, OperationFuser, Sequential
+from small_fuser import FusedOperation, FusibleOperation, OperationFuser, Sequential
 from torch.utils.checkpoint import checkpoint
 
 from megatron_offload.errors import IntegrationError
@@ -129,6 +129,30 @@ def test_the_innermost_setting_wins():
     assert torch.equal(gradient(model.operations[1]), gradient(model.operations[1]))
     assert groups.end_step_if_over()
     assert manager.last_step.offloaded_bytes == BYTES, "called alone"
+
+
+def test_an_operation_that_is_made_of_others_passes_its_setting_on():
+    manager = make_manager()
+    groups = policy.operation_groups(manager=manager)
+    linear, bias, other = (FusibleOperation(WIDTH) for _ in range(3))
+    whole = FusedOperation(linear, bias)
+    model = Sequential(whole, other)
+    expected = gradient(model)
+
+    def moved():
+        assert torch.equal(gradient(model), expected)
+        return manager.last_step.offloaded_bytes if groups.end_step_if_over() else 0
+
+    policy.set_activation_offloading(whole, True)
+    assert moved() == 2 * BYTES
+    policy.set_activation_offloading(bias, False)
+    assert moved() == BYTES, "the innermost wins"
+    policy.set_activation_offloading(whole, None)
+    policy.set_activation_offloading(other, True)
+    assert moved() == BYTES
+    policy.set_activation_offloading(bias, None)
+    policy.set_activation_offloading(whole, False)
+    assert moved() == BYTES
 
 
 def test_a_share_of_the_rest_counts_only_the_rest():
