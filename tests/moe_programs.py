@@ -123,13 +123,16 @@ class Layer(torch.nn.Module):
             for _ in range(NUM_LOCAL_EXPERTS)
         )
 
-    def forward(self, x):
+    def dispatch(self, x):
         scores = self.router(x).softmax(dim=-1)
         chosen = scores.topk(TOPK, dim=-1).indices
         routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+        self.manager.setup_metadata(routing_map, scores * routing_map)
+        return self.manager.dispatch(x)
+
+    def forward(self, x):
         manager = self.manager
-        manager.setup_metadata(routing_map, scores * routing_map)
-        tokens, probs = manager.get_permuted_hidden_states_by_experts(manager.dispatch(x))
+        tokens, probs = manager.get_permuted_hidden_states_by_experts(self.dispatch(x))
         parts = tokens.split(manager.get_number_of_tokens_per_expert().tolist())
         parts = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
         output = torch.cat(parts) * probs.unsqueeze(-1)
