@@ -2,8 +2,7 @@
 
 Owns one step of megatron-core's flex dispatcher, ``_DeepepManager._indices_to_multihot``, and its
 exchange by `install` and `uninstall`. Must not know the engine: the step gives the same bits with
-and without offload. Its matter is that the host of a GPU job runs ahead, so that copies are issued
-in time.
+and without offload. It is here because only a host that runs ahead issues copies in time.
 
 Megatron's own step selects with boolean masks, whose number of hits is a tensor's shape: the host
 waits for the device three times in forward and once in backward. Here every shape follows from the
@@ -105,8 +104,9 @@ def indices_to_multihot(
 class _IndicesToMultihot(torch.autograd.Function):
     """Finds for each place of the row the slot of topk that fills it, then gathers.
 
-    Writing the probabilities themselves, by ``scatter_`` or ``index_put_``, would wait for the
-    device once torch is told to be deterministic; a maximum is the same in any order.
+    To write the probabilities themselves, by ``scatter_`` or ``index_put_``, makes torch wait for
+    the device in some of its versions when it has to be deterministic. A maximum of integers is
+    the same in any order.
     """
 
     @staticmethod
@@ -121,7 +121,6 @@ class _IndicesToMultihot(torch.autograd.Function):
         filled_by = filled_by.scatter_reduce_(1, columns, slots, "amax")[:, 1:]
         routing_map = filled_by >= 0
         multihot_probs = probs.gather(1, filled_by.clamp(min=0)).masked_fill(~routing_map, 0.0)
-        ctx.mark_non_differentiable(routing_map)
         ctx.set_materialize_grads(False)
         return routing_map, multihot_probs
 
@@ -143,7 +142,7 @@ def _find_manager() -> type:
     if not isinstance(manager, type) or not callable(vars(manager).get(_METHOD)):
         raise IntegrationError(
             f"megatron-core {megatron_version()} has no {_CLASS}.{_METHOD} in {_MODULE}; versions "
-            "0.12 to 0.19 have it, others need no install()"
+            "0.12 to 0.19 have it; leave out install()"
         )
     return manager
 
