@@ -148,24 +148,24 @@ class _Exchange:
 
 
 def _import_target() -> types.ModuleType:
-    if _import("megatron.core") is None:
+    if import_if_present("megatron.core") is None:
         raise IntegrationError(
             f"megatron-core is not installed, so there is nothing to install into; {_GET_IT}"
         )
-    version = _megatron_version()
+    version = megatron_version()
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers and numbers < _OLDEST:
         raise IntegrationError(
             f"megatron-core {version} has no fine-grained activation offload, 0.16 is the first "
             f"that has; {_GET_IT}"
         )
-    target = _import(_MODULE)
+    target = import_if_present(_MODULE)
     if target is None:
         raise IntegrationError(f"megatron-core {version} has no module {_MODULE}; {_GET_IT}")
     return target
 
 
-def _import(name: str) -> types.ModuleType | None:
+def import_if_present(name: str) -> types.ModuleType | None:
     """Import a module; None where it, or a package around it, does not exist."""
     try:
         return importlib.import_module(name)
@@ -175,7 +175,8 @@ def _import(name: str) -> types.ModuleType | None:
         return None
 
 
-def _megatron_version() -> str:
+def megatron_version() -> str:
+    """Return the version of the megatron-core that is loaded, or words for the lack of one."""
     version = getattr(sys.modules["megatron.core"], "__version__", None)
     if version is None:
         try:

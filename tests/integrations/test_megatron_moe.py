@@ -1,0 +1,331 @@
+"""The MoE dispatch step: Megatron's bits, none of its host waits, and gone without a trace.
+
+Run with another megatron-core first on PYTHONPATH, the same tests hold for that one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from host_syncs import HostSyncs
+
+pytest.importorskip("megatron.core")
+
+import megatron.core
+from megatron.core.transformer.moe import token_dispatcher
+from moe_programs import (
+    HIDDEN,
+    MEGATRONS,
+    NUM_LOCAL_EXPERTS,
+    Layer,
+    alone,
+    form_of,
+    megatrons,
+    outcome,
+    random_case,
+    random_indices,
+    train,
+)
+
+from megatron_offload.errors import IntegrationError
+from megatron_offload.integrations import megatron_moe
+
+ROOT = Path(__file__).parents[2]
+LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
+
+DeepepManager = token_dispatcher._DeepepManager
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled():
+    megatron_moe.uninstall()
+    yield
+    megatron_moe.uninstall()
+
+
+@pytest.mark.parametrize("repeats", [False, True], ids=["distinct", "repeated"])
+def test_bits_and_strides_are_megatrons(repeats):
+    for seed in range(300):
+        arguments = random_case(random.Random(seed), repeats=repeats)
+        expected = outcome(megatrons, *arguments)
+        assert outcome(megatron_moe.indices_to_multihot, *arguments) == expected, f"seed {seed}"
+
+
+def test_a_zero_gradient_has_megatrons_sign():
+    indices, weights = torch.tensor([[1, -1]]), torch.full((1, 2), -0.0)
+    _, _, gradient = outcome(
+        megatron_moe.indices_to_multihot, indices, torch.ones(1, 2), 2, weights
+    )
+    assert gradient == outcome(megatrons, indices, torch.ones(1, 2), 2, weights)[2]
+    assert gradient[-1] == [[0, 0]]
+
+
+@pytest.mark.parametrize("step", [megatrons, megatron_moe.indices_to_multihot])
+def test_only_float32_is_taken(step):
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        with pytest.raises((RuntimeError, TypeError), match=r"dtypes match|float32"):
+            step(torch.tensor([[0]]), torch.ones(1, 1, dtype=dtype), 2)
+
+
+@pytest.mark.parametrize("step", [megatrons, megatron_moe.indices_to_multihot])
+@pytest.mark.parametrize("index", [2, 3, -9])
+def test_an_index_out_of_range_is_an_error(step, index):
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        step(torch.tensor([[0, index], [1, -1]]), torch.ones(2, 2), 2)
+
+
+def use_twice(step):
+    """Use the result twice, go back twice through the same graph, and through the gradient."""
+    rng = random.Random(0)
+    indices = random_indices(rng, 20, 3, 6, repeats=False)
+    leaf = torch.randn(20, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    probs = leaf.exp()
+    _, first = step(indices, probs, 6)
+    _, second = step(indices, probs, 6)
+    loss = (first * second).sum() + probs.square().sum() + first.sin().sum()
+    loss.backward(retain_graph=True)
+    once = leaf.grad.clone()
+    loss.backward(retain_graph=True)
+    (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    (of_gradient,) = torch.autograd.grad(gradient.square().sum(), leaf)
+    return [form_of(tensor.detach()) for tensor in (once, leaf.grad, gradient, of_gradient)]
+
+
+def test_two_uses_two_backwards_and_second_derivatives_are_megatrons():
+    assert use_twice(megatron_moe.indices_to_multihot) == use_twice(megatrons)
+
+
+def test_without_grad_there_is_no_graph():
+    indices, probs = torch.tensor([[0]]), torch.ones(1, 1)
+    assert not megatron_moe.indices_to_multihot(indices, probs, 2)[1].requires_grad
+    with torch.no_grad():
+        _, found = megatron_moe.indices_to_multihot(indices, probs.requires_grad_(), 2)
+    assert not found.requires_grad
+
+
+def test_only_the_indices_are_saved_and_any_hook_may_move_them():
+    arguments = random_case(random.Random(5), repeats=False)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.clone())
+        return len(packed) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
+        found = outcome(megatron_moe.indices_to_multihot, *arguments)
+    assert found == outcome(megatrons, *arguments)
+    assert len(packed) == 1
+    assert torch.equal(packed[0], arguments[0])
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.nonzero(),
+        lambda x: x.index_put_((x > 0,), torch.ones(2)),
+        lambda x: torch.arange(2).repeat_interleave((x > 0).sum(dim=1)),
+        lambda x: x.sum().item(),
+        lambda x: int(x[0, 0]),
+        lambda x: bool(x.any()),
+    ],
+)
+def test_what_makes_a_host_wait_is_seen(operation):
+    with HostSyncs() as found:
+        operation(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]))
+    assert found.names
+
+
+def waits(step):
+    """Return what makes the host wait, in forward and in backward."""
+    probs = torch.rand(4, 2, requires_grad=True)
+    with HostSyncs() as in_forward:
+        _, found = step(torch.tensor([[0, -1], [1, 2], [-1, -1], [2, 0]]), probs, 3)
+    with HostSyncs() as in_backward:
+        found.backward(torch.ones_like(found))
+    return in_forward.names, in_backward.names
+
+
+def test_megatrons_own_step_makes_the_host_wait_four_times():
+    in_forward, in_backward = waits(megatrons)
+    assert in_forward == ["aten::index", "aten::repeat_interleave", "aten::index"]
+    assert in_backward == ["aten::index_put"]
+
+
+def test_this_step_never_makes_the_host_wait():
+    assert waits(megatron_moe.indices_to_multihot) == ([], [])
+
+
+def waits_around_dispatch():
+    """Return what makes the host wait between DeepEP's dispatch and the experts, and backwards."""
+    with alone():
+        layer = Layer(moe_router_dtype="fp32")
+        dispatched = layer.dispatch(torch.rand(20, HIDDEN, requires_grad=True))
+        with HostSyncs() as found:
+            tokens, probs = layer.manager.get_permuted_hidden_states_by_experts(dispatched)
+            (tokens.sum() + probs.sum()).backward()
+    # DeepEP's counts of tokens lie on the host: to read them waits for nothing.
+    return sorted(name for name in found.names if name != "aten::_local_scalar_dense")
+
+
+def test_what_still_waits_around_the_step_is_the_older_permute_without_fusion():
+    left = ["aten::masked_select"] * 2 if megatron.core.__version__.startswith("0.16.") else []
+    own = ["aten::index", "aten::index", "aten::index_put", "aten::repeat_interleave"]
+    assert waits_around_dispatch() == sorted(own + left)
+    megatron_moe.install()
+    assert waits_around_dispatch() == left
+
+
+# In the place of Megatron's.
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_router_dtype": "fp32"},
+        {"moe_router_dtype": "fp64"},
+        {"moe_router_dtype": "fp32", "moe_expert_capacity_factor": 1.0},
+    ],
+    ids=["fp32", "fp64", "dropping"],
+)
+def test_training_has_the_bits_of_megatrons_own(settings, monkeypatch):
+    expected = train(**settings)
+    calls = []
+    step = megatron_moe.indices_to_multihot
+
+    def counted(*args):
+        calls.append(args)
+        return step(*args)
+
+    megatron_moe.install()
+    monkeypatch.setattr(megatron_moe, "indices_to_multihot", counted)
+    found = train(**settings)
+    assert len(calls) == 3 * 2, "three layers, two steps"
+    assert {num_experts for *_, num_experts in calls} == {NUM_LOCAL_EXPERTS}
+    assert any((indices == -1).any() for indices, *_ in calls)
+    assert any(tensor.abs().max() > 0 for tensor in expected)
+    assert [form_of(tensor.detach()) for tensor in found] == [
+        form_of(tensor.detach()) for tensor in expected
+    ]
+
+
+def test_uninstall_puts_back_what_was_found():
+    before = dict(vars(DeepepManager))
+    for _ in range(2):
+        megatron_moe.install()
+        assert megatron_moe.is_installed()
+        assert DeepepManager._indices_to_multihot is not MEGATRONS
+    for _ in range(2):
+        megatron_moe.uninstall()
+        assert not megatron_moe.is_installed()
+        assert dict(vars(DeepepManager)) == before
+
+
+def test_what_someone_else_put_there_comes_back(monkeypatch):
+    def someones(self, indices, probs):
+        return MEGATRONS(self, indices, probs)
+
+    monkeypatch.setattr(DeepepManager, "_indices_to_multihot", someones)
+    megatron_moe.install()
+    megatron_moe.uninstall()
+    assert DeepepManager._indices_to_multihot is someones
+
+
+def test_managers_built_before_and_subclasses_have_it_unless_they_have_their_own():
+    class Inherits(DeepepManager):
+        pass
+
+    class Overrides(DeepepManager):
+        def _indices_to_multihot(self, indices, probs):
+            return "its own"
+
+    managers = [object.__new__(kind) for kind in (DeepepManager, Inherits, Overrides)]
+    megatron_moe.install()
+    for manager in managers[:2]:
+        manager.num_local_experts = 2
+        with HostSyncs() as found:
+            routing_map, _ = manager._indices_to_multihot(torch.tensor([[1]]), torch.ones(1, 1))
+        assert routing_map.tolist() == [[False, True]]
+        assert found.names == []
+    assert managers[2]._indices_to_multihot(None, None) == "its own"
+
+
+def raises(self, indices, probs):
+    return self.something_new
+
+
+def other_dtype(self, indices, probs):
+    routing_map, multihot_probs = MEGATRONS(self, indices, probs)
+    return routing_map, multihot_probs.double()
+
+
+def other_gradient(self, indices, probs):
+    routing_map, multihot_probs = MEGATRONS(self, indices, probs)
+    return routing_map, multihot_probs.detach() + 0.0 * multihot_probs
+
+
+def other_map(self, indices, probs):
+    routing_map, multihot_probs = MEGATRONS(self, indices, probs)
+    return ~routing_map, multihot_probs
+
+
+@pytest.mark.parametrize("changed", [raises, other_dtype, other_gradient, other_map])
+def test_a_step_that_is_not_megatrons_known_one_is_refused(changed, monkeypatch):
+    monkeypatch.setattr(DeepepManager, "_indices_to_multihot", changed)
+    with pytest.raises(IntegrationError, match=r"not the one that this stands in for.*0\.12 to 0"):
+        megatron_moe.install()
+    assert not megatron_moe.is_installed()
+    assert DeepepManager._indices_to_multihot is changed
+
+
+@pytest.mark.parametrize("missing", ["class", "method"])
+def test_a_megatron_core_without_the_step_is_named(missing, monkeypatch):
+    monkeypatch.setattr(sys.modules["megatron.core"], "__version__", "0.11.0")
+    if missing == "class":
+        monkeypatch.delattr(token_dispatcher, "_DeepepManager")
+    else:
+        monkeypatch.delattr(DeepepManager, "_indices_to_multihot")
+    with pytest.raises(IntegrationError, match=r"0\.11\.0 has no _DeepepManager.*0\.12 to 0\.19"):
+        megatron_moe.install()
+    assert not megatron_moe.is_installed()
+
+
+def test_without_megatron_core_the_error_says_how_to_get_it(monkeypatch):
+    def absent(name):
+        raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(IntegrationError, match=r"not installed.*pip install 'megatron-core>=0\.12"):
+        megatron_moe.install()
+
+
+def test_all_of_this_holds_for_the_later_megatron_core():
+    if str(LATER) in token_dispatcher.__file__:
+        pytest.skip("this is the later one")
+    if not LATER.is_dir():
+        pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER to its folder")
+    program = (
+        "import sys, pytest, megatron.core\n"
+        f"assert megatron.core.__file__.startswith({str(LATER)!r})\n"
+        f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {__file__!r}]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(LATER), str(ROOT)])}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert "1 skipped" in result.stdout, "the later one left out more than this test"
