@@ -17,6 +17,7 @@ from megatron_offload.integrations.megatron_moe import indices_to_multihot
 pytestmark = pytest.mark.gpu
 
 WAITED = "synchronizing CUDA operation"
+NAN_ON_CPU, NAN_ON_GPU = str(0x7FC00000), str(0x7FFFFFFF)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,9 @@ def test_repeated_experts_are_what_they_are_on_a_cpu():
     for seed in range(100):
         case = random_case(random.Random(seed), repeats=True)
         expected = outcome(indices_to_multihot, *case)
-        assert outcome(indices_to_multihot, *on_device(case)) == expected, f"seed {seed}"
+        found = outcome(indices_to_multihot, *on_device(case))
+        # A GPU's addition makes another NaN of a NaN than a CPU's.
+        assert str(found).replace(NAN_ON_GPU, NAN_ON_CPU) == str(expected), f"seed {seed}"
 
 
 def test_training_has_the_bits_of_megatrons_own():

@@ -239,7 +239,7 @@ def test_a_whole_model_keeps_its_bits_and_its_weights(kind, precision, caches, w
     reference = copy.deepcopy(model)
     expected = train(reference, recipe, plain, caches=caches)
     assert_same_bits(train(copy.deepcopy(model), recipe, plain, caches=caches), expected)
-    with contextlib.closing(OffloadActivations(min_offload_size=0, config=CONFIG)) as offload:
+    with contextlib.closing(OffloadActivations(config=CONFIG)) as offload:
 
         def offloaded(model, x, options):
             with offload:
