@@ -2,8 +2,8 @@
 
 Owns the processes. Must not know what is measured beyond `measure_copies`.
 
-Invariant: no process outlives the call, and none keeps it waiting for longer than its limit. The
-calling process itself never opens a device, so that one which hangs or fails is another's. Read
+Invariant: no process is left running, and none keeps the call waiting for longer than its limit.
+The calling process itself never opens a device, so that one which hangs or fails is another's. Read
 next: `megatron_offload.machine.bandwidth`.
 """
 
@@ -27,6 +27,9 @@ from megatron_offload.machine.pci import PciPath, read_pci_path
 from megatron_offload.machine.profile import GpuProfile
 
 __all__ = ["measure_gpus"]
+
+_KILL_TIMEOUT_S = 5.0
+"""A process that is stuck in the driver may not end; it is left to the system then."""
 
 
 def measure_gpus(
@@ -68,6 +71,7 @@ def measure_gpus(
         finally:
             for process in context.processes:
                 process.kill()
+                process.join(_KILL_TIMEOUT_S)
     profiles = dict(results.get() for _ in range(num_ranks))
     return tuple(profiles[rank] for rank in range(num_ranks))
 
