@@ -85,7 +85,7 @@ class CudaBackend(Backend):
             self.d2h_stream = self.h2d_stream = torch.cuda.current_stream(self.device)
         self._nvtx = nvtx
         self._pin_memory = pin_memory
-        self._memory_node = _memory_node(torch.cuda.get_device_properties(self._index))
+        self._memory_node = node_of_device(_address_of(self._index))
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
@@ -251,14 +251,17 @@ def _reporting(
 
 
 def _describe(index: int) -> DeviceInfo:
-    properties: Any = torch.cuda.get_device_properties(index)
+    found = torch.cuda.get_device_properties(index)
+    return DeviceInfo(found.name, _address_of(index), found.total_memory, _num_copy_engines(index))
+
+
+def _address_of(index: int) -> str | None:
+    """Return a device's PCI address; None where it can't be told."""
+    found: Any = torch.cuda.get_device_properties(index)
     try:
-        address = pci_address(
-            properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-        )
+        return pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
     except AttributeError:  # torch is older than these
-        address = None
-    return DeviceInfo(properties.name, address, properties.total_memory, _num_copy_engines(index))
+        return None
 
 
 _ASYNC_ENGINE_COUNT = 40
@@ -277,15 +280,6 @@ def _num_copy_engines(index: int) -> int | None:
         or driver.cuDeviceGetAttribute(ctypes.byref(count), _ASYNC_ENGINE_COUNT, device)
     )
     return None if failed else count.value
-
-
-def _memory_node(properties: Any) -> int | None:
-    """Return the memory node next to a device; None where there is one, or it can't be told."""
-    try:
-        address = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    except AttributeError:  # torch is older than these
-        return None
-    return node_of_device(*address)
 
 
 class _PinnedPages(mmap.mmap):

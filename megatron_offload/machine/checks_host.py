@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_offload.kernel_files import read_field, read_kernel_text, read_members
 from megatron_offload.machine.finding import Finding
 from megatron_offload.memory.host_limit import default_cap_bytes
-from megatron_offload.memory.numa import node_of_address, online_nodes, prefer_node
+from megatron_offload.memory.numa import node_of_device, online_nodes, prefer_node
 
 __all__ = [
     "check_host_memory",
@@ -49,7 +49,7 @@ def check_memory_node(
     nodes = online_nodes(sysfs=root / "sys")
     if len(nodes) == 1:
         return Finding("ok", title, "the machine has one")
-    node = node_of_address(address, sysfs=root / "sys") if nodes and address is not None else None
+    node = node_of_device(address, sysfs=root / "sys")
     if node is None:
         return Finding(
             "note",

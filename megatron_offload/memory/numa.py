@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_offload.kernel_files import read_kernel_text, read_members, to_int
 
-__all__ = ["node_of_address", "node_of_device", "online_nodes", "pci_address", "prefer_node"]
+__all__ = ["node_of_device", "online_nodes", "pci_address", "prefer_node"]
 
 _logger = logging.getLogger(__name__)
 
@@ -36,22 +36,15 @@ def pci_address(domain: int, bus: int, device: int) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
-def node_of_device(domain: int, bus: int, device: int, *, sysfs: Path = Path("/sys")) -> int | None:
+def node_of_device(address: str | None, *, sysfs: Path = Path("/sys")) -> int | None:
     """Return the memory node next to a PCI device; None where there is no choice.
 
     Args:
-        domain: the first part of the device's PCI address.
-        bus: its second part.
-        device: its third part.
+        address: as `pci_address` writes it; None where it is unknown.
         sysfs: where the kernel shows devices and nodes.
     """
-    return node_of_address(pci_address(domain, bus, device), sysfs=sysfs)
-
-
-def node_of_address(address: str, *, sysfs: Path = Path("/sys")) -> int | None:
-    """Return the same for an address as `pci_address` writes it."""
     nodes = online_nodes(sysfs=sysfs)
-    if len(nodes) < 2:
+    if address is None or len(nodes) < 2:
         return None
     text = read_kernel_text(sysfs / "bus/pci/devices" / address / "numa_node").strip()
     node = to_int(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import subprocess
+import sys
 import time
 
 import pytest
@@ -54,6 +56,16 @@ def test_devices_describe_themselves():
         assert device.num_copy_engines is None or device.num_copy_engines >= 1
     addresses = [device.pci_address for device in devices if device.pci_address]
     assert len(set(addresses)) == len(addresses)
+
+
+def test_devices_are_described_without_a_context_on_any():
+    program = (
+        "import torch\n"
+        "from megatron_offload.backends import visible_devices\n"
+        "indexes = range(len(visible_devices()))\n"
+        "assert not any(torch._C._cuda_hasPrimaryContext(index) for index in indexes)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_machine_is_examined_in_other_processes(tmp_path):
