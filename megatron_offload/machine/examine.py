@@ -90,7 +90,7 @@ def examine(
     except RuntimeError as error:
         first_line = str(error).strip().split("\n")[0]
         findings.append(
-            Finding("error", "CUDA", f"it can't be started: {first_line}", "nvidia-smi")
+            Finding("error", "CUDA", f"it can't be started: {first_line}", "see nvidia-smi")
         )
     else:
         findings.append(check_devices(devices, num_nvidia_gpus(root=root)))
