@@ -14,7 +14,9 @@ import megatron_offload
 PACKAGE = Path(megatron_offload.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TORCHLESS = (
-    *("config.py", "errors.py", "files.py", "strict_yaml.py"),
+    *("config.py", "errors.py", "files.py", "kernel_files.py", "strict_yaml.py"),
+    *(f"machine/{name}.py" for name in ("checks_host", "checks_software", "finding")),
+    *("machine/pci.py", "machine/profile.py"),
     *("memory/host_limit.py", "memory/numa.py"),
     *("train/checkpoint_folder.py", "train/config.py"),
 )
@@ -54,9 +56,12 @@ def test_import_rules(path):
         forbid("megatron", "transformer_engine")
     if not name.startswith("train/"):
         forbid("megatron_offload.train")
-    if name.startswith(("engine/", "frontends/", "memory/", "planning/", "reporting/")):
+    without_devices = ("engine/", "frontends/", "machine/", "memory/", "planning/", "reporting/")
+    if name.startswith(without_devices):
         forbid("megatron_offload.backends.cuda", "megatron_offload.backends.simulated")
-    if name.startswith(("backends/", "memory/", "planning/")):
+    if name.startswith("machine/"):
+        forbid("megatron_offload.integrations", "megatron_offload.reporting")
+    if name.startswith(("backends/", "machine/", "memory/", "planning/")):
         forbid("megatron_offload.engine", "megatron_offload.frontends", "megatron_offload.train")
     if name.startswith("engine/"):
         forbid("megatron_offload.frontends", "megatron_offload.integrations")

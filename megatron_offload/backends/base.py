@@ -27,12 +27,13 @@ import abc
 import enum
 import math
 import time
-from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Backend", "Event", "Pair", "Stream", "Wait"]
+__all__ = ["Backend", "DeviceInfo", "Event", "Pair", "Stream", "Wait"]
 
 Stream: TypeAlias = Any
 """A queue of device work; opaque outside its backend."""
@@ -54,6 +55,18 @@ class Wait(enum.Enum):
     W4 = "the reloaded tensor is used before H2D has finished"
     W5 = "the host buffer is reused before H2D has finished"
     W6 = "the reload target's memory is reused before its last consumer has finished"
+
+
+class DeviceInfo(NamedTuple):
+    """What a device says of itself."""
+
+    name: str
+    pci_address: str | None
+    """Such as ``0000:dc:02.0``."""
+    total_bytes: int
+    """Its memory."""
+    num_copy_engines: int | None
+    """How many copies run beside kernels and beside each other; None where it can't be told."""
 
 
 class Backend(abc.ABC):
@@ -110,6 +123,14 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def sync_copies(self) -> None:
         """Block the host until both copy streams are empty."""
+
+    @abc.abstractmethod
+    def watch_syncs(self, report: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Call ``report`` whenever the program makes the host wait for the device.
+
+        It is called from within the call that waits, on whatever thread that is, with the kind of
+        wait. Contexts may be nested; the inner one alone is told.
+        """
 
     @abc.abstractmethod
     def empty_device(self, num_bytes: int) -> torch.Tensor:

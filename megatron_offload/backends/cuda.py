@@ -11,18 +11,21 @@ for at every use, and never from inside a copy stream's context. Read next:
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import logging
 import mmap
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import Backend, Pair, Wait
+from megatron_offload.backends.base import Backend, DeviceInfo, Pair, Wait
 from megatron_offload.errors import IntegrationError
-from megatron_offload.memory.numa import node_of_device, prefer_node
+from megatron_offload.memory.numa import node_of_device, pci_address, prefer_node
 
-__all__ = ["CudaBackend", "is_available"]
+__all__ = ["CudaBackend", "is_available", "visible_devices"]
 
 _logger = logging.getLogger(__name__)
 
@@ -32,6 +35,17 @@ def is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def visible_devices() -> tuple[DeviceInfo, ...]:
+    """Describe the devices that this process can use; makes no context on any of them.
+
+    Raises:
+        RuntimeError: there are devices and CUDA can't be started.
+    """
+    if not is_available():
+        return ()
+    return tuple(_describe(index) for index in range(torch.cuda.device_count()))
+
+
 class CudaBackend(Backend):
     """Streams, events, pinned memory and copies of the current CUDA device.
 
@@ -39,6 +53,7 @@ class CudaBackend(Backend):
         nvtx: put an NVTX range with the group's name around the issue of its copies.
         pin_memory: page-lock host memory.
         copy_streams: copy on streams of their own, else on the stream that is current now.
+        device_index: a device to make the process's current one first; None leaves it.
 
     Raises:
         IntegrationError: there is no CUDA device.
@@ -47,13 +62,20 @@ class CudaBackend(Backend):
     name = "cuda"
 
     def __init__(
-        self, *, nvtx: bool = False, pin_memory: bool = True, copy_streams: bool = True
+        self,
+        *,
+        nvtx: bool = False,
+        pin_memory: bool = True,
+        copy_streams: bool = True,
+        device_index: int | None = None,
     ) -> None:
         if not is_available():
             raise IntegrationError(
                 "backend 'cuda' needs a CUDA device and torch sees none; "
                 "use backend: simulated, or auto"
             )
+        if device_index is not None:
+            torch.cuda.set_device(device_index)
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
         if copy_streams:
@@ -63,7 +85,7 @@ class CudaBackend(Backend):
             self.d2h_stream = self.h2d_stream = torch.cuda.current_stream(self.device)
         self._nvtx = nvtx
         self._pin_memory = pin_memory
-        self._memory_node = _memory_node(torch.cuda.get_device_properties(self._index))
+        self._memory_node = node_of_device(_address_of(self._index))
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
@@ -128,6 +150,34 @@ class CudaBackend(Backend):
         self.d2h_stream.synchronize()
         self.h2d_stream.synchronize()
 
+    @contextlib.contextmanager
+    def watch_syncs(self, report: Callable[[str], None]) -> Iterator[None]:
+        """Call ``report`` at the calls that PyTorch's sync debug mode knows, and at two it doesn't.
+
+        Not seen is what waits inside of other libraries, such as NCCL. A wait in the C++ part of
+        backward is told when ``backward`` returns, once for each.
+        """
+        found_mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(), contextlib.ExitStack() as undo:
+            show = warnings.showwarning
+
+            def see(message: Any, category: Any, *place: Any, **more: Any) -> None:
+                if str(message).startswith(_SYNC_WARNING):
+                    report("CUDA operation")
+                else:
+                    show(message, category, *place, **more)
+
+            warnings.showwarning = see
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            warnings.filterwarnings("always", message=_SYNC_WARNING)
+            for owner, name, kind in _UNWARNED_SYNCS:
+                call = getattr(owner, name)
+                undo.callback(setattr, owner, name, call)
+                setattr(owner, name, _reporting(call, kind, report))
+            undo.callback(torch.cuda.set_sync_debug_mode, found_mode)
+            torch.cuda.set_sync_debug_mode("warn")
+            yield
+
     def timestamp(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Return a new event that keeps the time at which ``stream`` reached it."""
         event = torch.cuda.Event(enable_timing=True)
@@ -180,13 +230,56 @@ class CudaBackend(Backend):
         return torch.cuda.Event(external=True)
 
 
-def _memory_node(properties: Any) -> int | None:
-    """Return the memory node next to a device; None where there is one, or it can't be told."""
+_SYNC_WARNING = "called a synchronizing CUDA operation"
+
+_UNWARNED_SYNCS = (
+    (torch.cuda, "synchronize", "device"),
+    (torch.cuda.Event, "synchronize", "event"),
+)
+"""Calls that wait and that the sync debug mode says nothing of, with the kind of wait."""
+
+
+def _reporting(
+    call: Callable[..., Any], kind: str, report: Callable[[str], None]
+) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        report(kind)
+        return call(*args, **kwargs)
+
+    return reporting
+
+
+def _describe(index: int) -> DeviceInfo:
+    found = torch.cuda.get_device_properties(index)
+    return DeviceInfo(found.name, _address_of(index), found.total_memory, _num_copy_engines(index))
+
+
+def _address_of(index: int) -> str | None:
+    """Return a device's PCI address; None where it can't be told."""
+    found: Any = torch.cuda.get_device_properties(index)
     try:
-        address = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        return pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
     except AttributeError:  # torch is older than these
         return None
-    return node_of_device(*address)
+
+
+_ASYNC_ENGINE_COUNT = 40
+"""CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, which PyTorch doesn't tell."""
+
+
+def _num_copy_engines(index: int) -> int | None:
+    device, count = ctypes.c_int(), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), index)
+        or driver.cuDeviceGetAttribute(ctypes.byref(count), _ASYNC_ENGINE_COUNT, device)
+    )
+    return None if failed else count.value
 
 
 class _PinnedPages(mmap.mmap):

@@ -23,9 +23,10 @@ streams, and no chain of events and waits leads from the first to the second. Re
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -149,6 +150,7 @@ class SimulatedBackend(Backend):
         self._num_accesses = 0
         self._device = Shadow()
         self._host = Shadow()
+        self._on_sync: Callable[[str], None] | None = None
         self.hazards: list[Hazard] = []
         """What was found so far, with ``on_hazard="collect"``."""
         self.stall_us: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
@@ -277,6 +279,11 @@ class SimulatedBackend(Backend):
 
     def sync_event(self, event: SimulatedEvent) -> None:
         """Execute the work before ``event``; the program, and so virtual compute time, waits."""
+        if self._on_sync is not None:
+            self._on_sync("sync_event")
+        self._sync_to(event)
+
+    def _sync_to(self, event: SimulatedEvent) -> None:
         self._run_to(event._stream, event._position)
         if self._check:
             self._order_host_after(event)
@@ -284,12 +291,23 @@ class SimulatedBackend(Backend):
 
     def sync_copies(self) -> None:
         """Execute all that is pending on both copy streams."""
+        if self._on_sync is not None:
+            self._on_sync("sync_copies")
         for stream in (self._d2h, self._h2d):
-            self.sync_event(
+            self._sync_to(
                 SimulatedEvent(
                     stream, stream._executed + len(stream._queue), stream._clock, stream.time_us
                 )
             )
+
+    @contextlib.contextmanager
+    def watch_syncs(self, report: Callable[[str], None]) -> Iterator[None]:
+        """Call ``report`` at every ``sync_`` call that waits for copies."""
+        outer, self._on_sync = self._on_sync, report
+        try:
+            yield
+        finally:
+            self._on_sync = outer
 
     def timestamp(self, stream: SimulatedStream) -> float:
         """Return the virtual time at which all work queued on ``stream`` so far has finished."""

@@ -11,6 +11,7 @@ alone; spans of one stream don't overlap. Read next: `megatron_offload.tracing`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -221,6 +222,10 @@ class TracingBackend(Backend):
     def sync_copies(self) -> None:
         """Block the host until both copy streams are empty."""
         self.inner.sync_copies()
+
+    def watch_syncs(self, report: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Call ``report`` whenever the program makes the host wait for the device."""
+        return self.inner.watch_syncs(report)
 
     def timestamp(self, stream: Stream) -> Any:
         """Return a point in ``stream`` whose time can be read later."""

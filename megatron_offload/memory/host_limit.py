@@ -18,13 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megatron_offload.config import environment_int
-from megatron_offload.errors import ConfigError
-from megatron_offload.files import read_text
+from megatron_offload.kernel_files import read_field, read_int, read_kernel_text
 
 __all__ = ["default_cap_bytes"]
 
-_MAX_ACCOUNT_BYTES = 4 * 1024**2
-_MAX_DIGITS = 20
 _MAX_PATH_LENGTH = 4096
 
 
@@ -83,7 +80,7 @@ def default_cap_bytes(
 
 
 def _machine_free_bytes(root: Path) -> int:
-    available_kib = _read_field(root / "proc/meminfo", "MemAvailable:")
+    available_kib = read_field(root / "proc/meminfo", "MemAvailable:")
     if available_kib is not None:
         return available_kib * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -112,7 +109,7 @@ def _group_folders(root: Path, version: _Version) -> Iterator[Path]:
 
 def _own_group(root: Path, version: _Version) -> PurePosixPath | None:
     """Return the process's group in this version's hierarchy, as the kernel names it."""
-    for line in _read_text(root / "proc/self/cgroup").splitlines():
+    for line in read_kernel_text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if version.filesystem == "cgroup2":
@@ -129,7 +126,7 @@ def _own_group(root: Path, version: _Version) -> PurePosixPath | None:
 def _mounts(root: Path, version: _Version) -> list[tuple[str, PurePosixPath]]:
     """Return where this version is mounted, each with the group that the mount shows."""
     found = []
-    for line in _read_text(root / "proc/self/mountinfo").splitlines():
+    for line in read_kernel_text(root / "proc/self/mountinfo").splitlines():
         left, separator, right = line.partition(" - ")
         fields, source = left.split(" "), right.split(" ")
         if not separator or len(fields) < 6 or len(source) < 3:
@@ -153,40 +150,10 @@ def _unescaped(text: str) -> str:
 
 def _room_bytes(folder: Path, version: _Version) -> int | None:
     """Return what a group may still take; None where it has no limit."""
-    limits = [_read_int(folder / name) for name in version.limits]
+    limits = [read_int(folder / name) for name in version.limits]
     limit_bytes = min((limit for limit in limits if limit is not None), default=None)
     if limit_bytes is None:
         return None
-    used_bytes = _read_int(folder / version.usage) or 0
-    droppable_bytes = _read_field(folder / "memory.stat", version.droppable) or 0
+    used_bytes = read_int(folder / version.usage) or 0
+    droppable_bytes = read_field(folder / "memory.stat", version.droppable) or 0
     return max(limit_bytes - max(used_bytes - droppable_bytes, 0), 0)
-
-
-# Small files of the kernel.
-
-
-def _read_text(path: Path) -> str:
-    """Return a file's text, empty where there is none that can be read."""
-    try:
-        return read_text(path, limit_bytes=_MAX_ACCOUNT_BYTES)
-    except ConfigError:
-        return ""
-
-
-def _read_int(path: Path) -> int | None:
-    """Return the integer that a file holds; None for no file or another word, such as "max"."""
-    return _int(_read_text(path).strip())
-
-
-def _read_field(path: Path, name: str) -> int | None:
-    """Return the integer behind ``name`` in a file of one name and one number a line."""
-    for line in _read_text(path).splitlines():
-        words = line.split()
-        if len(words) >= 2 and words[0] == name:
-            return _int(words[1])
-    return None
-
-
-def _int(word: str) -> int | None:
-    is_number = word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS
-    return int(word) if is_number else None

@@ -17,10 +17,9 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_offload.errors import ConfigError
-from megatron_offload.files import read_text
+from megatron_offload.kernel_files import read_kernel_text, read_members, to_int
 
-__all__ = ["node_of_device", "online_nodes", "prefer_node"]
+__all__ = ["node_of_device", "online_nodes", "pci_address", "prefer_node"]
 
 _logger = logging.getLogger(__name__)
 
@@ -32,21 +31,23 @@ _MAX_NODES = 1024
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
-def node_of_device(domain: int, bus: int, device: int, *, sysfs: Path = Path("/sys")) -> int | None:
+def pci_address(domain: int, bus: int, device: int) -> str:
+    """Return a PCI device's address as the kernel writes it, such as ``0000:dc:02.0``."""
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def node_of_device(address: str | None, *, sysfs: Path = Path("/sys")) -> int | None:
     """Return the memory node next to a PCI device; None where there is no choice.
 
     Args:
-        domain: the first part of the device's PCI address.
-        bus: its second part.
-        device: its third part.
+        address: as `pci_address` writes it; None where it is unknown.
         sysfs: where the kernel shows devices and nodes.
     """
     nodes = online_nodes(sysfs=sysfs)
-    if len(nodes) < 2:
+    if address is None or len(nodes) < 2:
         return None
-    address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
-    text = _read(sysfs / "bus/pci/devices" / address / "numa_node")
-    node = int(text) if _is_number(text) else -1
+    text = read_kernel_text(sysfs / "bus/pci/devices" / address / "numa_node").strip()
+    node = to_int(text)
     if node not in nodes:
         _logger.debug("the memory node of device %s is unknown (%r)", address, text[:20])
         return None
@@ -55,14 +56,8 @@ def node_of_device(domain: int, bus: int, device: int, *, sysfs: Path = Path("/s
 
 def online_nodes(*, sysfs: Path = Path("/sys")) -> frozenset[int]:
     """Return the machine's memory nodes; none where the kernel doesn't say."""
-    nodes: set[int] = set()
-    for part in _read(sysfs / "devices/system/node/online").split(","):
-        first, dash, last = part.partition("-")
-        last = last if dash else first
-        if not (_is_number(first) and _is_number(last) and int(last) < _MAX_NODES):
-            return frozenset()
-        nodes.update(range(int(first), int(last) + 1))
-    return frozenset(nodes)
+    nodes = read_members(read_kernel_text(sysfs / "devices/system/node/online"))
+    return nodes if max(nodes, default=0) < _MAX_NODES else frozenset()
 
 
 def prefer_node(
@@ -99,14 +94,3 @@ def prefer_node(
         reason = os.strerror(ctypes.get_errno())
         _logger.debug("%d bytes can't be placed on memory node %d: %s", num_bytes, node, reason)
     return result == 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_text(path, limit_bytes=4096).strip()
-    except ConfigError:
-        return ""
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 9

@@ -109,9 +109,14 @@ def test_an_error_is_cleared_by_a_kernel_that_goes_through(monkeypatch, num_fail
     assert len(launched) == num_failures + 1
 
 
-def test_a_device_s_address_leads_to_its_node(monkeypatch):
-    monkeypatch.setattr(cuda, "node_of_device", lambda *address: address)
-    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=2)
-    assert cuda._memory_node(properties) == (1, 0xDC, 2)
+def test_a_device_says_what_it_is_and_an_old_torch_not_where(monkeypatch):
+    properties = SimpleNamespace(
+        name="GPU", total_memory=7, pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=2
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "_num_copy_engines", lambda index: 3)
+    assert cuda.visible_devices() == (("GPU", "0001:dc:02.0", 7, 3),)
     del properties.pci_domain_id
-    assert cuda._memory_node(properties) is None
+    assert cuda.visible_devices() == (("GPU", None, 7, 3),)

@@ -1,0 +1,262 @@
+"""What is installed and how it is set: one small function for each question.
+
+Owns the judgement of versions, of the environment, and of megatron-core's own offload beside this
+one. Must not know torch or megatron: versions are read from what is installed, settings are handed
+in.
+
+Invariant: text from outside is shown as Python would write it, and short. Read next:
+`megatron_offload.reporting.doctor`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
+
+from megatron_offload.kernel_files import to_int
+from megatron_offload.machine.finding import Finding, Level
+from megatron_offload.strict_yaml import shorten
+
+__all__ = [
+    "check_environment",
+    "check_megatron_settings",
+    "check_python",
+    "check_versions",
+    "own_requirements",
+]
+
+NEWEST_SEEN = {"torch": "2.13", "megatron-core": "0.19", "transformer-engine": "2.20"}
+"""The newest versions that this package was run with; README.md says how."""
+
+NEWEST_PYTHON_SEEN = "3.12"
+
+_MOST_CONNECTIONS = 32
+
+
+def own_requirements() -> list[str] | None:
+    """Return what this package asks of others; None where it runs uninstalled from its sources."""
+    try:
+        return importlib.metadata.requires("megatron-offload") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(
+    requirements: Sequence[str] | None,
+    version_of: Callable[[str], str] = importlib.metadata.version,
+) -> list[Finding]:
+    """Hold the installed versions of `NEWEST_SEEN` against the requirements.
+
+    Args:
+        requirements: those of the package, as its metadata gives them; None where it has none.
+        version_of: returns the version of a distribution.
+    """
+    if requirements is None:
+        return [
+            Finding(
+                "note",
+                "versions",
+                "this package is not installed, so it doesn't say which versions it takes",
+                "pip install megatron-offload, or pip install -e its folder",
+            )
+        ]
+    findings = []
+    for text in requirements:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if requirement.name in NEWEST_SEEN:
+            is_extra = requirement.marker is not None and "extra" in str(requirement.marker)
+            findings.append(_check_version(requirement, is_extra, version_of))
+    return findings
+
+
+def _check_version(
+    requirement: Requirement, is_extra: bool, version_of: Callable[[str], str]
+) -> Finding:
+    name = requirement.name
+    wanted = f"{name}{requirement.specifier}"
+    try:
+        text = version_of(name)
+    except importlib.metadata.PackageNotFoundError:
+        if is_extra:
+            return Finding("ok", name, "not installed, and not needed")
+        return Finding("error", name, "not installed", f"pip install '{wanted}'")
+    try:
+        version = Version(text)
+    except InvalidVersion:
+        return Finding("note", name, f"{shorten(repr(text))} is no version", f"wanted: {wanted}")
+    if not requirement.specifier.contains(version, prereleases=True):
+        level: Level = "warning" if is_extra else "error"
+        return Finding(level, name, f"{text}, too old or too new", f"pip install '{wanted}'")
+    if version.release[:2] > Version(NEWEST_SEEN[name]).release:
+        return _newer(name, text, NEWEST_SEEN[name])
+    return Finding("ok", name, text)
+
+
+def check_python(version: str | None = None) -> Finding:
+    """Say whether this Python is among those that the package was run with.
+
+    Args:
+        version: such as ``3.11.7``; None for the running one.
+    """
+    version = version if version is not None else platform.python_version()
+    if Version(version).release[:2] > Version(NEWEST_PYTHON_SEEN).release:
+        return _newer("python", version, NEWEST_PYTHON_SEEN)
+    return Finding("ok", "python", version)
+
+
+def _newer(name: str, version: str, newest: str) -> Finding:
+    return Finding(
+        "note",
+        name,
+        f"{version}, newer than any that this package was run with ({newest})",
+        "megatron-offload compare shows whether bits stay the same",
+    )
+
+
+def check_environment(environ: Mapping[str, str]) -> list[Finding]:
+    """Say which environment variables stand in the way of copies beside kernels, or help."""
+    checks = (
+        _check_allocator,
+        _check_launch_blocking,
+        _check_connections,
+        _check_caching,
+        _check_engine_offload,
+    )
+    return [finding for check in checks for finding in check(environ)]
+
+
+def _check_allocator(environ: Mapping[str, str]) -> list[Finding]:
+    names = [n for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if environ.get(n)]
+    values = {environ[name] for name in names}
+    title = names[0] if names else "PYTORCH_CUDA_ALLOC_CONF"
+    if len(values) > 1:
+        return [
+            Finding(
+                "warning",
+                " and ".join(names),
+                "both are set, to different values",
+                "which one counts depends on PyTorch's version: set one",
+            )
+        ]
+    shown = shorten(repr(environ[title])) if names else "not set"
+    parts = (part.partition(":") for part in "".join(values).split(","))
+    settings = {key.strip(): value.strip() for key, _, value in parts}
+    findings = []
+    if settings.get("backend", "native") != "native":
+        findings.append(
+            Finding(
+                "note",
+                title,
+                f"{shown}: not PyTorch's own allocator",
+                "device_target_bytes goes by what that one has reserved; use max_inflight_bytes",
+            )
+        )
+    elif settings.get("expandable_segments") == "True":
+        findings.append(Finding("ok", title, shown))
+    else:
+        findings.append(
+            Finding(
+                "note",
+                title,
+                shown,
+                "where much more is reserved than allocated, try expandable_segments:True",
+            )
+        )
+    if any(key.startswith("pinned_") for key in settings):
+        findings.append(
+            Finding("note", title, f"{shown}: pinned_... is for PyTorch's own pinned memory only")
+        )
+    return findings
+
+
+def _check_launch_blocking(environ: Mapping[str, str]) -> list[Finding]:
+    return _unwanted(
+        environ,
+        "CUDA_LAUNCH_BLOCKING",
+        "the host waits for every kernel and copy, so that nothing overlaps",
+    )
+
+
+def _check_caching(environ: Mapping[str, str]) -> list[Finding]:
+    return _unwanted(
+        environ,
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        "every allocation goes to the driver, and every release waits for the device",
+    )
+
+
+def _unwanted(environ: Mapping[str, str], name: str, effect: str) -> list[Finding]:
+    value = environ.get(name, "")
+    if value in ("", "0"):
+        return []
+    return [Finding("warning", name, f"{shorten(repr(value))}: {effect}", f"unset {name}")]
+
+
+def _check_connections(environ: Mapping[str, str]) -> list[Finding]:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    value = environ.get(name)
+    if value is None:
+        return []
+    number = to_int(value)
+    if number is None or not 1 <= number <= _MOST_CONNECTIONS:
+        found = f"{shorten(repr(value))} is none of 1 to {_MOST_CONNECTIONS}"
+        return [Finding("warning", name, found, f"unset {name}, or set what Megatron asks for")]
+    if number == 1:
+        return [
+            Finding(
+                "note",
+                name,
+                "1, as Megatron asks with tensor parallelism on GPUs before Blackwell: all streams "
+                "share one queue, in which a copy may stand behind a kernel",
+                "where copies come late, and without tensor parallelism, leave it unset (8)",
+            )
+        ]
+    return [Finding("ok", name, value)]
+
+
+def _check_engine_offload(environ: Mapping[str, str]) -> list[Finding]:
+    name = "NVTE_CPU_OFFLOAD_V1"
+    if environ.get(name, "0") in ("", "0"):
+        return []
+    return [
+        Finding(
+            "note",
+            name,
+            f"{shorten(repr(environ[name]))}: for megatron-core's own offload; this package does "
+            "without",
+            f"unset {name}, unless you compare the two",
+        )
+    ]
+
+
+def check_megatron_settings(settings: Any, *, is_installed: bool) -> Finding:
+    """Say whether a Megatron job's own offload stands beside this package's.
+
+    Args:
+        settings: a ``TransformerConfig``, Megatron's arguments, or anything with their fields.
+        is_installed: what `megatron_offload.integrations.megatron_core.is_installed` returns.
+    """
+    title = "megatron-core's own offload"
+    if getattr(settings, "cpu_offloading", False):
+        return Finding(
+            "error",
+            title,
+            "cpu_offloading moves whole layers by TransformerEngine, beside this package",
+            "leave out --cpu-offloading-num-layers (cpu_offloading=False)",
+        )
+    if getattr(settings, "fine_grained_activation_offloading", False) and not is_installed:
+        return Finding(
+            "error",
+            title,
+            "fine_grained_activation_offloading is on, and this package isn't in its place",
+            "call megatron_offload.integrations.megatron_core.install() before the model is built",
+        )
+    return Finding("ok", title, "it is not in use")

@@ -1,0 +1,122 @@
+"""Finds the lines of a program that make the host wait for the device.
+
+Owns the counting and the search for the line. What counts as waiting, the backend knows
+(`Backend.watch_syncs`). Must not know the engine.
+
+Such a wait stops the host from running ahead; while it lasts, no kernel and no copy is queued.
+
+Invariants: the program computes what it would without; what was set before is set again, whatever
+happens. Read next: `megatron_offload.backends.cuda`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from megatron_offload import backends
+from megatron_offload.backends.base import Backend
+from megatron_offload.config import OffloadConfig
+
+__all__ = ["HostSync", "HostSyncs", "find_host_syncs"]
+
+_MAX_CALL_LENGTH = 60
+
+_PASSED_OVER = (
+    *(str(Path(str(module.__file__)).parent) + "/" for module in (torch, backends)),
+    *(str(module.__file__) for module in (warnings, contextlib)),
+    __file__,
+)
+"""Where a frame's file begins so, somebody else asked for the wait."""
+
+
+class HostSync(NamedTuple):
+    """A place in a program where the host waits."""
+
+    file: str
+    """Empty where no Python code asked for it."""
+    line: int
+    """From 1."""
+    call: str
+    """The source of the call; empty where it isn't there."""
+    kind: str
+    """What the backend calls it."""
+
+
+class HostSyncs:
+    """The waits of some steps."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.counts: Counter[HostSync] = Counter()
+        """How often the host waited at each place, in all steps together."""
+        self._lock = threading.Lock()  # backward has threads of its own
+
+    def add(self, kind: str) -> None:
+        """Count a wait of the calling thread."""
+        sync = _place_of(sys._getframe(1), kind)
+        with self._lock:
+            self.counts[sync] += 1
+
+    def per_step(self) -> list[tuple[HostSync, float]]:
+        """Return each place and how often the host waits there in a step, most often first."""
+        return [(sync, count / self.num_steps) for sync, count in self.counts.most_common()]
+
+
+@contextlib.contextmanager
+def find_host_syncs(backend: Backend | None = None, *, num_steps: int = 1) -> Iterator[HostSyncs]:
+    """Count the waits of the program within, by line.
+
+    For example::
+
+        with find_host_syncs(num_steps=3) as syncs:
+            for _ in range(3):
+                train_step()
+        rich.print(sync_table(syncs))  # megatron_offload.reporting.doctor
+
+    The first steps wait for things that later ones have (memory, learned orders): warm up before.
+    What is not seen, `CudaBackend.watch_syncs` says.
+
+    Args:
+        backend: whose waits; None takes the CUDA device, or the simulated one where there is none.
+        num_steps: how many training steps run within.
+
+    Raises:
+        ValueError: ``num_steps`` is less than 1.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is at least 1, got {num_steps}")
+    backend = backend if backend is not None else backends.create_backend(OffloadConfig())
+    syncs = HostSyncs(num_steps)
+    with backend.watch_syncs(syncs.add):
+        yield syncs
+
+
+def _place_of(frame: FrameType | None, kind: str) -> HostSync:
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
+        frame = frame.f_back
+    if frame is None:
+        return HostSync("", 0, "", kind)
+    return HostSync(frame.f_code.co_filename, frame.f_lineno, _source_of_call(frame), kind)
+
+
+def _source_of_call(frame: FrameType) -> str:
+    """Return what the frame is just calling: ``loss.item()`` out of a longer line."""
+    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    line, end_line, start, end = positions
+    if line is None or start is None or end is None:
+        return ""
+    # Columns count bytes of UTF-8.
+    text = linecache.getline(frame.f_code.co_filename, line).encode()
+    call = text[start : end if end_line == line else None].decode(errors="replace").strip()
+    return call if len(call) <= _MAX_CALL_LENGTH else call[: _MAX_CALL_LENGTH - 3] + "..."

@@ -1,0 +1,197 @@
+"""What was measured on a machine, kept for the next program that asks.
+
+Owns the format, and the files in the user's cache folder, one for each fingerprint: of the machine,
+its GPUs, the driver and CUDA. Must not know torch or how anything is measured.
+
+Invariants: a file that is broken, too large or of another machine counts as absent; one is replaced
+as a whole, so that programs may read and write it at the same time. Read next:
+`megatron_offload.machine.bandwidth`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import platformdirs
+from pydantic import AwareDatetime, Field, model_validator
+
+from megatron_offload.config import StrictModel, validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.files import read_json, replace_text
+from megatron_offload.kernel_files import read_kernel_text
+from megatron_offload.machine.pci import PciPath
+
+__all__ = [
+    "CopyRates",
+    "GpuIdentity",
+    "GpuProfile",
+    "MachineIdentity",
+    "MachineProfile",
+    "cache_folder",
+    "identify",
+    "load_profile",
+    "read_profile",
+    "save_profile",
+]
+
+_logger = logging.getLogger(__name__)
+
+_MAX_PROFILE_BYTES = 256 * 1024
+_MAX_GPUS = 64
+_DRIVER_VERSION = re.compile(r"^NVRM version:.* (\d{1,4}(?:\.\d{1,4}){1,2}) ", re.MULTILINE)
+
+Word = Annotated[str, Field(max_length=200)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class CopyRates(StrictModel):
+    """How fast one GPU copies, in 10^9 bytes a second, from and to page-locked memory."""
+
+    d2h_gbps: Rate
+    """To the host, alone."""
+    h2d_gbps: Rate
+    """To the device, alone."""
+    both_d2h_gbps: Rate
+    """To the host while as much comes back."""
+    both_h2d_gbps: Rate
+    """To the device meanwhile."""
+    node_d2h_gbps: Rate
+    """To the host while all GPUs of the job on this machine copy both ways."""
+    node_h2d_gbps: Rate
+    """To the device meanwhile."""
+
+
+class GpuIdentity(StrictModel):
+    """Which GPU, in which place."""
+
+    name: Word
+    pci_address: Word | None
+
+
+class MachineIdentity(StrictModel):
+    """All that bandwidth hangs on; where it changes, what was measured no longer counts."""
+
+    host_hash: Word
+    """Of the host's name and machine number, which others need not see."""
+    kernel: Word
+    gpus: tuple[GpuIdentity, ...] = Field(max_length=_MAX_GPUS)
+    """Those that the process can use, in CUDA's order."""
+    driver_version: Word | None
+    cuda_version: Word | None
+    torch_version: Word
+
+    @property
+    def fingerprint(self) -> str:
+        """Return what tells this machine, so equipped, from others."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32]
+
+
+class GpuProfile(StrictModel):
+    """What was measured on one GPU."""
+
+    rates: CopyRates
+    pci: PciPath | None
+    """Its links while copies ran; None where they can't be read."""
+
+
+class MachineProfile(StrictModel):
+    """What was measured on a machine."""
+
+    version: Literal[1] = 1
+    identity: MachineIdentity
+    measured_at: AwareDatetime
+    gpus: tuple[GpuProfile, ...] = Field(max_length=_MAX_GPUS)
+    """For each of the identity's GPUs."""
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> MachineProfile:
+        if len(self.gpus) != len(self.identity.gpus):
+            raise ValueError(
+                f"{len(self.gpus)} GPUs were measured and the machine has {len(self.identity.gpus)}"
+            )
+        return self
+
+
+def identify(
+    gpus: Sequence[GpuIdentity],
+    *,
+    torch_version: str,
+    cuda_version: str | None,
+    root: Path = Path("/"),
+) -> MachineIdentity:
+    """Return the identity of this machine.
+
+    Args:
+        gpus: those that the process can use.
+        torch_version: of the PyTorch in use.
+        cuda_version: that it was built for.
+        root: the folder in which ``etc`` and ``proc`` lie.
+    """
+    machine_number = read_kernel_text(root / "etc/machine-id")
+    host = f"{platform.node()}\n{machine_number}".encode()
+    driver = _DRIVER_VERSION.search(read_kernel_text(root / "proc/driver/nvidia/version"))
+    return MachineIdentity(
+        host_hash=hashlib.sha256(host).hexdigest()[:16],
+        kernel=platform.release()[:200],
+        gpus=tuple(gpus),
+        driver_version=driver[1] if driver else None,
+        cuda_version=cuda_version,
+        torch_version=torch_version,
+    )
+
+
+def cache_folder() -> Path:
+    """Return the user's own folder for what can be measured again (XDG's rules on Linux)."""
+    return platformdirs.user_cache_path("megatron-offload", appauthor=False)
+
+
+def load_profile(identity: MachineIdentity, folder: Path | None = None) -> MachineProfile | None:
+    """Return what was last measured on this machine as it is now; None where that is unknown.
+
+    Args:
+        identity: the machine as it is now.
+        folder: where profiles are kept; None takes `cache_folder`.
+    """
+    try:
+        profile = read_profile(_path_of(identity, folder))
+    except ConfigError as error:
+        _logger.debug("no profile of this machine: %s", error)
+        return None
+    return profile if profile.identity == identity else None
+
+
+def read_profile(path: Path) -> MachineProfile:
+    """Read a profile.
+
+    Raises:
+        ConfigError: it is missing, or is not one.
+    """
+    data = read_json(path, limit_bytes=_MAX_PROFILE_BYTES)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is no machine profile: it holds a {type(data).__name__}")
+    return validate(MachineProfile, data, str(path))
+
+
+def save_profile(profile: MachineProfile, folder: Path | None = None) -> Path:
+    """Keep a profile for `load_profile`; return where it lies.
+
+    Raises:
+        ConfigError: it can't be written; what was there is untouched.
+    """
+    path = _path_of(profile.identity, folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, profile.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"can't write {path}: {error.strerror}") from error
+    return path
+
+
+def _path_of(identity: MachineIdentity, folder: Path | None) -> Path:
+    return (folder or cache_folder()) / f"machine-{identity.fingerprint}.json"

@@ -1,0 +1,127 @@
+"""The command ``megatron-offload doctor``: what is wrong with this machine for offload.
+
+Owns its flags, tables and JSON. Must not know how anything is found out.
+
+Invariants: the exit status is 1 exactly where a finding is an error; text from outside is never
+taken for markup. Read next: `megatron_offload.machine.examine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.files import replace_text
+from megatron_offload.machine.examine import Examination, examine
+from megatron_offload.machine.finding import Finding
+from megatron_offload.machine.host_syncs import HostSyncs
+from megatron_offload.machine.profile import MachineProfile
+
+__all__ = [
+    "add_arguments",
+    "as_json",
+    "findings_table",
+    "rates_table",
+    "run",
+    "sync_table",
+]
+
+_FORMAT = 1
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument(
+        "--no-bandwidth",
+        action="store_true",
+        help="don't measure; show what was measured here before",
+    )
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the JSON here as well")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look at the machine and print what was found; return the exit status.
+
+    Raises:
+        ConfigError: ``--output`` can't be written; nothing was measured.
+    """
+    output: Path | None = options.output
+    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise ConfigError(f"--output {output}: name a file in a folder that exists")
+    examination = examine(bandwidth=not options.no_bandwidth)
+    text = json.dumps(as_json(examination), indent=1) + "\n"
+    if options.json:
+        sys.stdout.write(text)
+    else:
+        _print(examination)
+    if output is not None:
+        try:
+            replace_text(output, text)
+        except OSError as error:
+            raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error
+    return int(any(finding.level == "error" for finding in examination.findings))
+
+
+def as_json(examination: Examination) -> dict[str, Any]:
+    """Return all that was found as plain data; bandwidths in 10^9 bytes a second."""
+    profile = examination.profile
+    return {
+        "format": _FORMAT,
+        "findings": [dataclasses.asdict(finding) for finding in examination.findings],
+        "profile": profile.model_dump(mode="json") if profile is not None else None,
+    }
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return one line for each finding, in their order."""
+    table = Table(title="This machine", title_justify="left")
+    for column in ("", "looked at", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        cells = (Text(text) for text in (finding.title, finding.found, finding.advice))
+        table.add_row(Text(finding.level, style=_STYLES[finding.level]), *cells)
+    return table
+
+
+def rates_table(profile: MachineProfile) -> Table:
+    """Return one line for each GPU: what its copies reach alone, both ways, and among all."""
+    when = f"{profile.measured_at:%Y-%m-%d %H:%M} UTC"
+    table = Table(title=f"Copies, GB/s (10^9 bytes), measured {when}", title_justify="left")
+    columns = ("GPU", "D2H alone", "H2D alone", "D2H, both", "H2D, both", "D2H, all", "H2D, all")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for index, gpu in enumerate(profile.gpus):
+        rates = gpu.rates.model_dump().values()
+        table.add_row(str(index), *(f"{rate:.1f}" for rate in rates))
+    return table
+
+
+def sync_table(syncs: HostSyncs) -> Table:
+    """Return one line for each place where the host waits, most often first."""
+    table = Table(title="Where the host waits for the device", title_justify="left")
+    for column in ("place", "call", "kind"):
+        table.add_column(column, overflow="fold")
+    table.add_column("times a step", justify="right")
+    for sync, per_step in syncs.per_step():
+        place = f"{sync.file}:{sync.line}" if sync.file else "no Python code"
+        table.add_row(Text(place), Text(sync.call), Text(sync.kind), f"{per_step:g}")
+    return table
+
+
+def _print(examination: Examination) -> None:
+    tables = [findings_table(examination.findings)]
+    if examination.profile is not None:
+        tables.insert(0, rates_table(examination.profile))
+    Console().print(Group(*tables))

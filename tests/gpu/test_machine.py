@@ -1,0 +1,139 @@
+"""A real machine: copies against plain ones, waits by line, and the command as a whole."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from test_cuda import MIB, make_inputs, make_manager, make_model, run_step
+
+from megatron_offload.backends import visible_devices
+from megatron_offload.backends.cuda import CudaBackend
+from megatron_offload.machine.bandwidth import measure_copies
+from megatron_offload.machine.examine import examine
+from megatron_offload.machine.host_syncs import find_host_syncs
+
+pytestmark = pytest.mark.gpu
+
+
+def plain_gbps(destination, source, num_copies=8):
+    """Return what PyTorch alone reaches with copies one after the other."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_copies + 1)]
+    for event in events:
+        event.record()
+        destination.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    times_ms = [a.elapsed_time(b) for a, b in itertools.pairwise(events[1:])]  # one warms up
+    return source.nbytes / statistics.median(times_ms) / 1e6
+
+
+def test_measured_bandwidth_is_that_of_plain_copies():
+    host = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    before = time.monotonic()
+    rates = measure_copies(CudaBackend())
+    seconds = time.monotonic() - before
+    plain = {"d2h": plain_gbps(host, device), "h2d": plain_gbps(device, host)}
+    print(f"\n{rates}\nplain {plain}, {seconds:.2f} s")  # noqa: T201 - for whoever runs it with -s
+    assert rates.d2h_gbps == pytest.approx(plain["d2h"], rel=0.2)
+    assert rates.h2d_gbps == pytest.approx(plain["h2d"], rel=0.2)
+    for both, alone in (("both_d2h_gbps", "d2h_gbps"), ("both_h2d_gbps", "h2d_gbps")):
+        assert 0.2 < getattr(rates, both) / getattr(rates, alone) < 1.1
+    assert seconds < 10
+
+
+def test_devices_describe_themselves():
+    devices = visible_devices()
+    assert len(devices) == torch.cuda.device_count()
+    for index, device in enumerate(devices):
+        assert device.name == torch.cuda.get_device_name(index)
+        assert device.total_bytes == torch.cuda.get_device_properties(index).total_memory
+        assert device.num_copy_engines is None or device.num_copy_engines >= 1
+    addresses = [device.pci_address for device in devices if device.pci_address]
+    assert len(set(addresses)) == len(addresses)
+
+
+def test_devices_are_described_without_a_context_on_any():
+    program = (
+        "import torch\n"
+        "from megatron_offload.backends import visible_devices\n"
+        "indexes = range(len(visible_devices()))\n"
+        "assert not any(torch._C._cuda_hasPrimaryContext(index) for index in indexes)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_machine_is_examined_in_other_processes(tmp_path):
+    allocated_bytes = torch.cuda.memory_allocated()
+    before = time.monotonic()
+    examination = examine(cache=tmp_path)
+    print(f"\n{time.monotonic() - before:.1f} s")  # noqa: T201 - for whoever runs it with -s
+    for finding in examination.findings:
+        print(finding)  # noqa: T201 - for whoever runs it with -s
+    assert len(examination.profile.gpus) == torch.cuda.device_count()
+    assert "error" not in {finding.level for finding in examination.findings}
+    assert torch.cuda.memory_allocated() == allocated_bytes
+    assert examine(bandwidth=False, cache=tmp_path).profile == examination.profile
+
+
+class WaitsInBackward(torch.autograd.Function):
+    """Asks for a value on the host in its backward, on autograd's own thread."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert gradient.sum().item() >= 0
+        return gradient
+
+
+def test_lines_that_make_the_host_wait_are_found():
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    torch.cuda.synchronize()
+    found_mode = torch.cuda.get_sync_debug_mode()
+    this = test_lines_that_make_the_host_wait_are_found
+    with find_host_syncs(num_steps=2) as syncs:
+        for _ in range(2):
+            y = WaitsInBackward.apply(x * 2)
+            total = y.detach().sum().item() + 1
+            y.sum().backward()
+            torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
+        torch.cuda.Event().synchronize()
+    assert total == 9
+    assert torch.cuda.get_sync_debug_mode() == found_mode
+    found = {sync.call: (sync, times) for sync, times in syncs.per_step()}
+    assert {call: times for call, (_, times) in found.items()} == {
+        "y.detach().sum().item()": 1,
+        "gradient.sum().item()": 1,
+        "torch.cuda.synchronize()": 1,
+        "torch.cuda.current_stream().synchronize()": 0.5,
+        "torch.cuda.Event().synchronize()": 0.5,
+    }
+    assert {sync.file for sync, _ in found.values()} == {__file__}
+    first_line = this.__code__.co_firstlineno
+    assert found["y.detach().sum().item()"][0].line == first_line + 8
+    backward_line = WaitsInBackward.backward.__code__.co_firstlineno
+    assert found["gradient.sum().item()"][0].line == backward_line + 2
+
+
+def test_an_offloaded_step_never_makes_the_host_wait():
+    model = make_model()
+    inputs = make_inputs(model)
+    manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
+    for _ in range(3):
+        run_step(model, manager, inputs)
+    torch.cuda.synchronize()
+    with find_host_syncs(manager.backend, num_steps=3) as syncs:
+        for _ in range(3):
+            run_step(model, manager, inputs)
+    assert manager.last_step.reloaded_bytes > 0
+    assert not syncs.counts
+    manager.close()

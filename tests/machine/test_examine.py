@@ -1,0 +1,138 @@
+"""The whole machine, with made-up GPUs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_offload.backends.base import DeviceInfo
+from megatron_offload.machine import examine as module
+from megatron_offload.machine.bandwidth import BandwidthError
+from megatron_offload.machine.examine import examine, identify_machine
+from megatron_offload.machine.profile import CopyRates, GpuProfile, load_profile
+
+GPUS = tuple(DeviceInfo("NVIDIA H200", f"0000:{bus}:00.0", 140 << 30, 3) for bus in ("3b", "5e"))
+RATES = CopyRates(**dict.fromkeys(CopyRates.model_fields, 50.0))
+
+
+class Machine:
+    """Stands in for the devices and for the processes that measure them."""
+
+    def __init__(self, root):
+        self.root = root
+        self.devices = GPUS
+        self.error = None
+        self.measured = []
+
+    def visible_devices(self):
+        if isinstance(self.devices, Exception):
+            raise self.devices
+        return self.devices
+
+    def measure_gpus(self, addresses):
+        self.measured.append(addresses)
+        if self.error is not None:
+            raise self.error
+        return tuple(GpuProfile(rates=RATES, pci=None) for _ in addresses)
+
+    def examine(self, **settings):
+        settings = {"environ": {}, "root": self.root, "cache": self.root / "cache", **settings}
+        return examine(**settings)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    machine = Machine(tmp_path)
+    monkeypatch.setattr(module, "visible_devices", machine.visible_devices)
+    monkeypatch.setattr(module, "measure_gpus", machine.measure_gpus)
+    return machine
+
+
+def levels(examination):
+    return {finding.level for finding in examination.findings}
+
+
+def test_every_gpu_is_measured_and_looked_at(machine):
+    examination = machine.examine()
+    assert machine.measured == [["0000:3b:00.0", "0000:5e:00.0"]]
+    titles = [finding.title for finding in examination.findings]
+    what = ("copy engines", "link", "at once", "memory node", "IOMMU")
+    assert titles[1:11] == [f"GPU {i}: {w}" for i, w in itertools.product((0, 1), what)]
+    assert len(set(titles)) == len(titles)
+    assert {"host memory", "swap", "python", "torch", "megatron-core"} <= set(titles)
+    assert "error" not in levels(examination)
+
+
+def test_what_was_measured_is_kept_and_shown_later_without_measuring(machine):
+    first = machine.examine()
+    later = machine.examine(bandwidth=False)
+    assert len(machine.measured) == 1
+    assert later.profile == first.profile is not None
+    assert later.findings == first.findings
+    identity = identify_machine(root=machine.root)
+    assert load_profile(identity, machine.root / "cache") == first.profile
+
+
+def test_without_a_measurement_links_are_read_idle(machine):
+    examination = machine.examine(bandwidth=False)
+    assert examination.profile is None
+    assert machine.measured == []
+    assert "GPU 0: at once" not in [finding.title for finding in examination.findings]
+    assert "GPU 0: link" in [finding.title for finding in examination.findings]
+
+
+def test_a_measurement_that_fails_is_an_error_and_the_rest_is_told(machine):
+    machine.error = BandwidthError("measuring GPU 1 failed: pinning failed")
+    examination = machine.examine()
+    (error,) = [finding for finding in examination.findings if finding.level == "error"]
+    assert (error.title, error.found) == ("bandwidth", "measuring GPU 1 failed: pinning failed")
+    assert examination.profile is None
+    assert "GPU 1: memory node" in [finding.title for finding in examination.findings]
+
+
+def test_a_cache_that_can_t_be_written_is_a_note(machine):
+    (machine.root / "file").write_text("")
+    examination = machine.examine(cache=machine.root / "file/cache")
+    (finding,) = [finding for finding in examination.findings if finding.title == "bandwidth"]
+    assert finding.level == "note"
+    assert "it is not kept: can't write" in finding.found
+    assert examination.profile is not None
+
+
+def test_without_a_gpu_nothing_is_measured_and_nothing_is_wrong(machine):
+    machine.devices = ()
+    examination = machine.examine()
+    assert machine.measured == []
+    assert examination.profile is None
+    assert levels(examination) <= {"ok", "note"}
+    assert not (machine.root / "cache").exists()
+
+
+def test_a_cuda_that_can_t_be_started_is_an_error(machine):
+    machine.devices = RuntimeError("CUDA error: system not yet initialized\nmore lines")
+    examination = machine.examine()
+    (error,) = [finding for finding in examination.findings if finding.level == "error"]
+    assert error.found == "it can't be started: CUDA error: system not yet initialized"
+    assert "host memory" in [finding.title for finding in examination.findings]
+
+
+def test_garbage_in_all_files_of_the_kernel_is_unknown(machine):
+    for path in (
+        *("proc/meminfo", "proc/self/status", "proc/self/cgroup", "proc/self/mountinfo"),
+        *("proc/driver/nvidia/version", "etc/machine-id", "sys/devices/system/node/online"),
+        *(f"sys/bus/pci/devices/{gpu.pci_address}/{name}" for gpu in GPUS for name in PCI_FILES),
+    ):
+        file = machine.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"\xff\x00 garbage: -1 \n" * 1000)
+    assert "error" not in levels(machine.examine(bandwidth=False))
+
+
+PCI_FILES = ("numa_node", "current_link_speed", "max_link_speed", "current_link_width", "vendor")
+
+
+def test_this_machine_as_it_is_can_be_examined(tmp_path):
+    examination = examine(bandwidth=False, cache=tmp_path)
+    assert examination.findings
+    assert "error" not in levels(examination)
