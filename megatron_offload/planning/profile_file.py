@@ -4,7 +4,7 @@ Owns the JSON form of `StepProfile`, with every check that needs no second profi
 what a profile is used for.
 
 Invariants: what is read was written by `save_profile`, or could have been; what is read again is
-what was written, to the last digit. Read next: `megatron_offload.planning.memory`.
+what was written, to the last digit. Read next: `megatron_offload.planning.footprint`.
 """
 
 from __future__ import annotations
