@@ -4,9 +4,10 @@ Owns the way from a measured `StepProfile` to a `Problem`. Must not know policie
 
 The allocator's samples stand at the boundaries of groups, in the order of the program; the times of
 the boundaries are those of the compute stream. They are paired by their order, because the host
-runs ahead of the device. Between two boundaries counts the larger of both samples. What a kernel
-takes for a moment between them shows in what is *reserved*, as does what the allocator can't use:
-the most that was reserved less the most that was allocated counts as always there (`waste_bytes`).
+runs ahead of the device. Between two boundaries counts the larger of both samples, and the peak
+between them where that was looked at. What the allocator can't use, and peaks that nobody looked
+at, show in what is *reserved*: the most that was reserved less the most that was allocated counts
+as always there (`waste_bytes`).
 Where there are no samples, as on a CPU, memory is what the groups save, and nothing else.
 
 Invariant: rows cover the step without gaps. Read next: `megatron_offload.planning.cover`.
@@ -21,7 +22,7 @@ from itertools import pairwise
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.cover import Item, Problem
-from megatron_offload.planning.profile import GroupKey, StepProfile
+from megatron_offload.planning.profile import GroupKey, MemorySample, StepProfile
 
 __all__ = ["Footprint"]
 
@@ -63,21 +64,23 @@ class Footprint:
                 "memory needs one that moved nothing: profile with a fraction of 0"
             )
         boundaries = [(index, kind) for _, _, index, kind in sorted(_boundaries(profile))]
-        samples = [sample.allocated_bytes for sample in profile.memory]
-        if samples and len(samples) != len(boundaries):
+        samples = profile.memory or _saved_bytes(profile, boundaries)
+        if len(samples) != len(boundaries):
             raise ConfigError(
                 f"{who} holds {len(samples)} samples of memory for {len(boundaries)} boundaries of "
                 "groups"
             )
-        if not samples:
-            samples = _saved_bytes(profile, boundaries)
+        memory_bytes = tuple(
+            max(before.allocated_bytes, behind.allocated_bytes, behind.peak_bytes)
+            for before, behind in pairwise([*samples, *samples[-1:]])
+        )
         row_of = {boundary: row for row, boundary in enumerate(boundaries)}
         moving = [
             index
             for index, group in enumerate(profile.groups)
             if group.num_bytes and (index, _BACKWARD) in row_of
         ]
-        reserved = max((sample.reserved_bytes for sample in profile.memory), default=0)
+        reserved = max((sample.reserved_bytes for sample in samples), default=0)
         return cls(
             profile,
             tuple(profile.groups[index].key for index in moving),
@@ -91,8 +94,8 @@ class Footprint:
                 )
                 for index in moving
             ),
-            tuple(max(pair) for pair in pairwise([*samples, *samples[-1:]])),
-            max(0, reserved - max(samples, default=0)),
+            memory_bytes,
+            max(0, reserved - max(memory_bytes, default=0)),
         )
 
     @cached_property
@@ -130,11 +133,13 @@ def _boundaries(profile: StepProfile) -> Iterator[tuple[float, int, int, int]]:
             yield times.done_us, 2 * place + 1, index, _DONE
 
 
-def _saved_bytes(profile: StepProfile, boundaries: list[tuple[int, int]]) -> list[int]:
-    """Return what the groups hold behind each boundary."""
+def _saved_bytes(
+    profile: StepProfile, boundaries: list[tuple[int, int]]
+) -> tuple[MemorySample, ...]:
+    """Return samples that hold what the groups save, and nothing else."""
     held, samples = 0, []
     for index, kind in boundaries:
         num_bytes = profile.groups[index].num_bytes
         held += {_COMMIT: num_bytes, _DONE: -num_bytes}.get(kind, 0)
-        samples.append(held)
-    return samples
+        samples.append(MemorySample(0.0, held, 0))
+    return tuple(samples)

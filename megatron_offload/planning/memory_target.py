@@ -7,8 +7,8 @@ will take.
 **Bandwidth belongs to the node.** What a rank copies out in a step is at least its demand: what
 must be away in its fullest moment. What the others of its node demand is spread over the step and
 taken from the node's bandwidth; a rank has what is left of it, at least an equal share, at most
-what its own link gives. So what later ranks keep, the first can use. Pipeline ranks lie on nodes in order,
-``ranks_per_node`` to each.
+what its own link gives. So what later ranks keep, the first can use. Pipeline ranks lie on nodes in
+order, ``ranks_per_node`` to each.
 
 **Device memory for moved groups** (``device_bytes``, later ``max_inflight_bytes`` and
 ``prefetch_bytes``) is what hides copies. Under the lowest target that can be kept it is two of the
@@ -34,13 +34,32 @@ from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles
 from megatron_offload.planning.profile import GroupKey, StepProfile
 from megatron_offload.planning.solver import solve
 
-__all__ = ["MemoryPlanner", "MemoryTargetPolicy"]
+__all__ = ["MemoryPlanner", "MemoryTargetPolicy", "Resources"]
 
 _AUTO_SHARE = 8
 """As in the engine's budget: an eighth of what a step saves at its peak, for each of two limits."""
 
-
 _MACHINE = Machine()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What plans for memory may use.
+
+    Attributes:
+        machine: its bandwidths.
+        gpus_per_rank: GPUs of a node that do the same at the same time, such as a tensor-parallel
+            group.
+        max_inflight_bytes, prefetch_bytes: as in ``OffloadConfig``; None follows the target.
+    """
+
+    machine: Machine = _MACHINE
+    gpus_per_rank: int = 1
+    max_inflight_bytes: int | None = None
+    prefetch_bytes: int | None = None
+
+
+_RESOURCES = Resources()
 
 
 @dataclass(frozen=True)
@@ -49,19 +68,13 @@ class MemoryTargetPolicy:
 
     Attributes:
         target_bytes: most device memory to reserve: one number for all pipeline ranks, or one each.
-        machine: its bandwidths.
-        gpus_per_rank: GPUs of a node that do the same at the same time, such as a tensor-parallel
-            group.
-        max_inflight_bytes, prefetch_bytes: as in ``OffloadConfig``; None follows the target.
+        resources: what the plan may use.
     """
 
     kind: ClassVar[str] = "memory_target"
 
     target_bytes: int | tuple[int, ...]
-    machine: Machine = _MACHINE
-    gpus_per_rank: int = 1
-    max_inflight_bytes: int | None = None
-    prefetch_bytes: int | None = None
+    resources: Resources = _RESOURCES
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
         """Return the plan of all ranks.
@@ -69,13 +82,7 @@ class MemoryTargetPolicy:
         Raises:
             ConfigError: a profile is missing or lacks times, or a rank can't be brought so low.
         """
-        planner = MemoryPlanner(
-            profiles,
-            self.machine,
-            self.gpus_per_rank,
-            self.max_inflight_bytes,
-            self.prefetch_bytes,
-        )
+        planner = MemoryPlanner(profiles, self.resources)
         target = self.target_bytes
         targets = (target,) * len(planner.ranks) if isinstance(target, int) else target
         return planner.plan(targets, self.kind)
@@ -86,7 +93,7 @@ class MemoryPlanner:
 
     Args:
         profiles: those of all pipeline ranks.
-        machine, gpus_per_rank, max_inflight_bytes, prefetch_bytes: see `MemoryTargetPolicy`.
+        resources: what the plans may use.
         solver: finds the choice of one rank.
 
     Attributes:
@@ -99,20 +106,14 @@ class MemoryPlanner:
     def __init__(
         self,
         profiles: Collection[StepProfile],
-        machine: Machine,
-        gpus_per_rank: int = 1,
-        max_inflight_bytes: int | None = None,
-        prefetch_bytes: int | None = None,
+        resources: Resources = _RESOURCES,
         solver: Callable[[Problem], Solution] = solve,
     ) -> None:
         self.ranks = [Footprint.of(profile) for profile in check_profiles(profiles)]
-        self._machine = machine
-        self._gpus_per_rank = gpus_per_rank
+        self._machine = resources.machine
+        self._gpus_per_rank = resources.gpus_per_rank
         self._solver = solver
-        self._budgets = [
-            _DeviceRoom(rank, self._fair_gbps, max_inflight_bytes, prefetch_bytes)
-            for rank in self.ranks
-        ]
+        self._budgets = [_DeviceRoom(rank, self._fair_gbps, resources) for rank in self.ranks]
 
     @property
     def lowest_bytes(self) -> int:
@@ -206,18 +207,14 @@ class MemoryPlanner:
 class _DeviceRoom:
     """How much device memory the moved groups of one rank get."""
 
-    def __init__(
-        self,
-        rank: Footprint,
-        link_gbps: float,
-        max_inflight_bytes: int | None,
-        prefetch_bytes: int | None,
-    ) -> None:
+    def __init__(self, rank: Footprint, link_gbps: float, resources: Resources) -> None:
         largest, share = rank.largest_bytes, rank.saved_peak_bytes // _AUTO_SHARE
-        self._prefetch_bytes = max(2 * largest, share) if prefetch_bytes is None else prefetch_bytes
-        inflight = max(largest, share) if max_inflight_bytes is None else max_inflight_bytes
+        inflight, prefetch = resources.max_inflight_bytes, resources.prefetch_bytes
+        is_given = inflight is not None and prefetch is not None
+        if inflight is None:
+            inflight = max(largest, share)
+        self._prefetch_bytes = max(2 * largest, share) if prefetch is None else prefetch
         self._wanted_bytes = inflight + self._prefetch_bytes
-        is_given = max_inflight_bytes is not None and prefetch_bytes is not None
         self._least_bytes = self._wanted_bytes if is_given else min(2 * largest, self._wanted_bytes)
         lowest = rank.problem(0, self._least_bytes, link_gbps).least_peak_bytes()
         self.lowest_target_bytes = lowest + rank.waste_bytes

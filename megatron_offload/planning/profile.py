@@ -70,6 +70,8 @@ class MemorySample(NamedTuple):
     """By the clock of `GroupTimes`, of the host's calls: the allocator runs ahead of the device."""
     allocated_bytes: int
     reserved_bytes: int
+    peak_bytes: int = 0
+    """The most that was allocated since the sample before; 0 where it wasn't looked at."""
 
 
 class RunShape(NamedTuple):

@@ -99,6 +99,7 @@ class _Memory(StrictModel):
     at_us: Duration
     allocated_bytes: Amount
     reserved_bytes: Amount
+    peak_bytes: Amount
 
 
 class _Profile(StrictModel):

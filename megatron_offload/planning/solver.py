@@ -28,7 +28,7 @@ from megatron_offload.planning.greedy import solve_greedy
 
 __all__ = ["TIME_LIMIT_S", "solve"]
 
-TIME_LIMIT_S = 20.0
+TIME_LIMIT_S = 10.0
 
 _WAITING_GAP = 0.01
 """Waiting within a hundredth of the least is as good: the times are estimates."""
