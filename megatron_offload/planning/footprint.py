@@ -5,12 +5,13 @@ Owns the way from a measured `StepProfile` to a `Problem`. Must not know policie
 The allocator's samples stand at the boundaries of groups, in the order of the program; the times of
 the boundaries are those of the compute stream. They are paired by their order, because the host
 runs ahead of the device. Between two boundaries counts the larger of both samples, and the peak
-between them where that was looked at. What the allocator can't use, and peaks that nobody looked
-at, show in what is *reserved*: the most that was reserved less the most that was allocated counts
-as always there (`waste_bytes`).
+between them where that was looked at. A sample more than there are boundaries stands at the step's
+end. What the allocator can't use, and peaks that nobody looked at, show in what is *reserved*: the
+most that was reserved less the most that was allocated counts as always there (`waste_bytes`).
 Where there are no samples, as on a CPU, memory is what the groups save, and nothing else.
 
-Invariant: rows cover the step without gaps. Read next: `megatron_offload.planning.cover`.
+Invariant: row n lies behind n boundaries, so that rows cover the step without gaps.
+Read next: `megatron_offload.planning.cover`.
 """
 
 from __future__ import annotations
@@ -65,16 +66,17 @@ class Footprint:
             )
         boundaries = [(index, kind) for _, _, index, kind in sorted(_boundaries(profile))]
         samples = profile.memory or _saved_bytes(profile, boundaries)
-        if len(samples) != len(boundaries):
+        if len(samples) not in (len(boundaries), len(boundaries) + 1):
             raise ConfigError(
                 f"{who} holds {len(samples)} samples of memory for {len(boundaries)} boundaries of "
                 "groups"
             )
+        nothing = MemorySample(0.0, 0, 0)
         memory_bytes = tuple(
             max(before.allocated_bytes, behind.allocated_bytes, behind.peak_bytes)
-            for before, behind in pairwise([*samples, *samples[-1:]])
+            for before, behind in pairwise([nothing, *samples, nothing])
         )
-        row_of = {boundary: row for row, boundary in enumerate(boundaries)}
+        row_of = {boundary: row for row, boundary in enumerate(boundaries, start=1)}
         moving = [
             index
             for index, group in enumerate(profile.groups)

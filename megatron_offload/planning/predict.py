@@ -68,6 +68,7 @@ def _profile(job: Job, rank: int, result: RankResult, step_us: float) -> StepPro
     walk = _Walk(job, rank, result)
     for one in job.schedule.ranks[rank]:
         walk.go(one)
+    walk.look()
     num_virtual = len(job.schedule.stages_of(rank))
     run = RunShape(job.schedule.num_microbatches, rank, job.schedule.num_ranks, num_virtual, rank)
     times = tuple(GroupTimes(*walk.times_us[group.key]) for group in profile.groups)
@@ -118,23 +119,24 @@ class _Walk:
         span = next(self._spans) if work_us > 0 else None
         if span is not None:
             self._now_us = span.start_us
-        self._look(key)
+        if key is not None:
+            self.look(key)
         self._hold(saved_bytes if is_forward else 0, temp_bytes + buffer_bytes)
         if span is not None:
             self._now_us = span.start_us + span.duration_us
         if kind in (PassKind.BACKWARD, PassKind.WEIGHT):
             self._hold(-saved_bytes)
-        self._look(key)
+        if key is not None:
+            self.look(key)
 
     def _hold(self, more_bytes: int, temp_bytes: int = 0) -> None:
         self._held_bytes += more_bytes
         self._peak_bytes = max(self._peak_bytes, self._held_bytes + temp_bytes)
 
-    def _look(self, key: GroupKey | None) -> None:
-        """Note time and memory at a boundary, if it is one."""
-        if key is None:
-            return
-        self.times_us.setdefault(key, []).append(self._now_us)
+    def look(self, key: GroupKey | None = None) -> None:
+        """Note time and memory at a boundary of a group, or at the end."""
+        if key is not None:
+            self.times_us.setdefault(key, []).append(self._now_us)
         self.samples.append(
             MemorySample(self._now_us, self._held_bytes, self._reserved_bytes, self._peak_bytes)
         )

@@ -112,7 +112,7 @@ class StepProfile:
     """How long the step took on the compute stream; 0 where it was not timed."""
 
     memory: tuple[MemorySample, ...] = field(default=(), compare=False)
-    """At the boundaries of the groups, in the order of the program."""
+    """At the boundaries of the groups, in the order of the program; maybe once more at the end."""
 
     run: RunShape = field(default=RunShape(), compare=False)
 

@@ -47,8 +47,8 @@ MAX_GROUPS = 100_000
 
 MAX_FILE_BYTES = 128 * 1024**2
 
-_BOUNDARIES = 4
-"""Start, commit, backward's begin and end: so often is the memory looked at for each group."""
+_MOST_SAMPLES = 4 * MAX_GROUPS + 1
+"""At the start, the commit, and backward's begin and end of each group, and at the step's end."""
 
 Amount = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """A number of bytes or of things; no text, no truth value."""
@@ -111,7 +111,7 @@ class _Profile(StrictModel):
     groups: Annotated[tuple[_Group, ...], Field(max_length=MAX_GROUPS)]
     backward: Annotated[tuple[_Backward, ...], Field(max_length=MAX_GROUPS)]
     times: Annotated[tuple[_Times, ...], Field(max_length=MAX_GROUPS)]
-    memory: Annotated[tuple[_Memory, ...], Field(max_length=_BOUNDARIES * MAX_GROUPS)]
+    memory: Annotated[tuple[_Memory, ...], Field(max_length=_MOST_SAMPLES)]
 
 
 def save_profile(profile: StepProfile, path: str | Path) -> None:

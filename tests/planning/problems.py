@@ -174,7 +174,7 @@ def random_job(rng):
     schedule = make_schedule(name, num_ranks, num_ranks * rng.randint(1, 3), num_virtual)
 
     def group(index):
-        us = rng.choice([0.0, rng.uniform(100, 4000), rng.uniform(1000, 9000)])
+        us = rng.choice([0.0 if index else 1.0, rng.uniform(100, 4000), rng.uniform(1000, 9000)])
         return GroupWork(
             f"part{index}",
             rng.choice([0, 1, rng.randint(1, 64)]) * rng.choice([MIB, 100_003]),
