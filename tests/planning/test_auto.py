@@ -44,19 +44,21 @@ def test_more_time_never_gives_more_memory():
 
 
 def test_the_lowest_target_that_is_fast_enough_is_found():
-    """With a prediction by a plain rule: each GiB below 5 costs 1 % of the time."""
-    runs = profiles(ranks=1, microbatches=4)
+    """With a prediction by a plain rule: below the knee each percent of the range costs 1 %."""
+    runs = profiles(ranks=1, microbatches=8, name="gpipe")
     planner = MemoryPlanner(runs)
+    range_bytes = planner.highest_bytes - planner.lowest_bytes
+    knee_bytes = planner.lowest_bytes + range_bytes / 2
 
     def predict(plan):
         peak_bytes = plan.ranks[0].predicted_peak_bytes
-        return Prediction(100.0 + max(0.0, 5 - peak_bytes / 2**30), (peak_bytes,))
+        return Prediction(100 * (1 + max(0, knee_bytes - peak_bytes) / range_bytes), (peak_bytes,))
 
-    plan = AutoPolicy(predict, 0.1).make_plan(runs)
-    step_bytes = (planner.highest_bytes - planner.lowest_bytes) / 256
-    assert plan.ranks[0].predicted_peak_bytes >= 4.9 * 2**30
-    lower = planner.plan((int(4.9 * 2**30 - step_bytes),), "auto")
-    assert predict(lower).step_us > 100.1
+    plan = AutoPolicy(predict, 1.0).make_plan(runs)
+    limit_bytes = knee_bytes - 0.01 * range_bytes
+    assert plan.ranks[0].predicted_peak_bytes >= limit_bytes
+    lower = planner.plan((int(limit_bytes - range_bytes / 256),), "auto")
+    assert predict(lower).step_us > 101, "the next target is too slow"
 
 
 def test_where_nothing_is_free_nothing_moves():
