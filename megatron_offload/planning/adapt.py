@@ -7,7 +7,7 @@ they were allowed.
 Each step shows what is worst. Groups that came late, or were waited for, want more prefetch; waits
 for copies to the host want a later release; copies that came back before they were released (*early
 returns*) held memory for nothing and want an earlier one. One change at a time is tried for one
-step, and kept only if that step was better. If it wasn't, that change is ruled out: then it is the
+step, and kept only if that step was better. If it wasn't, it is taken back for good: then it is the
 link that is slow, and more memory would be spent for nothing.
 
 Invariants: no distances are tried twice, though a trial that failed is taken back; it ends after a
@@ -71,7 +71,6 @@ class _Change(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    change: _Change
     before: Distances
     seen_before: Seen
 
@@ -96,7 +95,6 @@ class Adaptation:
         self._most_bytes = most_bytes
         self._trial: _Trial | None = None
         self._tried = {distances}
-        self._ruled_out: set[_Change] = set()
         self._num_quiet = 0
 
     def follow(self, seen: Seen) -> Distances:
@@ -109,12 +107,11 @@ class Adaptation:
             return self.distances
         trial, self._trial = self._trial, None
         if trial is not None and not seen.is_better_than(trial.seen_before):
-            self._ruled_out.add(trial.change)
             self.distances, seen = trial.before, trial.seen_before
-        for change in self._wanted(seen):
+        for change in _wanted(seen):
             distances = self._changed(change)
             if distances not in self._tried and len(self._tried) <= _MOST_CHANGES:
-                self._trial = _Trial(change, self.distances, seen)
+                self._trial = _Trial(self.distances, seen)
                 self._tried.add(distances)
                 self._num_quiet = 0
                 self.distances = distances
@@ -122,15 +119,6 @@ class Adaptation:
         self._num_quiet += 1
         self.is_frozen = self._num_quiet >= _NUM_QUIET
         return self.distances
-
-    def _wanted(self, seen: Seen) -> list[_Change]:
-        """Return what could help against what a step showed."""
-        reasons = {
-            _Change.REACH_AHEAD: seen.num_late_reloads or seen.reload_stall_us,
-            _Change.RELEASE_LATER: seen.release_stall_us,
-            _Change.RELEASE_EARLIER: seen.num_early_returns,
-        }
-        return [change for change in _Change if reasons[change] and change not in self._ruled_out]
 
     def _changed(self, change: _Change) -> Distances:
         """Return the distances after a change; where room is wanting, the other gives some."""
@@ -145,3 +133,13 @@ class Adaptation:
         else:
             inflight = min(inflight, max(int(inflight / _FACTOR), least))
         return Distances(inflight, prefetch)
+
+
+def _wanted(seen: Seen) -> list[_Change]:
+    """Return what could help against what a step showed."""
+    reasons = {
+        _Change.REACH_AHEAD: seen.num_late_reloads or seen.reload_stall_us,
+        _Change.RELEASE_LATER: seen.release_stall_us,
+        _Change.RELEASE_EARLIER: seen.num_early_returns,
+    }
+    return [change for change in _Change if reasons[change]]

@@ -112,19 +112,26 @@ class _Program:
         commits = np.array([item.committed_us for item in self._items])
         backwards = np.array([item.backward_us for item in self._items])
         # Unknowns: who moves, then of each queue its length behind every copy, and the waits.
-        queues = [self._queue(commits, per_us), self._queue(-backwards, per_us)]
-        none = self._sparse.csr_array((num, 2 * num))
-        rows = self._sparse.vstack(
+        (out, out_lengths, out_emptied), (back, back_lengths, back_emptied) = (
+            self._queue(times, per_us) for times in (commits, -backwards)
+        )
+        each = self._sparse.eye_array(num)
+        # A length is at least the one before, less what was emptied or waited for, and the copy;
+        # and at least the copy.
+        rows = self._sparse.block_array(
             [
-                self._sparse.hstack([queues[0][0], queues[0][1], none]),
-                self._sparse.hstack([queues[1][0], none, queues[1][1]]),
+                [-out, out_lengths, each, None, None],
+                [-out, each, None, None, None],
+                [-back, None, None, back_lengths, each],
+                [-back, None, None, each, None],
             ]
         )
+        least = np.concatenate([-out_emptied, np.zeros(num), -back_emptied, np.zeros(num)])
         total = sum(problem.items[position].num_bytes for position in fewest) // self._unit
         pad = self._sparse.csr_array((self._covers[0].shape[0], 4 * num))
         constraints = [
             (self._sparse.hstack([self._covers[0], pad]), *self._covers[1:]),
-            (rows, np.concatenate([queues[0][2], queues[1][2]]), np.inf),
+            (rows, least, np.inf),
             (np.append(self._costs, np.zeros(4 * num))[None, :], -np.inf, total),
         ]
         share = 2 * self._costs / (per_us * np.maximum(backwards - commits, 1e-9))
@@ -142,15 +149,12 @@ class _Program:
         return chosen
 
     def _queue(self, at_us: np.ndarray, per_us: float) -> tuple[Any, Any, np.ndarray]:
-        """Return the rows of one queue: length - the one before - own copy + wait >= -emptied."""
+        """Return what joins a queue at each place, how it grows, and what is emptied before."""
         num = len(at_us)
         order = np.argsort(at_us, kind="stable")
-        place = np.arange(num)
-        joins = self._sparse.csr_array((-self._costs[order], (place, order)), shape=(num, num))
+        joins = self._sparse.csr_array((self._costs[order], (np.arange(num), order)))
         lengths = self._sparse.eye_array(num) - self._sparse.eye_array(num, k=-1)
-        waits = self._sparse.eye_array(num)
-        emptied = per_us * np.diff(at_us[order], prepend=at_us[order[:1]])
-        return joins, self._sparse.hstack([lengths, waits]), -emptied
+        return joins, lengths, per_us * np.diff(at_us[order], prepend=at_us[order[:1]])
 
     def _search(
         self,

@@ -49,6 +49,12 @@ def test_a_higher_target_never_moves_more_and_never_gives_less_room(planner):
             for one in (plan.ranks[rank] for plan in plans)
             if one.moved_bytes
         ]
+        largest = max(choice.num_bytes for choice in plans[0].ranks[rank].choices)
+        assert all(
+            min(plan.ranks[rank].max_inflight_bytes, plan.ranks[rank].prefetch_bytes) >= largest
+            for plan in plans
+            if plan.ranks[rank].moved_bytes
+        )
         assert rooms == sorted(rooms)
         assert rooms[0] < rooms[-1]
     assert all(rank.moved_bytes == 0 for rank in plans[-1].ranks)
