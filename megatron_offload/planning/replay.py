@@ -81,6 +81,8 @@ class RankProgram:
     """The group of each, and whether it is in backward. Only where it was asked for."""
     copy_bytes: list[int] = field(default_factory=list)
     """By the index of the copy, in the order of issue."""
+    after: dict[int, int] = field(default_factory=dict)
+    """For copies to the host whose place another group had before: the reload that empties it."""
     copy_labels: list[str] = field(default_factory=list)
     """Likewise."""
     peak_device_bytes: int = 0
@@ -175,7 +177,7 @@ class _Transfers:
         group.offload = replay.issue(OpKind.OFFLOAD, group)
         replay.program.offloaded_bytes += group.num_bytes
         replay.program.moved.append(group.key)
-        replay.count_host(group.num_bytes)
+        replay.take_host(group)
         budget.inflight_bytes += group.num_bytes
         group.is_in_window = True
         self.window.append((group, self.step_bytes + budget.limit_bytes))
@@ -209,7 +211,7 @@ class _Transfers:
     def keep_resident(self, group: _Group) -> None:
         group.advance(GroupState.RESIDENT)
         self.budget.inflight_bytes -= group.num_bytes
-        self.replay.count_host(-group.num_bytes)
+        self.replay.free_host(group)
         self.replay.program.returned_bytes += group.num_bytes
 
     def reload(self, group: _Group, *, may_fail: bool = False) -> bool:
@@ -218,7 +220,7 @@ class _Transfers:
         replay.count_device(group.num_bytes)
         group.reload = replay.issue(OpKind.RELOAD, group)
         replay.program.reloaded_bytes += group.num_bytes
-        replay.count_host(-group.num_bytes)
+        replay.free_host(group)
         return True
 
 
@@ -236,6 +238,9 @@ class _Replay:
         self._num_chunks = 0
         self._device_bytes = job.static_bytes[rank]
         self._host_bytes = 0
+        # Bytes taken with the copy that takes them, and bytes freed (below 0) with the copy that
+        # empties them.
+        self._host_uses: list[tuple[int, int]] = []
         self.budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
         self.transfers = _Transfers(self, self.budget)
         self.prefetcher: Prefetcher[_Group] = Prefetcher(self.transfers, self.budget)
@@ -259,6 +264,9 @@ class _Replay:
         left = (self._host_bytes, self.budget.inflight_bytes, self.budget.held_bytes)
         assert left == (0, 0, 0), left
         assert self._device_bytes == self.job.static_bytes[self.rank]
+        slab_bytes = self.settings.host_slab_bytes
+        pinned_bytes = -(-program.peak_host_bytes // slab_bytes) * slab_bytes
+        program.after = _reused(self._host_uses, pinned_bytes)
         return program
 
     # Passes
@@ -417,10 +425,17 @@ class _Replay:
             self.program.peak_device_bytes = self._device_bytes
         self._note_memory()
 
-    def count_host(self, num_bytes: int) -> None:
-        """The same of host memory."""
-        self._host_bytes += num_bytes
+    def take_host(self, group: _Group) -> None:
+        """Take host memory for a copy that was just issued."""
+        self._host_uses.append((group.num_bytes, group.offload))
+        self._host_bytes += group.num_bytes
         self.program.peak_host_bytes = max(self.program.peak_host_bytes, self._host_bytes)
+        self._note_memory()
+
+    def free_host(self, group: _Group) -> None:
+        """Give it back: behind the group's reload, or where there is none at once."""
+        self._host_uses.append((-group.num_bytes, group.reload))
+        self._host_bytes -= group.num_bytes
         self._note_memory()
 
     def _note_memory(self) -> None:
@@ -428,6 +443,29 @@ class _Replay:
             budget, position = self.budget, len(self.program.kinds)
             counts = (self._device_bytes, budget.inflight_bytes, budget.held_bytes)
             self.program.memory.append(MemoryCounts(position, *counts, self._host_bytes))
+
+
+def _reused(uses: list[tuple[int, int]], pinned_bytes: int) -> dict[int, int]:
+    """Return for each copy that takes reused host memory the last reload that empties it.
+
+    Places are lent out in the order in which they were freed. The engine's pool looks for one of
+    the same size first, and for the best fit else, which this leaves out.
+    """
+    free: deque[tuple[int, int]] = deque([(pinned_bytes, -1)])
+    after: dict[int, int] = {}
+    for num_bytes, copy in uses:
+        if num_bytes < 0:
+            free.append((-num_bytes, copy))
+            continue
+        while num_bytes > 0:
+            free_bytes, emptied_by = free.popleft()
+            taken_bytes = min(free_bytes, num_bytes)
+            num_bytes -= taken_bytes
+            if free_bytes > taken_bytes:
+                free.appendleft((free_bytes - taken_bytes, emptied_by))
+            if emptied_by >= 0:
+                after[copy] = emptied_by  # reloads run in order, and so are places freed
+    return after
 
 
 def _groups_of(

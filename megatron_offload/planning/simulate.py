@@ -7,8 +7,7 @@ run as discrete events, with the bandwidth of a node shared by the copies that r
 Three streams a rank, as on a device: compute, and one queue of copies each way. A copy begins when
 the compute stream has come to where it was issued and the copies before it in its queue are over.
 Messages between stages take their latency and their bytes over ``p2p_gbps``; who sends goes on at
-once. Host time plays no part, nor does a host region's reuse (W5), which waits for a copy that is
-long over wherever the pool has room.
+once. Host time plays no part.
 
 Events are a heap of (time, number). simpy's processes were tried for the same: the events that are
 left cost several times as much there (`scripts/simulate_large.py --compare-simpy` measures it), and
@@ -307,13 +306,21 @@ class _Clock:
 
     def _issue(self, queue: _Queue, copy: int, now_us: float) -> None:
         queue.waiting.append(copy)
-        if queue.busy is None:
-            self._begin_copy(queue, now_us)
+        if queue.busy is None and self._begin_copy(queue, now_us):
             self._share(queue.rank.node, now_us)
 
-    def _begin_copy(self, queue: _Queue, now_us: float) -> None:
-        index = queue.waiting.popleft()
-        queue.busy = _Copy(queue, index, queue.rank.program.copy_bytes[index], now_us)
+    def _begin_copy(self, queue: _Queue, now_us: float) -> bool:
+        """Begin the next copy of an idle queue, if there is one whose host memory is empty (W5)."""
+        rank = queue.rank
+        if not queue.waiting:
+            return False
+        index = queue.waiting[0]
+        emptied_by = rank.program.after.get(index)
+        if emptied_by is not None and rank.done_us[emptied_by] is None:
+            return False
+        queue.waiting.popleft()
+        queue.busy = _Copy(queue, index, rank.program.copy_bytes[index], now_us)
+        return True
 
     def _end_copy(self, copy: _Copy, now_us: float) -> None:
         queue = copy.queue
@@ -322,8 +329,10 @@ class _Clock:
         if rank.trace is not None:
             _note_copy(rank, copy, now_us)
         queue.busy = None
-        if queue.waiting:
-            self._begin_copy(queue, now_us)
+        has_next = self._begin_copy(queue, now_us)
+        if not queue.is_d2h and rank.d2h.busy is None and self._begin_copy(rank.d2h, now_us):
+            has_next = False
+        if has_next:
             assert queue.busy is not None
             self._set_rate(queue.busy, copy.rate, now_us)  # as many copies as before
         else:

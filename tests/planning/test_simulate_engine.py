@@ -126,9 +126,7 @@ def random_job(rng):
     stages = tuple(
         StageWork(
             tuple(
-                GroupWork(
-                    f"g{index}", rng.choice(sizes), rng.randint(1, 60), rng.randint(1, 90)
-                )
+                GroupWork(f"g{index}", rng.choice(sizes), rng.randint(1, 60), rng.randint(1, 90))
                 for index in range(rng.randint(1, 6))
             )
         )
