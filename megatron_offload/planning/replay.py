@@ -508,12 +508,17 @@ def _learn(job: Job, rank: int, budget: DeviceBudget) -> StepProfile:
     return StepProfile(tuple(groups), tuple(order), tuple(at_bytes))
 
 
-def step_profile(job: Job, rank: int) -> StepProfile:
+def step_profile(job: Job, rank: int, budget: DeviceBudget | None = None) -> StepProfile:
     """Return what the engine would learn from a step of one rank: groups, and the order of needs.
 
     It depends on the schedule and on sizes alone, not on what moves.
+
+    Args:
+        job: the step.
+        rank: pipeline rank.
+        budget: one that is to know the step, as if it had come by.
     """
-    return _learn(job, rank, DeviceBudget(None, None))
+    return _learn(job, rank, budget or DeviceBudget(None, None))
 
 
 def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False) -> RankProgram:
