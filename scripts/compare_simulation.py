@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_offload.config import OffloadConfig, apply_overrides, validate
@@ -199,7 +200,11 @@ def main() -> None:
             if isinstance(values, dict):
                 print(f"  {name}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
     if args.output:
-        record = {"command": "python scripts/compare_simulation.py --output FILE", "rows": rows}
+        record = {
+            "command": "python scripts/compare_simulation.py --output FILE",
+            "date": datetime.now(UTC).date().isoformat(),
+            "rows": rows,
+        }
         args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
