@@ -28,7 +28,7 @@ import simpy
 
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.link import FairShare
-from megatron_offload.planning.replay import OpKind, RankProgram
+from megatron_offload.planning.program import OpKind, RankProgram
 from megatron_offload.reporting.trace import Span, StepTrace
 
 __all__ = ["PIPELINE", "RELEASE", "RELOAD", "RankStreams", "run_streams"]

@@ -116,15 +116,6 @@ def test_virtual_stages_divide_the_bubble_and_split_backwards_fill_it():
     assert simulate(split).step_us - work_us == pytest.approx(3 * 4 * (100 + 100 - 100))
 
 
-def test_messages_take_their_latency_and_their_bytes():
-    machine = replace(FAST, p2p_latency_us=5.0, p2p_gbps=1.0)
-    stage = StageWork((GroupWork("g", 0, 100.0, 200.0),), output_bytes=20 * KB)
-    job = Job(one_f_one_b(2, 1), (stage, stage), (0, 0), machine)
-    simulation = simulate(job)
-    assert simulation.step_us == pytest.approx(600 + 2 * 25)
-    assert simulation.ranks[0].stall_us[PIPELINE] == pytest.approx(300 + 2 * 25)
-
-
 def test_ranks_of_a_node_share_it_and_those_of_two_do_not():
     work = (GroupWork("g", 100 * KB, 100.0, 200.0),) * 4
     schedule = gpipe(2, 4)
