@@ -53,6 +53,10 @@ LAYER_GROUPS = (
 )
 """The groups of a layer, in its order."""
 
+_MOST = 10**9
+_MOST_LAYERS = 10**5
+"""Larger sizes are a slip of the pen."""
+
 _MOST_FITS = 20
 _FIT_TOLERANCE = 1e-6
 
@@ -63,26 +67,26 @@ _GRADIENT_BUFFERS = 2
 class ModelDescription(StrictModel):
     """A dense GPT, how it is cut over GPUs, and how fast one GPU is."""
 
-    layers: int = Field(ge=1)
-    hidden: int = Field(ge=1)
-    ffn: int = Field(ge=1)
+    layers: int = Field(ge=1, le=_MOST_LAYERS)
+    hidden: int = Field(ge=1, le=_MOST)
+    ffn: int = Field(ge=1, le=_MOST)
     """Width of the MLP."""
-    heads: int = Field(ge=1)
+    heads: int = Field(ge=1, le=_MOST)
     kv_heads: int | None = Field(default=None, ge=1)
     """Heads of keys and values; None for as many as of queries."""
-    vocabulary: int = Field(ge=1)
+    vocabulary: int = Field(ge=1, le=_MOST)
     gated_mlp: bool = False
     """Whether the MLP's first layer is twice as wide, as with SwiGLU."""
 
-    sequence: int = Field(ge=1)
-    microbatch: int = Field(default=1, ge=1)
+    sequence: int = Field(ge=1, le=_MOST)
+    microbatch: int = Field(default=1, ge=1, le=_MOST)
     """Sequences."""
-    num_microbatches: int = Field(ge=1)
+    num_microbatches: int = Field(ge=1, le=_MOST)
 
-    pipeline_parallel: int = Field(default=1, ge=1)
-    virtual_stages: int = Field(default=1, ge=1)
+    pipeline_parallel: int = Field(default=1, ge=1, le=_MOST)
+    virtual_stages: int = Field(default=1, ge=1, le=_MOST)
     """Of each pipeline rank."""
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, le=_MOST)
     """GPUs of one node that share every layer, with sequence parallelism."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
     """None: ``interleaved`` with several virtual stages, else ``1f1b``."""
@@ -124,7 +128,13 @@ class ModelDescription(StrictModel):
 
     @model_validator(mode="after")
     def _divides(self) -> ModelDescription:
-        for what, number in (("hidden", self.heads), ("heads", self.kv_heads or self.heads)):
+        divisors = (
+            ("hidden", self.heads),
+            ("heads", self.kv_heads or self.heads),
+            ("heads", self.tensor_parallel),
+            ("ffn", self.tensor_parallel),
+        )
+        for what, number in divisors:
             if getattr(self, what) % number:
                 raise ValueError(f"{what} {getattr(self, what)} is no multiple of {number}")
         num_stages = self.pipeline_parallel * self.virtual_stages

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.config import validate
+from megatron_offload.config import load_yaml, validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.model_cost import (
     ModelDescription,
@@ -52,12 +52,20 @@ def describe(**changes):
         ({"modules": ["mlp_fc3"]}, "unknown group 'mlp_fc3'; did you mean 'mlp_fc"),
         ({"achieved_share": 1.5}, "achieved_share"),
         ({"sequence": 0}, "sequence"),
+        ({"layers": 10**6}, "layers"),
+        ({"tensor_parallel": 3}, "heads 64 is no multiple of 3"),
         ({"schedule": "1f2b"}, "schedule"),
     ],
 )
 def test_a_wrong_description_is_refused_by_name(change, said):
     with pytest.raises(ConfigError, match=said):
         describe(**change)
+
+
+def test_a_yaml_file_describes_a_model(tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in SHAPE_C.items()))
+    assert validate(ModelDescription, load_yaml(path), str(path)) == describe()
 
 
 def test_weights_are_those_that_the_real_model_counted():
