@@ -52,7 +52,8 @@ class MemoryCounts(NamedTuple):
 
     position: int
     """Of the op; the counts hold from its beginning."""
-    device_bytes: int
+    saved_bytes: int
+    """On the device, beyond what is there all the time."""
     inflight_bytes: int
     held_bytes: int
     host_bytes: int
@@ -168,8 +169,9 @@ class ProgramWriter:
     def _note_memory(self) -> None:
         if self.records:
             budget, position = self._budget, len(self.program.kinds)
-            counts = (self._device_bytes, budget.inflight_bytes, budget.held_bytes)
-            self.program.memory.append(MemoryCounts(position, *counts, self._host_bytes))
+            saved_bytes = self._device_bytes - self._static_bytes
+            counts = (saved_bytes, budget.inflight_bytes, budget.held_bytes, self._host_bytes)
+            self.program.memory.append(MemoryCounts(position, *counts))
 
 
 def _reused(uses: list[tuple[int, int]], pinned_bytes: int) -> dict[int, int]:

@@ -111,5 +111,5 @@ def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
     assert len(recorded.labels) == len(recorded.kinds)
     assert recorded.labels[0] == ("g[chunk 0, group 0]", False)
     last = recorded.memory[-1]
-    assert (last.device_bytes, last.host_bytes, last.inflight_bytes) == (0, 0, 0)
+    assert (last.saved_bytes, last.host_bytes, last.inflight_bytes) == (0, 0, 0)
     assert plain.kinds == recorded.kinds

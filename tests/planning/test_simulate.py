@@ -12,6 +12,7 @@ from megatron_offload.planning.job import GroupWork, Job, Machine, RankSettings,
 from megatron_offload.planning.profile import GroupKey
 from megatron_offload.planning.schedule import gpipe, make_schedule, one_f_one_b
 from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
+from megatron_offload.reporting.trace import HELD_BYTES, read_traces, write_traces
 
 KB = 1000
 FAST = Machine(1e6, 1e6, 1e6, 1e6, None, None, p2p_latency_us=0.0, p2p_gbps=1e9)
@@ -171,7 +172,7 @@ def random_job(rng):
         )
         for _ in range(num_ranks)
     ]
-    return Job(schedule, works, (0,) * num_ranks, machine), settings
+    return Job(schedule, works, (7 * KB,) * num_ranks, machine), settings
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -193,8 +194,8 @@ def test_what_holds_for_every_step(seed):
             for span in rank.trace.of(stream):
                 assert span.start_us >= ends_us - 1e-6
                 ends_us = span.end_us
-        device = [c.value for c in rank.trace.counters if c.name == "bytes saved, on the device"]
-        assert max(device, default=0) == rank.peak_device_bytes
+        saved = [c.value for c in rank.trace.counters if c.name == HELD_BYTES]
+        assert 7 * KB + max(saved, default=0) == rank.peak_device_bytes
     assert simulation.step_us >= without.step_us - 1e-6
 
 
@@ -233,3 +234,14 @@ def test_settings_are_for_each_rank():
     assert simulate(job, RankSettings()) == simulate(job, [RankSettings()] * 2)
     with pytest.raises(ConfigError, match="2 ranks, settings are for 1"):
         simulate(job, [RankSettings()])
+
+
+def test_a_recorded_step_is_a_trace_file_for_perfetto(tmp_path):
+    job = Job(one_f_one_b(2, 3), stages(2, 3), (0, 0))
+    settings = RankSettings(max_inflight_bytes=2 * KB, prefetch_bytes=2 * KB)
+    traces = [rank.trace for rank in simulate(job, settings, record=True).ranks]
+    write_traces(tmp_path / "trace.json", traces)
+    for rank, trace in enumerate(read_traces(tmp_path / "trace.json")):
+        assert trace.rank == rank
+        assert trace.of("compute") == traces[rank].of("compute")
+        assert {span.kind for span in trace.spans} >= {"forward", "backward", "d2h", "h2d"}
