@@ -200,12 +200,12 @@ def main() -> None:
             if isinstance(values, dict):
                 print(f"  {name}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
     if args.output:
-        record = {
+        head = {
             "command": "python scripts/compare_simulation.py --output FILE",
             "date": datetime.now(UTC).date().isoformat(),
-            "rows": rows,
         }
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        args.output.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
