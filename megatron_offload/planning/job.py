@@ -130,11 +130,14 @@ class RankSettings:
     """Likewise."""
     warmup_extra_bytes: int = 0
     """What may be held above both until the step's first backward."""
+    host_slab_bytes: int = 256 * 1024**2
+    """Pinned memory comes in slabs of this; where they are full, a copy to the host waits for the
+    reload that empties its place."""
     offloads: bool = True
     """Whether there is an engine at all."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "settings")
+        _check_numbers(self, "settings", above_zero=("host_slab_bytes",))
 
 
 NO_OFFLOAD = RankSettings(offloads=False)

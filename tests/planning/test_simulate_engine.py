@@ -17,6 +17,7 @@ from megatron_offload.config import OffloadConfig, SimulatedConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.planning.job import GroupWork, Job, Machine, RankSettings, StageWork
+from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
@@ -65,7 +66,7 @@ def run_engine(job, settings):
         min_tensor_bytes=0,
         max_inflight_bytes=settings.max_inflight_bytes,
         prefetch_bytes=settings.prefetch_bytes,
-        host_slab_bytes=4096 * KIB,
+        host_slab_bytes=settings.host_slab_bytes,
         host_memory_bytes=64 * KIB * KIB,
         simulated=SimulatedConfig(d2h_gbps=machine.d2h_gbps, h2d_gbps=machine.h2d_gbps),
     )
@@ -121,7 +122,7 @@ def run_step(manager, backend, job, passes):
 
 def random_job(rng):
     """Return a step of one rank: chunks of one or two stages, in any order that can run."""
-    num_stages, num_microbatches = rng.choice([1, 1, 2]), rng.randint(1, 6)
+    num_stages, num_microbatches = rng.choice([1, 1, 2]), rng.randint(1, 8)
     sizes = [rng.randint(1, 8) * 4 * KIB for _ in range(3)]
     stages = tuple(
         StageWork(
@@ -152,35 +153,66 @@ def backward_of(num_stages, microbatch):
     return [Pass(stage, PassKind.BACKWARD, microbatch) for stage in reversed(range(num_stages))]
 
 
-def random_settings(rng, job):
-    keys = [group.key for group in _profile(job).groups]
+def random_settings(rng, job, host_slab_bytes):
+    keys = [group.key for group in step_profile(job, 0).groups]
     return RankSettings(
         kept=frozenset(key for key in keys if rng.random() < 0.1),
         residents=frozenset(key for key in keys if rng.random() < 0.1),
-        max_inflight_bytes=rng.choice([None, 0, 16 * KIB, 64 * KIB, 200 * KIB]),
-        prefetch_bytes=rng.choice([None, 0, 32 * KIB, 64 * KIB, 200 * KIB]),
+        max_inflight_bytes=rng.choice([None, 0, 16 * KIB, 32 * KIB, 64 * KIB]),
+        prefetch_bytes=rng.choice([None, 0, 32 * KIB, 64 * KIB]),
+        host_slab_bytes=host_slab_bytes,
     )
 
 
-def _profile(job):
-    from megatron_offload.planning.replay import step_profile
-
-    return step_profile(job, 0)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_the_simulator_does_what_the_engine_does(seed):
+def both(seed, host_slab_bytes):
     rng = random.Random(seed)
     job = random_job(rng)
-    settings = random_settings(rng, job)
-    seen = run_engine(job, settings)
-    simulation = simulate(job, settings, record=True)
-    rank = simulation.ranks[0]
+    settings = random_settings(rng, job, host_slab_bytes)
+    return run_engine(job, settings), simulate(job, settings, record=True)
+
+
+def assert_same_decisions(seen, rank):
     assert [span.label for span in rank.trace.of("d2h")] == seen.d2h
     assert [span.label for span in rank.trace.of("h2d")] == seen.h2d
     assert rank.num_late == seen.num_late
     assert rank.peak_host_bytes == seen.peak_host_bytes
     assert rank.peak_device_bytes == seen.peak_saved_bytes
-    assert simulation.step_us == pytest.approx(seen.step_us, rel=0.01)
-    assert rank.stall_us[RELEASE] == pytest.approx(seen.release_us, abs=0.01 * seen.step_us)
-    assert rank.stall_us[RELOAD] == pytest.approx(seen.reload_us, abs=0.01 * seen.step_us)
+
+
+RARE = (
+    *(180, 1095, 1303, 1315),  # backward is over before the window lets a source go
+    *(757, 1297, 1635, 1836, 1937, 2292, 2311),  # a reload is late
+)
+
+
+@pytest.mark.parametrize("seed", [*range(60), *RARE])
+def test_the_simulator_does_what_the_engine_does_at_the_same_times(seed):
+    seen, simulation = both(seed, 4096 * KIB)
+    rank = simulation.ranks[0]
+    assert_same_decisions(seen, rank)
+    if seed not in (16, 21):
+        assert simulation.step_us == pytest.approx(seen.step_us, rel=1e-9)
+        assert rank.stall_us[RELEASE] == pytest.approx(seen.release_us, abs=1e-6)
+        assert rank.stall_us[RELOAD] == pytest.approx(seen.reload_us, abs=1e-6)
+    else:  # the pool lends a place that a reload is still emptying, though others were free
+        assert simulation.step_us == pytest.approx(seen.step_us, rel=0.006)
+
+
+def test_the_random_steps_move_stall_and_return():
+    ranks = [both(seed, 4096 * KIB)[1].ranks[0] for seed in range(60)]
+    ranks += [both(seed, 4096 * KIB)[1].ranks[0] for seed in RARE]
+    for seen in ("num_late", "returned_bytes", "reloaded_bytes"):
+        assert sum(getattr(rank, seen) > 0 for rank in ranks) >= 3, seen
+    for cause in (RELEASE, RELOAD):
+        assert sum(rank.stall_us[cause] > 0 for rank in ranks) >= 15, cause
+
+
+def test_where_pinned_memory_is_tight_the_times_are_near():
+    # Which place of the pool a copy gets is guessed: the simulator knows no best fit.
+    errors = []
+    for seed in range(40):
+        seen, simulation = both(seed, 16 * KIB)
+        assert_same_decisions(seen, simulation.ranks[0])
+        errors.append(abs(simulation.step_us / seen.step_us - 1))
+    assert max(errors) < 0.12
+    assert sum(error < 0.01 for error in errors) >= 35
