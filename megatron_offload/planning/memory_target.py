@@ -210,12 +210,14 @@ class _DeviceRoom:
     def __init__(self, rank: Footprint, link_gbps: float, resources: Resources) -> None:
         largest, share = rank.largest_bytes, rank.saved_peak_bytes // _AUTO_SHARE
         inflight, prefetch = resources.max_inflight_bytes, resources.prefetch_bytes
-        is_given = inflight is not None and prefetch is not None
+        self._is_given = inflight is not None and prefetch is not None
         if inflight is None:
             inflight = max(largest, share)
         self._prefetch_bytes = max(2 * largest, share) if prefetch is None else prefetch
         self._wanted_bytes = inflight + self._prefetch_bytes
-        self._least_bytes = self._wanted_bytes if is_given else min(2 * largest, self._wanted_bytes)
+        self._least_bytes = self._wanted_bytes
+        if not self._is_given:
+            self._least_bytes = min(2 * largest, self._wanted_bytes)
         lowest = rank.problem(0, self._least_bytes, link_gbps).least_peak_bytes()
         self.lowest_target_bytes = lowest + rank.waste_bytes
 
@@ -226,7 +228,8 @@ class _DeviceRoom:
 
     def prefetch_bytes(self, device_bytes: int) -> int:
         """Return the part of the room for what is back ahead of its use."""
-        return min(self._prefetch_bytes, device_bytes // 2)
+        most_bytes = device_bytes if self._is_given else device_bytes // 2
+        return min(self._prefetch_bytes, most_bytes)
 
 
 def _kept(rank: Footprint, problem: Problem) -> list[tuple[GroupKey, str]]:

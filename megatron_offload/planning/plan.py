@@ -5,7 +5,7 @@ by which ranks agree. Must not know how choices are made.
 
 Invariants: a plan decides on every group of its run, in the order of their commits, each with a
 reason; what is read again is what was written. A plan only ever costs time or memory; exactness
-does not depend on it. Read next: `megatron_offload.planning.policies`.
+does not depend on it. Read next: `megatron_offload.planning.policy`.
 """
 
 from __future__ import annotations

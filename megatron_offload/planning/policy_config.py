@@ -128,7 +128,7 @@ class AutoConfig(_Solved):
 
 
 class PlanFileConfig(StrictModel):
-    """A plan that was made before, by ``megatron-offload plan``."""
+    """A plan that was made before; see `megatron_offload.planning.plan.save_plan`."""
 
     kind: Literal["plan_file"]
 
