@@ -1,10 +1,13 @@
-"""Megatron's three numbers: module list, fraction, bytes per pipeline rank."""
+"""Megatron's numbers (module list, fraction, bytes per pipeline rank), a share, and a file."""
 
 from __future__ import annotations
 
 import pytest
+from problems import profiles
 
-from megatron_offload.planning.policy import ModulesPolicy
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.plan import save_plan
+from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, RatioPolicy
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 
 
@@ -44,3 +47,55 @@ def test_every_kept_group_has_a_reason():
     assert all(kept.values())
     assert any("fraction 0.5" in reason for reason in kept.values())
     assert any("100 bytes" in reason for reason in kept.values())
+
+
+def test_modules_that_are_not_listed_stay():
+    profile = make_profile()
+    kept = ModulesPolicy(modules=("group[01]", "other")).plan(profile)
+    assert {key.order for key in kept} == {2, 3}
+    plan = ModulesPolicy(modules=("group0",)).make_plan([profile])
+    assert plan.ranks[0].moved_bytes == 200
+
+
+def test_a_plan_of_modules_gives_later_ranks_more_to_keep():
+    runs = profiles(ranks=3, microbatches=4)
+    plan = ModulesPolicy(delta_bytes_across_pp_ranks=100).make_plan(runs)
+    assert [len(rank.kept) for rank in plan.ranks] == [0, 1, 1]
+    for rank, profile in zip(plan.ranks, runs, strict=True):
+        own = ModulesPolicy(keep_bytes=100 * profile.run.pp_rank).plan(profile)
+        assert rank.kept == own
+
+
+def test_a_plan_of_modules_has_residents():
+    runs = profiles(ranks=2, microbatches=4)
+    policy = ModulesPolicy(resident_bytes=512 << 20)
+    plan = policy.make_plan(runs)
+    for rank, profile in zip(plan.ranks, runs, strict=True):
+        assert set(rank.kept) == policy.residents(profile) != set()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999, 1.0])
+def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
+    runs = profiles(ranks=2, virtual=2)
+    for rank in RatioPolicy(ratio).make_plan(runs).ranks:
+        largest = max(choice.num_bytes for choice in rank.choices)
+        assert 0 <= rank.moved_bytes - ratio * rank.saved_bytes < largest
+        assert rank.moved_bytes == 0 or ratio > 0
+        moves = [choice.moves for choice in rank.choices]
+        assert moves == sorted(moves, reverse=True), "the first in the order of the step"
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan")])
+def test_a_ratio_outside_of_its_range_is_refused(ratio):
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        RatioPolicy(ratio)
+
+
+def test_a_plan_from_a_file_is_that_plan_for_its_run_alone(tmp_path):
+    runs = profiles(ranks=2)
+    plan = RatioPolicy(0.5).make_plan(runs)
+    save_plan(plan, tmp_path / "plan.json")
+    assert PlanFilePolicy(tmp_path / "plan.json").make_plan(runs) == plan
+    assert PlanFilePolicy(tmp_path / "plan.json").make_plan(runs[1:]) == plan
+    with pytest.raises(ConfigError, match="another run: it is for 4 microbatches"):
+        PlanFilePolicy(tmp_path / "plan.json").make_plan(profiles(ranks=2, microbatches=8))

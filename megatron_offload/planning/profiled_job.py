@@ -1,0 +1,150 @@
+"""A step as the profiles of all its ranks have shown it.
+
+Owns what becomes of measured times: which of them are compute, and which only waiting. Must not
+know torch, nor models.
+
+Times of a group are medians over the microbatches. What lies between two groups of one chunk is
+compute as well, and its median too. Between two passes of a rank, other stages may have been waited
+for: there the least of all microbatches counts, as the work in front of the later pass; which of
+both passes it belongs to can't be told, and matters to this rank alone.
+
+Invariant: a rank that never waited gets its measured time back, as far as its microbatches are
+alike. Read next: `megatron_offload.planning.job`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
+from megatron_offload.planning.profile import GroupProfile, GroupTimes, StepProfile
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule
+
+__all__ = ["job_from_profiles"]
+
+_Timed = list[tuple[GroupProfile, GroupTimes]]
+"""The groups of one chunk, in order."""
+
+
+def job_from_profiles(
+    profiles: Sequence[StepProfile],
+    schedule: Schedule,
+    machine: Machine,
+    static_bytes: Sequence[int],
+    *,
+    output_bytes: int = 0,
+) -> Job:
+    """Return the step that measured profiles show.
+
+    Profile steps without stalls (no offload, or little of it): what a group waited for a copy
+    can't be told from what it computed. Temporaries are in no profile; count them into
+    ``static_bytes`` where the peak matters.
+
+    Args:
+        profiles: of a timed step of each pipeline rank.
+        schedule: what they ran.
+        machine: bandwidths.
+        static_bytes: what lies on each rank all the time.
+        output_bytes: what goes from stage to stage.
+
+    Raises:
+        ConfigError: a profile has no times, or other chunks than the schedule; or the schedule
+            splits its backwards, which leave one time for both parts.
+    """
+    if len(profiles) != schedule.num_ranks:
+        raise ConfigError(
+            f"the schedule has {schedule.num_ranks} ranks, profiles are of {len(profiles)}"
+        )
+    stages: dict[int, StageWork] = {}
+    for rank, profile in enumerate(profiles):
+        stages |= _stages_of(rank, profile, schedule, output_bytes)
+    ordered = tuple(stages[stage] for stage in range(schedule.num_stages))
+    return Job(schedule, ordered, tuple(static_bytes), machine)
+
+
+def _stages_of(
+    rank: int, profile: StepProfile, schedule: Schedule, output_bytes: int
+) -> dict[int, StageWork]:
+    passes = schedule.ranks[rank]
+    chunks = _chunks_of(rank, profile, passes)
+    before_us = _least_before(passes, chunks)
+    stages = {}
+    for stage in schedule.stages_of(rank):
+        alike = [chunk for one, chunk in chunks.items() if one[0] == stage]
+        shapes = {tuple(group.name for group, _ in chunk) for chunk in alike}
+        if len(shapes) != 1:
+            raise ConfigError(
+                f"rank {rank}: the microbatches of stage {stage} have other groups each"
+            )
+        works = [_between("before the stage", before_us[stage, True], 0.0)]
+        for index in range(len(alike[0])):
+            if index:
+                works.append(_gap(alike, index))
+            works.append(_work(alike, index))
+        works.append(_between("behind the stage", 0.0, before_us[stage, False]))
+        timed = [work for work in works if work.is_marked or work.forward_us or work.backward_us]
+        stages[stage] = StageWork(tuple(timed), output_bytes)
+    return stages
+
+
+def _chunks_of(
+    rank: int, profile: StepProfile, passes: Sequence[Pass]
+) -> dict[tuple[int, int], _Timed]:
+    """Return the timed groups of each stage and microbatch."""
+    if len(profile.times) != len(profile.groups):
+        raise ConfigError(f"rank {rank}: the profile has no times; profile a timed step")
+    if any(one.kind in (PassKind.INPUT, PassKind.WEIGHT) for one in passes):
+        raise ConfigError("a profile has one time for a backward, and this schedule splits it")
+    by_chunk: dict[int, _Timed] = defaultdict(list)
+    for group, times in zip(profile.groups, profile.times, strict=True):
+        by_chunk[group.key.chunk].append((group, times))
+    forwards = [one for one in passes if one.kind is PassKind.FORWARD]
+    if sorted(by_chunk) != list(range(len(forwards))):
+        raise ConfigError(
+            f"rank {rank}: the profile has {len(by_chunk)} chunks, the schedule {len(forwards)}"
+        )
+    return {(one.stage, one.microbatch): by_chunk[index] for index, one in enumerate(forwards)}
+
+
+def _least_before(
+    passes: Sequence[Pass], chunks: dict[tuple[int, int], _Timed]
+) -> dict[tuple[int, bool], float]:
+    """Return for each stage, forward and backward, the least time in front of its passes."""
+    least: dict[tuple[int, bool], float] = {}
+    end_us = 0.0
+    for one in passes:
+        chunk = chunks[one.stage, one.microbatch]
+        is_forward = one.kind is PassKind.FORWARD
+        start_us = chunk[0][1].started_us if is_forward else chunk[-1][1].backward_us
+        gap_us = max(0.0, start_us - end_us)
+        key = (one.stage, is_forward)
+        least[key] = min(gap_us, least.get(key, gap_us))
+        end_us = chunk[-1][1].committed_us if is_forward else chunk[0][1].done_us
+    return least
+
+
+def _between(name: str, forward_us: float, backward_us: float) -> GroupWork:
+    return GroupWork(name, 0, forward_us, backward_us, is_marked=False)
+
+
+def _gap(chunks: Sequence[_Timed], index: int) -> GroupWork:
+    """Return what is computed between a group and the one before it."""
+    pairs = [(chunk[index - 1][1], chunk[index][1]) for chunk in chunks]
+    forward_us = statistics.median(b.started_us - a.committed_us for a, b in pairs)
+    backward_us = statistics.median(a.backward_us - b.done_us for a, b in pairs)
+    return _between("between groups", max(0.0, forward_us), max(0.0, backward_us))
+
+
+def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
+    groups = [chunk[index][0] for chunk in chunks]
+    times = [chunk[index][1] for chunk in chunks]
+    return GroupWork(
+        groups[0].name,
+        statistics.median_high(group.num_bytes for group in groups),
+        forward_us=statistics.median(one.committed_us - one.started_us for one in times),
+        backward_us=statistics.median(one.done_us - one.backward_us for one in times),
+        kept_bytes=statistics.median_high(group.elsewhere_bytes for group in groups),
+    )

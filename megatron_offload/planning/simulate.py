@@ -1,0 +1,140 @@
+"""How long a step takes, where it stalls, and what memory it needs, with no GPU at all.
+
+Owns what is predicted and what it is called. Must not know torch, models, nor how it comes about:
+`megatron_offload.planning.replay` says what the streams of each rank have to do and what memory
+that takes, `megatron_offload.planning.streams` when they do it.
+
+Invariants: same input, same result to the last bit; the work is linear in passes times groups.
+Read next: `docs/simulation.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
+from megatron_offload.planning.profile import GroupKey
+from megatron_offload.planning.replay import replay
+from megatron_offload.planning.streams import (
+    PIPELINE,
+    RELEASE,
+    RELOAD,
+    RankStreams,
+    run_streams,
+)
+from megatron_offload.reporting.trace import (
+    HELD_BYTES,
+    HOST_BYTES,
+    INFLIGHT_BYTES,
+    PREFETCHED_BYTES,
+    Counter,
+    StepTrace,
+)
+
+__all__ = ["PIPELINE", "RELEASE", "RELOAD", "RankResult", "Simulation", "simulate"]
+
+_SEGMENT_BYTES = 2 * 1024**2
+"""PyTorch's caching allocator takes large memory from the device in multiples of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What a step was on one rank."""
+
+    end_us: float
+    """When its last pass and its last release were over."""
+    compute_us: float
+    stall_us: dict[str, float]
+    """What the compute stream lost, by cause: `PIPELINE`, `RELEASE`, `RELOAD`. Waiting for the end
+    of the step's last rank isn't in it."""
+    peak_device_bytes: int
+    """The most that is allocated at one time."""
+    peak_reserved_bytes: int
+    """An estimate of what the allocator reserves: the peak and `Job.unused_bytes`, in segments."""
+    peak_host_bytes: int
+    """The most that lies on the host, from the issue of an offload to that of its reload."""
+    offloaded_bytes: int
+    reloaded_bytes: int
+    returned_bytes: int
+    """The part of ``offloaded_bytes`` whose memory was still there when it was needed."""
+    num_late: int
+    """Reloads that were issued only when their backward had begun."""
+    moved: tuple[GroupKey, ...]
+    """Groups whose copy to the host was issued, in that order."""
+    trace: StepTrace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a step was."""
+
+    step_us: float
+    """Until the last rank is done."""
+    ranks: tuple[RankResult, ...]
+    num_events: int
+    """How many the simulation took, a measure of its work that no clock disturbs."""
+
+    @property
+    def stall_us(self) -> dict[str, float]:
+        """The stalls of the rank that lost most to its copies, by cause."""
+        worst = max(self.ranks, key=lambda one: one.stall_us[RELEASE] + one.stall_us[RELOAD])
+        return worst.stall_us
+
+
+def simulate(
+    job: Job,
+    settings: Sequence[RankSettings] | RankSettings | None = None,
+    *,
+    record: bool = False,
+) -> Simulation:
+    """Predict one steady training step.
+
+    Args:
+        job: the step.
+        settings: what each pipeline rank keeps and may hold, or the same for all; None offloads
+            nothing.
+        record: keep the spans of all streams and the bytes over time; see `RankResult.trace`.
+
+    Raises:
+        ConfigError: there are not as many settings as ranks.
+    """
+    num_ranks = job.schedule.num_ranks
+    if settings is None or isinstance(settings, RankSettings):
+        settings = [settings or NO_OFFLOAD] * num_ranks
+    if len(settings) != num_ranks:
+        raise ConfigError(f"the schedule has {num_ranks} ranks, settings are for {len(settings)}")
+    programs = [replay(job, rank, one, records=record) for rank, one in enumerate(settings)]
+    ranks, num_events = run_streams(job, programs, records=record)
+    return Simulation(
+        step_us=max(one.end_us for one in ranks),
+        ranks=tuple(_result(one, job.unused_bytes) for one in ranks),
+        num_events=num_events,
+    )
+
+
+def _result(rank: RankStreams, unused_bytes: int | None) -> RankResult:
+    program = rank.program
+    unused_bytes = program.peak_temp_bytes if unused_bytes is None else unused_bytes
+    reserved_bytes = program.peak_device_bytes + unused_bytes
+    if rank.trace is not None:
+        began_us = [*rank.began_us, rank.end_us]
+        for position, *counts in program.memory:
+            names = (HELD_BYTES, INFLIGHT_BYTES, PREFETCHED_BYTES, HOST_BYTES)
+            for name, num_bytes in zip(names, counts, strict=True):
+                rank.trace.counters.append(Counter(name, began_us[position], num_bytes))
+    return RankResult(
+        end_us=rank.end_us,
+        compute_us=rank.compute_us,
+        stall_us=rank.stall_us,
+        peak_device_bytes=program.peak_device_bytes,
+        peak_reserved_bytes=-(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES,
+        peak_host_bytes=program.peak_host_bytes,
+        offloaded_bytes=program.offloaded_bytes,
+        reloaded_bytes=program.reloaded_bytes,
+        returned_bytes=program.returned_bytes,
+        num_late=program.num_late,
+        moved=tuple(program.moved),
+        trace=rank.trace,
+    )

@@ -1,0 +1,253 @@
+"""When the streams of all ranks do what they have to: compute, copies each way, and messages.
+
+Owns the times of `megatron_offload.planning.replay`'s programs, as processes of simpy: one for each
+rank's compute stream, and copies whose end moves whenever the node's bandwidth is shared anew
+(`megatron_offload.planning.link`). Must not know why anything moves.
+
+A copy begins when the compute stream has come to where it was issued and the copies before it in
+its queue are over; one to the host whose place another group had, when that has left it (W5).
+Messages between stages take their latency and their bytes over ``p2p_gbps``; who sends goes on at
+once. Host time plays no part.
+
+simpy was held against a heap of our own that gave the same results to the last bit: a whole
+simulation, replay and all, took up to half as long again with simpy, which is no reason for a
+second event loop. It can't take an event back, so that the end of a copy whose rate has changed
+since is passed over when it comes.
+
+Invariants: same programs, same times to the last bit; copies of one queue run in order, one at a
+time. Read next: `megatron_offload.planning.simulate`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from functools import partial
+
+import simpy
+
+from megatron_offload.planning.job import Job
+from megatron_offload.planning.link import FairShare
+from megatron_offload.planning.program import OpKind, RankProgram
+from megatron_offload.reporting.trace import Span, StepTrace
+
+__all__ = ["PIPELINE", "RELEASE", "RELOAD", "RankStreams", "run_streams"]
+
+PIPELINE = "pipeline"
+"""The stall of a rank that waits for another stage."""
+RELEASE = "W2"
+"""The stall at a release, whose copy to the host is not over."""
+RELOAD = "W4"
+"""The stall at a backward, whose reload is not over."""
+
+
+class _Copy:
+    """A copy under way."""
+
+    __slots__ = ("index", "queue", "rate", "rest_bytes", "since_us", "start_us", "version")
+
+    def __init__(self, queue: _Queue, index: int, num_bytes: float, now_us: float) -> None:
+        self.queue = queue
+        self.index = index
+        self.rest_bytes = num_bytes
+        self.rate = 0.0
+        self.start_us = self.since_us = now_us
+        self.version = 0
+
+
+class _Queue:
+    """A copy stream: copies in the order of issue, one at a time."""
+
+    __slots__ = ("busy", "is_d2h", "rank", "waiting")
+
+    def __init__(self, rank: RankStreams, *, is_d2h: bool) -> None:
+        self.rank = rank
+        self.is_d2h = is_d2h
+        self.busy: _Copy | None = None
+        self.waiting: deque[int] = deque()
+
+
+class RankStreams:
+    """What became of one rank's streams.
+
+    Attributes:
+        end_us: when the compute stream was done.
+        compute_us: how long it worked.
+        stall_us: what it lost, by cause.
+        began_us: when it came to each op of the program; only with a trace.
+        trace: the spans of all streams, where they are kept.
+    """
+
+    def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
+        self.program = program
+        self.end_us = self.compute_us = 0.0
+        self.stall_us = {PIPELINE: 0.0, RELEASE: 0.0, RELOAD: 0.0}
+        self.began_us: list[float] = []
+        self.trace = StepTrace(index) if records else None
+        self.d2h, self.h2d = _Queue(self, is_d2h=True), _Queue(self, is_d2h=False)
+        self.is_over = bytearray(len(program.copy_bytes))
+        self.awaited: tuple[int, simpy.Event] | None = None
+
+    def note(self, span: Span) -> None:
+        """Keep a span, if spans are kept."""
+        if self.trace is not None:
+            self.trace.spans.append(span)
+
+    def stalled(self, cause: str, position: int, since_us: float, until_us: float) -> None:
+        """Count what was lost at an op of the program."""
+        if until_us <= since_us:
+            return
+        self.stall_us[cause] += until_us - since_us
+        if self.trace is not None:
+            label = self.program.labels[position][0]
+            self.note(Span("compute", "stall", label, since_us, until_us - since_us, wait=cause))
+
+
+def run_streams(
+    job: Job, programs: Sequence[RankProgram], *, records: bool
+) -> tuple[list[RankStreams], int]:
+    """Run the programs of all ranks.
+
+    Returns:
+        The ranks, and how many times something had to be waited for or timed: a measure of the
+        work that no clock disturbs.
+    """
+    ranks = [RankStreams(index, program, records=records) for index, program in enumerate(programs)]
+    step = _Step(job, ranks)
+    step.environment.run()
+    return ranks, step.num_events
+
+
+class _Step:
+    """The processes of all ranks, and what they share."""
+
+    def __init__(self, job: Job, ranks: list[RankStreams]) -> None:
+        self.environment = simpy.Environment()
+        self.num_events = 0
+        machine = job.machine
+        self._share = FairShare(machine, job.gpus_per_rank)
+        us_per_byte = 1e-3 / machine.p2p_gbps
+        output_us = [machine.p2p_latency_us + s.output_bytes * us_per_byte for s in job.stages]
+        # By `message_of`, less the microbatch. A gradient is as large as what the stage before
+        # has sent.
+        self._transfer_us = [
+            us for stage in range(len(output_us)) for us in (output_us[stage - 1], output_us[stage])
+        ]
+        self._arrivals: dict[int, simpy.Event] = {}
+        for first in range(0, len(ranks), machine.ranks_per_node):
+            node = ranks[first : first + machine.ranks_per_node]
+            for rank in node:
+                self.environment.process(self._compute_stream(rank, node))
+
+    def _compute_stream(
+        self, rank: RankStreams, node: list[RankStreams]
+    ) -> Generator[simpy.Event, None, None]:
+        """Go through one rank's program."""
+        environment, program = self.environment, rank.program
+        for position, kind in enumerate(program.kinds):
+            now_us, argument = environment.now, program.arguments[position]
+            if rank.trace is not None:
+                rank.began_us.append(now_us)
+            if kind == OpKind.COMPUTE:
+                rank.compute_us += argument
+                if rank.trace is not None:
+                    label, is_backward = program.labels[position]
+                    what = "other" if not label else "backward" if is_backward else "forward"
+                    rank.note(Span("compute", what, label, now_us, argument))
+                self.num_events += 1
+                yield environment.timeout(argument)
+                continue
+            number = int(argument)
+            if kind == OpKind.AWAIT:
+                if not rank.is_over[number]:
+                    rank.awaited = (number, environment.event())
+                    is_d2h = yield rank.awaited[1]
+                    rank.awaited = None
+                    rank.stalled(RELEASE if is_d2h else RELOAD, position, now_us, environment.now)
+            elif kind == OpKind.RECEIVE:
+                arrival = self._arrivals.setdefault(number, environment.event())
+                if not arrival.processed:
+                    yield arrival
+                    rank.stalled(PIPELINE, position, now_us, environment.now)
+                del self._arrivals[number]
+            elif kind == OpKind.SEND:
+                self._send(number)
+            else:
+                queue = rank.d2h if kind == OpKind.OFFLOAD else rank.h2d
+                queue.waiting.append(number)
+                if queue.busy is None and self._begin_copy(queue):
+                    self._share_anew(node)
+        rank.end_us = environment.now
+
+    def _send(self, message: int) -> None:
+        arrival = self._arrivals.setdefault(message, self.environment.event())
+        flight = self.environment.timeout(self._transfer_us[message % len(self._transfer_us)])
+        self.num_events += 1
+        assert flight.callbacks is not None
+        flight.callbacks.append(arrival.trigger)
+
+    # Copies
+
+    def _begin_copy(self, queue: _Queue) -> bool:
+        """Begin the next copy of an idle queue, if there is one whose host memory is empty (W5)."""
+        rank = queue.rank
+        if not queue.waiting:
+            return False
+        index = queue.waiting[0]
+        emptied_by = rank.program.after.get(index)
+        if emptied_by is not None and not rank.is_over[emptied_by]:
+            return False
+        queue.waiting.popleft()
+        queue.busy = _Copy(queue, index, rank.program.copy_bytes[index], self.environment.now)
+        return True
+
+    def _end_copy(self, copy: _Copy, version: int, node: list[RankStreams], _: object) -> None:
+        """End a copy, unless its rate has changed since this end was set."""
+        if version != copy.version:
+            return
+        queue, now_us = copy.queue, self.environment.now
+        rank = queue.rank
+        rank.is_over[copy.index] = True
+        if rank.trace is not None:
+            stream, program = "d2h" if queue.is_d2h else "h2d", rank.program
+            label, num_bytes = program.copy_labels[copy.index], program.copy_bytes[copy.index]
+            duration_us = now_us - copy.start_us
+            rank.note(Span(stream, stream, label, copy.start_us, duration_us, num_bytes))
+        queue.busy = None
+        self._begin_copy(queue)
+        if not queue.is_d2h and rank.d2h.busy is None:
+            self._begin_copy(rank.d2h)
+        self._share_anew(node)
+        if rank.awaited is not None and rank.awaited[0] == copy.index:
+            rank.awaited[1].succeed(queue.is_d2h)
+
+    def _share_anew(self, node: list[RankStreams]) -> None:
+        """Share a node's bandwidth among the copies that run now."""
+        num_d2h = num_h2d = num_both = 0
+        for rank in node:
+            if rank.d2h.busy is not None:
+                if rank.h2d.busy is not None:
+                    num_both += 1
+                else:
+                    num_d2h += 1
+            elif rank.h2d.busy is not None:
+                num_h2d += 1
+        rates = self._share.rates(num_d2h, num_h2d, num_both)
+        for rank in node:
+            d2h, h2d = rank.d2h.busy, rank.h2d.busy
+            if d2h is not None:
+                self._set_rate(d2h, rates.d2h if h2d is None else rates.both_d2h, node)
+            if h2d is not None:
+                self._set_rate(h2d, rates.h2d if d2h is None else rates.both_h2d, node)
+
+    def _set_rate(self, copy: _Copy, rate: float, node: list[RankStreams]) -> None:
+        if rate == copy.rate:
+            return
+        now_us = self.environment.now
+        copy.rest_bytes -= copy.rate * (now_us - copy.since_us)
+        copy.rate, copy.since_us = rate, now_us
+        copy.version += 1
+        self.num_events += 1
+        end = self.environment.timeout(max(0.0, copy.rest_bytes) / rate)
+        assert end.callbacks is not None
+        end.callbacks.append(partial(self._end_copy, copy, copy.version, node))

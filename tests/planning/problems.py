@@ -1,0 +1,206 @@
+"""Random problems, profiles and jobs for the tests of planning."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from megatron_offload.planning.cover import Item, Problem
+from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
+from megatron_offload.planning.predict import profiles_of
+from megatron_offload.planning.profile import (
+    GroupKey,
+    GroupProfile,
+    GroupTimes,
+    MemorySample,
+    RunShape,
+    StepProfile,
+)
+from megatron_offload.planning.schedule import make_schedule
+
+MIB = 2**20
+
+
+def pipeline_problem(rng):
+    """A rank of 1F1B: passes of a few microbatches in turn, the same groups in each."""
+    num_warmup = rng.randint(1, 4)
+    num_microbatches = rng.randint(num_warmup, 5)
+    sizes = [rng.choice([1, 2, 4, 6, 8]) * rng.choice([64, 96]) for _ in range(rng.randint(2, 4))]
+    passes = [(True, m) for m in range(num_warmup)]
+    for m in range(num_microbatches):
+        if m + num_warmup < num_microbatches:
+            passes.append((True, m + num_warmup))
+        passes.append((False, m))
+    now_us, held_bytes, begun, items = 0.0, rng.randint(0, 10_000) * MIB, {}, []
+    memory_bytes = [held_bytes]
+    for is_forward, m in passes:
+        order = range(len(sizes)) if is_forward else reversed(range(len(sizes)))
+        for group in order:
+            num_bytes = sizes[group] * MIB
+            if is_forward:
+                now_us += sizes[group] * rng.uniform(20, 60)
+                held_bytes += num_bytes
+                begun[m, group] = len(memory_bytes), now_us
+            memory_bytes.append(held_bytes)
+            if not is_forward:
+                row, committed_us = begun[m, group]
+                end_row = len(memory_bytes) - 1
+                items.append(Item(num_bytes, row, end_row, committed_us, now_us))
+                now_us += sizes[group] * rng.uniform(40, 100)
+                held_bytes -= num_bytes
+    largest = max(sizes) * MIB
+    return items, memory_bytes, 2 * largest, rng.choice([25.0, 50.0])
+
+
+def nasty_problem(rng):
+    """Intervals of any size anywhere, memory that they don't explain, times without a clock."""
+    num_rows = rng.randint(2, 20)
+    items, memory_bytes = [], [rng.choice([0, 0, rng.randint(0, 200)]) for _ in range(num_rows)]
+    for _ in range(rng.randint(1, 24)):
+        first = rng.randrange(num_rows)
+        end = rng.randint(first + 1, num_rows)
+        num_bytes = rng.choice([rng.randint(0, 10), rng.randint(1, 1000), rng.randint(90, 110)])
+        items.append(Item(num_bytes, first, end, float(first), float(end)))
+        for row in range(first, end):
+            memory_bytes[row] += num_bytes
+    largest = max(item.num_bytes for item in items)
+    return items, memory_bytes, rng.choice([0, largest, 2 * largest]), rng.choice([0.3, 1000.0])
+
+
+def random_problem(seed):
+    """Return a problem that some choice solves, half of the time an ordinary one."""
+    rng = random.Random(seed)
+    make = rng.choice([pipeline_problem, nasty_problem])
+    items, memory_bytes, device_bytes, link_gbps = make(rng)
+    problem = Problem(tuple(items), tuple(memory_bytes), 0, device_bytes, link_gbps)
+    least_bytes, most_bytes = problem.least_peak_bytes(), max(memory_bytes)
+    middle_bytes = (least_bytes + most_bytes) // 2
+    target_bytes = rng.choice(
+        [least_bytes, rng.randint(least_bytes, middle_bytes), rng.randint(least_bytes, most_bytes)]
+    )
+    return replace(problem, target_bytes=target_bytes)
+
+
+def random_profile(rng):
+    """Return what some step might have shown, every field of it set."""
+    num_chunks, pp_size = rng.randint(1, 4), rng.randint(1, 4)
+    keys = [GroupKey(c, g) for c in range(num_chunks) for g in range(rng.randint(0, 4))]
+    most_bytes = rng.choice([2, 2**62])
+    at_bytes = sorted(rng.randrange(most_bytes) for _ in range(2 * len(keys)))
+    groups = tuple(
+        GroupProfile(
+            key,
+            rng.choice(["core_attn", "décoder.layers.*.mlp", '<script>"', ""]),
+            rng.choice([0, rng.randrange(2**62)]),
+            at,
+            rng.randrange(2**40),
+            rng.choice(["", "Tensor"]),
+        )
+        for key, at in zip(keys, at_bytes, strict=False)
+    )
+    order = rng.sample(keys, rng.randint(0, len(keys)))
+    has_clock = rng.random() < 0.8
+    num_samples = rng.choice([0, 4 * len(keys)])
+    return StepProfile(
+        groups=groups,
+        backward_order=tuple(order),
+        backward_at_bytes=tuple(at_bytes[len(keys) :][: len(order)]) if has_clock else (),
+        times=tuple(GroupTimes(*sorted(rng.uniform(0, 1e9) for _ in range(4))) for _ in keys)
+        if rng.random() < 0.8
+        else (),
+        step_us=rng.uniform(0, 1e9),
+        memory=tuple(
+            MemorySample(at_us, allocated, allocated + rng.randrange(2**40), rng.randrange(2**40))
+            for at_us, allocated in zip(
+                sorted(rng.uniform(0, 1e9) for _ in range(num_samples)),
+                [rng.randrange(2**62) for _ in range(num_samples)],
+                strict=True,
+            )
+        ),
+        run=RunShape(
+            rng.randint(1, 99),
+            rng.randrange(pp_size),
+            pp_size,
+            rng.randint(1, 4),
+            rng.randrange(1000),
+            ("core_attn", "mlp_act")[: rng.randint(0, 2)],
+            (("torch", "2.13"), ("python", "3.11"))[: rng.randint(0, 2)],
+        ),
+        offloaded_bytes=rng.choice([0, rng.randrange(2**62)]),
+    )
+
+
+def fields_of(profile):
+    """Return all of a profile: its own comparison leaves out what differs from step to step."""
+    return [getattr(profile, name) for name in profile.__dataclass_fields__]
+
+
+GROUPS = (
+    ("qkv_linear", 192, 0.8),
+    ("core_attn", 128, 1.5),
+    ("attn_proj", 64, 0.5),
+    ("mlp_fc1", 320, 2.5),
+    ("mlp_act", 256, 0.2),
+)
+
+
+def make_job(*, ranks=2, virtual=1, microbatches=4, layers=1, name=None, scale=1.0, machine=None):
+    """Return a pipeline of equal stages, about 1 GiB a layer and microbatch."""
+    groups = tuple(
+        GroupWork(
+            group,
+            int(mib * scale) * MIB,
+            ms * 4e3,
+            ms * 8e3,
+            kept_bytes=8 * MIB,
+            weight_us=ms * 4e3,
+            forward_temp_bytes=32 * MIB,
+            backward_temp_bytes=300 * MIB,
+        )
+        for group, mib, ms in GROUPS
+    )
+    schedule = make_schedule(
+        name or ("interleaved" if virtual > 1 else "1f1b"), ranks, microbatches, virtual
+    )
+    stage = StageWork(groups * layers, output_bytes=64 * MIB)
+    stages = (stage,) * schedule.num_stages
+    return Job(schedule, stages, (4 << 30,) * ranks, machine or Machine())
+
+
+def random_job(rng):
+    """Return a small pipeline of unequal stages, some parts of which no engine sees."""
+    num_ranks = rng.randint(1, 4)
+    name = rng.choice(["1f1b", "gpipe", "interleaved", "zb-h1"])
+    num_virtual = rng.randint(1, 2) if name == "interleaved" else 1
+    schedule = make_schedule(name, num_ranks, num_ranks * rng.randint(1, 3), num_virtual)
+
+    def group(index):
+        us = rng.choice([0.0 if index else 1.0, rng.uniform(100, 4000), rng.uniform(1000, 9000)])
+        return GroupWork(
+            f"part{index}",
+            rng.choice([0, 1, rng.randint(1, 64)]) * rng.choice([MIB, 100_003]),
+            us,
+            2 * us,
+            rng.randint(0, 9) * MIB,
+            weight_us=rng.choice([0.0, us]),
+            forward_temp_bytes=rng.randint(0, 40) * MIB,
+            backward_temp_bytes=rng.randint(0, 40) * MIB,
+            is_marked=rng.random() < 0.8,
+        )
+
+    stages = tuple(
+        StageWork(
+            tuple(group(index) for index in range(rng.randint(1, 5))),
+            rng.randint(0, 9) * MIB,
+            rng.randint(0, 9) * MIB,
+        )
+        for _ in range(schedule.num_stages)
+    )
+    static_bytes = tuple(rng.randint(0, 500) * MIB for _ in range(num_ranks))
+    machine = Machine(both_gbps=rng.uniform(5, 60), ranks_per_node=rng.randint(1, 4))
+    return Job(schedule, stages, static_bytes, machine)
+
+
+def profiles(**settings):
+    """Return the profiles of a job's ranks; see `make_job`."""
+    return profiles_of(make_job(**settings))

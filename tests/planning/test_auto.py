@@ -1,0 +1,70 @@
+"""The most memory for (almost) no time."""
+
+from __future__ import annotations
+
+import pytest
+from problems import make_job, profiles
+
+from megatron_offload.planning.auto import AutoPolicy, Prediction
+from megatron_offload.planning.job import Machine
+from megatron_offload.planning.memory_target import MemoryPlanner, Resources
+from megatron_offload.planning.predict import predictor_of, profiles_of
+
+SLOW = Resources(Machine(node_gbps=40.0, ranks_per_node=2))
+
+
+def slow_job():
+    return make_job(ranks=2, microbatches=6, machine=SLOW.machine)
+
+
+@pytest.mark.parametrize("percent", [0.0, 0.5, 5.0, 1000.0])
+def test_a_plan_is_never_predicted_to_be_slower_than_allowed(percent):
+    predict = predictor_of(slow_job())
+    plan = AutoPolicy(predict, percent, SLOW).make_plan(profiles_of(slow_job()))
+    without = predict(MemoryPlanner(profiles_of(slow_job())).plan((2**60,) * 2, "auto"))
+    found = predict(plan)
+    assert found.step_us <= without.step_us * (1 + percent / 100)
+    assert [rank.predicted_step_us for rank in plan.ranks] == [found.step_us] * 2
+    assert tuple(rank.predicted_peak_bytes for rank in plan.ranks) == found.peak_bytes
+    assert plan.policy == "auto"
+
+
+def test_more_time_never_gives_more_memory():
+    predict = predictor_of(slow_job())
+    peaks = [
+        max(
+            predict(
+                AutoPolicy(predict, percent, SLOW).make_plan(profiles_of(slow_job()))
+            ).peak_bytes
+        )
+        for percent in (0.0, 1.0, 10.0, 1000.0)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[-1]
+
+
+def test_the_lowest_target_that_is_fast_enough_is_found():
+    """With a prediction by a plain rule: below the knee each percent of the range costs 1 %."""
+    runs = profiles(ranks=1, microbatches=8, name="gpipe")
+    planner = MemoryPlanner(runs)
+    range_bytes = planner.highest_bytes - planner.lowest_bytes
+    knee_bytes = planner.lowest_bytes + range_bytes / 2
+
+    def predict(plan):
+        peak_bytes = plan.ranks[0].predicted_peak_bytes
+        return Prediction(100 * (1 + max(0, knee_bytes - peak_bytes) / range_bytes), (peak_bytes,))
+
+    plan = AutoPolicy(predict, 1.0).make_plan(runs)
+    limit_bytes = knee_bytes - 0.01 * range_bytes
+    assert plan.ranks[0].predicted_peak_bytes >= limit_bytes
+    lower = planner.plan((int(limit_bytes - range_bytes / 256),), "auto")
+    assert predict(lower).step_us > 101, "the next target is too slow"
+
+
+def test_where_nothing_is_free_nothing_moves():
+    def predict(plan):
+        moved_bytes = sum(rank.moved_bytes for rank in plan.ranks)
+        return Prediction(100.0 + moved_bytes, tuple(r.predicted_peak_bytes for r in plan.ranks))
+
+    plan = AutoPolicy(predict).make_plan(profiles(ranks=2, microbatches=2))
+    assert all(rank.moved_bytes == 0 for rank in plan.ranks)

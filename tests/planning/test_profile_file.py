@@ -1,0 +1,173 @@
+"""Profiles as files: exact, and closed to anything that isn't one."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from problems import fields_of, random_profile
+
+from megatron_offload import files
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.profile_file import (
+    load_profile,
+    parse_profile,
+    profile_to_json,
+    save_profile,
+)
+
+
+def example():
+    """A profile in which no list is empty."""
+    profiles = (random_profile(random.Random(seed)) for seed in range(100))
+    return next(
+        profile
+        for profile in profiles
+        if len(profile.backward_order) > 1
+        and profile.backward_at_bytes
+        and profile.times
+        and profile.memory
+    )
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    for seed in range(300):
+        profile = random_profile(random.Random(seed))
+        again = parse_profile(profile_to_json(profile), "it")
+        assert fields_of(again) == fields_of(profile), seed
+    save_profile(profile, tmp_path / "p.json")
+    assert fields_of(load_profile(tmp_path / "p.json")) == fields_of(profile)
+
+
+def test_a_profile_that_could_not_be_read_again_is_not_written(tmp_path):
+    path = tmp_path / "p.json"
+    save_profile(example(), path)
+    before = path.read_text()
+    with pytest.raises(ConfigError, match="NaN is no number"):
+        save_profile(replace(example(), step_us=float("nan")), path)
+    assert path.read_text() == before
+
+
+def test_a_failed_write_leaves_the_last_good_file(tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    save_profile(example(), path)
+    before = path.read_text()
+    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        save_profile(random_profile(random.Random(1)), path)
+    assert path.read_text() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["p.json"]
+
+
+def changed(change):
+    data = json.loads(profile_to_json(example()))
+    change(data)
+    return json.dumps(data)
+
+
+def set_at(*path, to):
+    def change(data):
+        for part in path[:-1]:
+            data = data[part]
+        data[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_at("groups", 0, "nmae", to="x"), r"unknown key 'groups.0.nmae'; did you mean 'name'"),
+        (set_at("run", "pp_sise", to=2), "unknown key 'run.pp_sise'; did you mean 'pp_size'"),
+        (set_at("version", to=2), "'version'"),
+        (set_at("format", to="plan"), "'format'"),
+        (lambda data: data.pop("run"), "'run' is required"),
+        (set_at("groups", 0, "num_bytes", to=-1), "'groups.0.num_bytes'"),
+        (set_at("groups", 0, "num_bytes", to=2**63), "'groups.0.num_bytes'"),
+        (set_at("groups", 0, "num_bytes", to=10**400), "'groups.0.num_bytes'"),
+        (set_at("groups", 0, "num_bytes", to="5"), "'groups.0.num_bytes'"),
+        (set_at("groups", 0, "num_bytes", to=True), "'groups.0.num_bytes'"),
+        (set_at("groups", 0, "num_bytes", to=5.0), "'groups.0.num_bytes'"),
+        (set_at("groups", 0, "name", to="x" * 1000), "'groups.0.name'"),
+        (set_at("groups", to={}), "'groups'"),
+        (set_at("step_us", to=None), "'step_us'"),
+        (set_at("step_us", to=-1.0), "'step_us'"),
+        (set_at("run", "versions", to={"torch": 2}), "'run.versions.torch'"),
+        (set_at("run", "pp_rank", to=9), "pipeline rank 9 of"),
+        (lambda data: data["groups"].append(data["groups"][-1]), "two have the same"),
+        (lambda data: data["backward"].append(data["backward"][-1]), "comes twice"),
+        (set_at("backward", 0, "order", to=99), "has no group 99"),
+        (set_at("backward", 0, "at_bytes", to=None), "some have none"),
+        (set_at("backward", 0, "at_bytes", to=2**63 - 1), "'backward' are not in the order"),
+        (set_at("groups", 0, "committed_at_bytes", to=2**63 - 1), "'groups' are not in the order"),
+        (lambda data: data["times"].pop(), "'times' holds"),
+        (set_at("memory", 0, "at_us", to=1e12), "'memory' are not in the order"),
+        (set_at("memory", 0, "reserved_bytes", to=0), "more is allocated than reserved"),
+    ],
+)
+def test_what_no_step_can_have_shown_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_profile(changed(change), "it")
+    assert all(line.startswith("it") for line in str(caught.value).splitlines())
+
+
+def test_times_that_run_backwards_are_refused():
+    def swap(data):
+        place = data["backward"][0]
+        index = next(
+            index
+            for index, group in enumerate(data["groups"])
+            if (group["chunk"], group["order"]) == (place["chunk"], place["order"])
+        )
+        data["times"][index]["done_us"] = 0.0
+
+    with pytest.raises(ConfigError, match="run backwards"):
+        parse_profile(changed(swap), "it")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "3",
+        "{",
+        '{"format": 1, "format": 2}',
+        '{"step_us": NaN}',
+        '{"step_us": 1e999}',
+        "[" * 100_000,
+        '{"a":' * 50 + "1" + "}" * 50,
+        '{"version": ' + "9" * 5000 + "}",
+    ],
+)
+def test_hostile_texts_end_in_one_error(text):
+    with pytest.raises(ConfigError, match="it"):
+        parse_profile(text, "it")
+
+
+def test_every_truncation_is_refused():
+    text = profile_to_json(example()).rstrip()
+    for length in range(0, len(text), 37):
+        with pytest.raises(ConfigError):
+            parse_profile(text[:length], "it")
+
+
+def test_infinite_times_are_refused():
+    with pytest.raises(ConfigError, match="'step_us'"):
+        parse_profile(
+            changed(set_at("step_us", to=0)).replace('"step_us": 0', '"step_us": 1e999'), "it"
+        )
+
+
+def test_a_file_that_is_too_large_or_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="can't read"):
+        load_profile(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        load_profile(tmp_path)
+    with open(tmp_path / "huge", "wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(ConfigError, match="more than"):
+        load_profile(tmp_path / "huge")

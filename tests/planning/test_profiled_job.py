@@ -1,0 +1,96 @@
+"""From measured profiles back to a step: waiting is no work, and what was measured comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
+from megatron_offload.planning.profile import GroupTimes
+from megatron_offload.planning.profiled_job import job_from_profiles
+from megatron_offload.planning.replay import step_profile
+from megatron_offload.planning.schedule import interleaved_one_f_one_b, one_f_one_b, zero_bubble_h1
+from megatron_offload.planning.simulate import simulate
+
+MACHINE = Machine(p2p_latency_us=7.0, p2p_gbps=1.0)
+
+
+def stage(number):
+    return StageWork(
+        (
+            GroupWork("embedding", 0, 13.0, 5.0 + number, is_marked=False),
+            GroupWork("attention", 1000 + number, 100.0, 210.0, kept_bytes=50),
+            GroupWork("residual", 0, 3.0, 2.0, is_marked=False),
+            GroupWork("mlp", 4000, 150.0 + number, 300.0),
+            GroupWork("head", 0, 0.0, 11.0, is_marked=False),
+        ),
+        output_bytes=2000,
+    )
+
+
+def profiles_of(job):
+    """Return what the engine would have seen of a step, by the times of a recorded simulation."""
+    profiles = []
+    for rank, result in enumerate(simulate(marked_all(job), record=True).ranks):
+        spans = {(s.label, s.kind): s for s in result.trace.of("compute") if s.kind != "stall"}
+        profile = step_profile(job, rank)
+        works = {work.name: work for s in job.stages for work in s.groups}
+        times, groups = [], []
+        for group in profile.groups:
+            label = f"{group.name}[chunk {group.key.chunk}, group {group.key.order * 2 + 1}]"
+            forward, backward = spans[label, "forward"], spans[label, "backward"]
+            times.append(
+                GroupTimes(forward.start_us, forward.end_us, backward.start_us, backward.end_us)
+            )
+            groups.append(group._replace(elsewhere_bytes=works[group.name].kept_bytes))
+        profiles.append(replace(profile, groups=tuple(groups), times=tuple(times)))
+    return profiles
+
+
+def marked_all(job):
+    """Return the job with labels for all parts, as spans of it have them."""
+    stages = tuple(
+        replace(s, groups=tuple(replace(work, is_marked=True) for work in s.groups))
+        for s in job.stages
+    )
+    return replace(job, stages=stages)
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 6), interleaved_one_f_one_b(2, 2, 4)])
+def test_a_profiled_step_takes_the_time_that_it_took(schedule):
+    stages = tuple(stage(number) for number in range(schedule.num_stages))
+    job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
+    again = job_from_profiles(
+        profiles_of(job), schedule, MACHINE, job.static_bytes, output_bytes=2000
+    )
+    before, after = simulate(job), simulate(again)
+    # Work behind a rank's last group is before its next pass, so messages leave that much sooner.
+    assert after.step_us == pytest.approx(before.step_us, rel=0.02)
+    for one, two in zip(before.ranks, after.ranks, strict=True):
+        assert two.compute_us == pytest.approx(one.compute_us, rel=0.02)
+        assert two.peak_device_bytes == one.peak_device_bytes
+
+
+def test_waiting_for_the_pipeline_is_no_work():
+    schedule = one_f_one_b(4, 8)
+    job = Job(schedule, tuple(stage(0) for _ in range(4)), (0,) * 4, MACHINE)
+    again = job_from_profiles(profiles_of(job), schedule, MACHINE, job.static_bytes)
+    first = simulate(job).ranks[0]
+    assert first.stall_us["pipeline"] > 0.2 * first.compute_us
+    assert simulate(again).ranks[0].compute_us == pytest.approx(first.compute_us, rel=0.02)
+
+
+def test_what_no_profile_can_tell_is_refused():
+    job = Job(one_f_one_b(2, 4), (stage(0), stage(1)), (0, 0), MACHINE)
+    timed = profiles_of(job)
+    untimed = [replace(profile, times=()) for profile in timed]
+    with pytest.raises(ConfigError, match="no times"):
+        job_from_profiles(untimed, job.schedule, MACHINE, (0, 0))
+    with pytest.raises(ConfigError, match="2 ranks, profiles are of 1"):
+        job_from_profiles(timed[:1], job.schedule, MACHINE, (0, 0))
+    with pytest.raises(ConfigError, match="the profile has 4 chunks, the schedule 6"):
+        job_from_profiles(timed, one_f_one_b(2, 6), MACHINE, (0, 0))
+    with pytest.raises(ConfigError, match="splits it"):
+        job_from_profiles(timed, zero_bubble_h1(2, 4), MACHINE, (0, 0))

@@ -1,0 +1,115 @@
+"""What a rank's streams have to do, before there is any time."""
+
+from __future__ import annotations
+
+from megatron_offload.planning.budget import DeviceBudget
+from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
+from megatron_offload.planning.profile import GroupKey
+from megatron_offload.planning.program import OpKind
+from megatron_offload.planning.replay import replay, step_profile
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule, gpipe, zero_bubble_h1
+
+
+def work(num_bytes, **more):
+    return GroupWork("g", num_bytes, 1.0, 2.0, **more)
+
+
+def one_rank(*groups, num_microbatches=1):
+    return Job(gpipe(1, num_microbatches), (StageWork(groups),), (0,))
+
+
+def kinds(program):
+    return "".join(OpKind(kind).name[0] for kind in program.kinds)
+
+
+def test_the_profile_has_the_engine_s_clock():
+    profile = step_profile(one_rank(work(10), work(30)), 0)
+    # A commit is at what was passed before it, a backward at what was passed when it is reached.
+    assert [group.committed_at_bytes for group in profile.groups] == [0, 10]
+    assert profile.backward_order == (GroupKey(0, 1), GroupKey(0, 0))
+    assert profile.backward_at_bytes == (40, 70)
+
+
+def test_chunks_and_groups_that_the_engine_does_not_see_take_no_position():
+    unseen = work(5, is_marked=False)
+    order = [(0, "F"), (1, "F"), (1, "B"), (0, "B")]
+    passes = tuple(Pass(stage, PassKind(kind), 0) for stage, kind in order)
+    schedule = Schedule("any", 2, 1, (passes,))
+    job = Job(schedule, (StageWork((unseen,)), StageWork((unseen, work(7)))), (0,))
+    assert [group.key for group in step_profile(job, 0).groups] == [GroupKey(0, 0)]
+    program = replay(job, 0, RankSettings(kept=frozenset({GroupKey(0, 0)})))
+    assert program.moved == []
+    assert program.peak_device_bytes == 5 + 5 + 7
+
+
+def test_limits_that_are_not_set_follow_the_step():
+    budget = DeviceBudget(None, None)
+    step_profile(one_rank(work(100), num_microbatches=32), 0, budget)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (400, 400)
+
+
+def test_a_group_leaves_is_released_and_comes_back():
+    job = one_rank(work(10), work(10), work(10))
+    program = replay(job, 0, RankSettings(max_inflight_bytes=10, prefetch_bytes=0))
+    # Compute, Offload, compute, offload and Await of the first, compute (the last stays), await;
+    # then backward: Compute, Reload of the one before, await, compute, and so on.
+    assert kinds(program) == "COCOACACRACRAC"
+    assert program.offloaded_bytes == program.reloaded_bytes == 20
+    assert program.peak_host_bytes == 20
+
+
+def test_what_is_kept_by_plan_stays_and_residents_take_of_the_budget():
+    job = one_rank(work(10), work(10), work(10))
+    small = RankSettings(max_inflight_bytes=10, prefetch_bytes=0)
+    kept = RankSettings(frozenset({GroupKey(0, 0)}), max_inflight_bytes=10, prefetch_bytes=0)
+    resident = RankSettings(
+        residents=frozenset({GroupKey(0, 0)}), max_inflight_bytes=10, prefetch_bytes=0
+    )
+    assert replay(job, 0, small).moved == [GroupKey(0, 0), GroupKey(0, 1)]
+    assert replay(job, 0, kept).moved == [GroupKey(0, 1)]
+    assert replay(job, 0, resident).moved == [GroupKey(0, 1), GroupKey(0, 2)]
+
+
+def test_more_may_be_held_until_the_first_backward():
+    job = one_rank(*[work(10)] * 8)
+    small = RankSettings(max_inflight_bytes=20, prefetch_bytes=10)
+    extra = RankSettings(max_inflight_bytes=20, prefetch_bytes=10, warmup_extra_bytes=30)
+    peak, more = (replay(job, 0, settings).peak_device_bytes for settings in (small, extra))
+    assert (peak, more) == (40, 70)
+
+
+def test_a_split_backward_needs_its_memory_until_the_weights_are_done():
+    stages = (StageWork((work(100, weight_us=1.0),)),) * 3
+    schedule = zero_bubble_h1(3, 4)
+    job = Job(schedule, stages, (0,) * 3)
+    for rank in range(3):
+        expected = 100 * schedule.peak_in_flight(rank)
+        assert replay(job, rank, NO_OFFLOAD).peak_device_bytes == expected
+    assert sum(replay(job, 0, NO_OFFLOAD).arguments[:1]) == 1.0
+
+
+def test_a_copy_waits_for_the_reload_that_empties_its_place_only_where_all_is_taken():
+    job = one_rank(*[work(10)] * 4, num_microbatches=1)
+    program = replay(job, 0, RankSettings(max_inflight_bytes=10, prefetch_bytes=0))
+    assert program.after == {}
+    order = ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+    passes = tuple(Pass(0, PassKind(word[0]), int(word[1])) for word in order)
+    job = Job(Schedule("any", 1, 4, (passes,)), job.stages, (0,))
+    settings = {"max_inflight_bytes": 10, "prefetch_bytes": 10}
+    tight = replay(job, 0, RankSettings(host_slab_bytes=10, **settings))
+    roomy = replay(job, 0, RankSettings(host_slab_bytes=1000, **settings))
+    assert roomy.after == {}
+    assert tight.after
+    for copy, reload in tight.after.items():
+        assert reload < copy
+
+
+def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
+    job = one_rank(work(10), work(10))
+    plain, recorded = (replay(job, 0, RankSettings(), records=flag) for flag in (False, True))
+    assert plain.labels == plain.memory == plain.copy_labels == []
+    assert len(recorded.labels) == len(recorded.kinds)
+    assert recorded.labels[0] == ("g[chunk 0, group 0]", False)
+    last = recorded.memory[-1]
+    assert (last.saved_bytes, last.host_bytes, last.inflight_bytes) == (0, 0, 0)
+    assert plain.kinds == recorded.kinds
