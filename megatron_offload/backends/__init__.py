@@ -19,6 +19,7 @@ def create_backend(config: OffloadConfig) -> Backend:
         IntegrationError: CUDA was asked for and there is no device.
     """
     from megatron_offload.backends.cuda import CudaBackend, is_available
+    from megatron_offload.backends.host_timed import HostTimedBackend
     from megatron_offload.backends.simulated import SimulatedBackend
 
     if config.backend == "cuda" or (config.backend == "auto" and is_available()):
@@ -28,4 +29,4 @@ def create_backend(config: OffloadConfig) -> Backend:
     simulated = config.simulated
     if not config.copy_streams:  # a copy that is queued on the compute stream comes before the rest
         simulated = simulated.model_copy(update={"copy_timing": "eager"})
-    return SimulatedBackend(simulated)
+    return HostTimedBackend(simulated) if simulated.host_time else SimulatedBackend(simulated)
