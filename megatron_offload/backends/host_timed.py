@@ -38,6 +38,20 @@ class HostTimedBackend(SimulatedBackend):
         self._depth = 0
         self._left_at_s = self._now_s()
 
+    @staticmethod
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``method`` with the clock stopped inside."""
+
+        @functools.wraps(method)
+        def call(self: HostTimedBackend, *args: Any, **kw: Any) -> Any:
+            self._enter()
+            try:
+                return method(self, *args, **kw)
+            finally:
+                self._leave()
+
+        return call
+
     def _enter(self) -> None:
         if self._depth == 0:
             self.advance_compute(max(0.0, 1e6 * (self._now_s() - self._left_at_s)))
@@ -49,19 +63,7 @@ class HostTimedBackend(SimulatedBackend):
             self._left_at_s = self._now_s()
 
 
-def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: HostTimedBackend, *args: Any, **kw: Any) -> Any:
-        self._enter()
-        try:
-            return method(self, *args, **kw)
-        finally:
-            self._leave()
-
-    return call
-
-
 for _name, _method in vars(SimulatedBackend).items():
     # Every call of the contract that does something; the others only say what is where.
     if callable(_method) and _name in vars(Backend) and not _name.startswith("_"):
-        setattr(HostTimedBackend, _name, _timed(_method))
+        setattr(HostTimedBackend, _name, HostTimedBackend.timed(_method))

@@ -166,7 +166,7 @@ def rank_chart(trace: StepTrace, times: Axis) -> RankChart:
         )
         return tuple(found), axis
 
-    memory, memory_axis = curves({LIVE_BYTES: "without", HELD_BYTES: "held"})
+    memory, memory_axis = curves({LIVE_BYTES: "without", HELD_BYTES: "offloaded"})
     moving, moving_axis = curves({INFLIGHT_BYTES: "d2h", PREFETCHED_BYTES: "h2d"})
     lanes = tuple(Lane(stream, _lane(trace.of(stream), times)) for stream in STREAMS)
     return RankChart(trace.rank, lanes, memory, memory_axis, moving, moving_axis, _facts(trace))
@@ -244,8 +244,10 @@ def _curve(
     for column in sorted(columns):
         low, high, last = (HEIGHT * (1 - sizes.share(v) / 100) for v in columns[column])
         parts.append(f"H{column}" if parts else f"M{column} {last:.2f}")
-        values = [last] if low == high else [low, high, last]
-        parts += [f"V{value:.2f}" for value in values]
+        if low != high:
+            parts.append(f"V{low:.2f}V{high:.2f}")
+        if low != high or len(parts) > 1:
+            parts.append(f"V{last:.2f}")
     if not parts:
         return Curve(kind, "", "")
     end = round(WIDTH * times.share(ends_us) / 100)
@@ -259,7 +261,7 @@ def _facts(trace: StepTrace) -> tuple[str, ...]:
     share = summary.total_stall_us / summary.duration_us if summary.duration_us else 0.0
     facts = [
         f"step {summary.duration_us / 1e3:.4g} ms",
-        f"compute waits for copies {summary.total_stall_us / 1e3:.3g} ms ({share:.1%})",
+        f"compute waits for copies {summary.total_stall_us / 1e3:.3g} ms ({100 * share:.1f} %)",
     ]
     for stream, name in (("d2h", "D2H"), ("h2d", "H2D")):
         gbps, busy_us = summary.gbps(stream), summary.busy_us[stream]
@@ -267,7 +269,7 @@ def _facts(trace: StepTrace) -> tuple[str, ...]:
             hidden = summary.overlap_us[stream] / busy_us
             facts.append(
                 f"{name} {format_bytes(summary.num_bytes[stream])} at {gbps:.3g} GB/s, "
-                f"{hidden:.0%} beside compute"
+                f"{100 * hidden:.0f} % beside compute"
             )
     return tuple(facts)
 

@@ -17,13 +17,11 @@ from typing import Any
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import replace_text
 from megatron_offload.reporting import charts
+from megatron_offload.reporting.plots import MOST_TIMELINES
 from megatron_offload.reporting.report import Pair, RankRow, Report, format_percent
 from megatron_offload.reporting.summary import format_bytes
 
 __all__ = ["render_report", "write_report"]
-
-_MOST_TIMELINES = 16
-"""Ranks whose timelines are drawn; a page of hundreds would help nobody."""
 
 
 def write_report(report: Report, path: str | Path) -> None:
@@ -63,7 +61,7 @@ def render_report(report: Report) -> str:
 
 
 def _context(report: Report) -> dict[str, Any]:
-    traces = report.traces[:_MOST_TIMELINES]
+    traces = report.traces[:MOST_TIMELINES]
     times = charts.time_axis(traces)
     return {
         "report": report,

@@ -35,9 +35,10 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryKind:
-    """A way to measure device memory, and what came out on every rank. Sizes in bytes."""
+    """A way to measure device memory, and the peaks on every rank. Sizes in bytes."""
 
     name: str
+    """Such as "reserved memory"."""
     by_rank: tuple[Pair, ...]
 
     @property
@@ -150,15 +151,16 @@ class Report:
         without, offloaded = kind.highest
         change = kind.highest.change
         if change is None:
-            return [f"highest {kind.name} {format_bytes(offloaded)}"]
+            return [f"peak {kind.name} {format_bytes(offloaded)}"]
+        way = "up" if change > 0 else "down"
         return [
-            f"highest {kind.name} {format_bytes(offloaded)} instead of {format_bytes(without)} "
+            f"peak {kind.name} {way} from {format_bytes(without)} to {format_bytes(offloaded)} "
             f"({format_percent(change)})"
         ]
 
     def _time(self) -> str:
         if self.is_simulated:
-            return "no word on speed, as the device is simulated"
+            return "speed is not judged, as the device is simulated"
         change = self.step_time_s.change
         if change is not None:
             return f"step time {format_percent(change)}"

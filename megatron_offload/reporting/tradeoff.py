@@ -44,8 +44,8 @@ class TradeOffPoint(StrictModel):
 class TradeOff(StrictModel):
     """The points of one job."""
 
-    memory: str = Field(default="peak device memory", max_length=200)
-    """Which memory ``peak_bytes`` is."""
+    memory: str = Field(default="device memory", max_length=200)
+    """What ``peak_bytes`` is the peak of, such as "reserved memory"."""
 
     points: Annotated[tuple[TradeOffPoint, ...], Field(min_length=1, max_length=10_000)]
     """In any order."""

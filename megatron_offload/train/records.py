@@ -23,6 +23,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files import open_regular, parse_json
 
 __all__ = [
+    "LOG_NAME",
     "RankStep",
     "RunReport",
     "StepLog",
@@ -32,7 +33,7 @@ __all__ = [
     "read_steps",
 ]
 
-_LOG_NAME = "steps.jsonl"
+LOG_NAME = "steps.jsonl"
 _MAX_LINE_BYTES = 16 * 1024**2
 """A line has some hundred bytes for each rank and each of its groups."""
 
@@ -200,7 +201,7 @@ def read_steps(
         ConfigError: the file can't be read, a line up to ``last`` is not one that training wrote,
             or a step is missing.
     """
-    path = folder / _LOG_NAME
+    path = folder / LOG_NAME
     records: list[StepRecord] = []
     size = 0
     if not os.path.lexists(path):
@@ -246,7 +247,7 @@ class StepLog:
         self._file: TextIO | None = None
         if owner:
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / _LOG_NAME
+            path = folder / LOG_NAME
             if keep_bytes:
                 os.truncate(path, keep_bytes)
             self._file = path.open("a" if keep_bytes else "w", encoding="utf-8")

@@ -31,12 +31,12 @@ from megatron_offload.reporting.report import (
     RankRow,
     Report,
 )
-from megatron_offload.reporting.trace import StepTrace, read_traces
 from megatron_offload.reporting.tradeoff import TradeOff, TradeOffPoint, read_tradeoff
-from megatron_offload.train.comparison import COMPARISON_NAME, FOLDERS, read_comparison
+from megatron_offload.train.comparison import FOLDERS, read_comparison
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RunReport, read_steps
-from megatron_offload.train.run_folder import CONFIG_NAME, read_facts, trace_paths
+from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, read_facts
+from megatron_offload.train.trace_command import read_run_traces
 
 __all__ = ["REPORT_NAME", "add_arguments", "read_report", "run"]
 
@@ -45,9 +45,9 @@ REPORT_NAME = "report.html"
 _TRADEOFF_NAME = "tradeoff.json"
 
 _MEMORY = (
-    ("peak reserved memory", "peak_reserved_bytes"),
-    ("peak allocated memory", "peak_allocated_bytes"),
-    ("peak live saved activations", "peak_live_activation_bytes"),
+    ("reserved memory", "peak_reserved_bytes"),
+    ("allocated memory", "peak_allocated_bytes"),
+    ("saved activations", "peak_live_activation_bytes"),
 )
 """What the device really takes counts most, where there is a device."""
 
@@ -97,10 +97,8 @@ def read_report(folder: Path) -> Report:
     Raises:
         ConfigError: it holds no run, or something in it is damaged.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give run.output of a run")
-    is_comparison = (folder / COMPARISON_NAME).exists()
-    main = folder / FOLDERS[1] if is_comparison else folder
+    main = main_folder(folder)
+    is_comparison = main != folder
     offloaded = RunReport(read_steps(main)[0])
     if not offloaded.steps:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
@@ -135,7 +133,7 @@ def read_report(folder: Path) -> Report:
             f"megatron-offload report {folder}",
         ),
         comparison=_comparison(folder) if is_comparison else None,
-        traces=_traces(main),
+        traces=read_run_traces(folder),
         tradeoff=_tradeoff(folder, memory, times, is_measured=not facts.is_simulated),
     )
 
@@ -211,15 +209,6 @@ def _groups(by_rank: Sequence[Sequence[GroupStats]]) -> list[GroupRow]:
 def _comparison(folder: Path) -> Comparison:
     found = read_comparison(folder)
     return Comparison(found.identical, tuple(found.findings.items()))
-
-
-def _traces(folder: Path) -> list[StepTrace]:
-    try:
-        return [trace for path in trace_paths(folder) for trace in read_traces(path)]
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _tradeoff(

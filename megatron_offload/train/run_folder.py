@@ -22,12 +22,15 @@ from pydantic import Field
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import read_json, replace_text
+from megatron_offload.train.comparison import COMPARISON_NAME, FOLDERS
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Device
+from megatron_offload.train.records import LOG_NAME
 
 __all__ = [
     "CONFIG_NAME",
     "RunFacts",
+    "main_folder",
     "prepare_folder",
     "read_facts",
     "trace_path",
@@ -76,7 +79,7 @@ def prepare_folder(config: TrainConfig, device: Device, ranks: int, *, is_new: b
     folder = config.run.output
     folder.mkdir(parents=True, exist_ok=True)
     if is_new:
-        for path in trace_paths(folder):
+        for path in trace_paths(folder).values():
             path.unlink()
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -114,16 +117,31 @@ def read_facts(folder: Path) -> RunFacts:
     return validate(RunFacts, data, str(path))
 
 
+def main_folder(folder: Path) -> Path:
+    """Return the folder of the run that a report is about: of a comparison, the one with offload.
+
+    Raises:
+        ConfigError: there is no such folder, or it holds a comparison and a run of its own.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; give run.output of a run")
+    if not (folder / COMPARISON_NAME).exists():
+        return folder
+    if (folder / LOG_NAME).exists():
+        raise ConfigError(
+            f"{folder} holds a comparison ({COMPARISON_NAME}) and another run ({LOG_NAME}); remove "
+            f"one of these files"
+        )
+    return folder / FOLDERS[1]
+
+
 def trace_path(folder: Path, rank: int) -> Path:
     """Return the file of one rank's timeline."""
     return folder / f"trace_{rank}.json"
 
 
-def trace_paths(folder: Path) -> list[Path]:
-    """Return the timelines that a folder holds, in the order of ranks."""
-    found = [(match, path) for path in folder.iterdir() if (match := _match(path))]
-    return [path for _, path in sorted(found, key=lambda pair: int(pair[0][1]))]
-
-
-def _match(path: Path) -> re.Match[str] | None:
-    return _TRACE_NAME.fullmatch(path.name)
+def trace_paths(folder: Path) -> dict[int, Path]:
+    """Return the timelines that a folder holds by rank, in the order of ranks."""
+    names = (_TRACE_NAME.fullmatch(path.name) for path in folder.iterdir())
+    ranks = sorted(int(match[1]) for match in names if match)
+    return {rank: trace_path(folder, rank) for rank in ranks}

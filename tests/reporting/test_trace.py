@@ -94,7 +94,7 @@ def test_an_empty_trace_has_a_summary_and_a_picture(tmp_path):
     assert summary.gbps("d2h") is None
     assert summary.lines()
     pytest.importorskip("matplotlib")
-    assert plot_timeline(StepTrace(), tmp_path / "empty.png")
+    assert plot_timeline([StepTrace()], tmp_path / "empty.png")
 
 
 def test_a_file_holds_valid_chrome_events(tmp_path):
@@ -369,7 +369,7 @@ def test_the_timeline_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     _, trace = traced_step(make_manager(prefetch_bytes=16 * 1024))
     path = tmp_path / "new" / "timeline.png"
-    assert plot_timeline(trace, path)
+    assert plot_timeline([trace], path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
