@@ -371,7 +371,7 @@ class PipelineOffloadManager:
         if group.num_bytes == 0:
             group.advance(GroupState.RESIDENT)
         elif learner.keeps(group.key):
-            self._keep(group, learner.kept.get(group.key, "nothing moves at the fraction 0"))
+            self._keep(group, learner.kept.get(group.key, "beyond the fraction 0 of its chunk"))
         elif group.key in learner.residents:
             self._keep(group, "its backward follows soonest, and the resident room takes it")
             self.budget.resident_bytes += group.num_bytes

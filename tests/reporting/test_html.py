@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -65,7 +67,7 @@ def test_every_section_is_there_and_every_element_is_closed(page):
 def test_headings_never_skip_a_level(page):
     levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
-    assert all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False))
+    assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
 
 
 def test_nothing_is_loaded_and_nothing_runs(page):
@@ -143,6 +145,6 @@ def test_a_page_that_cannot_be_rendered_leaves_the_last_one(tmp_path):
 
 
 def test_without_jinja2_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match=r"install megatron-offload\[report\]"):
         render_report(gpu_report())

@@ -21,6 +21,11 @@ def point(peak_bytes, percent, **more):
     return TradeOffPoint(**{"label": f"{peak_bytes} at {percent}", **values})
 
 
+def beats_or_equals(one, other):
+    fits = one.peak_bytes <= other.peak_bytes
+    return fits and one.step_time_percent <= other.step_time_percent
+
+
 def test_the_frontier_holds_what_nothing_beats():
     random_numbers = random.Random(7)
     for _ in range(200):
@@ -32,20 +37,9 @@ def test_the_frontier_holds_what_nothing_beats():
         pairs = [(p.peak_bytes, p.step_time_percent) for p in best]
         assert pairs == sorted(set(pairs))
         for one in points:
-            beaten = any(
-                other.peak_bytes <= one.peak_bytes
-                and other.step_time_percent <= one.step_time_percent
-                for other in best
-            )
-            assert beaten or one in best
+            assert one in best or any(beats_or_equals(other, one) for other in best)
         for one in best:
-            assert not any(
-                (other.peak_bytes, other.step_time_percent)
-                != (one.peak_bytes, one.step_time_percent)
-                and other.peak_bytes <= one.peak_bytes
-                and other.step_time_percent <= one.step_time_percent
-                for other in points
-            )
+            assert all(beats_or_equals(one, x) for x in points if beats_or_equals(x, one))
 
 
 def test_a_file_comes_back_as_it_was(tmp_path):
