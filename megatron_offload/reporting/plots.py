@@ -10,6 +10,7 @@ Invariant: without matplotlib a plot is left out, never an error. Read next:
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ _COUNTERS = {
     INFLIGHT_BYTES: (_KINDS["d2h"][0], "-"),
     PREFETCHED_BYTES: (_KINDS["h2d"][0], "-"),
 }
+
+_MOST_LABELS = 20
+"""Points that are named in a trade-off plot, those of the least memory first."""
 
 MOST_TIMELINES = 16
 """Ranks in one picture; hundreds would help nobody."""
@@ -155,7 +159,7 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     kinds = (("measured", False, "-", "#0b7f86"), ("predicted", True, "--", "none"))
@@ -174,11 +178,17 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
         axes.scatter(
             *(x, y), s=180, facecolors="none", edgecolors="#c2255c", linewidths=2, label="today's"
         )
-    for point in tradeoff.points:
+    # Labels beside their points would lie on one another: numbers there, a list at the side.
+    named = sorted(tradeoff.points, key=lambda point: point.peak_bytes)[:_MOST_LABELS]
+    for number, point in enumerate(named, start=1):
         place = (point.peak_bytes / _GIB, point.step_time_percent)
-        # As a user wrote it: a dollar sign starts no formula.
-        label = point.label.replace("$", r"\$")
-        axes.annotate(label, place, (6, 6), textcoords="offset points", fontsize=8)
+        axes.annotate(str(number), place, (0, 8), textcoords="offset points", ha="center")
+    lines = [
+        f"{number}  {textwrap.shorten(point.label, 60, placeholder=' ...')}"
+        for number, point in enumerate(named, start=1)
+    ]
+    # As a user wrote it: a dollar sign starts no formula.
+    axes.text(*(1.03, 1.0, "\n".join(lines)), transform=axes.transAxes, va="top", parse_math=False)
     axes.set(
         xlabel=f"peak {tradeoff.memory} of the rank that needs most (GiB)",
         ylabel="step time against no offload (%)",
@@ -236,7 +246,7 @@ def _draw_lanes(axes: Any, trace: StepTrace, scale: float) -> None:
             (-lane - 0.4, 0.8),
             facecolors=[_KINDS[span.kind][0] for span in spans],
             edgecolors="white",
-            linewidth=0.4,
+            linewidth=0.4 if len(spans) < 200 else 0.0,  # edges would hide what is thin
         )
     compute = [span for span in trace.of("compute") if span.duration_us > 0]
     total_us = compute[-1].end_us if compute else 0.0

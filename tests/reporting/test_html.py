@@ -64,6 +64,14 @@ def test_every_section_is_there_and_every_element_is_closed(page):
     assert len(ids) == len(set(ids))
 
 
+def test_no_attribute_holds_markup(page):
+    for _, attributes in page.elements:
+        for name, value in attributes.items():
+            assert name.replace("-", "").isalpha()
+            if name not in ("aria-label", "title"):
+                assert not set(value or "") & set('"<>'), (name, value)
+
+
 def test_headings_never_skip_a_level(page):
     levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
