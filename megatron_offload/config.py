@@ -373,9 +373,7 @@ def _explain(model: type[BaseModel], issue: Any) -> str:
 
 def _section_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel] | None:
     for part in path:
-        if isinstance(part, int):  # a place in a list of sections
-            continue
-        field = model.model_fields.get(part)
+        field = model.model_fields.get(str(part))
         inner = _model_in(field.annotation) if field is not None else None
         if inner is None:
             return None
@@ -386,6 +384,6 @@ def _section_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseM
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple):
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
     return None

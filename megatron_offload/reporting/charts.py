@@ -108,6 +108,8 @@ class Marker:
 
     left: float
     bottom: float
+    number: int
+    """Counts from 1 by memory, the least first."""
     point: TradeOffPoint
 
 
@@ -186,9 +188,8 @@ def scatter(tradeoff: TradeOff) -> Scatter:
     y_axis = Axis(low, high, tuple(y_ticks))
     x_axis = byte_axis(max((point.peak_bytes for point in points), default=0))
     markers = tuple(
-        Marker(x_axis.share(point.peak_bytes), y_axis.share(point.step_time_percent), point)
-        # Today's plan on top of all others.
-        for point in sorted(points, key=lambda point: point.is_plan)
+        Marker(x_axis.share(point.peak_bytes), y_axis.share(point.step_time_percent), number, point)
+        for number, point in enumerate(sorted(points, key=lambda point: point.peak_bytes), start=1)
     )
     frontiers = []
     for kind, is_predicted in (("measured", False), ("predicted", True)):

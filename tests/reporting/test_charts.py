@@ -123,7 +123,9 @@ def test_the_scatter_joins_the_best_of_each_kind():
     found = charts.scatter(TradeOff(memory="m", points=points))
     assert [kind for kind, _ in found.frontiers] == ["measured"]
     assert found.frontiers[0][1].count("L") == 1, "the third is beaten by the second"
-    assert found.markers[-1].point.is_plan, "on top of the others"
+    assert [(m.number, m.point.peak_bytes) for m in found.markers] == [
+        *((1, 50), (2, 50), (3, 60), (4, 100))
+    ]
     assert all(0 < m.left < 100 and 0 < m.bottom < 100 for m in found.markers)
     zero = next(tick for tick in found.y_axis.ticks if tick.label == "+0 %")
     at_zero = next(m for m in found.markers if m.point.step_time_percent == 0)
