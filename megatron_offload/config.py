@@ -1,35 +1,24 @@
 """What a user may set, checked before anything starts.
 
 Owns `OffloadConfig` (all sizes in bytes) and the strict reading of YAML files, ``key=value``
-overrides and environment variables, into any model derived from `StrictModel`. Must not know torch,
-so that bad input fails at once.
+overrides and environment variables. Must not know torch, so that bad input fails at once.
 
-Invariant: whatever is wrong ends in one `ConfigError` that names the key, what was given, and the
-nearest valid name. Read next: `megatron_offload.engine.manager`, which is configured with it.
+Invariant: whatever is wrong ends in one `ConfigError`; `megatron_offload.strict_model` words it.
+Read next: `megatron_offload.engine.manager`, which is configured with it.
 """
 
 from __future__ import annotations
 
 import os
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-)
+from pydantic import ByteSize, Field, field_validator
 
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files import MAX_DEPTH, read_text
+from megatron_offload.strict_model import Bytes, StrictModel, validate
 from megatron_offload.strict_yaml import MAX_YAML_BYTES, parse_yaml, shorten
 
 __all__ = [
@@ -73,43 +62,6 @@ EXTRA_MODULES: tuple[str, ...] = (
 MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
-
-_MAX_SIZE_LENGTH = 64
-
-
-def _plain_size(value: Any) -> Any:
-    """Say what is wrong in plain words: `ByteSize` alone would call ``-1`` an unreadable size."""
-    if isinstance(value, bool):
-        raise ValueError("a size is a number of bytes or a text such as '64MiB', not true or false")
-    if isinstance(value, str) and len(value) > _MAX_SIZE_LENGTH:
-        raise ValueError(f"a size has at most {_MAX_SIZE_LENGTH} characters")
-    if isinstance(value, (int, float)) and value < 0:
-        raise ValueError(f"a size can't be negative, got {value}")
-    if isinstance(value, str) and value.strip().startswith("-"):
-        raise ValueError(f"a size can't be negative, got {value!r}")
-    return value
-
-
-def _not_absurd(value: ByteSize) -> ByteSize:
-    if value >= 2**63:
-        raise ValueError("a size is less than 2^63 bytes")
-    return value
-
-
-Bytes = Annotated[ByteSize, BeforeValidator(_plain_size), AfterValidator(_not_absurd)]
-"""A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
-
-
-class StrictModel(BaseModel):
-    """A configuration section: immutable, and every unknown key is an error."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
 
 
 class SimulatedConfig(StrictModel):
@@ -326,64 +278,3 @@ def environment_int(
             f"{name} must be an integer of {least} or more, got {shorten(repr(text))}"
         )
     return int(text)
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-_MOST_ISSUES = 20
-"""So many of a configuration's errors are said one by one."""
-
-
-def validate(model: type[Model], data: Mapping[str, Any], source: str) -> Model:
-    """Build ``model`` from plain data.
-
-    Args:
-        model: the section's class.
-        data: nested plain values.
-        source: what to call the input in an error, such as the file's path.
-
-    Raises:
-        ConfigError: all that is wrong, one line each, with the nearest valid key.
-    """
-    try:
-        return model.model_validate(data)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    except ValidationError as error:
-        issues = error.errors()
-        lines = [_explain(model, issue) for issue in issues[:_MOST_ISSUES]]
-        if len(issues) > _MOST_ISSUES:
-            lines.append(f"and {len(issues) - _MOST_ISSUES} more")
-        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
-
-
-def _explain(model: type[BaseModel], issue: Any) -> str:
-    where = shorten(".".join(str(part) for part in issue["loc"]))
-    if issue["type"] == "extra_forbidden":
-        section = _section_at(model, issue["loc"][:-1])
-        fields = section.model_fields if section is not None else {}
-        return f"unknown key {where!r}{did_you_mean(str(issue['loc'][-1]), fields)}"
-    if issue["type"] == "missing":
-        return f"{where!r} is required"
-    message = issue["msg"].removeprefix("Value error, ")
-    given = shorten(repr(issue["input"]), 81)
-    got = "" if given in message or len(given) > 80 else f" (got {given})"
-    return f"{where!r}: {message[0].lower()}{message[1:]}{got}"
-
-
-def _section_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel] | None:
-    for part in path:
-        field = model.model_fields.get(str(part))
-        inner = _model_in(field.annotation) if field is not None else None
-        if inner is None:
-            return None
-        model = inner
-    return model
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
-    return None

@@ -14,7 +14,7 @@ import megatron_offload
 PACKAGE = Path(megatron_offload.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TORCHLESS = (
-    *("config.py", "errors.py", "files.py", "strict_yaml.py"),
+    *("config.py", "errors.py", "files.py", "strict_model.py", "strict_yaml.py"),
     *("memory/host_limit.py", "memory/numa.py"),
     *("train/checkpoint_folder.py", "train/config.py"),
 )

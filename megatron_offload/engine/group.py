@@ -1,7 +1,8 @@
 """A layer group: the saved tensors between `group_start` and `group_commit`.
 
-Owns the state of a group, as one table and one `advance()`, and the pack hook. Must not know
-streams or pools; see `megatron_offload.engine.transfers` for those.
+Owns the state of a group, with one `advance()` through the table of
+`megatron_offload.planning.states`, and the pack hook. Must not know streams or pools; see
+`megatron_offload.engine.transfers` for those.
 
 Invariants: a move that is not in `MOVES` raises and changes nothing; a group refers to its blocks
 weakly, so that it never keeps memory alive. Read next: `megatron_offload.engine.chunk`.
@@ -9,7 +10,6 @@ weakly, so that it never keeps memory alive. Read next: `megatron_offload.engine
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.engine.saved_tensor import Block, BlockRef, SavedTensor
 from megatron_offload.errors import StateError
 from megatron_offload.planning.profile import GroupKey
+from megatron_offload.planning.states import MOVES, GroupState
 
 if TYPE_CHECKING:
     from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -31,36 +32,6 @@ __all__ = ["MOVES", "READY_MARK", "GroupState", "OffloadGroup"]
 READY_MARK = "_offload_ready"
 """The attribute of a tensor that holds its version and the event behind its producer, once told."""
 
-
-class GroupState(enum.Enum):
-    """Where a group's tensors are."""
-
-    RECORDING = "forward runs between start and commit; tensors are on the device, unmoved"
-    RESIDENT = "the tensors stay on the device until backward has used them"
-    OFFLOADING = "copies to the host are issued; device memory is still held"
-    ON_HOST = "device memory is released; the host holds the data"
-    RELOADING = "copies to the device are issued; host memory is given back behind them"
-    RELOADED = "the compute stream is ordered behind the reload"
-    DONE = "backward has left the group; what is left goes with the autograd graph"
-
-    __hash__ = object.__hash__  # members are singletons; enum's own hash is a call into Python
-
-
-MOVES: dict[GroupState, frozenset[GroupState]] = {
-    GroupState.RECORDING: frozenset(
-        {GroupState.RESIDENT, GroupState.OFFLOADING, GroupState.DONE},
-    ),
-    GroupState.RESIDENT: frozenset({GroupState.DONE}),
-    # Back to RESIDENT: backward came before the release, the source is still there.
-    GroupState.OFFLOADING: frozenset(
-        {GroupState.ON_HOST, GroupState.RESIDENT, GroupState.DONE},
-    ),
-    GroupState.ON_HOST: frozenset({GroupState.RELOADING, GroupState.DONE}),
-    GroupState.RELOADING: frozenset({GroupState.RELOADED, GroupState.DONE}),
-    GroupState.RELOADED: frozenset({GroupState.DONE}),
-    GroupState.DONE: frozenset(),
-}
-"""The whole state table: from each state, the states it may move to."""
 
 # A group's past is kept as text: unlike a list, the garbage collector need not look at it.
 _LETTERS = {state: str(index) for index, state in enumerate(GroupState)}

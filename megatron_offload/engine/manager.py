@@ -26,7 +26,6 @@ from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend, Stream
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
-from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import GroupState, OffloadGroup
@@ -34,13 +33,14 @@ from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hook_stack import HookStack
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
-from megatron_offload.engine.prefetch import Prefetcher, keep_resident
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats, TensorObserver
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
+from megatron_offload.planning.budget import DeviceBudget
 from megatron_offload.planning.policy import ModulesPolicy
+from megatron_offload.planning.prefetch import Prefetcher
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 
 __all__ = ["PipelineOffloadManager"]
@@ -126,7 +126,7 @@ class PipelineOffloadManager:
             self.guard,
         )
         self.transfers.checks = config.checking
-        self.prefetcher = Prefetcher(self.transfers, self.budget)
+        self.prefetcher: Prefetcher[OffloadGroup] = Prefetcher(self.transfers, self.budget)
         self.learner = Learner(config, self.backend, self.host_pool, self.transfers)
         self.do_offload = True
         self._hooks = HookStack(self.transfers)
@@ -425,7 +425,7 @@ class PipelineOffloadManager:
                 group.hold()
         elif group.state is GroupState.OFFLOADING:
             transfers.stats.num_early_returns += 1
-            keep_resident(group)
+            transfers.keep_resident(group)
         transfers.owners.learn(group)
         if has_moved:
             prefetcher.advance()

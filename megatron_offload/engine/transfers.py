@@ -9,7 +9,7 @@ hand the memory on at once, in stream order, and does so the same way in every r
 
 Invariants: the window is released in the order of issue, so one wait covers all before it. What
 something else keeps on the device is neither reloaded nor, from the next step on, copied at all.
-Read next: `megatron_offload.backends.base` for the contract, `megatron_offload.engine.prefetch`
+Read next: `megatron_offload.backends.base` for the contract, `megatron_offload.planning.prefetch`
 for who reloads when.
 """
 
@@ -24,7 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
 from megatron_offload.engine import checking
-from megatron_offload.engine.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.owners import ForeignOwners, num_owners
@@ -33,6 +32,7 @@ from megatron_offload.engine.stats import HostLedger, StepStats, TensorObserver
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.tensor_pool import TensorPool
+from megatron_offload.planning.budget import DeviceBudget
 
 __all__ = ["Transfers"]
 
@@ -285,6 +285,13 @@ class Transfers:
         """Keep a block on the device for a reader who is there before its release."""
         if block.d2h is not None and not block.cancelled and not block.released:
             self.cancel(block)
+
+    def keep_resident(self, group: OffloadGroup) -> None:
+        """Cancel the release of a group whose copies are in flight."""
+        for block in group.blocks():
+            if block.d2h is not None and not block.cancelled and not block.released:
+                self.cancel(block)
+        group.advance(GroupState.RESIDENT)
 
     def cancel(self, block: Block) -> None:
         """Keep a block whose copy is in flight on the device after all.

@@ -1,21 +1,53 @@
-"""Which groups stay on the device, decided from the profile of a step.
+"""Which groups stay on the device, decided from the profiles of a step.
 
-Owns Megatron's rules for its three numbers (module list, fraction, bytes per pipeline rank). Must
-not know torch: input is a `StepProfile`, output a mapping from group keys to reasons.
+Owns what all policies share, and those that need no solver: Megatron's rules for its numbers
+(module list, fraction, bytes per pipeline rank), a share of the bytes, and a plan from a file. Must
+not know torch: input are `StepProfile`s, output is an `OffloadPlan`, or for one rank's next step a
+mapping from group keys to reasons.
 
 Invariant: a decision only ever costs time or memory; exactness does not depend on it.
-Read next: `megatron_offload.engine.manager`, which asks at every commit.
+Read next: `megatron_offload.engine.manager`, which asks at every commit, and
+`megatron_offload.planning.memory_target`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import ClassVar, Protocol
 
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.plan import (
+    OffloadPlan,
+    RankPlan,
+    check_profiles,
+    load_plan,
+    plan_of,
+    rank_plan,
+)
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.planning.resident import choose_residents
 
-__all__ = ["ModulesPolicy"]
+__all__ = ["ModulesPolicy", "PlanFilePolicy", "Policy", "RatioPolicy"]
+
+
+class Policy(Protocol):
+    """Turns the profiles of all pipeline ranks into one plan."""
+
+    kind: ClassVar[str]
+
+    def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
+        """Return the plan of all ranks.
+
+        Args:
+            profiles: one of each pipeline rank, in any order.
+
+        Raises:
+            ConfigError: the profiles are not all of one run, or can't be planned with.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +61,18 @@ class ModulesPolicy:
             times ``delta_offload_bytes_across_pp_ranks``.
         resident_bytes: room on the device, at any one time, for groups that never move: those
             whose backward follows their forward soonest.
+        modules: names or patterns of the groups that move; empty: all that were marked.
+        delta_bytes_across_pp_ranks: in a plan of all ranks, rank r has r times so many
+            ``keep_bytes`` more.
     """
+
+    kind: ClassVar[str] = "modules"
 
     fraction: float = 1.0
     keep_bytes: int = 0
     resident_bytes: int = 0
+    modules: tuple[str, ...] = ()
+    delta_bytes_across_pp_ranks: int = 0
 
     def with_residents(self, resident_bytes: int) -> ModulesPolicy:
         """Return the same policy with other room for groups that never move."""
@@ -46,7 +85,12 @@ class ModulesPolicy:
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
         """Return the groups that stay on the device, each with the reason."""
         kept: dict[GroupKey, str] = {}
-        by_key = {group.key: group for group in profile.groups if group.num_bytes > 0}
+        by_key: dict[GroupKey, GroupProfile] = {}
+        for group in profile.groups:
+            if not self._is_listed(group.name):
+                kept[group.key] = "not among the modules that move"
+            elif group.num_bytes > 0:
+                by_key[group.key] = group
         remaining = self.keep_bytes
         for key in profile.backward_order:
             if remaining <= 0:
@@ -67,3 +111,75 @@ class ModulesPolicy:
     def residents(self, profile: StepProfile) -> frozenset[GroupKey]:
         """Return the groups that stay within the room for such."""
         return choose_residents(profile, self.resident_bytes)
+
+    def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
+        """Return the plan of all ranks; see `Policy`."""
+        profiles = check_profiles(profiles)
+        return plan_of(self.kind, profiles, map(self._plan_rank, profiles))
+
+    def _plan_rank(self, profile: StepProfile) -> RankPlan:
+        delta_bytes = profile.run.pp_rank * self.delta_bytes_across_pp_ranks
+        policy = replace(self, keep_bytes=self.keep_bytes + delta_bytes)
+        kept = dict.fromkeys(policy.residents(profile), "comes back soonest, and there is room")
+        return rank_plan(profile, kept | policy.plan(profile), "of a module that moves")
+
+    def _is_listed(self, name: str) -> bool:
+        return not self.modules or any(fnmatchcase(name, pattern) for pattern in self.modules)
+
+
+@dataclass(frozen=True, slots=True)
+class RatioPolicy:
+    """A share of each rank's bytes moves: the first of them, in the order of the step.
+
+    Attributes:
+        ratio: that share, in [0, 1]; kept to within one group, and never less.
+    """
+
+    kind: ClassVar[str] = "ratio"
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.ratio <= 1.0:
+            raise ConfigError(f"a ratio is between 0 and 1, got {self.ratio}")
+
+    def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
+        """Return the plan of all ranks; see `Policy`."""
+        profiles = check_profiles(profiles)
+        return plan_of(self.kind, profiles, map(self._plan_rank, profiles))
+
+    def _plan_rank(self, profile: StepProfile) -> RankPlan:
+        wanted_bytes = self.ratio * sum(group.num_bytes for group in profile.groups)
+        kept: dict[GroupKey, str] = {}
+        passed_bytes = 0
+        for group in profile.groups:
+            if group.num_bytes and passed_bytes >= wanted_bytes:
+                kept[group.key] = f"behind the first {self.ratio:g} of all bytes"
+            passed_bytes += group.num_bytes
+        return rank_plan(profile, kept, f"among the first {self.ratio:g} of all bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFilePolicy:
+    """A plan that was made before.
+
+    Attributes:
+        path: the file's.
+    """
+
+    kind: ClassVar[str] = "plan_file"
+
+    path: str | Path
+
+    def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
+        """Return the plan in the file, when it is one for these profiles.
+
+        One rank's profile will do: each checks what it has seen itself.
+
+        Raises:
+            ConfigError: the file can't be read, or its plan is for another run.
+        """
+        plan = load_plan(self.path)
+        for profile in profiles:
+            plan.check(profile)
+        return plan

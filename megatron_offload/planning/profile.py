@@ -14,7 +14,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["GroupKey", "GroupProfile", "GroupTimes", "MemorySample", "StepProfile"]
+__all__ = [
+    "GroupKey",
+    "GroupProfile",
+    "GroupTimes",
+    "MemorySample",
+    "RunShape",
+    "StepProfile",
+]
 
 
 class GroupKey(NamedTuple):
@@ -63,6 +70,25 @@ class MemorySample(NamedTuple):
     """By the clock of `GroupTimes`, of the host's calls: the allocator runs ahead of the device."""
     allocated_bytes: int
     reserved_bytes: int
+    peak_bytes: int = 0
+    """The most that was allocated since the sample before; 0 where it wasn't looked at."""
+
+
+class RunShape(NamedTuple):
+    """Which part of which run a step was seen in: what a plan made from it is good for."""
+
+    num_microbatches: int = 1
+    """Of one step."""
+    pp_rank: int = 0
+    pp_size: int = 1
+    vp_size: int = 1
+    """Virtual pipeline stages of each rank."""
+    rank: int = 0
+    """Of the process, over all kinds of parallelism."""
+    modules: tuple[str, ...] = ()
+    """What was asked to move, as in ``OffloadConfig.modules``."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """Libraries and their versions, for whoever reads the file; nothing depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +113,11 @@ class StepProfile:
 
     memory: tuple[MemorySample, ...] = field(default=(), compare=False)
     """At the boundaries of the groups, in the order of the program."""
+
+    run: RunShape = field(default=RunShape(), compare=False)
+
+    offloaded_bytes: int = field(default=0, compare=False)
+    """What the step copied to the host. Above 0, ``memory`` isn't what it would be without."""
 
     def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.

@@ -1,7 +1,7 @@
 """Which group comes back next, and how far ahead.
 
 Owns the predicted order of group backwards. Must not know streams or tensors: it looks at groups'
-states and asks `Transfers` to move.
+states and asks for moves, so that the engine and the simulator of a step run the same code.
 
 Order is only a hint. A wrong prediction costs a late reload or an idle byte, never correctness.
 
@@ -12,16 +12,54 @@ Read next: `megatron_offload.engine.manager`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
 
-from megatron_offload.engine.budget import DeviceBudget
-from megatron_offload.engine.group import GroupState, OffloadGroup
-from megatron_offload.engine.transfers import Transfers
+from megatron_offload.planning.budget import DeviceBudget
 from megatron_offload.planning.profile import GroupKey, StepProfile
+from megatron_offload.planning.states import GroupState
 
 __all__ = ["Prefetcher"]
 
 
-class Prefetcher:
+class _Keyed(Protocol):
+    @property
+    def key(self) -> GroupKey: ...
+
+
+class _Chunk(Protocol):
+    @property
+    def committed(self) -> Sequence[_Keyed]: ...
+
+
+class _Group(_Keyed, Protocol):
+    """What a group has to tell, and to let do."""
+
+    num_bytes: int
+    held_bytes: int
+
+    @property
+    def state(self) -> GroupState: ...
+    @property
+    def chunk(self) -> _Chunk: ...
+    def hold(self) -> None: ...
+    def let_go(self) -> None: ...
+
+
+Group = TypeVar("Group", bound=_Group)
+_Moved = TypeVar("_Moved", contravariant=True)
+
+
+class _Transfers(Protocol[_Moved]):
+    """Who moves groups; see `megatron_offload.engine.transfers.Transfers`."""
+
+    @property
+    def step_bytes(self) -> int: ...
+    def reload(self, group: _Moved, *, may_fail: bool = False) -> bool: ...
+    def release_over_budget(self) -> None: ...
+    def keep_resident(self, group: _Moved) -> None: ...
+
+
+class Prefetcher(Generic[Group]):
     """Reloads groups along the order in which the last such step needed them.
 
     Nothing comes back before it is *near*: within so many bytes of passed groups, forward and
@@ -32,14 +70,14 @@ class Prefetcher:
         budget: how much may be held, and how much lies in between when a group is near.
     """
 
-    def __init__(self, transfers: Transfers, budget: DeviceBudget) -> None:
+    def __init__(self, transfers: _Transfers[Group], budget: DeviceBudget) -> None:
         self.transfers = transfers
         self.budget = budget
         self.backward_order: list[GroupKey] = []
         """The order seen in this step so far."""
         self.backward_at_bytes: list[int] = []
         """By the step's clock; see `StepProfile`."""
-        self._groups: dict[GroupKey, OffloadGroup] = {}
+        self._groups: dict[GroupKey, Group] = {}
         self._profile: StepProfile | None = None
         self._learned: tuple[GroupKey, ...] = ()
         self._learned_position: dict[GroupKey, int] = {}
@@ -70,19 +108,19 @@ class Prefetcher:
         at_bytes = profile.backward_at_bytes if profile is not None else ()
         self._needed_at_bytes = dict(zip(self._order, at_bytes, strict=False))
 
-    def register(self, group: OffloadGroup) -> None:
+    def register(self, group: Group) -> None:
         """Take note of a group whose forward has begun."""
         self._groups[group.key] = group
 
-    def knows(self, group: OffloadGroup) -> bool:
+    def knows(self, group: Group) -> bool:
         """Whether the group belongs to this step; graphs may outlive theirs."""
         return self._groups.get(group.key) is group
 
-    def groups(self) -> Iterable[OffloadGroup]:
+    def groups(self) -> Iterable[Group]:
         """Return all groups of this step."""
         return self._groups.values()
 
-    def is_needed_soon(self, group: OffloadGroup) -> bool:
+    def is_needed_soon(self, group: Group) -> bool:
         """Whether the group would have to come back at once if it were offloaded now.
 
         True where it is near, and it and all that backward needs before it fit into the budget.
@@ -96,7 +134,7 @@ class Prefetcher:
         near = self._is_near(group.key, self.budget.total_bytes)
         return near and self.budget.may_stay(ahead_bytes + group.num_bytes)
 
-    def enter_backward(self, group: OffloadGroup) -> bool:
+    def enter_backward(self, group: Group) -> bool:
         """Backward has reached the end of ``group``: its data is needed from here on.
 
         Returns:
@@ -131,7 +169,7 @@ class Prefetcher:
                 if state is GroupState.OFFLOADING:  # staying takes no more room
                     if not budget.may_stay(group.num_bytes):
                         return
-                    keep_resident(group)
+                    self.transfers.keep_resident(group)
                     group.hold()
                 else:
                     if not budget.may_prefetch(group.num_bytes):
@@ -158,11 +196,3 @@ class Prefetcher:
         self._order = tuple(order)
         self._position = {key: index for index, key in enumerate(self._order)}
         self._next = 0
-
-
-def keep_resident(group: OffloadGroup) -> None:
-    """Cancel the release of a group whose copies are in flight."""
-    for block in group.blocks():
-        if block.d2h is not None and not block.cancelled and not block.released:
-            group.transfers.cancel(block)
-    group.advance(GroupState.RESIDENT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from programs import KIB, assert_same, make_manager, make_model, one_forward_one_backward, run_step
 
-from megatron_offload.engine.budget import DeviceBudget
+from megatron_offload.planning.budget import DeviceBudget
 
 ORDER = one_forward_one_backward(8, depth=6)
 

@@ -1,0 +1,139 @@
+"""Which groups of one rank must move, so that its memory keeps a target: the problem itself.
+
+Owns `Problem`, in rows of time and bytes, and what a choice costs. Must not know profiles,
+policies, other ranks, or how a choice is found.
+
+**Memory.** Time is cut into *rows* between the boundaries of groups. A group that moves still takes
+memory until its copy to the host is released (the lag), and again from its reload on (the lead).
+How long that is depends on all other copies; how much it is doesn't: the engine's device budget
+bounds what all moved groups together have on the device between commit and backward by
+``device_bytes``, and waits where it must. So a row holds at most
+
+    memory without offload - max(0, moved bytes live in the row - device_bytes)
+
+which is within the target exactly if the row had no more without offload, or if at least its
+*demand*, memory - target + device_bytes, moves of what is live in it. That is linear: intervals,
+each with its bytes, cover rows.
+
+**The link.** A group whose backward comes sooner than its copies out and back take on a busy link
+stays, for it would come straight back.
+
+Invariant: bytes are integers, so that a choice keeps a target or doesn't.
+Read next: `megatron_offload.planning.greedy` and `megatron_offload.planning.solver`, which choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_offload.errors import ConfigError
+
+__all__ = ["Item", "Problem", "Solution"]
+
+
+class Item(NamedTuple):
+    """A group that may move."""
+
+    num_bytes: int
+    first_row: int
+    """The row behind its commit, the first that it may be away in."""
+    end_row: int
+    """The row in which its backward has begun; it may be away in those before."""
+    committed_us: float
+    backward_us: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One rank's step.
+
+    Attributes:
+        items: the groups that may move at all.
+        memory_bytes: most device memory in each row, without offload.
+        target_bytes: most that any row should have.
+        device_bytes: what moved groups may take between commit and backward, all together.
+        link_gbps: what copies get each way while both directions are busy, in 10^9 bytes a second.
+    """
+
+    items: tuple[Item, ...]
+    memory_bytes: tuple[int, ...]
+    target_bytes: int
+    device_bytes: int
+    link_gbps: float
+
+    @cached_property
+    def movable(self) -> tuple[int, ...]:
+        """Positions of the items that have the time to go and come back."""
+        bytes_per_us = self.link_gbps * 1e3
+        return tuple(
+            position
+            for position, item in enumerate(self.items)
+            if item.num_bytes > 0
+            and item.first_row < item.end_row
+            and (item.backward_us - item.committed_us) * bytes_per_us >= 2 * item.num_bytes
+        )
+
+    @cached_property
+    def demand_bytes(self) -> np.ndarray:
+        """What must move of what is live in each row; 0 where nothing need."""
+        over = np.array(self.memory_bytes, dtype=np.int64) - self.target_bytes
+        return np.where(over > 0, over + self.device_bytes, 0)
+
+    def live_bytes(self, positions: Iterable[int]) -> np.ndarray:
+        """Return what the items at these positions hold in each row."""
+        changes = np.zeros(len(self.memory_bytes) + 1, dtype=np.int64)
+        for position in positions:
+            item = self.items[position]
+            changes[item.first_row] += item.num_bytes
+            changes[item.end_row] -= item.num_bytes
+        return np.cumsum(changes[:-1])
+
+    def peak_bytes(self, moved: Iterable[int]) -> int:
+        """Return the most memory of any row when the items at these positions move."""
+        away = np.maximum(self.live_bytes(moved) - self.device_bytes, 0)
+        memory = np.array(self.memory_bytes, dtype=np.int64)
+        return int((memory - away).max(initial=0))
+
+    def least_peak_bytes(self) -> int:
+        """Return the lowest target that can be kept: everything movable moves."""
+        return self.peak_bytes(self.movable)
+
+    def check(self) -> None:
+        """See that some choice keeps the target.
+
+        Raises:
+            ConfigError: none does; the text says by how much.
+        """
+        least_bytes = self.least_peak_bytes()
+        if least_bytes > self.target_bytes:
+            raise ConfigError(
+                f"a target of {self.target_bytes} bytes can't be kept: with all on the host that "
+                f"can move in time, the step still takes {least_bytes} bytes, "
+                f"{least_bytes - self.target_bytes} more"
+            )
+
+
+class Solution(NamedTuple):
+    """A choice.
+
+    Attributes:
+        moved: positions of the items that move.
+        moved_bytes: what they hold together, which is copied out and back.
+        method: ``"exact"`` or ``"greedy"``.
+    """
+
+    moved: frozenset[int]
+    moved_bytes: int
+    method: str
+
+    @classmethod
+    def of(cls, problem: Problem, moved: Iterable[int], method: str) -> Solution:
+        """Return the solution that moves the items at these positions."""
+        chosen = frozenset(moved)
+        total = sum(problem.items[position].num_bytes for position in chosen)
+        return cls(chosen, total, method)

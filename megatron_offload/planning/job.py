@@ -1,0 +1,179 @@
+"""What a pipeline-parallel training step consists of, in bytes and microseconds.
+
+Owns the plain description that policies choose for and that the simulator runs: work by group, the
+machine's bandwidths, and what each rank moves and may hold. Must not know torch, nor how a step is
+simulated.
+
+Invariants: everything is immutable and checked when it is made; bytes and times are those of one
+GPU and one microbatch; bandwidths are in GB/s, 10^9 bytes a second, of one direction unless said.
+Read next: `megatron_offload.planning.simulate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.profile import GroupKey
+from megatron_offload.planning.schedule import Schedule
+
+__all__ = ["NO_OFFLOAD", "GroupWork", "Job", "Machine", "RankSettings", "StageWork"]
+
+
+def _check(owner: str, is_right: bool, message: str) -> None:
+    if not is_right:
+        raise ConfigError(f"{owner}: {message}")
+
+
+def _check_numbers(described: object, owner: str, *, above_zero: Sequence[str] = ()) -> None:
+    """Refuse what is negative, infinite or no number, and zero where there must be something."""
+    for field in fields(described):  # type: ignore[arg-type]
+        value = getattr(described, field.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        _check(owner, math.isfinite(value) and value >= 0, f"{field.name} can't be {value}")
+        if field.name in above_zero:
+            _check(owner, value > 0, f"{field.name} must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """One part of a stage's forward, and of its backward.
+
+    Groups follow one another and are not nested. What the engine sees no boundary of (an embedding,
+    a loss, whatever lies between groups) is a part that is not marked.
+    """
+
+    name: str
+    num_bytes: int
+    """What it saves that can move: moving it copies this much and frees as much."""
+    forward_us: float
+    backward_us: float
+    """All of its backward, the part for weights included."""
+    kept_bytes: int = 0
+    """What it saves besides, that can't move (too small, or something else holds it)."""
+    weight_us: float = 0.0
+    """The part of ``backward_us`` for gradients of weights, which a split backward runs apart."""
+    forward_temp_bytes: int = 0
+    """The most its forward takes for a while beyond what it saves."""
+    backward_temp_bytes: int = 0
+    """The most its backward takes for a while beyond what was saved."""
+    is_marked: bool = True
+    """Whether the engine sees it as a group; if not, all that it saves stays."""
+
+    def __post_init__(self) -> None:
+        owner = f"group {self.name!r}"
+        _check_numbers(self, owner)
+        _check(owner, self.weight_us <= self.backward_us, "weight_us is more than backward_us")
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """One stage of the pipeline, virtual ones counted."""
+
+    groups: tuple[GroupWork, ...]
+    """In the order of the forward; backward takes them from the end."""
+    output_bytes: int = 0
+    """What goes to the next stage, and as a gradient comes back."""
+    buffer_bytes: int = 0
+    """What receiving and sending takes on the device while a pass of the stage runs, beyond what
+    its groups save."""
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, "stage")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What copies and messages get. The defaults were measured on a host with four H200s.
+
+    A host whose directions differ gives less one way: four H200s that all copy to the host get 41
+    GB/s each, to the device 55, and 25.6 each way when both run, which no single limit explains.
+    """
+
+    d2h_gbps: float = 55.0
+    """To the host, one GPU with the host to itself."""
+    h2d_gbps: float = 55.0
+    """To the device, likewise."""
+    both_gbps: float = 51.0
+    """Each way, when both directions of a GPU run."""
+    node_gbps: float = 205.0
+    """What all GPUs of a node copy together, in and out added."""
+    node_d2h_gbps: float | None = 164.0
+    """The most of it that goes to the host; None sets no such bound."""
+    node_h2d_gbps: float | None = None
+    """The most of it that goes to the devices; None sets no such bound."""
+    ranks_per_node: int = 4
+    """Pipeline ranks, in order, that share a node."""
+    p2p_gbps: float = 100.0
+    """Between neighbouring stages; messages don't slow each other down."""
+    p2p_latency_us: float = 10.0
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if f.name != "p2p_latency_us"]
+        _check_numbers(self, "machine", above_zero=given)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """What one rank keeps, and how much device memory its copies may take; see `OffloadConfig`."""
+
+    kept: frozenset[GroupKey] = frozenset()
+    """Groups that the plan leaves on the device."""
+    residents: frozenset[GroupKey] = frozenset()
+    """Groups that stay too, in the room that the device budget has for such."""
+    max_inflight_bytes: int | None = None
+    """None follows the step, as in `DeviceBudget`."""
+    prefetch_bytes: int | None = None
+    """Likewise."""
+    warmup_extra_bytes: int = 0
+    """What may be held above both until the step's first backward."""
+    offloads: bool = True
+    """Whether there is an engine at all."""
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, "settings")
+
+
+NO_OFFLOAD = RankSettings(offloads=False)
+"""Everything stays, and nothing waits for a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training step on all pipeline ranks.
+
+    Data-parallel replicas do the same on other nodes and are left out: one is simulated. The GPUs
+    of one tensor-parallel group do the same at the same time on one node, so one of them is
+    simulated too, with the others' share of the node's bandwidth taken (`gpus_per_rank`).
+    """
+
+    schedule: Schedule
+    stages: tuple[StageWork, ...]
+    """By stage of the pipeline; `Schedule.stages_of` says whose they are."""
+    static_bytes: tuple[int, ...]
+    """Per pipeline rank: weights, gradients, optimizer state, whatever lies there all the time."""
+    machine: Machine = Machine()
+    gpus_per_rank: int = 1
+    """GPUs of a node that do exactly the same at the same time."""
+    unused_bytes: int | None = None
+    """What the allocator reserves and can't use, per rank. None: as much as the largest temporaries
+    of the rank, which is an estimate and no more."""
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        _check_numbers(self, "job", above_zero=("gpus_per_rank",))
+        num_stages, num_static = len(self.stages), len(self.static_bytes)
+        _check(
+            "job",
+            num_stages == schedule.num_stages,
+            f"the schedule has {schedule.num_stages} stages, and {num_stages} are described",
+        )
+        _check(
+            "job",
+            num_static == schedule.num_ranks,
+            f"the schedule has {schedule.num_ranks} ranks, static_bytes are given for {num_static}",
+        )
+        _check("job", min(self.static_bytes) >= 0, "static_bytes can't be negative")

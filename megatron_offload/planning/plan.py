@@ -1,0 +1,375 @@
+"""What moves on every pipeline rank, and why: the outcome of planning, as data and as a file.
+
+Owns `OffloadPlan`, its JSON form, the check that a run is the one it was made for, and the digest
+by which ranks agree. Must not know how choices are made.
+
+Invariants: a plan decides on every group of its run, in the order of their commits, each with a
+reason; what is read again is what was written. A plan only ever costs time or memory; exactness
+does not depend on it. Read next: `megatron_offload.planning.policies`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.files import parse_json, read_text, replace_text
+from megatron_offload.planning.profile import GroupKey, StepProfile
+from megatron_offload.planning.profile_file import (
+    MAX_FILE_BYTES,
+    MAX_GROUPS,
+    Amount,
+    Duration,
+    Index,
+    Name,
+    Number,
+)
+from megatron_offload.strict_model import StrictModel, validate
+
+__all__ = [
+    "GroupChoice",
+    "OffloadPlan",
+    "RankPlan",
+    "check_profiles",
+    "load_plan",
+    "parse_plan",
+    "plan_of",
+    "plan_to_json",
+    "rank_plan",
+    "save_plan",
+]
+
+
+class GroupChoice(NamedTuple):
+    """What becomes of one group."""
+
+    key: GroupKey
+    name: str
+    num_bytes: int
+    moves: bool
+    """Whether it goes to the host; else it stays on the device."""
+    reason: str
+    """In a few words, for whoever reads the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one pipeline rank does.
+
+    Attributes:
+        choices: one for each group of its step, in the order of their commits.
+        max_inflight_bytes: device memory for groups on their way to the host: how late each is
+            released. None leaves it to the engine, as in ``OffloadConfig``.
+        prefetch_bytes: the same for groups that are back ahead of their use.
+        predicted_peak_bytes: most device memory at one time; None where nothing was predicted.
+        predicted_step_us: length of a step.
+    """
+
+    choices: tuple[GroupChoice, ...]
+    max_inflight_bytes: int | None = None
+    prefetch_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_step_us: float | None = None
+
+    @property
+    def kept(self) -> dict[GroupKey, str]:
+        """The groups that stay, each with the reason."""
+        return {choice.key: choice.reason for choice in self.choices if not choice.moves}
+
+    @property
+    def moved_bytes(self) -> int:
+        """What a step copies to the host, and back."""
+        return sum(choice.num_bytes for choice in self.choices if choice.moves)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What all groups hold together."""
+        return sum(choice.num_bytes for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """What all pipeline ranks do.
+
+    Attributes:
+        policy: kind of the policy that made it.
+        num_microbatches: of one step.
+        vp_size: virtual pipeline stages of each rank.
+        ranks: one plan for each pipeline rank, in order.
+    """
+
+    policy: str
+    num_microbatches: int
+    vp_size: int
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    @property
+    def signature(self) -> str:
+        """What two runs share that can follow the same plan: a SHA-256 over sizes and groups."""
+        groups = [
+            [(*choice.key, choice.name, choice.num_bytes) for choice in rank.choices]
+            for rank in self.ranks
+        ]
+        return _sha256([self.num_microbatches, self.pp_size, self.vp_size, groups])
+
+    def digest(self) -> str:
+        """Return a SHA-256 over all of the plan; ranks that have the same follow the same plan."""
+        return _sha256(_to_data(self))
+
+    def check(self, profile: StepProfile) -> None:
+        """See that the plan was made for the run of a profile, as far as its rank has seen it.
+
+        Raises:
+            ConfigError: it was made for another; the text names the first difference.
+        """
+        run = profile.run
+        for what, planned_size, found_size in (
+            ("microbatches", self.num_microbatches, run.num_microbatches),
+            ("pipeline ranks", self.pp_size, run.pp_size),
+            ("virtual stages", self.vp_size, run.vp_size),
+        ):
+            if planned_size != found_size:
+                raise _another_run(f"it is for {planned_size} {what}, and there are {found_size}")
+        groups = [(group.key, group.name, group.num_bytes) for group in profile.groups]
+        choices = [choice[:3] for choice in self.ranks[run.pp_rank].choices]
+        for position, (planned, found) in enumerate(zip_longest(choices, groups)):
+            if planned != found:
+                raise _another_run(
+                    f"group {position} of pipeline rank {run.pp_rank} is {_describe(planned)} in "
+                    f"the plan and {_describe(found)} in the run"
+                )
+
+
+def rank_plan(
+    profile: StepProfile,
+    kept: Mapping[GroupKey, str],
+    moved: Mapping[GroupKey, str] | str,
+    **settings: Any,
+) -> RankPlan:
+    """Return the plan of a rank from what stays.
+
+    Args:
+        profile: its step.
+        kept: groups that stay, with reasons; groups without bytes stay in any case.
+        moved: the reasons of all others, or one for all.
+        **settings: further attributes of `RankPlan`.
+    """
+    choices = []
+    for group in profile.groups:
+        key = group.key
+        moves = group.num_bytes > 0 and key not in kept
+        if moves:
+            reason = moved if isinstance(moved, str) else moved[key]
+        else:
+            reason = kept.get(key, "holds nothing that moving would free")
+        choices.append(GroupChoice(key, group.name, group.num_bytes, moves, reason))
+    return RankPlan(tuple(choices), **settings)
+
+
+def plan_of(
+    policy: str, profiles: Collection[StepProfile], ranks: Iterable[RankPlan]
+) -> OffloadPlan:
+    """Return the plan of all ranks.
+
+    Args:
+        policy: kind of the policy that made it.
+        profiles: those of all pipeline ranks, in order.
+        ranks: a plan for each of them.
+
+    Raises:
+        ConfigError: the profiles are not those of all ranks of one run.
+    """
+    profiles = check_profiles(profiles)
+    run = profiles[0].run
+    return OffloadPlan(policy, run.num_microbatches, run.vp_size, tuple(ranks))
+
+
+def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]:
+    """Return the profiles in the order of pipeline ranks, when they are all of one run.
+
+    Raises:
+        ConfigError: one is missing, there twice, or of another run.
+    """
+    if not profiles:
+        raise ConfigError("a plan needs the profile of every pipeline rank, got none")
+    in_order = tuple(sorted(profiles, key=lambda profile: profile.run.pp_rank))
+    first = in_order[0].run
+    ranks = [profile.run.pp_rank for profile in in_order]
+    if ranks != list(range(first.pp_size)):
+        raise ConfigError(
+            f"a plan needs one profile of each of {first.pp_size} pipeline ranks, got those of "
+            f"{', '.join(map(str, ranks))}"
+        )
+    for profile in in_order:
+        run = profile.run
+        sizes = [(each.num_microbatches, each.pp_size, each.vp_size) for each in (first, run)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"the profiles of pipeline ranks 0 and {run.pp_rank} are of different runs: "
+                f"{sizes[0]} and {sizes[1]} microbatches, pipeline ranks and virtual stages"
+            )
+    return in_order
+
+
+def _another_run(difference: str) -> ConfigError:
+    return ConfigError(
+        f"the plan was made for another run: {difference}; make one from this run's profiles"
+    )
+
+
+def _describe(group: tuple[GroupKey, str, int] | None) -> str:
+    if group is None:
+        return "missing"
+    key, name, num_bytes = group
+    return f"{name!r} (chunk {key.chunk}, {num_bytes} bytes)"
+
+
+def _sha256(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+# As a file.
+
+
+class _Choice(StrictModel):
+    chunk: Index
+    order: Index
+    name: Name
+    num_bytes: Amount
+    choice: Literal["offload", "keep"]
+    reason: Name
+
+
+class _Rank(StrictModel):
+    max_inflight_bytes: Amount | None
+    prefetch_bytes: Amount | None
+    predicted_peak_bytes: Amount | None
+    predicted_step_us: Duration | None
+    groups: Annotated[tuple[_Choice, ...], Field(max_length=MAX_GROUPS)]
+
+
+class _Plan(StrictModel):
+    format: Literal["megatron_offload plan"]
+    version: Literal[1]
+    policy: Name
+    num_microbatches: Number
+    vp_size: Number
+    signature: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    ranks: Annotated[tuple[_Rank, ...], Field(min_length=1, max_length=100_000)]
+
+
+def save_plan(plan: OffloadPlan, path: str | Path) -> None:
+    """Write a plan in the place of the file that is there, if any.
+
+    Raises:
+        ConfigError: it holds what `load_plan` would refuse.
+        OSError: it can't be written; the file that was there is untouched.
+    """
+    text = plan_to_json(plan)
+    parse_plan(text, str(path))
+    replace_text(path, text)
+
+
+def load_plan(path: str | Path) -> OffloadPlan:
+    """Read a plan.
+
+    Raises:
+        ConfigError: it is missing, unreadable, too large, or not what `save_plan` writes, groups
+            changed by hand included; all that is wrong, one line each.
+    """
+    return parse_plan(read_text(path, limit_bytes=MAX_FILE_BYTES), str(path))
+
+
+def plan_to_json(plan: OffloadPlan) -> str:
+    """Return the plan as JSON, the same text for the same plan."""
+    return json.dumps(_to_data(plan), indent=1) + "\n"
+
+
+def parse_plan(text: str, source: str) -> OffloadPlan:
+    """Return the plan that a JSON text holds.
+
+    Args:
+        text: the JSON.
+        source: what to call it in an error, such as the file's path.
+
+    Raises:
+        ConfigError: as for `load_plan`.
+    """
+    data = parse_json(text, source)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source} must hold a plan, got a {type(data).__name__}")
+    read = validate(_Plan, data, source)
+    plan = OffloadPlan(
+        read.policy,
+        read.num_microbatches,
+        read.vp_size,
+        tuple(
+            RankPlan(
+                tuple(
+                    GroupChoice(
+                        GroupKey(each.chunk, each.order),
+                        each.name,
+                        each.num_bytes,
+                        each.choice == "offload",
+                        each.reason,
+                    )
+                    for each in rank.groups
+                ),
+                rank.max_inflight_bytes,
+                rank.prefetch_bytes,
+                rank.predicted_peak_bytes,
+                rank.predicted_step_us,
+            )
+            for rank in read.ranks
+        ),
+    )
+    for pp_rank, rank in enumerate(plan.ranks):
+        if len({choice.key for choice in rank.choices}) != len(rank.choices):
+            raise ConfigError(f"{source}: two groups of rank {pp_rank} have one chunk and order")
+    if plan.signature != read.signature:
+        raise ConfigError(f"{source}: 'signature' is not that of its groups; make the plan anew")
+    return plan
+
+
+def _to_data(plan: OffloadPlan) -> dict[str, Any]:
+    return {
+        "format": "megatron_offload plan",
+        "version": 1,
+        "policy": plan.policy,
+        "num_microbatches": plan.num_microbatches,
+        "vp_size": plan.vp_size,
+        "signature": plan.signature,
+        "ranks": [
+            {
+                "max_inflight_bytes": rank.max_inflight_bytes,
+                "prefetch_bytes": rank.prefetch_bytes,
+                "predicted_peak_bytes": rank.predicted_peak_bytes,
+                "predicted_step_us": rank.predicted_step_us,
+                "groups": [
+                    {
+                        "chunk": choice.key.chunk,
+                        "order": choice.key.order,
+                        "name": choice.name,
+                        "num_bytes": choice.num_bytes,
+                        "choice": "offload" if choice.moves else "keep",
+                        "reason": choice.reason,
+                    }
+                    for choice in rank.choices
+                ],
+            }
+            for rank in plan.ranks
+        ],
+    }

@@ -1,0 +1,172 @@
+"""The policy that a configuration asks for: one section, its keys by its kind.
+
+Owns `PolicyConfig` and the step from it to a `Policy`. Must not know how policies choose.
+
+Invariant: a section holds only keys that its kind has; anything else fails when it is read.
+Read next: `megatron_offload.planning.policy`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ByteSize, Field
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.auto import AutoPolicy, Predictor
+from megatron_offload.planning.job import Machine
+from megatron_offload.planning.memory_target import MemoryTargetPolicy, Resources
+from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, Policy, RatioPolicy
+from megatron_offload.strict_model import Bytes, StrictModel
+
+__all__ = [
+    "AutoConfig",
+    "MachineConfig",
+    "MemoryTargetConfig",
+    "ModulesConfig",
+    "PlanFileConfig",
+    "PolicyConfig",
+    "RatioConfig",
+    "make_policy",
+]
+
+_MACHINE = Machine()
+
+_Bandwidth = Annotated[float, Field(gt=0)]
+
+
+class MachineConfig(StrictModel):
+    """What copies get, in 10^9 bytes a second; the defaults were measured with four H200s."""
+
+    d2h_gbps: _Bandwidth = _MACHINE.d2h_gbps
+    """To the host, one GPU with the host to itself."""
+
+    h2d_gbps: _Bandwidth = _MACHINE.h2d_gbps
+    """To the device, likewise."""
+
+    both_gbps: _Bandwidth = _MACHINE.both_gbps
+    """Each way, when both directions of a GPU run."""
+
+    node_gbps: _Bandwidth = _MACHINE.node_gbps
+    """What all GPUs of a node copy together, in and out added."""
+
+    node_d2h_gbps: _Bandwidth | None = _MACHINE.node_d2h_gbps
+    """The most of it that goes to the host."""
+
+    node_h2d_gbps: _Bandwidth | None = _MACHINE.node_h2d_gbps
+    """The most of it that goes to the devices."""
+
+    ranks_per_node: int = Field(default=_MACHINE.ranks_per_node, ge=1)
+    """Pipeline ranks, in order, that share a node."""
+
+
+class ModulesConfig(StrictModel):
+    """All groups of the listed modules move, less what the numbers keep."""
+
+    kind: Literal["modules"] = "modules"
+
+    modules: tuple[str, ...] = ()
+    """Names or patterns of groups; empty: all that were marked."""
+
+    fraction: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of each chunk's groups that moves, earliest first."""
+
+    delta_bytes_across_pp_ranks: Bytes = ByteSize(0)
+    """Pipeline rank r keeps r times this many bytes."""
+
+    resident_bytes: Bytes = ByteSize(0)
+    """Room for groups that never move: those whose backward comes soonest."""
+
+
+class RatioConfig(StrictModel):
+    """A share of the bytes moves, the first in the order of the step."""
+
+    kind: Literal["ratio"]
+
+    ratio: float = Field(ge=0.0, le=1.0)
+
+
+class _Solved(StrictModel):
+    max_inflight_bytes: Bytes | None = None
+    """Device memory for groups on their way out. None follows the target."""
+
+    prefetch_bytes: Bytes | None = None
+    """Device memory for groups that are back ahead of their use. None follows the target."""
+
+    machine: MachineConfig = MachineConfig()
+
+    gpus_per_rank: int = Field(default=1, ge=1)
+    """GPUs of a node that do the same at the same time, such as a tensor-parallel group."""
+
+    def resources(self) -> Resources:
+        """Return it as planning wants it."""
+        return Resources(
+            Machine(**dict(self.machine)),
+            self.gpus_per_rank,
+            None if self.max_inflight_bytes is None else int(self.max_inflight_bytes),
+            None if self.prefetch_bytes is None else int(self.prefetch_bytes),
+        )
+
+
+class MemoryTargetConfig(_Solved):
+    """Every rank fits into so many bytes, and as little as that takes is copied."""
+
+    kind: Literal["memory_target"]
+
+    target_bytes: Bytes | Annotated[tuple[Bytes, ...], Field(min_length=1)]
+    """Most device memory that a rank reserves: one size for all pipeline ranks, or a list."""
+
+
+class AutoConfig(_Solved):
+    """The most memory that costs (almost) no time."""
+
+    kind: Literal["auto"]
+
+    most_slowdown_percent: float = Field(default=0.5, ge=0.0, le=1000.0)
+    """Of the step's time without offload."""
+
+
+class PlanFileConfig(StrictModel):
+    """A plan that was made before, by ``megatron-offload plan``."""
+
+    kind: Literal["plan_file"]
+
+    path: Annotated[str, Field(min_length=1)]
+
+
+PolicyConfig = Annotated[
+    ModulesConfig | RatioConfig | MemoryTargetConfig | AutoConfig | PlanFileConfig,
+    Field(discriminator="kind"),
+]
+"""Type of a field ``policy: PolicyConfig = ModulesConfig()``."""
+
+
+def make_policy(config: PolicyConfig, predict: Predictor | None = None) -> Policy:
+    """Return the policy that a section asks for.
+
+    Args:
+        config: the section.
+        predict: what tells the time of a plan; only ``auto`` needs it.
+
+    Raises:
+        ConfigError: ``auto`` without a way to predict.
+    """
+    if isinstance(config, ModulesConfig):
+        return ModulesPolicy(
+            fraction=config.fraction,
+            resident_bytes=int(config.resident_bytes),
+            modules=config.modules,
+            delta_bytes_across_pp_ranks=int(config.delta_bytes_across_pp_ranks),
+        )
+    if isinstance(config, RatioConfig):
+        return RatioPolicy(config.ratio)
+    if isinstance(config, PlanFileConfig):
+        return PlanFilePolicy(Path(config.path))
+    if isinstance(config, MemoryTargetConfig):
+        target = config.target_bytes
+        targets = int(target) if isinstance(target, int) else tuple(map(int, target))
+        return MemoryTargetPolicy(targets, config.resources())
+    if predict is None:
+        raise ConfigError("the policy 'auto' needs a prediction of step times: describe the job")
+    return AutoPolicy(predict, config.most_slowdown_percent, config.resources())

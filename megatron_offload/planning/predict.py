@@ -1,0 +1,141 @@
+"""Between plans and the simulator: a plan's settings, its prediction, and profiles without a run.
+
+Owns the translation, and nothing else. Must not know how plans are made or how a step is simulated.
+
+Invariant: `profiles_of` tells of a job what a measured step would tell, so that the same policies
+plan for a model that was only described. Read next: `megatron_offload.planning.simulate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.auto import Prediction, Predictor
+from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.profile import (
+    GroupKey,
+    GroupTimes,
+    MemorySample,
+    RunShape,
+    StepProfile,
+)
+from megatron_offload.planning.replay import step_profile
+from megatron_offload.planning.schedule import Pass, PassKind
+from megatron_offload.planning.simulate import RankResult, simulate
+
+__all__ = ["predictor_of", "profiles_of", "settings_of"]
+
+
+def settings_of(plan: OffloadPlan) -> list[RankSettings]:
+    """Return what a plan sets on each pipeline rank."""
+    return [
+        RankSettings(
+            kept=frozenset(rank.kept),
+            max_inflight_bytes=rank.max_inflight_bytes,
+            prefetch_bytes=rank.prefetch_bytes,
+        )
+        if rank.moved_bytes
+        else NO_OFFLOAD
+        for rank in plan.ranks
+    ]
+
+
+def predictor_of(job: Job) -> Predictor:
+    """Return what predicts plans for a job, by simulating a step."""
+
+    def predict(plan: OffloadPlan) -> Prediction:
+        if plan.pp_size != job.schedule.num_ranks:
+            raise ConfigError(
+                f"the plan is for {plan.pp_size} pipeline ranks, the job has "
+                f"{job.schedule.num_ranks}"
+            )
+        step = simulate(job, settings_of(plan))
+        return Prediction(step.step_us, tuple(rank.peak_reserved_bytes for rank in step.ranks))
+
+    return predict
+
+
+def profiles_of(job: Job) -> list[StepProfile]:
+    """Return what each pipeline rank would see in a step without offload."""
+    step = simulate(job, None, record=True)
+    return [_profile(job, rank, result, step.step_us) for rank, result in enumerate(step.ranks)]
+
+
+def _profile(job: Job, rank: int, result: RankResult, step_us: float) -> StepProfile:
+    profile = step_profile(job, rank)
+    walk = _Walk(job, rank, result)
+    for one in job.schedule.ranks[rank]:
+        walk.go(one)
+    num_virtual = len(job.schedule.stages_of(rank))
+    run = RunShape(job.schedule.num_microbatches, rank, job.schedule.num_ranks, num_virtual, rank)
+    times = tuple(GroupTimes(*walk.times_us[group.key]) for group in profile.groups)
+    return replace(profile, times=times, step_us=step_us, memory=tuple(walk.samples), run=run)
+
+
+class _Walk:
+    """Goes through a rank's passes beside the spans of its work, and looks at each boundary."""
+
+    def __init__(self, job: Job, rank: int, result: RankResult) -> None:
+        assert result.trace is not None
+        self._stages = job.stages
+        self._spans = iter(
+            span for span in result.trace.spans if span.stream == "compute" and span.kind != "stall"
+        )
+        self._reserved_bytes = result.peak_reserved_bytes
+        self._held_bytes = self._peak_bytes = job.static_bytes[rank]
+        self._now_us = 0.0
+        self._chunks: dict[tuple[int, int], int] = {}
+        self.times_us: dict[GroupKey, list[float]] = {}
+        self.samples: list[MemorySample] = []
+
+    def go(self, one: Pass) -> None:
+        """Take in the next pass."""
+        stage = self._stages[one.stage]
+        place = (one.stage, one.microbatch)
+        if place not in self._chunks and any(work.is_marked for work in stage.groups):
+            self._chunks[place] = len(self._chunks)
+        marked = [work.is_marked for work in stage.groups]
+        keys = [
+            GroupKey(self._chunks[place], sum(marked[:index])) if is_marked else None
+            for index, is_marked in enumerate(marked)
+        ]
+        steps = list(zip(stage.groups, keys, strict=True))
+        for work, key in steps if one.kind is PassKind.FORWARD else reversed(steps):
+            self._go(one.kind, work, key, stage.buffer_bytes)
+
+    def _go(self, kind: PassKind, work: GroupWork, key: GroupKey | None, buffer_bytes: int) -> None:
+        is_forward = kind is PassKind.FORWARD
+        work_us, temp_bytes = work.backward_us, work.backward_temp_bytes
+        if is_forward:
+            work_us, temp_bytes = work.forward_us, work.forward_temp_bytes
+        elif kind is PassKind.WEIGHT:
+            work_us, key = work.weight_us, None  # the engine has left the group before
+        elif kind is PassKind.INPUT:
+            work_us -= work.weight_us
+        saved_bytes = work.num_bytes + work.kept_bytes
+        span = next(self._spans) if work_us > 0 else None
+        if span is not None:
+            self._now_us = span.start_us
+        self._look(key)
+        self._hold(saved_bytes if is_forward else 0, temp_bytes + buffer_bytes)
+        if span is not None:
+            self._now_us = span.start_us + span.duration_us
+        if kind in (PassKind.BACKWARD, PassKind.WEIGHT):
+            self._hold(-saved_bytes)
+        self._look(key)
+
+    def _hold(self, more_bytes: int, temp_bytes: int = 0) -> None:
+        self._held_bytes += more_bytes
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes + temp_bytes)
+
+    def _look(self, key: GroupKey | None) -> None:
+        """Note time and memory at a boundary, if it is one."""
+        if key is None:
+            return
+        self.times_us.setdefault(key, []).append(self._now_us)
+        self.samples.append(
+            MemorySample(self._now_us, self._held_bytes, self._reserved_bytes, self._peak_bytes)
+        )
+        self._peak_bytes = self._held_bytes
