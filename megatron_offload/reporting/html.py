@@ -10,7 +10,6 @@ modules. Read next: `megatron_offload.reporting.report`, and ``templates/report.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files import replace_text
 from megatron_offload.reporting import charts
 from megatron_offload.reporting.plots import MOST_TIMELINES
-from megatron_offload.reporting.report import Pair, RankRow, Report, format_percent
+from megatron_offload.reporting.report import Report, format_percent
 from megatron_offload.reporting.summary import format_bytes
 
 __all__ = ["render_report", "write_report"]
@@ -66,7 +65,7 @@ def _context(report: Report) -> dict[str, Any]:
     return {
         "report": report,
         "headline": report.memory[0] if report.memory else None,
-        "moved": Pair(_total(report.ranks, "offloaded_bytes"), None).without,
+        "moved": sum(rank.offloaded_bytes for rank in report.ranks),
         "bars": _bars(report),
         "times": times,
         "timelines": [charts.rank_chart(trace, times) for trace in traces],
@@ -83,10 +82,6 @@ def _status(report: Report) -> tuple[str, str]:
     if report.comparison is None:
         return "neutral", "not compared"
     return ("good", "identical") if report.comparison.identical else ("bad", "different")
-
-
-def _total(ranks: Sequence[RankRow], key: str) -> int:
-    return sum(getattr(rank, key) for rank in ranks)
 
 
 def _bars(report: Report) -> list[dict[str, Any]]:

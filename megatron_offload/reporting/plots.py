@@ -134,7 +134,8 @@ def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One ste
         lanes, memory = axes[2 * index : 2 * index + 2]
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
         _draw_lanes(lanes, trace, scale)
-        lanes.set_title(f"{title}{rank}: {_facts(trace, scale, unit)}", loc="left")
+        facts = _facts(trace, scale, unit)
+        lanes.set_title(f"{title}{rank}: {facts}", loc="left", parse_math=False)
         _draw_memory(memory, trace, scale)
         memory.set_xlim(0, max(end_us * scale, 1e-9))
     axes[-1].set(xlabel=f"time ({unit})")
@@ -188,12 +189,11 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
         for number, point in enumerate(named, start=1)
     ]
     # As a user wrote it: a dollar sign starts no formula.
-    axes.text(*(1.03, 1.0, "\n".join(lines)), transform=axes.transAxes, va="top", parse_math=False)
-    axes.set(
-        xlabel=f"peak {tradeoff.memory} of the rank that needs most (GiB)",
-        ylabel="step time against no offload (%)",
-    )
-    axes.set_title(title, loc="left")
+    plain = {"parse_math": False}
+    axes.text(*(1.03, 1.0, "\n".join(lines)), transform=axes.transAxes, va="top", **plain)
+    axes.set_xlabel(f"peak {tradeoff.memory} of the rank that needs most (GiB)", **plain)
+    axes.set_ylabel("step time against no offload (%)")
+    axes.set_title(title, loc="left", **plain)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.reporting.summary import format_bytes
 from megatron_offload.reporting.trace import StepTrace
 from megatron_offload.reporting.tradeoff import TradeOff
 
-__all__ = ["Comparison", "GroupRow", "MemoryKind", "Pair", "RankRow", "Report"]
+__all__ = ["Comparison", "GroupRow", "MemoryKind", "Pair", "PlanRow", "RankRow", "Report"]
 
 
 class Pair(NamedTuple):
@@ -95,6 +96,16 @@ class GroupRow:
         return found or ["nothing in it to move: too small, or kept alive by something else"]
 
 
+class PlanRow(NamedTuple):
+    """Groups of one name that a plan treats alike, over all pipeline ranks."""
+
+    name: str
+    moves: bool
+    reason: str
+    num_groups: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Whether a run with offload is the same bits as one without."""
@@ -129,6 +140,17 @@ class Report:
     """None where there was one run only."""
     traces: Sequence[StepTrace] = ()
     tradeoff: TradeOff | None = None
+    plan: OffloadPlan | None = None
+
+    @property
+    def plan_rows(self) -> list[PlanRow]:
+        """Return what the plan says, by group name and reason, in the order of its groups."""
+        found: dict[tuple[str, bool, str], list[int]] = {}
+        for rank in self.plan.ranks if self.plan else ():
+            for choice in rank.choices:
+                key = (choice.name, choice.moves, choice.reason)
+                found.setdefault(key, []).append(choice.num_bytes)
+        return [PlanRow(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
 
     @property
     def verdict(self) -> str:

@@ -10,6 +10,7 @@ is a gap that the page names. Read next: `megatron_offload.reporting.report`.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_offload.config import load_yaml, validate
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import read_text
+from megatron_offload.planning.plan import load_plan
 from megatron_offload.reporting.html import write_report
 from megatron_offload.reporting.report import (
     Comparison,
@@ -42,6 +44,7 @@ __all__ = ["REPORT_NAME", "add_arguments", "read_report", "run"]
 
 REPORT_NAME = "report.html"
 
+_PLAN_NAME = "plan.json"
 _TRADEOFF_NAME = "tradeoff.json"
 
 _MEMORY = (
@@ -129,11 +132,12 @@ def read_report(folder: Path) -> Report:
         config=read_text(config_path).rstrip(),
         versions=facts.versions,
         commands=(
-            f"megatron-offload {command} --config {config_path}",
-            f"megatron-offload report {folder}",
+            f"megatron-offload {command} --config {shlex.quote(str(config_path))}",
+            f"megatron-offload report {shlex.quote(str(folder))}",
         ),
         comparison=_comparison(folder) if is_comparison else None,
         traces=read_run_traces(folder),
+        plan=load_plan(plan_path) if (plan_path := folder / _PLAN_NAME).exists() else None,
         tradeoff=_tradeoff(folder, memory, times, is_measured=not facts.is_simulated),
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
+from megatron_offload.planning.profile import GroupKey
 from megatron_offload.reporting.report import (
     Comparison,
     GroupRow,
@@ -56,6 +58,10 @@ def gpu_report(**changes):
         TradeOffPoint(label=HOSTILE, peak_bytes=30 * GIB, step_time_percent=0.4, is_plan=True),
         TradeOffPoint(label="all", peak_bytes=20 * GIB, step_time_percent=3.0, is_predicted=True),
     )
+    choices = tuple(
+        GroupChoice(GroupKey(0, order), HOSTILE, GIB, order < 2, HOSTILE) for order in range(3)
+    )
+    plan = RankPlan(choices, GIB, 2 * GIB, 30 * GIB, 1_490_000.0)
     report = Report(
         title=HOSTILE,
         num_steps=5,
@@ -75,6 +81,7 @@ def gpu_report(**changes):
         comparison=Comparison(True, (("losses of 5 steps", True),)),
         traces=[trace(0), trace(1)],
         tradeoff=TradeOff(memory="reserved memory", points=points),
+        plan=OffloadPlan(HOSTILE, 4, 1, (plan, replace(plan, predicted_step_us=None))),
     )
     return replace(report, **changes)
 
@@ -93,4 +100,5 @@ def bare_report():
         comparison=None,
         traces=(),
         tradeoff=None,
+        plan=None,
     )

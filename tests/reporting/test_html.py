@@ -119,9 +119,10 @@ def test_what_users_named_is_text_wherever_it_stands():
 
 def test_what_is_missing_is_named_with_the_way_to_get_it():
     text = render_report(bare_report())
-    assert text.count('class="missing"') == 5
-    for word in ("run.measure_live_bytes", "run.trace_step: 4", "tradeoff.json", "compare"):
-        assert word in text
+    assert text.count('class="missing"') == 6
+    ways = ("run.measure_live_bytes", "plan.json", "run.trace_step: 4", "tradeoff.json", "compare")
+    for way in ways:
+        assert way in text
     assert 'class="missing"' not in render_report(gpu_report())
 
 

@@ -20,7 +20,8 @@ def trace(rank):
 
 def test_each_rank_gets_its_own_lanes(tmp_path):
     for number in (1, 2):
-        assert plot_timeline([trace(rank) for rank in range(number)], tmp_path / f"{number}.png")
+        traces = [trace(rank) for rank in range(number)]
+        assert plot_timeline(traces, tmp_path / f"{number}.png", r"$\frac{$")
     one, two = (image.imread(tmp_path / f"{number}.png") for number in (1, 2))
     assert two.shape[0] == 2 * one.shape[0]
     assert two.shape[1] == one.shape[1]
@@ -40,5 +41,6 @@ def test_labels_are_text_and_no_formulas(tmp_path):
         TradeOffPoint(label="p", peak_bytes=2**31, step_time_percent=0.0, is_predicted=True),
     )
     path = tmp_path / "deep" / "tradeoff.png"
-    assert plot_tradeoff(TradeOff(memory="reserved memory", points=points), path)
+    formula = r"$\frac{$"
+    assert plot_tradeoff(TradeOff(memory=formula, points=points), path, formula)
     assert path.read_bytes().startswith(PNG)

@@ -12,6 +12,8 @@ from training_runs import TINY
 
 from megatron_offload.config import load_yaml, validate
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan, save_plan
+from megatron_offload.planning.profile import GroupKey
 from megatron_offload.reporting.trace import StepTrace, read_traces, write_traces
 from megatron_offload.reporting.tradeoff import TradeOffPoint, write_tradeoff
 from megatron_offload.train import compare, report, trace_command
@@ -96,6 +98,16 @@ def test_points_of_a_tradeoff_are_shown(folder):
     assert report.read_report(folder).tradeoff.points == tuple(points)
 
 
+def test_a_plan_is_shown(folder):
+    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
+    plan = OffloadPlan("memory_target", 2, 2, (RankPlan((choice,)), RankPlan((choice,))))
+    save_plan(plan, folder / "plan.json")
+    assert report.read_report(folder).plan == plan
+    text = report.write(folder).read_text()
+    assert "frees most" in text
+    assert "memory_target" in text
+
+
 def test_on_a_gpu_the_run_is_itself_a_point(folder):
     for name in ("without_offload", "with_offload"):
         path = folder / name / "steps.jsonl"
@@ -128,6 +140,7 @@ def test_on_a_gpu_the_run_is_itself_a_point(folder):
         ("with_offload/steps.jsonl", '{"step": 1}\n', "not a step"),
         ("without_offload/steps.jsonl", "", "ends at step 0"),
         ("tradeoff.json", '{"points": []}', "points"),
+        ("plan.json", '{"policyy": "x"}', "did you mean 'policy'"),
     ],
 )
 def test_a_damaged_file_is_an_error_and_no_gap(folder, name, content, expected):
