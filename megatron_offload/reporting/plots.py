@@ -189,11 +189,11 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
         for number, point in enumerate(named, start=1)
     ]
     # As a user wrote it: a dollar sign starts no formula.
-    plain = {"parse_math": False}
-    axes.text(*(1.03, 1.0, "\n".join(lines)), transform=axes.transAxes, va="top", **plain)
-    axes.set_xlabel(f"peak {tradeoff.memory} of the rank that needs most (GiB)", **plain)
+    axes.text(*(1.03, 1.0, "\n".join(lines)), transform=axes.transAxes, va="top", parse_math=False)
+    memory = f"peak {tradeoff.memory} of the rank that needs most (GiB)"
+    axes.set_xlabel(memory, parse_math=False)
     axes.set_ylabel("step time against no offload (%)")
-    axes.set_title(title, loc="left", **plain)
+    axes.set_title(title, loc="left", parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
