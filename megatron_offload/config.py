@@ -85,6 +85,10 @@ class SimulatedConfig(StrictModel):
     check_hazards: bool = True
     """Keep a vector clock per stream and name the missing wait behind any unordered access."""
 
+    host_time: bool = False
+    """Let the virtual compute stream work for as long as the program really takes between two calls
+    of the engine: for timelines of real programs, which then differ a little from run to run."""
+
 
 class OffloadConfig(StrictModel):
     """What moves, how late memory is released, and how far ahead it comes back. Sizes in bytes."""

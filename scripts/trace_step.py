@@ -152,7 +152,7 @@ def main() -> None:
     result.write_chrome(args.output / "trace.json")
     print("\n".join(result.summary().lines()))
     print(f"wrote {args.output / 'trace.json'}")
-    if plot_timeline(result, args.output / "timeline.png", title):
+    if plot_timeline([result], args.output / "timeline.png", title):
         print(f"wrote {args.output / 'timeline.png'}")
     else:
         print("no picture: matplotlib is not installed (pip install 'megatron-offload[plots]')")

@@ -34,6 +34,7 @@ def create_backend(config: OffloadConfig, device_index: int | None = None) -> Ba
         IntegrationError: CUDA was asked for and there is no device.
     """
     from megatron_offload.backends.cuda import CudaBackend, is_available
+    from megatron_offload.backends.host_timed import HostTimedBackend
     from megatron_offload.backends.simulated import SimulatedBackend
 
     if config.backend == "cuda" or (config.backend == "auto" and is_available()):
@@ -46,4 +47,4 @@ def create_backend(config: OffloadConfig, device_index: int | None = None) -> Ba
     simulated = config.simulated
     if not config.copy_streams:  # a copy that is queued on the compute stream comes before the rest
         simulated = simulated.model_copy(update={"copy_timing": "eager"})
-    return SimulatedBackend(simulated)
+    return HostTimedBackend(simulated) if simulated.host_time else SimulatedBackend(simulated)

@@ -374,13 +374,13 @@ class PipelineOffloadManager:
         if group.num_bytes == 0:
             group.advance(GroupState.RESIDENT)
         elif learner.keeps(group.key):
-            self._keep(group)
+            self._keep(group, learner.kept.get(group.key, "beyond the fraction 0 of its chunk"))
         elif group.key in learner.residents:
-            self._keep(group)
+            self._keep(group, "its backward follows soonest, and the resident room takes it")
             self.budget.resident_bytes += group.num_bytes
             group.is_resident = True
         elif group.chunk.chooses is None and prefetcher.is_needed_soon(group):
-            self._keep(group)
+            self._keep(group, "backward needs it before it could leave and come back")
             group.hold()
         else:
             for tensor in forced_released_tensors:
@@ -394,8 +394,8 @@ class PipelineOffloadManager:
         transfers.pass_boundary(group.num_bytes)
         prefetcher.advance()
 
-    def _keep(self, group: OffloadGroup) -> None:
-        self.transfers.stats.of(group.name).kept_bytes += group.num_bytes
+    def _keep(self, group: OffloadGroup, reason: str) -> None:
+        self.transfers.stats.of(group.name).keep(group.num_bytes, reason)
         group.advance(GroupState.RESIDENT)
 
     def _force_release(self, group: OffloadGroup, tensor: torch.Tensor) -> None:

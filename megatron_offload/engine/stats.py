@@ -32,8 +32,16 @@ class GroupStats:
     """Bytes copied back."""
     kept_bytes: int = 0
     """Bytes that could have moved and stayed: by plan, for want of host memory, or needed soon."""
+    kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
+    """The same bytes by why they stayed, in words for people."""
     num_late_reloads: int = 0
     """Groups whose backward began before their reload was issued."""
+
+    def keep(self, num_bytes: int, reason: str) -> None:
+        """Count bytes that stayed on the device."""
+        self.kept_bytes += num_bytes
+        before_bytes = self.kept_bytes_by_reason.get(reason, 0)
+        self.kept_bytes_by_reason[reason] = before_bytes + num_bytes
 
 
 @dataclass(slots=True)

@@ -138,7 +138,7 @@ class Transfers:
             if host is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes
-                self.stats.of(group.name).kept_bytes += block.num_bytes
+                self.stats.of(group.name).keep(block.num_bytes, "the host memory is full")
                 continue
             block.host = host
             host.owner = weakref.ref(block)

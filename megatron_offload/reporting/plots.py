@@ -1,4 +1,4 @@
-"""Plots of two runs, their losses and memory side by side, and the timeline of one step.
+"""Plots of two runs, timelines of one step on several ranks, and the trade-off curve.
 
 Owns the drawing, with matplotlib, which is optional (extra ``plots``). Must not know torch or the
 trainer.
@@ -10,6 +10,7 @@ Invariant: without matplotlib a plot is left out, never an error. Read next:
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from megatron_offload.reporting.trace import (
     Span,
     StepTrace,
 )
+from megatron_offload.reporting.tradeoff import TradeOff, frontier
 
-__all__ = ["plot_comparison", "plot_timeline"]
+__all__ = ["MOST_TIMELINES", "plot_comparison", "plot_timeline", "plot_tradeoff"]
 
 _MIB = 1024 * 1024
+_GIB = 1024 * _MIB
 
 _KINDS = {
     "forward": ("#4c8bc9", "forward"),
@@ -45,6 +48,12 @@ _COUNTERS = {
     INFLIGHT_BYTES: (_KINDS["d2h"][0], "-"),
     PREFETCHED_BYTES: (_KINDS["h2d"][0], "-"),
 }
+
+_MOST_LABELS = 20
+"""Points that are named in a trade-off plot, those of the least memory first."""
+
+MOST_TIMELINES = 16
+"""Ranks in one picture; hundreds would help nobody."""
 
 _CHUNK = re.compile(r"\[chunk (\d+),")
 
@@ -95,28 +104,105 @@ def plot_comparison(
     return True
 
 
-def plot_timeline(trace: StepTrace, path: Path, title: str = "One step") -> bool:
+def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> bool:
     """Draw what each stream did when, and how many bytes that held, into a PNG file.
 
     Args:
-        trace: the step.
+        traces: the step on each rank; every rank's time starts at zero.
         path: file to write.
         title: stands above the picture, beside the step's numbers.
 
     Returns:
         Whether the timeline was drawn: False where matplotlib is not installed.
+
+    Raises:
+        ValueError: there is no trace, or more than `MOST_TIMELINES`.
+    """
+    if not 1 <= len(traces) <= MOST_TIMELINES:
+        raise ValueError(f"a timeline shows 1 to {MOST_TIMELINES} ranks, got {len(traces)}")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(15, 7 * len(traces)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2 * len(traces), 1, sharex=True, height_ratios=(2, 3) * len(traces))
+    end_us = max((span.end_us for trace in traces for span in trace.spans), default=0.0)
+    scale, unit = (1e-3, "ms") if end_us >= 2000 else (1.0, "µs")
+    for index, trace in enumerate(traces):
+        lanes, memory = axes[2 * index : 2 * index + 2]
+        rank = f", rank {trace.rank}" if len(traces) > 1 else ""
+        _draw_lanes(lanes, trace, scale)
+        facts = _facts(trace, scale, unit)
+        lanes.set_title(f"{title}{rank}: {facts}", loc="left", parse_math=False)
+        _draw_memory(memory, trace, scale)
+        memory.set_xlim(0, max(end_us * scale, 1e-9))
+    axes[-1].set(xlabel=f"time ({unit})")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against time") -> bool:
+    """Draw what settings cost in memory and in time into a PNG file.
+
+    Args:
+        tradeoff: the settings; what no other beats in both is joined by a line.
+        path: file to write.
+        title: stands above the picture.
+
+    Returns:
+        Whether the plot was drawn: False where matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(15, 7), layout="constrained")
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
-    lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-    end_us = max((span.end_us for span in trace.spans), default=0.0)
-    scale, unit = (1e-3, "ms") if end_us >= 2000 else (1.0, "µs")
-    _draw_lanes(lanes, trace, scale)
+    axes = figure.subplots()
+    kinds = (("measured", False, "-", "#0b7f86"), ("predicted", True, "--", "none"))
+    for name, is_predicted, style, face in kinds:
+        points = [point for point in tradeoff.points if point.is_predicted is is_predicted]
+        if not points:
+            continue
+        x, y = ([p.peak_bytes / _GIB for p in points], [p.step_time_percent for p in points])
+        axes.scatter(x, y, s=45, facecolors=face, edgecolors="#0b7f86", label=name, zorder=3)
+        best = frontier(points)
+        x, y = ([p.peak_bytes / _GIB for p in best], [p.step_time_percent for p in best])
+        axes.plot(x, y, style, color="#0b7f86", linewidth=1.2, alpha=0.6)
+    plans = [point for point in tradeoff.points if point.is_plan]
+    x, y = ([p.peak_bytes / _GIB for p in plans], [p.step_time_percent for p in plans])
+    if plans:
+        axes.scatter(
+            *(x, y), s=180, facecolors="none", edgecolors="#c2255c", linewidths=2, label="today's"
+        )
+    # Labels beside their points would lie on one another: numbers there, a list at the side.
+    named = sorted(tradeoff.points, key=lambda point: point.peak_bytes)[:_MOST_LABELS]
+    for number, point in enumerate(named, start=1):
+        place = (point.peak_bytes / _GIB, point.step_time_percent)
+        axes.annotate(str(number), place, (0, 8), textcoords="offset points", ha="center")
+    lines = [
+        f"{number}  {textwrap.shorten(point.label, 60, placeholder=' ...')}"
+        for number, point in enumerate(named, start=1)
+    ]
+    # As a user wrote it: a dollar sign starts no formula.
+    axes.text(*(1.03, 1.0, "\n".join(lines)), transform=axes.transAxes, va="top", parse_math=False)
+    memory = f"peak {tradeoff.memory} of the rank that needs most (GiB)"
+    axes.set_xlabel(memory, parse_math=False)
+    axes.set_ylabel("step time against no offload (%)")
+    axes.set_title(title, loc="left", parse_math=False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _facts(trace: StepTrace, scale: float, unit: str) -> str:
+    """Return the step's numbers, for the line above its lanes."""
     summary = trace.summary()
     hidden = [
         f"{name} {summary.overlap_us[stream] / summary.busy_us[stream]:.0%} beside compute"
@@ -128,7 +214,12 @@ def plot_timeline(trace: StepTrace, path: Path, title: str = "One step") -> bool
         f"compute waits {summary.total_stall_us * scale:.3g} {unit}",
         *hidden,
     ]
-    lanes.set_title(f"{title}: {', '.join(facts)}", loc="left")
+    return ", ".join(facts)
+
+
+def _draw_memory(axes: Any, trace: StepTrace, scale: float) -> None:
+    """Draw how many bytes were where."""
+    end_us = max((span.end_us for span in trace.spans), default=0.0)
     values: dict[str, list[tuple[float, float]]] = {}
     for counter in trace.counters:
         point = (counter.time_us * scale, counter.value / _MIB)
@@ -136,16 +227,12 @@ def plot_timeline(trace: StepTrace, path: Path, title: str = "One step") -> bool
     for name, (color, style) in _COUNTERS.items():
         if name in values:
             times, sizes = zip(*values[name], (end_us * scale, values[name][-1][1]), strict=True)
-            memory.step(times, sizes, style, where="post", color=color, label=name, linewidth=1.6)
-    memory.set(xlabel=f"time ({unit})", ylabel="MiB")
-    memory.set_xlim(0, max(end_us * scale, 1e-9))
-    memory.set_ylim(bottom=0)
-    memory.grid(alpha=0.3)
+            axes.step(times, sizes, style, where="post", color=color, label=name, linewidth=1.6)
+    axes.set(ylabel="MiB")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
     if values:
-        memory.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    return True
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
 def _draw_lanes(axes: Any, trace: StepTrace, scale: float) -> None:
@@ -159,7 +246,7 @@ def _draw_lanes(axes: Any, trace: StepTrace, scale: float) -> None:
             (-lane - 0.4, 0.8),
             facecolors=[_KINDS[span.kind][0] for span in spans],
             edgecolors="white",
-            linewidth=0.4,
+            linewidth=0.4 if len(spans) < 200 else 0.0,  # edges would hide what is thin
         )
     compute = [span for span in trace.of("compute") if span.duration_us > 0]
     total_us = compute[-1].end_us if compute else 0.0

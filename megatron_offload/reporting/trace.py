@@ -10,6 +10,7 @@ is written aside and put in place whole. Read next: `megatron_offload.tracing`, 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -248,21 +249,30 @@ def _read_event(event: dict[str, Any], trace: StepTrace) -> None:
                 stream=dict(enumerate(STREAMS))[event["tid"]],
                 kind=_typed(event["cat"], str),
                 label=_typed(args["group"], str),
-                start_us=_typed(event["ts"], int, float),
-                duration_us=_typed(event["dur"], int, float),
+                start_us=_time_us(event["ts"]),
+                duration_us=_time_us(event["dur"]),
                 num_bytes=_typed(args.get("bytes", 0), int),
                 wait=_typed(args.get("wait", ""), str),
             )
         )
     elif event["ph"] == "C":
-        name, time_us = _typed(event["name"], str), _typed(event["ts"], int, float)
+        name, time_us = _typed(event["name"], str), _time_us(event["ts"])
         trace.counters.append(Counter(name, time_us, _typed(args["bytes"], int, float)))
 
 
+def _time_us(value: Any) -> float:
+    time_us: float = _typed(value, int, float)
+    if time_us < 0:
+        raise TypeError(f"{time_us!r} is before the trace began")
+    return time_us
+
+
 def _typed(value: Any, *kinds: type) -> Any:
-    """Return ``value`` if it is of one of these types, and no truth value."""
+    """Return ``value`` if it is of one of these types, finite, and no truth value."""
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"{value!r:.40} is of another type")
+    if isinstance(value, float) and not math.isfinite(value):  # JSON's 1e999
+        raise TypeError(f"{value!r} is not finite")
     return value
 
 

@@ -1,18 +1,16 @@
 """Trains twice, without and with offload, and says whether the two runs are the same bits.
 
-Owns the comparison and its report. Must not know how a run is done. Read next:
-`megatron_offload.train.launch`.
+Owns the two runs and what is printed and written about them. Must not know how a run is done, nor
+what being the same means. Read next: `megatron_offload.train.comparison`.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from rich.console import Console
 
-from megatron_offload.files import replace_text
+from megatron_offload.errors import ConfigError
 from megatron_offload.reporting.plots import plot_comparison
 from megatron_offload.reporting.summary import (
     compare_table,
@@ -20,56 +18,19 @@ from megatron_offload.reporting.summary import (
     memory_table,
     rank_table,
 )
+from megatron_offload.train import report as html_report
+from megatron_offload.train.comparison import (
+    FOLDERS,
+    Comparison,
+    compare_reports,
+    write_comparison,
+)
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch
-from megatron_offload.train.records import RunReport, StepRecord
+from megatron_offload.train.records import RunReport
+from megatron_offload.train.run_folder import write_config
 
-__all__ = ["Comparison", "compare", "compare_reports"]
-
-_FOLDERS = ("without_offload", "with_offload")
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two runs, step by step. Each tuple holds one answer for each step, or for each rank."""
-
-    losses: tuple[bool, ...]
-    grad_norms: tuple[bool, ...]
-    gradients: tuple[bool, ...]
-    """By rank: digests of all gradients, in every step that has them."""
-    parameters: tuple[bool, ...]
-    """By rank: digests of the final parameters."""
-    evaluations: bool
-
-    @property
-    def identical(self) -> bool:
-        """Whether nothing differs by a single bit."""
-        parts = (self.losses, self.grad_norms, self.gradients, self.parameters)
-        return self.evaluations and all(part and all(part) for part in parts)
-
-
-def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:
-    """Compare two runs of the same configuration bit by bit."""
-    steps = list(zip(without.steps, offloaded.steps, strict=True))
-    return Comparison(
-        losses=tuple(_same(a.loss, b.loss) and _same_losses(a, b) for a, b in steps),
-        grad_norms=tuple(
-            all(_same(x.grad_norm, y.grad_norm) for x, y in zip(a.ranks, b.ranks, strict=True))
-            for a, b in steps
-        ),
-        gradients=tuple(
-            all(a.ranks[rank].gradients == b.ranks[rank].gradients for a, b in steps)
-            and without.steps[-1].ranks[rank].gradients is not None
-            for rank in range(len(without.steps[-1].ranks))
-        ),
-        parameters=tuple(
-            a == b for a, b in zip(without.parameters, offloaded.parameters, strict=True)
-        ),
-        evaluations=without.evaluations.keys() == offloaded.evaluations.keys()
-        and all(
-            _same(without.evaluations[s], offloaded.evaluations[s]) for s in without.evaluations
-        ),
-    )
+__all__ = ["compare"]
 
 
 def compare(config: TrainConfig) -> int:
@@ -84,25 +45,28 @@ def compare(config: TrainConfig) -> int:
     Raises:
         ConfigError: nothing was started.
     """
-    plain, offloaded = (_variant(config, folder) for folder in _FOLDERS)
+    plain, offloaded = (_variant(config, folder) for folder in FOLDERS)
     reports = launch([("without offload", plain), ("with offload", offloaded)])
     if reports is None:
         return 0
     result = compare_reports(*reports)
     console = Console()
-    _print(console, reports, result)
-    _write(config, reports, result)
-    console.print(f"report: {config.run.output / 'compare.json'}", soft_wrap=True)
-    console.print(f"plot: {_plot(config, reports)}", soft_wrap=True, markup=False)
+    _print(console, config, reports, result)
+    folder = config.run.output
+    write_config(config, folder)
+    numbers = write_comparison(config, reports, result, folder)
+    for line in (f"numbers: {numbers}", f"plot: {_plot(config, reports)}", _report(folder)):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     return 0 if result.identical else 1
 
 
 def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     """Return the same run with or without offload, writing into a folder of its own."""
+    is_offloaded = folder == FOLDERS[1]
     # Copies and not new objects: which offload settings were given must not change.
     return config.model_copy(
         update={
-            "offload": config.offload.model_copy(update={"enabled": folder == _FOLDERS[1]}),
+            "offload": config.offload.model_copy(update={"enabled": is_offloaded}),
             # A comparison is of whole runs, from the first step on.
             "run": config.run.model_copy(
                 update={
@@ -116,7 +80,9 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     )
 
 
-def _print(console: Console, reports: list[RunReport], result: Comparison) -> None:
+def _print(
+    console: Console, config: TrainConfig, reports: list[RunReport], result: Comparison
+) -> None:
     without, offloaded = reports
     rows = [
         {
@@ -134,14 +100,14 @@ def _print(console: Console, reports: list[RunReport], result: Comparison) -> No
     if ranks[0]["peak_live_activation_bytes"] is not None:
         console.print(memory_table(without.peaks(), ranks))
     on_gpu = ranks[0]["peak_reserved_bytes"] is not None
-    times = [_median([step.step_time_s for step in report.steps[1:]]) for report in reports]
-    if times[0]:
+    times = [report.median_step_time_s(without=config.traced_step) for report in reports]
+    if times[0] and times[1]:
         console.print(
             f"median step time: {1e3 * times[0]:.1f} ms without, {1e3 * times[1]:.1f} ms with "
             f"offload ({100 * (times[1] / times[0] - 1):+.1f} %)"
             + ("" if on_gpu else "; on a CPU the device is simulated and its speed means nothing")
         )
-    for name, equal in _findings(result).items():
+    for name, equal in result.findings.items():
         console.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
     console.print(f"bitwise identical: {'yes' if result.identical else 'no'}", style="bold")
 
@@ -166,51 +132,9 @@ def _plot(config: TrainConfig, reports: list[RunReport]) -> str:
     return "left out: matplotlib is missing; install megatron-offload[plots]"
 
 
-def _findings(result: Comparison) -> dict[str, bool]:
-    return {
-        f"losses of {len(result.losses)} steps": all(result.losses),
-        f"gradient norms of {len(result.grad_norms)} steps": all(result.grad_norms),
-        f"gradients of {len(result.gradients)} ranks": all(result.gradients),
-        f"final parameters of {len(result.parameters)} ranks": all(result.parameters),
-        **({} if result.evaluations else {"evaluation losses": False}),
-    }
-
-
-def _write(config: TrainConfig, reports: list[RunReport], result: Comparison) -> None:
-    content: dict[str, Any] = {
-        "identical": result.identical,
-        "losses_equal": result.losses,
-        "grad_norms_equal": result.grad_norms,
-        "gradients_equal_by_rank": result.gradients,
-        "parameters_equal_by_rank": result.parameters,
-        "evaluations_equal": result.evaluations,
-        "config": config.model_dump(mode="json"),
-    }
-    for folder, report in zip(_FOLDERS, reports, strict=True):
-        content[folder] = {
-            "losses": [step.loss.hex() for step in report.steps],
-            "grad_norms": [step.grad_norm.hex() for step in report.steps],
-            "parameters": report.parameters,
-            "ranks": report.peaks(),
-        }
-    config.run.output.mkdir(parents=True, exist_ok=True)
-    replace_text(config.run.output / "compare.json", json.dumps(content, indent=2) + "\n")
-
-
-def _same(a: float, b: float) -> bool:
-    """Compare the bits that matter: equal values of one sign, or both not a number."""
-    return float(a).hex() == float(b).hex()
-
-
-def _same_losses(a: StepRecord, b: StepRecord) -> bool:
-    pairs = zip(a.ranks, b.ranks, strict=True)
-    return all(
-        (x.loss is None and y.loss is None)
-        or (x.loss is not None and y.loss is not None and _same(x.loss, y.loss))
-        for x, y in pairs
-    )
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0
+def _report(folder: Path) -> str:
+    """Write the HTML page; return where it is, or why there is none: the comparison stands."""
+    try:
+        return f"report, for a browser: {html_report.write(folder)}"
+    except ConfigError as error:
+        return f"report: left out: {error}"

@@ -243,6 +243,11 @@ class RunConfig(StrictModel):
     measure_live_bytes: bool = True
     """Count the bytes that autograd keeps alive. Costs some microseconds for each saved tensor."""
 
+    trace_step: int = Field(default=0, ge=0)
+    """Step of which every rank writes a timeline (``trace_<rank>.json``), or the last one where
+    there are fewer; 0 for none. Changes no bit. From the fourth on steps are like those after;
+    without offload nothing is traced, as there are no copies."""
+
     hash_gradients: Literal["last", "every"] = "last"
     """Whether gradients are hashed in the last step only or in every step."""
 
@@ -295,6 +300,11 @@ class TrainConfig(StrictModel):
                 "offload.modules names attn_proj without core_attn: the projection saves the core "
                 "attention's output, which only its group can free; add core_attn"
             )
+
+    @property
+    def traced_step(self) -> int:
+        """The step of which a timeline is taken; 0 for none."""
+        return min(self.run.trace_step, self.run.steps)
 
     @property
     def default_ranks(self) -> int:

@@ -38,6 +38,7 @@ from megatron_offload.train.records import (
     merge,
     read_steps,
 )
+from megatron_offload.train.run_folder import prepare_folder, trace_path
 from megatron_offload.train.stopping import StopSignals
 
 __all__ = ["run_training"]
@@ -73,12 +74,20 @@ def run_training(
         owner = parallel.rank == 0
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(
-                open_offload(config.offload, trainer.chunks, trainer.meter, parallel.pp_rank)
+                open_offload(
+                    config.offload,
+                    trainer.chunks,
+                    trainer.meter,
+                    parallel.pp_rank,
+                    is_traced=config.run.trace_step > 0,
+                )
             )
             printer = stack.enter_context(
                 StepPrinter(title, config.run.steps, config.run.log_interval, owner=owner)
             )
             report, keep_bytes = trainer.start(printer, resume=resume)
+            if owner:
+                prepare_folder(config, device, parallel.world_size, is_new=keep_bytes == 0)
             log = stack.enter_context(
                 StepLog(config.run.output, owner=owner, keep_bytes=keep_bytes)
             )
@@ -186,13 +195,16 @@ class _Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        with self.meter or contextlib.nullcontext():
-            loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
-        counters = session.end_step()
+        run = self._config.run
+        is_traced = step == self._config.traced_step
+        with session.trace(self._parallel.rank) if is_traced else contextlib.nullcontext() as trace:
+            with self.meter or contextlib.nullcontext():
+                loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
+            counters = session.end_step()
         self._device.synchronize()
         step_time_s = time.perf_counter() - start
         gradients = None
-        if self._config.run.hash_gradients == "every" or step == self._config.run.steps:
+        if run.hash_gradients == "every" or step == run.steps:
             gradients = digest(parameter.main_grad for parameter in self._parameters())
         start = time.perf_counter()
         _, grad_norm, _ = self._optimizer.step()
@@ -217,6 +229,8 @@ class _Trainer:
         )
         # Ranks receive a signal at different steps; here all of them learn of it at the same.
         everyone = gather((mine, signals.received), self._parallel.host_group)
+        if trace is not None:  # only now: rank 0 has cleared the folder for sure
+            trace.write_chrome(trace_path(run.output, trace.rank))
         record = merge(step, lr, self._tokens_per_step(), [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
 

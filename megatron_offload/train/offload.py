@@ -15,6 +15,7 @@ from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
+from megatron_offload.reporting.trace import StepTrace
 
 __all__ = ["OffloadSession", "open_offload"]
 
@@ -25,6 +26,14 @@ class OffloadSession:
     def __init__(self, manager: Any = None, *, resets_itself: bool = False) -> None:
         self._manager = manager
         self._resets_itself = resets_itself
+
+    def trace(self, rank: int) -> contextlib.AbstractContextManager[StepTrace | None]:
+        """Trace the step that is taken inside, `end_step` included; None where nothing moves."""
+        if self._manager is None:
+            return contextlib.nullcontext()
+        from megatron_offload.tracing import trace_step
+
+        return trace_step(self._manager, rank)
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""
@@ -42,6 +51,7 @@ class OffloadSession:
             "num_unpinnable_blocks": stats.num_unpinnable_blocks,
             "num_memory_shortages": stats.num_memory_shortages,
             "peak_host_bytes": stats.peak_host_bytes,
+            "pinned_host_bytes": self._manager.host_pool.stats.slab_bytes_total,
             "groups": tuple(asdict(group) for group in stats.by_name.values()),
         }
 
@@ -52,6 +62,8 @@ def open_offload(
     chunks: Sequence[Any],
     meter: LiveActivationMeter | None,
     pp_rank: int,
+    *,
+    is_traced: bool = False,
 ) -> Iterator[OffloadSession]:
     """Offload inside this context as ``offload`` says; does nothing where it is disabled.
 
@@ -60,6 +72,8 @@ def open_offload(
         chunks: this rank's model chunks, each wrapped for data parallelism.
         meter: told of every saved tensor and reload target; None for no measuring.
         pp_rank: this rank's place in the pipeline.
+        is_traced: whether a timeline will be taken. A simulated device then lets compute take the
+            time that it really does, or there would be nothing to see beside the copies.
     """
     if not offload.enabled:
         yield OffloadSession()
@@ -70,7 +84,11 @@ def open_offload(
 
     core, extra, patterns = split_modules(offload.modules)
     manager = PipelineOffloadManager.get_instance()
-    manager.configure(_with_one_limit(offload))
+    offload = _with_one_limit(offload)
+    if is_traced:
+        simulated = offload.simulated.model_copy(update={"host_time": True})
+        offload = offload.model_copy(update={"simulated": simulated})
+    manager.configure(offload)
     manager.meter = meter
     megatron_core.install()
     with contextlib.ExitStack() as stack:

@@ -47,6 +47,13 @@ class Device:
         """Whether this is a CUDA device."""
         return self.device.type == "cuda"
 
+    @property
+    def name(self) -> str:
+        """What to call it in a report."""
+        if self.on_gpu:
+            return str(torch.cuda.get_device_name(self.device))
+        return f"simulated on {os.cpu_count()} CPU cores"
+
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of it."""
         if self.on_gpu:

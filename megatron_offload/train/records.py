@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +23,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files import open_regular, parse_json
 
 __all__ = [
+    "LOG_NAME",
     "RankStep",
     "RunReport",
     "StepLog",
@@ -31,7 +33,7 @@ __all__ = [
     "read_steps",
 ]
 
-_LOG_NAME = "steps.jsonl"
+LOG_NAME = "steps.jsonl"
 _MAX_LINE_BYTES = 16 * 1024**2
 """A line has some hundred bytes for each rank and each of its groups."""
 
@@ -61,6 +63,9 @@ class RankStep:
     num_memory_shortages: int = 0
     """Reloads for which the device had no memory at first."""
     peak_host_bytes: int = 0
+    """Most bytes that lay in host memory at one time."""
+    pinned_host_bytes: int = 0
+    """Host memory that was pinned when the step ended, in use or not."""
     peak_live_activation_bytes: int | None = None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -153,6 +158,15 @@ class RunReport:
     stopped_by: int = 0
     """The signal that stopped the run before its last step; 0 for none."""
 
+    def median_step_time_s(self, *, without: int = 0) -> float | None:
+        """Return the median time of a step; None without such.
+
+        Args:
+            without: a step that was not like the others, beside the first, which never is.
+        """
+        times = [step.step_time_s for step in self.steps if step.step not in (1, without)]
+        return statistics.median(times) if times else None
+
     def peaks(self) -> list[dict[str, Any]]:
         """Return one mapping per rank: the last step's numbers with each memory peak's maximum.
 
@@ -170,13 +184,15 @@ class RunReport:
         return ranks
 
 
-def read_steps(folder: Path, last: int, ranks: int) -> tuple[list[StepRecord], int]:
+def read_steps(
+    folder: Path, last: int | None = None, ranks: int | None = None
+) -> tuple[list[StepRecord], int]:
     """Read the lines of ``steps.jsonl`` up to a step; what comes after it may be anything.
 
     Args:
         folder: the run's.
-        last: the step of the last line that is wanted.
-        ranks: how many ranks each line must have.
+        last: the step of the last line that is wanted; None for all whole lines.
+        ranks: how many ranks each line must have; None for as many as the first.
 
     Returns:
         The records, and how many bytes their lines take. Neither where there is no such file.
@@ -185,18 +201,20 @@ def read_steps(folder: Path, last: int, ranks: int) -> tuple[list[StepRecord], i
         ConfigError: the file can't be read, a line up to ``last`` is not one that training wrote,
             or a step is missing.
     """
-    path = folder / _LOG_NAME
+    path = folder / LOG_NAME
     records: list[StepRecord] = []
     size = 0
     if not os.path.lexists(path):
         return [], 0
     with open_regular(path) as file:
-        while not records or records[-1].step < last:
+        while last is None or not records or records[-1].step < last:
             line = file.readline(_MAX_LINE_BYTES + 1)
             source = f"{path} line {len(records) + 1}"
             if len(line) > _MAX_LINE_BYTES:
                 raise ConfigError(f"{source} is longer than {_MAX_LINE_BYTES} bytes")
             if not line.endswith(b"\n"):
+                if last is None:
+                    break  # the end, or a line that a run is about to write
                 raise ConfigError(
                     f"{path} ends at step {records[-1].step if records else 0}, but the checkpoint "
                     f"is of step {last}; move the file elsewhere to go on with a new one"
@@ -205,8 +223,10 @@ def read_steps(folder: Path, last: int, ranks: int) -> tuple[list[StepRecord], i
                 record = StepRecord.from_json(line.decode("utf-8"), source)
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{source} is not UTF-8: {error}") from error
-            if record.step > last or (records and record.step != records[-1].step + 1):
+            is_past = last is not None and record.step > last
+            if is_past or (records and record.step != records[-1].step + 1):
                 raise ConfigError(f"{source} is of step {record.step}, which does not follow")
+            ranks = len(record.ranks) if ranks is None else ranks
             if len(record.ranks) != ranks:
                 raise ConfigError(f"{source} is of {len(record.ranks)} ranks, not of {ranks}")
             records.append(record)
@@ -227,7 +247,7 @@ class StepLog:
         self._file: TextIO | None = None
         if owner:
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / _LOG_NAME
+            path = folder / LOG_NAME
             if keep_bytes:
                 os.truncate(path, keep_bytes)
             self._file = path.open("a" if keep_bytes else "w", encoding="utf-8")

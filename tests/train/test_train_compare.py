@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.train.compare import compare_reports
+from megatron_offload.train.comparison import compare_reports
 from megatron_offload.train.records import RankStep, RunReport, StepRecord, merge
 
 CONFIG = """

@@ -52,5 +52,26 @@ def test_peaks_of_a_run_that_measured_only_in_its_second_part():
     assert RunReport().peaks() == []
 
 
+def test_without_an_end_all_whole_lines_are_read(tmp_path):
+    lines = [record(step).to_json() + "\n" for step in (1, 2, 3)]
+    path = tmp_path / "steps.jsonl"
+    path.write_text("".join(lines) + '{"step": 4, "lo')
+    records, size = read_steps(tmp_path)
+    assert records == [record(1), record(2), record(3)]
+    assert size == sum(map(len, lines))
+    path.write_text(lines[0] + lines[2])
+    with pytest.raises(ConfigError, match="step 3, which does not follow"):
+        read_steps(tmp_path)
+
+
+def test_the_median_leaves_out_the_first_step_and_one_that_was_unlike_the_others():
+    times = {1: 100.0, 2: 1.0, 3: 50.0, 4: 2.0, 5: 3.0}
+    report = RunReport([replace(record(step), step_time_s=t) for step, t in times.items()])
+    assert report.median_step_time_s(without=3) == 2.0
+    assert report.median_step_time_s() == 2.5
+    assert RunReport(report.steps[:1]).median_step_time_s() is None
+    assert RunReport(report.steps[:2]).median_step_time_s(without=2) is None
+
+
 def test_no_log_is_no_lines(tmp_path):
     assert read_steps(tmp_path, 5, ranks=2) == ([], 0)

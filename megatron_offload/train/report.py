@@ -1,0 +1,240 @@
+"""The command ``report``: reads a run's folder and writes one HTML page about it.
+
+Owns what of a folder becomes which part of `Report`, and what is left out where a file is missing.
+Must not know how a page looks.
+
+Invariants: every file is read strictly, and a damaged one is an error, never a gap; a missing one
+is a gap that the page names. Read next: `megatron_offload.reporting.report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from rich.console import Console
+
+from megatron_offload.config import load_yaml, validate
+from megatron_offload.engine.stats import GroupStats
+from megatron_offload.errors import ConfigError
+from megatron_offload.files import read_text
+from megatron_offload.planning.plan import load_plan
+from megatron_offload.reporting.html import write_report
+from megatron_offload.reporting.report import (
+    Comparison,
+    GroupRow,
+    MemoryKind,
+    Pair,
+    RankRow,
+    Report,
+)
+from megatron_offload.reporting.tradeoff import TradeOff, TradeOffPoint, read_tradeoff
+from megatron_offload.train.comparison import FOLDERS, read_comparison
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.records import RunReport, read_steps
+from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, read_facts
+from megatron_offload.train.trace_command import read_run_traces
+
+__all__ = ["REPORT_NAME", "add_arguments", "read_report", "run"]
+
+REPORT_NAME = "report.html"
+
+_PLAN_NAME = "plan.json"
+_TRADEOFF_NAME = "tradeoff.json"
+
+_MEMORY = (
+    ("reserved memory", "peak_reserved_bytes"),
+    ("allocated memory", "peak_allocated_bytes"),
+    ("saved activations", "peak_live_activation_bytes"),
+)
+"""What the device really takes counts most, where there is a device."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``report``."""
+    parser.add_argument("folder", type=Path, help="run.output of a train or compare run")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page; FOLDER/report.html unless given"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the report of a folder and say where it is; returns 0.
+
+    Raises:
+        ConfigError: the folder holds no run, something in it is damaged, or jinja2 is missing.
+    """
+    path = write(options.folder, options.output)
+    Console().print(f"report: {path}", soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def write(folder: Path, output: Path | None = None) -> Path:
+    """Write the report of a folder; return its path.
+
+    Raises:
+        ConfigError: as for `run`, or the file can't be written.
+    """
+    path = output or folder / REPORT_NAME
+    report = read_report(folder)
+    try:
+        write_report(report, path)
+    except OSError as error:
+        raise ConfigError(
+            f"can't write {path}: {error.strerror}; choose another --output"
+        ) from error
+    return path
+
+
+def read_report(folder: Path) -> Report:
+    """Read what a run has left.
+
+    Args:
+        folder: ``run.output`` of a ``train`` or a ``compare``.
+
+    Raises:
+        ConfigError: it holds no run, or something in it is damaged.
+    """
+    main = main_folder(folder)
+    is_comparison = main != folder
+    offloaded = RunReport(read_steps(main)[0])
+    if not offloaded.steps:
+        raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
+    last, world_size = offloaded.steps[-1].step, len(offloaded.steps[-1].ranks)
+    plain = None
+    if is_comparison:
+        plain = RunReport(read_steps(folder / FOLDERS[0], last, world_size)[0])
+    config_path = folder / CONFIG_NAME
+    config = validate(TrainConfig, load_yaml(config_path), str(config_path))
+    facts = read_facts(main)
+    memory = _memory(plain, offloaded)
+    times = Pair(
+        plain.median_step_time_s(without=config.traced_step) if plain else None,
+        offloaded.median_step_time_s(without=config.traced_step),
+    )
+    groups = _group_stats(offloaded, main)
+    command = "compare" if is_comparison else "train"
+    return Report(
+        title=folder.resolve().name,
+        num_steps=len(offloaded.steps),
+        device=facts.device,
+        is_simulated=facts.is_simulated,
+        date=f"{facts.date:%Y-%m-%d %H:%M} UTC",
+        memory=memory,
+        ranks=_ranks(offloaded, groups),
+        groups=_groups(groups),
+        step_time_s=times,
+        config=read_text(config_path).rstrip(),
+        versions=facts.versions,
+        commands=(
+            f"megatron-offload {command} --config {shlex.quote(str(config_path))}",
+            f"megatron-offload report {shlex.quote(str(folder))}",
+        ),
+        comparison=_comparison(folder) if is_comparison else None,
+        traces=read_run_traces(folder),
+        plan=load_plan(plan_path) if (plan_path := folder / _PLAN_NAME).exists() else None,
+        tradeoff=_tradeoff(folder, memory, times, is_measured=not facts.is_simulated),
+    )
+
+
+def _memory(plain: RunReport | None, offloaded: RunReport) -> list[MemoryKind]:
+    after = offloaded.peaks()
+    before: Sequence[dict[str, Any] | None] = plain.peaks() if plain else [None] * len(after)
+    return [
+        MemoryKind(
+            name,
+            tuple(Pair(a[key] if a else None, b[key]) for a, b in zip(before, after, strict=True)),
+        )
+        for name, key in _MEMORY
+        if any(rank[key] is not None for rank in after)
+    ]
+
+
+_GROUPS = pydantic.TypeAdapter(tuple[GroupStats, ...])
+
+
+def _group_stats(report: RunReport, folder: Path) -> list[tuple[GroupStats, ...]]:
+    """Return the counters by group name of the last step, for each rank."""
+    try:
+        return [_GROUPS.validate_python(rank.groups) for rank in report.steps[-1].ranks]
+    except pydantic.ValidationError as error:
+        issue = error.errors()[0]
+        where = ".".join(str(part) for part in issue["loc"])
+        raise ConfigError(
+            f"{folder}: groups of the last step: {where!r}: {issue['msg']}"
+        ) from error
+
+
+def _ranks(report: RunReport, groups: Sequence[Sequence[GroupStats]]) -> list[RankRow]:
+    return [
+        RankRow(
+            rank=rank["rank"],
+            pp_rank=rank["pp_rank"],
+            dp_rank=rank["dp_rank"],
+            offloaded_bytes=rank["offloaded_bytes"],
+            reloaded_bytes=rank["reloaded_bytes"],
+            kept_bytes=sum(group.kept_bytes for group in mine),
+            num_late_reloads=rank["num_late_reloads"],
+            num_early_returns=rank["num_early_returns"],
+            peak_host_bytes=rank["peak_host_bytes"],
+            pinned_host_bytes=rank["pinned_host_bytes"],
+        )
+        for rank, mine in zip(report.peaks(), groups, strict=True)
+    ]
+
+
+def _groups(by_rank: Sequence[Sequence[GroupStats]]) -> list[GroupRow]:
+    """Add up the groups of one name over all ranks."""
+    by_name: dict[str, list[GroupStats]] = {}
+    for groups in by_rank:
+        for group in groups:
+            by_name.setdefault(group.name, []).append(group)
+    return [
+        GroupRow(
+            name=name,
+            num_groups=sum(group.num_groups for group in groups),
+            offloaded_bytes=sum(group.offloaded_bytes for group in groups),
+            reloaded_bytes=sum(group.reloaded_bytes for group in groups),
+            kept_bytes=sum(group.kept_bytes for group in groups),
+            num_late_reloads=sum(group.num_late_reloads for group in groups),
+            kept_bytes_by_reason=sum(
+                (Counter(group.kept_bytes_by_reason) for group in groups), Counter()
+            ),
+        )
+        for name, groups in by_name.items()
+    ]
+
+
+def _comparison(folder: Path) -> Comparison:
+    found = read_comparison(folder)
+    return Comparison(found.identical, tuple(found.findings.items()))
+
+
+def _tradeoff(
+    folder: Path, memory: Sequence[MemoryKind], times: Pair, *, is_measured: bool
+) -> TradeOff | None:
+    """Return the points of the folder's file, and those that the run itself has measured."""
+    path = folder / _TRADEOFF_NAME
+    given = read_tradeoff(path) if path.exists() else None
+    kinds = {kind.name: kind for kind in memory}
+    kind = kinds.get(given.memory) if given else next(iter(memory), None)
+    points = list(given.points) if given else []
+    if is_measured and kind is not None and times.change is not None:
+        without, offloaded = kind.highest
+        if without is not None and offloaded is not None:
+            points += [
+                TradeOffPoint(label="no offload", peak_bytes=int(without), step_time_percent=0.0),
+                TradeOffPoint(
+                    label="this run",
+                    peak_bytes=int(offloaded),
+                    step_time_percent=100 * times.change,
+                    is_plan=not any(point.is_plan for point in points),
+                ),
+            ]
+    name = given.memory if given else kind.name if kind else ""
+    return TradeOff(memory=name, points=tuple(points)) if points else None

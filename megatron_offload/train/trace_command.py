@@ -1,0 +1,74 @@
+"""The command ``trace``: puts the timelines of a run's ranks into one file, and into a picture.
+
+Owns what it reads and writes. Must not know what is in a trace. Read next:
+`megatron_offload.reporting.trace`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.reporting.plots import MOST_TIMELINES, plot_timeline
+from megatron_offload.reporting.trace import StepTrace, write_traces
+from megatron_offload.train.run_folder import main_folder, trace_paths
+
+__all__ = ["TRACE_NAME", "add_arguments", "read_run_traces", "run"]
+
+TRACE_NAME = "trace.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trace``."""
+    parser.add_argument("folder", type=Path, help="run.output of a run with run.trace_step")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timelines, too")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write ``trace.json`` for https://ui.perfetto.dev, and the picture; returns 0.
+
+    Raises:
+        ConfigError: there are no timelines, one is damaged, a file can't be written, or the picture
+            needs matplotlib.
+    """
+    folder: Path = options.folder
+    traces = read_run_traces(folder)
+    if not traces:
+        raise ConfigError(
+            f"{folder} holds no timelines; set run.trace_step: 4, with offload on, and run again"
+        )
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    try:
+        write_traces(folder / TRACE_NAME, traces)
+        console.print(f"trace: {folder / TRACE_NAME}, for https://ui.perfetto.dev")
+        if options.png is not None:
+            if not plot_timeline(traces[:MOST_TIMELINES], options.png, folder.resolve().name):
+                raise ConfigError("--png needs matplotlib; install megatron-offload[plots]")
+            drawn = min(len(traces), MOST_TIMELINES)
+            console.print(f"picture: {options.png}, {drawn} of {len(traces)} ranks")
+    except OSError as error:
+        raise ConfigError(f"can't write {error.filename}: {error.strerror}") from error
+    return 0
+
+
+def read_run_traces(folder: Path) -> list[StepTrace]:
+    """Return the timelines of a run, or of the run with offload in a comparison, by rank.
+
+    Raises:
+        ConfigError: one is damaged, or of another rank than its name says; or as for `main_folder`.
+    """
+    traces = []
+    for rank, path in trace_paths(main_folder(folder)).items():
+        try:
+            trace = StepTrace.read(path)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if trace.rank != rank:
+            raise ConfigError(f"{path} is of rank {trace.rank}; put the file back or run again")
+        traces.append(trace)
+    return traces

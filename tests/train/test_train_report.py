@@ -1,0 +1,229 @@
+"""A real comparison of two processes leaves a page, timelines and the way to do it again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+
+import pytest
+from training_runs import TINY
+
+from megatron_offload.config import load_yaml, validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan, save_plan
+from megatron_offload.planning.profile import GroupKey
+from megatron_offload.reporting.trace import StepTrace, read_traces, write_traces
+from megatron_offload.reporting.tradeoff import TradeOffPoint, write_tradeoff
+from megatron_offload.train import compare, report, trace_command
+from megatron_offload.train.config import TrainConfig
+
+pytest.importorskip("jinja2")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def folder(compared, tmp_path):
+    """A copy of it to change."""
+    return shutil.copytree(compared[0], tmp_path / "run")
+
+
+def test_compare_ends_with_the_page_and_where_it_is(compared):
+    output, printed = compared
+    page = output / "report.html"
+    assert printed.rstrip().endswith(f"report, for a browser: {page}")
+    text = page.read_text()
+    assert "Bitwise identical over 4 steps on 2 ranks" in text
+    assert text.count('<figure class="timeline">') == 2
+    assert "beyond the fraction 0.5 of its chunk" in text
+
+
+def test_the_report_says_what_the_run_did(compared):
+    found = report.read_report(compared[0])
+    assert found.comparison.identical
+    assert found.is_simulated
+    assert found.device.startswith("simulated on ")
+    assert (found.num_steps, [row.rank for row in found.ranks]) == (4, [0, 1])
+    assert [trace.rank for trace in found.traces] == [0, 1]
+    assert {row.name for row in found.groups} == {"core_attn", "mlp_act"}
+    last = json.loads((compared[0] / "with_offload/steps.jsonl").read_text().splitlines()[-1])
+    moved = sum(row.offloaded_bytes for row in found.groups)
+    assert moved == sum(row.offloaded_bytes for row in found.ranks) == last["offloaded_bytes"] > 0
+    for row in found.groups:
+        assert sum(row.kept_bytes_by_reason.values()) == row.kept_bytes
+    assert sum(row.kept_bytes for row in found.groups) > 0
+    without, offloaded = found.memory[0].highest
+    assert 0 < offloaded < without
+    assert all(row.pinned_host_bytes >= row.peak_host_bytes > 0 for row in found.ranks)
+    assert found.versions.keys() >= {"python", "torch", "megatron-core"}
+    assert found.tradeoff is None, "a simulated device measures no time"
+
+
+def test_the_timeline_is_of_the_traced_step(compared):
+    steps = (compared[0] / "with_offload/steps.jsonl").read_text().splitlines()
+    traced = json.loads(steps[2])["ranks"]
+    for rank, trace in enumerate(report.read_report(compared[0]).traces):
+        summary = trace.summary()
+        assert summary.num_bytes["d2h"] == traced[rank]["offloaded_bytes"] > 0
+        assert summary.num_bytes["h2d"] == traced[rank]["reloaded_bytes"]
+        assert summary.compute_us > 1000, "compute takes the time that it really did"
+    assert not list((compared[0] / "without_offload").glob("trace_*"))
+
+
+def test_the_written_configuration_is_the_one_that_was_given(compared):
+    path = compared[0] / "config.yaml"
+    written = validate(TrainConfig, load_yaml(path), str(path))
+    assert written.offload.fraction == 0.5
+    assert written.offload.model_fields_set == {"modules", "min_tensor_bytes", "fraction"}
+    assert written.model.model_fields_set == TINY["model"].keys()
+    assert written.run.output == compared[0]
+
+
+def test_a_single_run_has_a_report_too(compared, tmp_path):
+    folder = shutil.copytree(compared[0] / "with_offload", tmp_path / "alone")
+    with (folder / "steps.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # killed while it wrote
+    found = report.read_report(folder)
+    assert found.comparison is None
+    assert found.num_steps == 4
+    assert found.memory[0].by_rank[0].without is None
+    assert found.commands[0].startswith("megatron-offload train ")
+    assert report.write(folder).read_text().count('<figure class="timeline">') == 2
+
+
+def test_points_of_a_tradeoff_are_shown(folder):
+    points = [TradeOffPoint(label="all", peak_bytes=7, step_time_percent=1.0, is_predicted=True)]
+    write_tradeoff(folder / "tradeoff.json", "allocated memory", points)
+    assert report.read_report(folder).tradeoff.points == tuple(points)
+
+
+def test_a_plan_is_shown(folder):
+    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
+    plan = OffloadPlan("memory_target", 2, 2, (RankPlan((choice,)), RankPlan((choice,))))
+    save_plan(plan, folder / "plan.json")
+    assert report.read_report(folder).plan == plan
+    text = report.write(folder).read_text()
+    assert "frees most" in text
+    assert "memory_target" in text
+
+
+def test_on_a_gpu_the_run_is_itself_a_point(folder):
+    for name in ("without_offload", "with_offload"):
+        path = folder / name / "steps.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line["step_time_s"] = 1.0 if name == "without_offload" else 1.25
+            for rank in line["ranks"]:
+                rank["peak_reserved_bytes"] = 1000 if name == "without_offload" else 700
+                rank["peak_allocated_bytes"] = 600
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = folder / "with_offload/run.json"
+    path.write_text(path.read_text().replace('"is_simulated": true', '"is_simulated": false'))
+    found = report.read_report(folder)
+    assert [kind.name for kind in found.memory][:2] == ["reserved memory", "allocated memory"]
+    plain, ours = found.tradeoff.points
+    assert (plain.peak_bytes, plain.step_time_percent, plain.is_plan) == (1000, 0.0, False)
+    assert (ours.peak_bytes, ours.step_time_percent, ours.is_plan) == (700, 25.0, True)
+    assert "step time +25.0 %" in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("compare.json", "{}", "'identical' is required"),
+        ("compare.json", "[]", "must hold a mapping"),
+        ("config.yaml", "modell: {}", "did you mean 'model'"),
+        ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
+        ("with_offload/trace_0.json", "{", "not plain JSON"),
+        ("with_offload/trace_0.json", '{"traceEvents": [{"pid": 0}]}', "not a trace"),
+        ("with_offload/steps.jsonl", '{"step": 1}\n', "not a step"),
+        ("without_offload/steps.jsonl", "", "ends at step 0"),
+        ("tradeoff.json", '{"points": []}', "points"),
+        ("plan.json", '{"policyy": "x"}', "did you mean 'policy'"),
+    ],
+)
+def test_a_damaged_file_is_an_error_and_no_gap(folder, name, content, expected):
+    before = (folder / "report.html").read_bytes()
+    (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match=expected):
+        report.write(folder)
+    assert (folder / "report.html").read_bytes() == before
+
+
+def test_a_comparison_that_contradicts_itself_is_refused(folder):
+    path = folder / "compare.json"
+    path.write_text(path.read_text().replace('"identical": true', '"identical": false'))
+    with pytest.raises(ConfigError, match="contradicts itself"):
+        report.read_report(folder)
+
+
+def test_wrong_counters_of_groups_are_refused(folder):
+    path = folder / "with_offload/steps.jsonl"
+    path.write_text(path.read_text().replace('"kept_bytes": ', '"kept_bytes": "x", "more": '))
+    with pytest.raises(ConfigError, match="kept_bytes"):
+        report.read_report(folder)
+
+
+def test_folders_without_a_run_are_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="there is no folder"):
+        report.read_report(tmp_path / "none")
+    with pytest.raises(ConfigError, match="no whole step"):
+        report.read_report(tmp_path)
+    (folder / "steps.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"a comparison .* and another run"):
+        report.read_report(folder)
+
+
+def options(parser_of, *words):
+    parser = argparse.ArgumentParser()
+    parser_of.add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+def test_the_report_command_writes_where_it_is_told(folder, tmp_path, capsys):
+    page = tmp_path / "deep" / "page.html"
+    assert report.run(options(report, folder, "--output", page)) == 0
+    assert capsys.readouterr().out.strip() == f"report: {page}"
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    with pytest.raises(ConfigError, match="can't write"):
+        report.run(options(report, folder, "--output", "/proc/none/page.html"))
+
+
+def test_the_trace_command_merges_and_draws(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "timeline.png"
+    assert trace_command.run(options(trace_command, folder, "--png", picture)) == 0
+    assert "2 of 2 ranks" in capsys.readouterr().out
+    merged = read_traces(folder / "trace.json")
+    assert merged == trace_command.read_run_traces(folder)
+    assert [trace.rank for trace in merged] == [0, 1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_timelines_that_are_missing_or_mixed_up_are_said(folder):
+    inner = folder / "with_offload"
+    shutil.copy(inner / "trace_0.json", inner / "trace_1.json")
+    with pytest.raises(ConfigError, match=r"trace_1.json is of rank 0"):
+        trace_command.run(options(trace_command, folder))
+    for path in inner.glob("trace_*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"run\.trace_step: 4"):
+        trace_command.run(options(trace_command, folder))
+    assert report.read_report(folder).traces == []
+
+
+def test_a_trace_of_two_ranks_is_none_of_one(folder):
+    inner = folder / "with_offload"
+    both = [StepTrace.read(inner / f"trace_{rank}.json") for rank in range(2)]
+    write_traces(inner / "trace_0.json", both)
+    with pytest.raises(ConfigError, match="2 ranks, not of one"):
+        report.read_report(folder)
+
+
+def test_compare_says_why_there_is_no_page(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    line = compare._report(folder)
+    assert line.startswith("report: left out: ")
+    assert "megatron-offload[report]" in line
+    assert "\n" not in line

@@ -1,0 +1,68 @@
+"""A traced step changes no bit, and timelines are those of the run that the folder holds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from training_runs import environment_of_one_rank, numbers, words
+
+from megatron_offload.reporting.trace import HELD_BYTES, LIVE_BYTES, StepTrace
+from megatron_offload.train import cli
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the bridges to a CPU are for machines without a CUDA device"
+)
+
+ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=4", "offload.enabled=true")
+
+
+@pytest.fixture
+def train(monkeypatch):
+    def train(output, *settings):
+        with monkeypatch.context() as patch:
+            for key, value in environment_of_one_rank().items():
+                patch.setenv(key, value)
+            assert cli.main(words(output, *ONE_RANK, *settings)) == 0
+
+    return train
+
+
+def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, tmp_path):
+    train(tmp_path / "plain")
+    train(tmp_path / "traced", "run.trace_step=3")
+    assert numbers(tmp_path / "traced") == numbers(tmp_path / "plain")
+    assert not list((tmp_path / "plain").glob("trace_*"))
+    trace = StepTrace.read(tmp_path / "traced/trace_0.json")
+    lines = (tmp_path / "traced/steps.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert trace.summary().num_bytes["d2h"] == steps[2]["offloaded_bytes"] > 0
+    kinds = {span.kind for span in trace.of("compute")}
+    assert {"forward", "backward", "other"} <= kinds
+    assert {LIVE_BYTES, HELD_BYTES} <= {counter.name for counter in trace.counters}
+    # Virtual copies beside real compute: the step takes about as long as the clock on the wall.
+    measured_us = 1e6 * steps[2]["step_time_s"]
+    assert 0.05 * measured_us < trace.summary().duration_us < 1.5 * measured_us
+
+
+def test_a_short_run_traces_its_last_step(train, tmp_path):
+    train(tmp_path, "run.trace_step=100", "run.steps=2", "offload.fraction=0.5")
+    last = json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])
+    trace = StepTrace.read(tmp_path / "trace_0.json")
+    assert trace.summary().num_bytes["d2h"] == last["offloaded_bytes"] > 0
+
+
+def test_a_new_run_leaves_no_timeline_of_an_earlier_one(train, tmp_path):
+    for name in ("trace_0.json", "trace_7.json"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "trace_x.json").write_text("mine")
+    train(tmp_path, "run.steps=1")
+    assert sorted(x.name for x in tmp_path.glob("trace_*")) == ["trace_x.json"]
+
+
+def test_without_offload_nothing_is_traced(train, tmp_path):
+    train(tmp_path, "run.trace_step=1", "run.steps=1", "offload.enabled=false")
+    assert not list(tmp_path.glob("trace_*"))
+    assert (tmp_path / "run.json").exists()
+    assert (tmp_path / "config.yaml").exists()
