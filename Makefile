@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install '$(TORCH)'
-	$(PIP) install '$(MEGATRON)' -e '.[plots]'
+	$(PIP) install '$(MEGATRON)' -e '.[plan,plots,report]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
