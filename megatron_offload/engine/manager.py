@@ -161,6 +161,9 @@ class PipelineOffloadManager:
             delta_bytes_across_pp_ranks: a caller's own, likewise.
             max_inflight_groups: most groups of one name whose device memory is held for their
                 copies; 0 makes the compute stream wait at every commit. None sets no such bound.
+
+        Raises:
+            ConfigError: a plan is followed that has no such pipeline rank.
         """
         if self.guard.has_failed:
             self.abort()
@@ -176,7 +179,8 @@ class PipelineOffloadManager:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
         resident_bytes = int(config.resident_bytes or 0)
         resident_bytes += pp_rank * int(config.resident_delta_bytes_across_pp_ranks)
-        self.learner.follow(ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes))
+        policy = ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes)
+        self.learner.follow(policy, pp_rank)
         min_tensor_bytes = int(config.min_tensor_bytes)
         if min_tensor_elements is None:
             min_tensor_elements = config.min_tensor_elements
@@ -340,7 +344,9 @@ class PipelineOffloadManager:
         self.learner.learn(
             StepProfile(
                 groups=tuple(
-                    GroupProfile(g.key, g.name, g.num_bytes, g.committed_at_bytes)
+                    GroupProfile(
+                        g.key, g.name, g.num_bytes, g.committed_at_bytes, g.elsewhere_bytes
+                    )
                     for g in self._committed
                 ),
                 backward_order=tuple(self.prefetcher.backward_order),
