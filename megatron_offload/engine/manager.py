@@ -40,6 +40,7 @@ from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.budget import DeviceBudget
+from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.prefetch import Prefetcher
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
@@ -535,6 +536,14 @@ class PipelineOffloadManager:
     @meter.setter
     def meter(self, observer: TensorObserver | None) -> None:
         self.transfers.observer = observer
+
+    def follow_plan(self, plan: OffloadPlan) -> None:
+        """Do what a plan of all pipeline ranks says from the next chunk on; between steps only.
+
+        The plan is compared with the run when the step is over: if it was made for another, that
+        step's `reset` raises `ConfigError`.
+        """
+        self.learner.follow_plan(plan)
 
     @property
     def last_profile(self) -> StepProfile | None:

@@ -131,7 +131,7 @@ def test_a_plan_can_be_taken_up_in_the_middle(tmp_path):
         run_step(model, manager, ORDER)
     everything = manager.last_step.offloaded_bytes
     plan = make_plan(model)
-    manager.learner.follow_plan(plan)
+    manager.follow_plan(plan)
     assert_same(expected, run_step(model, manager, ORDER))
     assert manager.last_step.offloaded_bytes == plan.ranks[0].moved_bytes < everything
 
