@@ -9,12 +9,12 @@ Invariant: the manager is left as it was found, also by an exception. Read next:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron_offload.backends.tracing import TracingBackend
+from megatron_offload.boundary_watch import surrounds, watch_boundaries
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.planning.profile import GroupKey
@@ -44,32 +44,21 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
         A trace that is filled when the block is left, unless by an exception.
 
     Raises:
-        RuntimeError: the manager is being traced already.
+        RuntimeError: the manager is being traced or profiled already.
     """
-    if "commit" in vars(manager):
-        raise RuntimeError("this manager is being traced already: one trace_step at a time")
     trace = StepTrace(rank)
     before = manager.backend
     backend = before if isinstance(before, TracingBackend) else TracingBackend(before)
     transfers = manager.transfers
     boundaries = _Boundaries(manager, backend)
     with ExitStack() as undo:
+        undo.enter_context(watch_boundaries(manager, boundaries))
         undo.callback(setattr, backend, "counters", backend.counters)
         backend.counters = boundaries.counters
         for user in (manager, transfers):
             if user.backend is not backend:
                 undo.callback(_swap, user, backend, before)
                 user.backend = backend
-        passed: tuple[tuple[Any, str, Callable[..., None]], ...] = (
-            (manager.prefetcher, "register", boundaries.start),
-            (manager, "commit", boundaries.commit),
-            (manager, "enter_backward", boundaries.enter_backward),
-            (manager, "leave_backward", boundaries.leave_backward),
-        )
-        for owner, name, around in passed:
-            original = getattr(owner, name)
-            undo.callback(delattr, owner, name)
-            setattr(owner, name, functools.partial(around, original))
         backend.restart()
         yield trace
         finished = backend.finish(rank)
@@ -124,10 +113,7 @@ class _Boundaries:
 
     def enter_backward(self, enter: Callable[..., None], group: OffloadGroup) -> None:
         """A backward enters a group."""
-        # Only groups around this one are still open: earlier ones of the same chunk.
-        self._leave_backwards(
-            lambda left: left.chunk is not group.chunk or left.key.order >= group.key.order
-        )
+        self._leave_backwards(lambda left: not surrounds(left, group))
         self._open.append(("backward", group))
         self._mark()
         enter(group)

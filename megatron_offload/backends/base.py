@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Backend", "DeviceInfo", "Event", "Pair", "Stream", "Wait"]
+__all__ = ["Backend", "DeviceInfo", "DeviceMemory", "Event", "Pair", "Stream", "Wait"]
 
 Stream: TypeAlias = Any
 """A queue of device work; opaque outside its backend."""
@@ -67,6 +67,16 @@ class DeviceInfo(NamedTuple):
     """Its memory."""
     num_copy_engines: int | None
     """How many copies run beside kernels and beside each other; None where it can't be told."""
+
+
+class DeviceMemory(NamedTuple):
+    """What the process has of the device's memory, and the most it had since the last reset."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    """Allocated or cached."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
 
 
 class Backend(abc.ABC):
@@ -148,6 +158,14 @@ class Backend(abc.ABC):
     def reserved_bytes(self) -> int | None:
         """Return the device memory that the process has taken and not handed back, if known."""
         return None
+
+    def memory(self) -> DeviceMemory | None:
+        """Return what is allocated and reserved, by the order of the host's calls, if known."""
+        return None
+
+    def reset_memory_peaks(self) -> None:
+        """Start new peaks of `memory`, for everyone in the process who reads them."""
+        return
 
     def trim_device(self) -> None:
         """Hand device memory that is cached and unused back; may block the host."""

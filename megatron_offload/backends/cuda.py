@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import Backend, DeviceInfo, Pair, Wait
+from megatron_offload.backends.base import Backend, DeviceInfo, DeviceMemory, Pair, Wait
 from megatron_offload.errors import IntegrationError
 from megatron_offload.memory.numa import node_of_device, pci_address, prefer_node
 
@@ -201,6 +201,21 @@ class CudaBackend(Backend):
     def reserved_bytes(self) -> int:
         """Return what the caching allocator has taken from the device."""
         return int(torch.cuda.memory_reserved(self.device))
+
+    def memory(self) -> DeviceMemory:
+        """Return what the caching allocator has, and its peaks since their last reset."""
+        # `memory_stats` would flatten and sort a hundred other numbers first.
+        found = torch.cuda.memory_stats_as_nested_dict(self.device)
+        if not found:  # nothing was ever allocated
+            return DeviceMemory(0, 0, 0, 0)
+        allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+        return DeviceMemory(
+            allocated["current"], reserved["current"], allocated["peak"], reserved["peak"]
+        )
+
+    def reset_memory_peaks(self) -> None:
+        """Start new peaks of the caching allocator's statistics."""
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def trim_device(self) -> None:
         """Hand the caching allocator's unused memory back to the device."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_offload.backends.base import Backend, Event, Pair, Stream, Wait
+from megatron_offload.backends.base import Backend, DeviceMemory, Event, Pair, Stream, Wait
 from megatron_offload.reporting.trace import INFLIGHT_BYTES, Counter, Span, StepTrace
 
 __all__ = ["TracingBackend"]
@@ -246,6 +246,14 @@ class TracingBackend(Backend):
     def reserved_bytes(self) -> int | None:
         """Return the device memory that the process has taken and not handed back, if known."""
         return self.inner.reserved_bytes()
+
+    def memory(self) -> DeviceMemory | None:
+        """Return what is allocated and reserved, if known."""
+        return self.inner.memory()
+
+    def reset_memory_peaks(self) -> None:
+        """Start new peaks of `memory`."""
+        self.inner.reset_memory_peaks()
 
     def trim_device(self) -> None:
         """Hand device memory that is cached and unused back."""

@@ -93,6 +93,8 @@ class PipelineOffloadManager:
     ) -> None:
         self.last_step = StepStats()
         """Counters of the last finished step."""
+        self.stays_because = ""
+        """Why no group moves from here on; empty where groups may."""
         self.marks = Marks()
         self._build(config or OffloadConfig(), backend)
 
@@ -380,6 +382,8 @@ class PipelineOffloadManager:
         self.budget.add_saved(group.num_bytes, is_learned=learner.profile is not None)
         if group.num_bytes == 0:
             group.advance(GroupState.RESIDENT)
+        elif self.stays_because:
+            self._keep(group, self.stays_because)
         elif learner.keeps(group.key):
             self._keep(group, learner.kept.get(group.key, "beyond the fraction 0 of its chunk"))
         elif group.key in learner.residents:

@@ -15,7 +15,7 @@ from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.saved_tensor import Block
 from megatron_offload.planning.profile import GroupKey
 
-__all__ = ["ForeignOwners", "num_owners"]
+__all__ = ["ForeignOwners", "is_held_elsewhere", "num_owners"]
 
 
 class ForeignOwners:
@@ -35,20 +35,32 @@ class ForeignOwners:
         and has no other owner any more moves again.
         """
         for block in group.blocks():
-            stayed = block.d2h is None and self.knows(block)
-            revived = block.target is not None and block.reload is None
-            if not (stayed or revived):
+            if block.d2h is None and not self.knows(block):
                 continue
-            own = block.aliases if block.target is None else [block.target]
-            # One more is the Python handle of this line.
-            if num_owners(own[0].untyped_storage()) > len(own) + 1:
+            is_held = is_held_elsewhere(block)
+            if is_held:
                 self._known.add(block.identity)
-            else:
+            elif is_held is not None:
                 self._known.discard(block.identity)
 
     def forget(self) -> None:
         """Learn anew: the program has changed."""
         self._known.clear()
+
+
+def is_held_elsewhere(block: Block) -> bool | None:
+    """Whether something else keeps a block on the device; None where it left, or may have.
+
+    Tells right when backward has come to the block.
+    """
+    if block.d2h is None:
+        own = block.aliases
+    elif block.target is not None and block.reload is None:
+        own = [block.target]  # it was to leave, and its source was still there
+    else:
+        return None
+    # One more is the Python handle of this line.
+    return num_owners(own[0].untyped_storage()) > len(own) + 1
 
 
 def num_owners(storage: torch.UntypedStorage) -> int:

@@ -248,6 +248,15 @@ class RunConfig(StrictModel):
     there are fewer; 0 for none. Changes no bit. From the fourth on steps are like those after;
     without offload nothing is traced, as there are no copies."""
 
+    profile_step: int = Field(default=0, ge=0)
+    """Step of which every rank writes a profile to plan with (``profile_<rank>.json``), before the
+    last; 0 for none. Nothing moves in it, so it takes the memory of one without offload; changes no
+    bit. From the third on steps are like those after; without offload nothing is profiled."""
+
+    profile_moves: bool = False
+    """Move in the profiled step what others move, where there is no memory for it otherwise. Such a
+    profile has times, but can't be planned with for memory."""
+
     hash_gradients: Literal["last", "every"] = "last"
     """Whether gradients are hashed in the last step only or in every step."""
 
@@ -294,6 +303,17 @@ class TrainConfig(StrictModel):
             )
         if self.run.device == "cpu" and self.run.dtype == "bfloat16":
             raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
+        if self.run.profile_step and self.run.profile_step in (self.run.steps, self.traced_step):
+            raise ConfigError(
+                f"run.profile_step {self.run.profile_step} is the last step, whose counters are "
+                "shown, or the one that run.trace_step traces, and in a profiled step nothing "
+                "moves; choose another"
+            )
+        if self.run.profile_step > self.run.steps:
+            raise ConfigError(
+                f"run.profile_step {self.run.profile_step} is beyond the {self.run.steps} of "
+                "run.steps; choose one before the last"
+            )
         core = split_modules(self.offload.modules)[0]
         if self.offload.enabled and "attn_proj" in core and "core_attn" not in core:
             raise ConfigError(

@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_offload.planning.profile import RunShape
+from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.train.checkpoint import Checkpoints
 from megatron_offload.train.config import TrainConfig
@@ -38,10 +40,20 @@ from megatron_offload.train.records import (
     merge,
     read_steps,
 )
-from megatron_offload.train.run_folder import prepare_folder, trace_path
+from megatron_offload.train.run_folder import (
+    found_versions,
+    prepare_folder,
+    profile_path,
+    trace_path,
+)
 from megatron_offload.train.stopping import StopSignals
 
+if TYPE_CHECKING:
+    from megatron_offload.profiling import RecordedStep
+
 __all__ = ["run_training"]
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def run_training(
@@ -79,7 +91,7 @@ def run_training(
                     trainer.chunks,
                     trainer.meter,
                     parallel.pp_rank,
-                    is_traced=config.run.trace_step > 0,
+                    is_timed=config.run.trace_step > 0 or config.run.profile_step > 0,
                 )
             )
             printer = stack.enter_context(
@@ -197,10 +209,12 @@ class _Trainer:
         self._optimizer.zero_grad()
         run = self._config.run
         is_traced = step == self._config.traced_step
-        with session.trace(self._parallel.rank) if is_traced else contextlib.nullcontext() as trace:
-            with self.meter or contextlib.nullcontext():
-                loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
-            counters = session.end_step()
+        profiling = self._profiling(session) if step == run.profile_step else _NOTHING
+        with session.trace(self._parallel.rank) if is_traced else _NOTHING as trace:
+            with profiling as recorded:
+                with self.meter or _NOTHING:
+                    loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
+                counters = session.end_step()
         self._device.synchronize()
         step_time_s = time.perf_counter() - start
         gradients = None
@@ -214,6 +228,9 @@ class _Trainer:
         # Without the time of the digest in between.
         step_time_s += time.perf_counter() - start
         peak_allocated, peak_reserved = self._device.peaks()
+        if recorded is not None:  # it has taken the device's peaks for its own
+            peak_allocated = _most(peak_allocated, recorded.peak_allocated_bytes)
+            peak_reserved = _most(peak_reserved, recorded.peak_reserved_bytes)
         mine = RankStep(
             rank=self._parallel.rank,
             pp_rank=self._parallel.pp_rank,
@@ -225,14 +242,32 @@ class _Trainer:
             peak_allocated_bytes=peak_allocated,
             peak_reserved_bytes=peak_reserved,
             gradients=gradients,
+            is_profiled=recorded is not None,
             **counters,
         )
         # Ranks receive a signal at different steps; here all of them learn of it at the same.
         everyone = gather((mine, signals.received), self._parallel.host_group)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             trace.write_chrome(trace_path(run.output, trace.rank))
+        if recorded is not None:
+            save_profile(recorded.profile, profile_path(run.output, self._parallel.rank))
         record = merge(step, lr, self._tokens_per_step(), [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
+
+    def _profiling(
+        self, session: OffloadSession
+    ) -> contextlib.AbstractContextManager[RecordedStep | None]:
+        config = self._config
+        run = RunShape(
+            num_microbatches=config.data.microbatches,
+            pp_rank=self._parallel.pp_rank,
+            pp_size=config.parallel.pipeline,
+            vp_size=config.parallel.virtual,
+            rank=self._parallel.rank,
+            modules=config.offload.modules,
+            versions=tuple(found_versions().items()),
+        )
+        return session.profile(run, moves=config.run.profile_moves)
 
     def _evaluate(self, step: int) -> float:
         for chunk in self.chunks:
@@ -286,6 +321,10 @@ def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tu
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, _mean_loss
+
+
+def _most(one: int | None, other: int | None) -> int | None:
+    return max(one or 0, other) if other is not None else one
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, split_modules
+from megatron_offload.planning.profile import RunShape
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.reporting.trace import StepTrace
+
+if TYPE_CHECKING:
+    from megatron_offload.profiling import RecordedStep
 
 __all__ = ["OffloadSession", "open_offload"]
 
@@ -34,6 +38,21 @@ class OffloadSession:
         from megatron_offload.tracing import trace_step
 
         return trace_step(self._manager, rank)
+
+    def profile(
+        self, run: RunShape, *, moves: bool
+    ) -> contextlib.AbstractContextManager[RecordedStep | None]:
+        """Profile the step that is taken inside, `end_step` included; None where nothing moves.
+
+        Args:
+            run: which part of the run this rank is.
+            moves: whether the step moves what others would.
+        """
+        if self._manager is None:
+            return contextlib.nullcontext()
+        from megatron_offload.profiling import profile_step
+
+        return profile_step(self._manager, run=run, moves=moves)
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""
@@ -63,7 +82,7 @@ def open_offload(
     meter: LiveActivationMeter | None,
     pp_rank: int,
     *,
-    is_traced: bool = False,
+    is_timed: bool = False,
 ) -> Iterator[OffloadSession]:
     """Offload inside this context as ``offload`` says; does nothing where it is disabled.
 
@@ -72,8 +91,8 @@ def open_offload(
         chunks: this rank's model chunks, each wrapped for data parallelism.
         meter: told of every saved tensor and reload target; None for no measuring.
         pp_rank: this rank's place in the pipeline.
-        is_traced: whether a timeline will be taken. A simulated device then lets compute take the
-            time that it really does, or there would be nothing to see beside the copies.
+        is_timed: whether a timeline or a profile will be taken. A simulated device then lets
+            compute take the time that it really does, or there would be nothing to see.
     """
     if not offload.enabled:
         yield OffloadSession()
@@ -85,7 +104,7 @@ def open_offload(
     core, extra, patterns = split_modules(offload.modules)
     manager = PipelineOffloadManager.get_instance()
     offload = _with_one_limit(offload)
-    if is_traced:
+    if is_timed:
         simulated = offload.simulated.model_copy(update={"host_time": True})
         offload = offload.model_copy(update={"simulated": simulated})
     manager.configure(offload)

@@ -73,6 +73,8 @@ class RankStep:
     """Digest of this rank's gradients before clipping."""
     groups: tuple[dict[str, Any], ...] = ()
     """Counters by group name, as in `megatron_offload.engine.stats.GroupStats`."""
+    is_profiled: bool = False
+    """Whether it was taken for a profile, so that its peaks and its time are not like others'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,23 +164,26 @@ class RunReport:
         """Return the median time of a step; None without such.
 
         Args:
-            without: a step that was not like the others, beside the first, which never is.
+            without: a step that was not like the others, beside the first and a profiled one, which
+                never are.
         """
-        times = [step.step_time_s for step in self.steps if step.step not in (1, without)]
+        usual = [step for step in self.steps if step.step != 1 and not step.ranks[0].is_profiled]
+        times = [step.step_time_s for step in usual if step.step != without]
         return statistics.median(times) if times else None
 
     def peaks(self) -> list[dict[str, Any]]:
         """Return one mapping per rank: the last step's numbers with each memory peak's maximum.
 
-        There is none without a step.
+        There is none without a step. A profiled step is left out.
         """
         if not self.steps:
             return []
-        ranks = [asdict(rank) for rank in self.steps[-1].ranks]
+        steps = [step for step in self.steps if not step.ranks[0].is_profiled] or self.steps
+        ranks = [asdict(rank) for rank in steps[-1].ranks]
         for index, rank in enumerate(ranks):
             for key in rank:
                 if key.startswith("peak_") and rank[key] is not None:
-                    found = (getattr(step.ranks[index], key) for step in self.steps)
+                    found = (getattr(step.ranks[index], key) for step in steps)
                     # A run that was resumed may not have measured from its first step on.
                     rank[key] = max(value for value in found if value is not None)
         return ranks

@@ -1,7 +1,7 @@
-"""What a run's folder holds besides its steps: the configuration, the facts, the timelines.
+"""What a run's folder holds besides its steps: configuration, facts, timelines, profiles.
 
-Owns the names of these files and how they are written and found. Must not know what is in a trace,
-nor the loop.
+Owns the names of these files and how they are written and found. Must not know what is in a
+trace or a profile, nor the loop.
 
 Invariant: ``config.yaml`` holds what was given and nothing else, so that the same command with it
 does the same run; which settings were left to the package matters to some of them.
@@ -30,8 +30,10 @@ from megatron_offload.train.records import LOG_NAME
 __all__ = [
     "CONFIG_NAME",
     "RunFacts",
+    "found_versions",
     "main_folder",
     "prepare_folder",
+    "profile_path",
     "read_facts",
     "trace_path",
     "trace_paths",
@@ -41,7 +43,7 @@ __all__ = [
 CONFIG_NAME = "config.yaml"
 
 _FACTS_NAME = "run.json"
-_TRACE_NAME = re.compile(r"trace_(0|[1-9]\d{0,5})\.json")
+_RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 _PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")
 
 
@@ -71,7 +73,8 @@ def prepare_folder(config: TrainConfig, device: Device, ranks: int, *, is_new: b
         config: the run.
         device: this rank's.
         ranks: processes of the run.
-        is_new: whether the run starts over, so that an earlier one's timelines are not its own.
+        is_new: whether the run starts over, so that an earlier one's timelines and profiles are not
+            its own.
 
     Raises:
         OSError: the folder can't be written.
@@ -79,23 +82,29 @@ def prepare_folder(config: TrainConfig, device: Device, ranks: int, *, is_new: b
     folder = config.run.output
     folder.mkdir(parents=True, exist_ok=True)
     if is_new:
-        for path in trace_paths(folder).values():
-            path.unlink()
+        for path in list(folder.iterdir()):
+            if _RANK_NAME.fullmatch(path.name):
+                path.unlink()
+    facts = RunFacts(
+        device=device.name,
+        is_simulated=not device.on_gpu,
+        ranks=ranks,
+        date=datetime.now(UTC).replace(microsecond=0),
+        versions=found_versions(),
+    )
+    replace_text(folder / _FACTS_NAME, facts.model_dump_json(indent=2) + "\n")
+    write_config(config, folder)
+
+
+def found_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide what a run computes."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    facts = RunFacts(
-        device=device.name,
-        is_simulated=not device.on_gpu,
-        ranks=ranks,
-        date=datetime.now(UTC).replace(microsecond=0),
-        versions=versions,
-    )
-    replace_text(folder / _FACTS_NAME, facts.model_dump_json(indent=2) + "\n")
-    write_config(config, folder)
+    return versions
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
@@ -140,8 +149,13 @@ def trace_path(folder: Path, rank: int) -> Path:
     return folder / f"trace_{rank}.json"
 
 
+def profile_path(folder: Path, rank: int) -> Path:
+    """Return the file of one rank's profile."""
+    return folder / f"profile_{rank}.json"
+
+
 def trace_paths(folder: Path) -> dict[int, Path]:
     """Return the timelines that a folder holds by rank, in the order of ranks."""
-    names = (_TRACE_NAME.fullmatch(path.name) for path in folder.iterdir())
-    ranks = sorted(int(match[1]) for match in names if match)
+    names = (_RANK_NAME.fullmatch(path.name) for path in folder.iterdir())
+    ranks = sorted(int(match[2]) for match in names if match and match[1] == "trace")
     return {rank: trace_path(folder, rank) for rank in ranks}
