@@ -134,16 +134,14 @@ class Ours(Marked):
             return step()
         from megatron_offload.planned_run import plan_run
         from megatron_offload.planning.plan import save_plan
+        from megatron_offload.planning.profile import RunShape
 
         taken = []
-        plan = plan_run(
-            self.manager,
-            lambda: taken.append(step()),
-            num_microbatches=self.spec["microbatches"],
-            vp_size=self.spec["vpp"],
-        )
-        if self.spec["rank"] == 0:
-            save_plan(plan, Path(self.spec["results"]) / "plan.json")
+        spec = self.spec
+        run = RunShape(spec["microbatches"], spec["rank"], spec["pp"], spec["vpp"], spec["rank"])
+        plan = plan_run(self.manager, lambda: taken.append(step()), run)
+        if spec["rank"] == 0:
+            save_plan(plan, Path(spec["results"]) / "plan.json")
         return taken[0]
 
     def end_step(self):
