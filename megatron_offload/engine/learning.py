@@ -78,6 +78,7 @@ class Learner:
         self._planned_for: StepProfile | None = None
         self._planned_with: ModulesPolicy | None = None
         self._plan: FollowedPlan | None = None
+        self._pp_rank: int | None = None
         self._ratio: RatioPolicy | None = None
         if isinstance(config.policy, PlanFileConfig):
             self.follow_plan(load_plan(config.policy.path))
@@ -96,18 +97,27 @@ class Learner:
         """
         if policy != self.policy:
             self.policy = policy
+        self._pp_rank = pp_rank
+        self._begin_plan(pp_rank)
+
+    def follow_plan(self, plan: OffloadPlan) -> None:
+        """Do what a plan of all pipeline ranks says, as soon as this rank's place is known.
+
+        It is compared with the run when the step is over.
+
+        Raises:
+            ConfigError: the plan has no such rank.
+        """
+        self._plan = FollowedPlan(plan)
+        if self._pp_rank is not None:
+            self._begin_plan(self._pp_rank)
+
+    def _begin_plan(self, pp_rank: int) -> None:
         if self._plan is not None and self._plan.begin(pp_rank):
             rank = self._plan.rank
             assert rank is not None
             self._transfers.budget.set_limits(rank.max_inflight_bytes, rank.prefetch_bytes)
             self.kept, self.residents = dict(self._plan.kept), frozenset()
-
-    def follow_plan(self, plan: OffloadPlan) -> None:
-        """Do what a plan of all pipeline ranks says, from the next chunk on.
-
-        It is compared with the run when the step is over.
-        """
-        self._plan = FollowedPlan(plan)
 
     def note_start(self) -> None:
         """Take note of what is reserved when a step begins."""

@@ -542,10 +542,13 @@ class PipelineOffloadManager:
         self.transfers.observer = observer
 
     def follow_plan(self, plan: OffloadPlan) -> None:
-        """Do what a plan of all pipeline ranks says from the next chunk on; between steps only.
+        """Do what a plan of all pipeline ranks says from the next step on; between steps only.
 
-        The plan is compared with the run when the step is over: if it was made for another, that
+        The plan is compared with the run when that step is over: if it was made for another, the
         step's `reset` raises `ConfigError`.
+
+        Raises:
+            ConfigError: the plan has no such pipeline rank as this.
         """
         self.learner.follow_plan(plan)
 
