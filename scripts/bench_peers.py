@@ -26,7 +26,9 @@ R is the drop of the peak against ``none`` over the most bytes held on the host.
 a step outside the measured ones to this package's own modes: it is traced (a Chrome trace for each
 mode, stalls by cause in the JSON), and tells what lay on the host alone when the device's peak came
 by; R@ is the same drop over those bytes. Each mode begins by measuring what the link to the host
-gives all ranks together, and copies of the examined step are held against that.
+gives all ranks together, and copies of the examined step are held against that. ``--profile`` adds
+one more step to this package's own modes, in which nothing moves, and writes what it showed to
+``profiles/MODE/profile_RANK.json``, to plan with (docs/planning.md).
 ``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
 """
 
@@ -107,6 +109,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mode")
     parser.add_argument("--deterministic", action="store_true", help="as for --shape bitwise")
     parser.add_argument("--examine", action="store_true", help="trace one more step of ours")
+    parser.add_argument("--profile", action="store_true", help="profile one more step of ours")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--output", type=Path, required=True, help="a folder")
@@ -202,7 +205,7 @@ def run_mode(options, spec, repetition):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.json"
         whole = {**sizes, **spec, "results": folder, "timeout_s": options.timeout}
-        for name in ("device", "steps", "warmup", "seed", "deterministic", "examine"):
+        for name in ("device", "steps", "warmup", "seed", "deterministic", "examine", "profile"):
             whole[name] = getattr(options, name)
         path.write_text(json.dumps(whole))
         started = time.monotonic()
@@ -221,6 +224,9 @@ def run_mode(options, spec, repetition):
             for plan in Path(folder).glob("plan.json"):
                 (options.output / "plans").mkdir(exist_ok=True)
                 shutil.copy(plan, options.output / "plans" / f"{label}.{repetition}.json")
+            profiles = sorted(Path(folder).glob("profile_*.json"))
+            if profiles:
+                keep_profiles(profiles, options.output / "profiles" / f"{label}.{repetition}")
             return record | {"ranks": [json.loads(file.read_text()) for file in ranks]}
         error = f"after {options.timeout:g} s"
         if failed_rank is not None:
@@ -235,6 +241,15 @@ def keep_traces(paths, path):
     from megatron_offload.reporting.trace import merge_files
 
     merge_files(paths, path)
+
+
+def keep_profiles(paths, folder):
+    """Put the profiles of a mode's ranks into a folder of their own, in the place of older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("profile_*.json"):
+        old.unlink()
+    for path in paths:
+        shutil.copyfile(path, folder / path.name)
 
 
 def _reason(folder, rank, log):

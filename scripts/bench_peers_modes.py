@@ -62,6 +62,11 @@ class Mode:
         """Look closely at one more step, at a cost that the measured ones don't pay."""
         yield
 
+    @contextlib.contextmanager
+    def profiled(self, rank, pp_rank):
+        """Record one more step to plan with."""
+        yield
+
     def report(self):
         """Return what this mode did in a steady step."""
         return {
@@ -169,6 +174,25 @@ class Ours(Marked):
             "gbps": {stream: summary.gbps(stream) for stream in summary.busy_us},
             "link_share": link_shares(trace.spans, self.link_gbps) if self.link_gbps else None,
         }
+
+    @contextlib.contextmanager
+    def profiled(self, rank, pp_rank):
+        from megatron_offload.planning.profile import RunShape
+        from megatron_offload.planning.profile_file import save_profile
+        from megatron_offload.profiling import profile_step
+
+        spec = self.spec
+        run = RunShape(
+            num_microbatches=spec["microbatches"],
+            pp_rank=pp_rank,
+            pp_size=spec["pp"],
+            vp_size=spec["vpp"],
+            rank=rank,
+            modules=tuple(spec["modules"]),
+        )
+        with profile_step(self.manager, run=run, moves=False) as recorded:
+            yield
+        save_profile(recorded.profile, Path(spec["results"]) / f"profile_{rank}.json")
 
     def report(self):
         stats, pool = self.manager.last_step, self.manager.host_pool.stats
