@@ -324,8 +324,8 @@ class _Costs:
             forward_us=self.us_of_traffic(4 * logits),
             backward_us=self.us_of_traffic(2 * logits),
             kept_bytes=logits,
-            # The logits before they were widened, and once more before the exponential.
-            forward_temp_bytes=logits + logits * model.value_bytes // 4,
+            # The logits before they were widened; the exponential is taken in place.
+            forward_temp_bytes=logits * model.value_bytes // 4,
             backward_temp_bytes=logits * model.value_bytes // 4,
             is_marked=False,
         )
