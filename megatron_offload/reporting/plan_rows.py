@@ -31,13 +31,17 @@ class PlanRow(NamedTuple):
 
 
 def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
-    """Return what a plan says by group name and reason, in the order of its groups."""
+    """Return what a plan says by group name and reason.
+
+    Names come in the order of its groups, and of one name first what moves.
+    """
     found: dict[tuple[str, bool, str], list[GroupChoice]] = {}
     for rank in plan.ranks:
         for choice in rank.choices:
             key = (choice.name, choice.moves, _TIME.sub("ms", choice.reason))
             found.setdefault(key, []).append(choice)
-    return [
+    names = list(dict.fromkeys(name for name, _, _ in found))
+    rows = [
         PlanRow(
             name,
             moves,
@@ -47,6 +51,7 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
         )
         for (name, moves, _), choices in found.items()
     ]
+    return sorted(rows, key=lambda row: (names.index(row.name), not row.moves))
 
 
 def _folded(reasons: Sequence[str]) -> str:
