@@ -10,7 +10,7 @@ are replaced as a whole, the plan first. Read next: `megatron_offload.planning.p
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -42,7 +42,17 @@ from megatron_offload.reporting.summary import format_bytes, plain_table
 from megatron_offload.reporting.tradeoff import TradeOffPoint, write_tradeoff
 from megatron_offload.strict_model import Bytes, StrictModel, validate
 
-__all__ = ["ABOUT", "PLAN_NAME", "Outcome", "add_arguments", "make", "run", "show", "write"]
+__all__ = [
+    "ABOUT",
+    "PLAN_NAME",
+    "Outcome",
+    "add_arguments",
+    "make",
+    "policy_config",
+    "run",
+    "show",
+    "write",
+]
 
 PLAN_NAME = "plan.json"
 TRADEOFF_NAME = "tradeoff.json"
@@ -69,7 +79,7 @@ example: megatron-offload plan --model configs/models/gpt_16x8192_pp4_vpp2.yaml 
              --device-target 26GiB --output plan.json
 """
 
-_KINDS: dict[str, type[StrictModel]] = {
+_KINDS: dict[str, Any] = {
     "auto": AutoConfig,
     "memory_target": MemoryTargetConfig,
     "modules": ModulesConfig,
@@ -161,10 +171,10 @@ def run(options: argparse.Namespace) -> int:
     """
     output: Path | None = options.output or (options.folder and options.folder / PLAN_NAME)
     check_place("--output", options.output)
-    kind, flags, num_targets = _read_flags(options)
+    kind, keys, num_targets = _read_flags(options)
     source = load_source(options)
     with Console(stderr=True).status("planning"):
-        outcome = make(source, _policy_config(kind, flags, source), num_targets)
+        outcome = make(source, policy_config(source, kind, keys), num_targets)
     show(outcome, console(), lists_groups=options.groups)
     if output is None:
         console().print("nothing was written; --output FILE keeps the plan")
@@ -265,13 +275,20 @@ def _read_flags(options: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
     return kind, {_FLAGS[name][1]: value for name, value in given.items()}, read.curve
 
 
-def _policy_config(kind: str, flags: dict[str, Any], source: Source) -> Any:
-    """Return the section ``policy`` that the flags make."""
+def policy_config(
+    source: Source, kind: str = "auto", keys: Mapping[str, Any] | None = None
+) -> PolicyConfig:
+    """Return the section ``policy`` of a kind, for the machine and the budgets of a job.
+
+    Raises:
+        ConfigError: a key is wrong, or one of its ``modules`` is no group of the job.
+    """
+    keys = keys or {}
     names = {group.name for profile in source.profiles for group in profile.groups}
-    for pattern in flags.get("modules", ()):
+    for pattern in keys.get("modules", ()):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"no group is called {pattern!r}{did_you_mean(pattern, names)}")
-    data = {"kind": kind, **flags}
+    data = {"kind": kind, **keys}
     if kind in ("auto", "memory_target"):
         budgets = source.around.offload
         data |= {

@@ -6,11 +6,14 @@ what being the same means. Read next: `megatron_offload.train.comparison`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.policy import PlanFilePolicy
+from megatron_offload.planning.profile import StepProfile
 from megatron_offload.reporting.plots import plot_comparison
 from megatron_offload.reporting.summary import (
     compare_table,
@@ -55,7 +58,8 @@ def compare(config: TrainConfig) -> int:
     folder = config.run.output
     write_config(config, folder)
     numbers = write_comparison(config, reports, result, folder)
-    for line in (f"numbers: {numbers}", f"plot: {_plot(config, reports)}", _report(folder)):
+    plot = f"plot: {_plot(config, reports)}"
+    for line in (f"numbers: {numbers}", plot, *_plan(folder), _report(folder)):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     return 0 if result.identical else 1
 
@@ -130,6 +134,35 @@ def _plot(config: TrainConfig, reports: list[RunReport]) -> str:
     if drawn:
         return str(path)
     return "left out: matplotlib is missing; install megatron-offload[plots]"
+
+
+def _plan(folder: Path) -> list[str]:
+    """Plan from the profiles that the runs have left; return what became of it, in a line.
+
+    A plan that fits these runs stays: they may have followed it.
+    """
+    try:
+        # The extra ``plan`` may be missing.
+        from megatron_offload.commands import plan, source
+
+        if not source.has_profiles(folder):
+            return []
+        job, path = source.load_run(folder), folder / plan.PLAN_NAME
+        if _fits(path, job.profiles):
+            return [f"plan: {path} was there, and stays"]
+        plan.write(plan.make(job, plan.policy_config(job)), path)
+    except ConfigError as error:
+        return [f"plan: left out: {error}"]
+    return [f"plan, predicted: {path}"]
+
+
+def _fits(path: Path, profiles: Sequence[StepProfile]) -> bool:
+    """Return whether there is a plan, and it is one for these profiles."""
+    try:
+        PlanFilePolicy(path).make_plan(profiles)
+    except ConfigError:
+        return False
+    return True
 
 
 def _report(folder: Path) -> str:
