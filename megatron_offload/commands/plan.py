@@ -21,7 +21,7 @@ from pydantic import Field
 from rich.console import Console
 
 from megatron_offload.commands import source as sources
-from megatron_offload.commands.output import PREDICTED, check_place, console, writing
+from megatron_offload.commands.output import PREDICTED, check_place, console, quietly, writing
 from megatron_offload.commands.source import Source, load_source
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.planning.auto import Prediction, with_prediction
@@ -60,8 +60,8 @@ TRADEOFF_NAME = "tradeoff.json"
 ABOUT = """\
 Choose what moves to the host, from the profiles of a run or from a described model, with no GPU.
 
-reads    RUN_FOLDER/profile_<rank>.json (of a comparison, those of its run without offload), or the
-         YAML of --model
+reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leave (of a comparison,
+         its run with offload), or the YAML of --model
 prints   for every pipeline rank what moves, what stays, peak memory and step time; for every kind
          of group why; all predicted, not measured
 writes   the plan to --output (RUN_FOLDER/plan.json unless given; with --model nothing is written
@@ -196,7 +196,8 @@ def make(source: Source, config: PolicyConfig, num_targets: int = 6) -> Outcome:
         ConfigError: as for `run`.
     """
     policy = make_policy(config, source.predict)
-    plan = policy.make_plan(source.profiles)
+    with quietly():
+        plan = policy.make_plan(source.profiles)
     prediction = source.predict(plan)
     plan = with_prediction(plan, prediction)
     step = simulate(source.job)
@@ -310,7 +311,8 @@ def _targets(source: Source, without: Prediction, num_targets: int) -> Iterator[
         return  # nothing can move
     for index in range(num_targets):
         target = lowest + (highest - lowest) * index // num_targets
-        plan = planner.plan((target,) * len(planner.ranks), "memory_target")
+        with quietly():
+            plan = planner.plan((target,) * len(planner.ranks), "memory_target")
         yield _point(f"target {format_bytes(target)}", source.predict(plan), without)
 
 

@@ -49,8 +49,8 @@ __all__ = [
 ]
 
 _PROFILE_NAME = re.compile(r"profile_(0|[1-9]\d{0,5})\.json")
-_COMPARED = ("without_offload", "with_offload")
-"""Where a comparison keeps its two runs, the one in which nothing moved first."""
+_OFFLOADED = "with_offload"
+"""Where a comparison keeps the run with offload, which profiles a step that moves nothing."""
 
 _RUN_FIELDS = ("num_microbatches", "pp_size", "vp_size", "modules", "versions")
 
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="RUN_FOLDER",
-        help="run.output of a train or compare run that left profile_<rank>.json",
+        help="run.output of a train or compare run that had run.profile_step",
     )
     parser.add_argument(
         "--model", type=Path, metavar="FILE", help="a described job instead (configs/models/)"
@@ -202,13 +202,14 @@ def load_run(
         ConfigError: as for `load_source`.
     """
     profiles, place = _profiles_in(folder)
-    has_gpu = any(profile.memory for profile in profiles)
+    is_simulated = _is_simulated(place / "run.json")
     section: Mapping[str, Any] = {}
     origin = "measured with four H200s; --machine FILE takes others"
     if machine is not None:
         section, origin = read_machine(machine), str(machine)
-    elif not has_gpu and (config := place / "config.yaml").exists():
-        section, origin = _simulated_machine(config), f"the simulated device's in {config}"
+    elif is_simulated:
+        config = place / "config.yaml"
+        section, origin = _simulated_machine(config), f"the simulated device's, by {config}"
     data = apply_overrides({"machine": dict(section)}, overrides)
     around = validate(Surroundings, data, str(machine or "--set"))
     return Source(
@@ -216,7 +217,7 @@ def load_run(
         job=_job_of(profiles, schedule, around.machine.machine()),
         profiles=profiles,
         around=around,
-        memory="reserved memory" if has_gpu else "saved activations",
+        memory="saved activations" if is_simulated else "reserved memory",
         machine=origin,
         in_segments=False,
     )
@@ -242,7 +243,7 @@ def _profiles_in(folder: Path) -> tuple[tuple[StepProfile, ...], Path]:
 
 def _find_profiles(folder: Path) -> tuple[list[Path], Path] | None:
     """Return the profiles of a run in the order of ranks, and where they lie."""
-    for place in (folder, *(folder / name for name in _COMPARED)):
+    for place in (folder, folder / _OFFLOADED):
         paths = {
             int(match[1]): path
             for path in (place.iterdir() if place.is_dir() else ())
@@ -276,6 +277,12 @@ def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
                 "have other groups: they are of different runs"
             )
     return check_profiles(by_rank.values())
+
+
+def _is_simulated(facts: Path) -> bool:
+    """Return whether a run had no GPU, as far as it has left its facts."""
+    data = read_json(facts) if facts.exists() else None
+    return isinstance(data, dict) and data.get("is_simulated") is True
 
 
 def _simulated_machine(config: Path) -> dict[str, Any]:

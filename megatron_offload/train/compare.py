@@ -35,6 +35,9 @@ from megatron_offload.train.run_folder import write_config
 
 __all__ = ["compare"]
 
+_NUM_TARGETS = 3
+"""Points of the predicted trade-off curve, which a comparison should not wait long for."""
+
 
 def compare(config: TrainConfig) -> int:
     """Run without and with offload, print and write the comparison.
@@ -150,7 +153,7 @@ def _plan(folder: Path) -> list[str]:
         job, path = source.load_run(folder), folder / plan.PLAN_NAME
         if _fits(path, job.profiles):
             return [f"plan: {path} was there, and stays"]
-        plan.write(plan.make(job, plan.policy_config(job)), path)
+        plan.write(plan.make(job, plan.policy_config(job), _NUM_TARGETS), path)
     except ConfigError as error:
         return [f"plan: left out: {error}"]
     return [f"plan, predicted: {path}"]

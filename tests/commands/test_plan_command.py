@@ -139,10 +139,9 @@ def test_a_run_has_the_peaks_that_were_measured(tmp_path, model):
     assert steps[0] == pytest.approx(steps[1], rel=0.02)
 
 
-def test_of_a_comparison_the_run_without_offload_counts(tmp_path):
-    ran(tmp_path / "run" / "without_offload")
-    (tmp_path / "run" / "with_offload").mkdir()
-    (tmp_path / "run" / "with_offload" / "profile_0.json").write_text("broken")
+def test_of_a_comparison_the_run_with_offload_counts(tmp_path):
+    ran(tmp_path / "run" / "with_offload")
+    (tmp_path / "run" / "without_offload").mkdir()
     assert has_profiles(tmp_path / "run")
     assert plan(tmp_path / "run", "--ratio", 0.5, "--curve", 0) == 0
     assert (tmp_path / "run" / "plan.json").exists()
@@ -199,14 +198,21 @@ def test_a_missing_rank_is_named(tmp_path, capsys):
 
 def test_without_a_gpu_the_simulated_link_counts(tmp_path):
     folder = ran(tmp_path / "run")
-    for rank in range(2):
-        edited(folder, rank, lambda data: data.update(memory=[]))
+    assert load_run(folder).memory == "reserved memory"
+    (folder / "run.json").write_text('{"is_simulated": true}')
     (folder / "config.yaml").write_text("offload: {simulated: {d2h_gbps: 2, h2d_gbps: 1}}")
     source = load_run(folder)
     assert source.memory == "saved activations"
     machine = source.job.machine
     assert (machine.d2h_gbps, machine.h2d_gbps, machine.both_gbps) == (2, 1, 1)
     assert (machine.node_gbps, machine.node_d2h_gbps, machine.ranks_per_node) == (3, None, 1)
+
+
+def test_without_samples_of_memory_it_is_what_groups_save(tmp_path):
+    folder = ran(tmp_path / "run")
+    for rank in range(2):
+        edited(folder, rank, lambda data: data.update(memory=[]))
+    source = load_run(folder)
     saved = [sum(g.num_bytes for g in profile.groups) for profile in source.profiles]
     peaks = [source.peak_bytes(rank) for rank in simulate(source.job).ranks]
     assert all(0 < peak <= total for peak, total in zip(peaks, saved, strict=True))
