@@ -51,7 +51,8 @@ __all__ = [
     "policy_config",
     "run",
     "show",
-    "write",
+    "write_curve",
+    "write_plan",
 ]
 
 PLAN_NAME = "plan.json"
@@ -64,9 +65,10 @@ reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leav
          its run with offload), or the YAML of --model
 prints   for every pipeline rank what moves, what stays, peak memory and step time; for every kind
          of group why; all predicted, not measured
-writes   the plan to --output (RUN_FOLDER/plan.json unless given; with --model nothing is written
-         without --output), for 'policy: {kind: plan_file, path: FILE}', and the predicted trade-off
-         curve to tradeoff.json beside it; 'megatron-offload report RUN_FOLDER' shows both
+writes   the plan to --output (RUN_FOLDER/plan.json unless given, in the place of one that is there;
+         with --model nothing is written without --output), and the predicted trade-off curve to
+         tradeoff.json beside it. 'megatron-offload report RUN_FOLDER' shows both; with
+         'offload: {policy: {kind: plan_file, path: FILE}}' a run follows the plan
 
 policies: auto           the most memory that costs no more than --max-cost of the step's time
           memory_target  as few bytes as it takes to bring every rank under --device-target
@@ -179,8 +181,10 @@ def run(options: argparse.Namespace) -> int:
     if output is None:
         console().print("nothing was written; --output FILE keeps the plan")
         return 0
-    for path in write(outcome, output):
-        console().print(f"{'plan' if path == output else 'curve'}: {path}")
+    write_plan(outcome, output)
+    console().print(f"plan: {output}")
+    if outcome.points:
+        console().print(f"curve: {write_curve(outcome, output.parent)}")
     return 0
 
 
@@ -212,20 +216,26 @@ def make(source: Source, config: PolicyConfig, num_targets: int = 6) -> Outcome:
     return Outcome(source, plan, prediction, without, tuple(points))
 
 
-def write(outcome: Outcome, path: Path) -> list[Path]:
-    """Write a plan, and the trade-off curve beside it; return both paths.
+def write_plan(outcome: Outcome, path: Path) -> None:
+    """Write the plan with what is predicted of it.
 
     Raises:
-        ConfigError: a file can't be written.
+        ConfigError: the file can't be written.
     """
     with writing(path):
         save_plan(outcome.plan, path)
-    if not outcome.points:
-        return [path]
-    curve = path.with_name(TRADEOFF_NAME)
-    with writing(curve):
-        write_tradeoff(curve, outcome.source.memory, outcome.points)
-    return [path, curve]
+
+
+def write_curve(outcome: Outcome, folder: Path) -> Path:
+    """Write the trade-off curve into a folder, where a report looks for it; return the file.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    path = folder / TRADEOFF_NAME
+    with writing(path):
+        write_tradeoff(path, outcome.source.memory, outcome.points)
+    return path
 
 
 def show(outcome: Outcome, out: Console, *, lists_groups: bool = False) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.policy import PlanFilePolicy
+from megatron_offload.planning.policy_config import PlanFileConfig, PolicyConfig
 from megatron_offload.planning.profile import StepProfile
 from megatron_offload.reporting.plots import plot_comparison
 from megatron_offload.reporting.summary import (
@@ -31,7 +32,7 @@ from megatron_offload.train.comparison import (
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch
 from megatron_offload.train.records import RunReport
-from megatron_offload.train.run_folder import write_config
+from megatron_offload.train.run_folder import plan_path, write_config
 
 __all__ = ["compare"]
 
@@ -140,9 +141,9 @@ def _plot(config: TrainConfig, reports: list[RunReport]) -> str:
 
 
 def _plan(folder: Path) -> list[str]:
-    """Plan from the profiles that the runs have left; return what became of it, in a line.
+    """Plan from the profiles that the run has left; return what became of it, line by line.
 
-    A plan that fits these runs stays: they may have followed it.
+    A plan that fits the run stays, because it may have followed it.
     """
     try:
         # The extra ``plan`` may be missing.
@@ -150,13 +151,19 @@ def _plan(folder: Path) -> list[str]:
 
         if not source.has_profiles(folder):
             return []
-        job, path = source.load_run(folder), folder / plan.PLAN_NAME
-        if _fits(path, job.profiles):
-            return [f"plan: {path} was there, and stays"]
-        plan.write(plan.make(job, plan.policy_config(job), _NUM_TARGETS), path)
+        job = source.load_run(folder)
+        places = (plan_path(folder / FOLDERS[1]), plan_path(folder))
+        path = next((path for path in places if _fits(path, job.profiles)), None)
+        config: PolicyConfig = plan.policy_config(job)
+        if path is not None:
+            config = PlanFileConfig(kind="plan_file", path=str(path))
+        outcome = plan.make(job, config, _NUM_TARGETS)
+        if path is None:
+            path = plan_path(folder)
+            plan.write_plan(outcome, path)
+        return [f"plan: {path}", f"predicted trade-off: {plan.write_curve(outcome, folder)}"]
     except ConfigError as error:
         return [f"plan: left out: {error}"]
-    return [f"plan, predicted: {path}"]
 
 
 def _fits(path: Path, profiles: Sequence[StepProfile]) -> bool:
