@@ -156,6 +156,17 @@ def test_replicas_count_once(tmp_path):
     assert len(load_run(folder).profiles) == 2
 
 
+def test_replicas_of_a_pipeline_rank_have_the_same_groups(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    profile = load_profile(path_of(folder, 0))
+    other = profile.groups[0]._replace(name="other")
+    groups = (other, *profile.groups[1:])
+    replica = replace(profile, groups=groups, run=profile.run._replace(rank=2))
+    save_profile(replica, path_of(folder, 2))
+    assert plan(folder, "--ratio", 0.5) == 2
+    assert "profile_0.json are of the same pipeline rank" in capsys.readouterr().err
+
+
 def path_of(folder, rank):
     return folder / f"profile_{rank}.json"
 
@@ -225,10 +236,11 @@ def test_bandwidths_come_from_the_doctor_s_file(tmp_path, model):
     )
     assert (machine.node_gbps, machine.node_d2h_gbps) == (8 * 50.0, None)
     assert machine.ranks_per_node == 8
-    shared = load_model(
-        model, machine=measured(tmp_path), overrides=["model.tensor_parallel=4"]
-    ).job
-    assert (shared.machine.ranks_per_node, shared.gpus_per_rank) == (2, 4)
+    words = ["model.tensor_parallel=4"]
+    shared = load_model(model, machine=measured(tmp_path), overrides=words)
+    assert (shared.job.machine.ranks_per_node, shared.job.gpus_per_rank) == (2, 4)
+    config = command.policy_config(shared)
+    assert (config.gpus_per_rank, config.resources().machine) == (4, shared.job.machine)
 
 
 def test_bandwidths_come_from_yaml_and_keys_win(tmp_path, model):
