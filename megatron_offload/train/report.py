@@ -40,7 +40,21 @@ from megatron_offload.train.records import RunReport, read_steps
 from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, plan_path, read_facts
 from megatron_offload.train.trace_command import read_run_traces
 
-__all__ = ["REPORT_NAME", "add_arguments", "read_report", "run"]
+__all__ = ["ABOUT", "REPORT_NAME", "add_arguments", "read_report", "run"]
+
+ABOUT = """\
+Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
+
+reads    run.output of a train or a compare run: steps.jsonl, config.yaml, run.json, timelines,
+         compare.json, and plan.json and tradeoff.json where they are there; a missing file is a gap
+         that the page names, a damaged one is an error
+prints   where the page is
+writes   report.html; needs the extra 'report' (jinja2)
+
+exit status: 0 written, 2 bad input (the last page stays)
+
+example: megatron-offload report runs/quickstart
+"""
 
 REPORT_NAME = "report.html"
 
