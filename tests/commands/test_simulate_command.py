@@ -157,7 +157,7 @@ def test_the_descriptions_that_come_along_are_jobs(path, capsys):
 
 
 def test_the_benchmark_job_takes_the_step_that_was_measured():
-    raw = json.loads((ROOT / "docs/benchmarks/simulation_shape_c.json").read_text())
+    raw = json.loads((ROOT / "docs/benchmarks/simulation.json").read_text())
     measured_ms = raw["rows"][0]["step_ms"]["measured"][0]
     source = load_model(ROOT / "configs/models/gpt_16x8192_pp4_vpp2.yaml")
     assert simulate(source.job).step_us / 1e3 == pytest.approx(measured_ms, rel=1e-3)

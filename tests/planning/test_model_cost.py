@@ -134,10 +134,11 @@ def test_the_share_is_fitted_to_a_step_and_never_beyond_all():
 
 def test_the_predictions_of_the_documents_are_those_of_the_code_and_near_the_measured():
     compare = runpy.run_path(str(ROOT / "scripts" / "compare_simulation.py"))["compare"]
-    documented = json.loads((ROOT / "docs" / "benchmarks" / "simulation_shape_c.json").read_text())
-    rows = compare("shape_c")
-    assert rows == [row for row in documented["rows"] if row["file"] == "shape_c.json"]
+    documented = json.loads((ROOT / "docs" / "benchmarks" / "simulation.json").read_text())
+    for file in ("shape_c", "shape_b"):
+        rows = compare(file)
+        assert rows == [row for row in documented["rows"] if row["file"] == f"{file}.json"]
     for row in documented["rows"]:
-        assert abs(row["step_ms"]["worst_percent"]) <= 3.5
-        assert abs(row["allocated_gib"]["worst_percent"]) <= 3.5
+        assert abs(row["step_ms"]["worst_percent"]) <= 5
+        assert abs(row["allocated_gib"]["worst_percent"]) <= 2.5
         assert abs(row["reserved_gib"]["worst_percent"]) <= 8.5
