@@ -1,4 +1,4 @@
-"""Hold the simulator against measured runs of one and four H200s: docs/benchmarks/h200/shape_*.json.
+"""Hold the simulator against measured runs of H200s: docs/benchmarks/h200/shape_*.json.
 
 python scripts/compare_simulation.py --output docs/benchmarks/simulation.json
 
