@@ -235,7 +235,7 @@ def _profiles_in(folder: Path) -> tuple[tuple[StepProfile, ...], Path]:
     found = _find_profiles(folder)
     if found is None:
         raise ConfigError(
-            f"{folder} holds no profile_<rank>.json of a run; train again to get them"
+            f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
         )
     paths, place = found
     return _of_one_run(paths), place

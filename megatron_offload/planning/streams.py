@@ -28,7 +28,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.link import FairShare
 from megatron_offload.planning.program import OpKind, RankProgram
-from megatron_offload.reporting.trace import Span, StepTrace
+from megatron_offload.reporting.trace import PIPELINE_WAIT, Span, StepTrace
 
 try:
     import simpy
@@ -37,7 +37,7 @@ except ImportError as error:
 
 __all__ = ["PIPELINE", "RELEASE", "RELOAD", "RankStreams", "run_streams"]
 
-PIPELINE = "pipeline"
+PIPELINE = PIPELINE_WAIT
 """The stall of a rank that waits for another stage."""
 RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""

@@ -259,10 +259,10 @@ def _curve(
 def _facts(trace: StepTrace) -> tuple[str, ...]:
     """Return the numbers that stand beside a rank's timeline."""
     summary = trace.summary()
-    share = summary.total_stall_us / summary.duration_us if summary.duration_us else 0.0
+    share = summary.copy_stall_us / summary.duration_us if summary.duration_us else 0.0
     facts = [
         f"step {summary.duration_us / 1e3:.4g} ms",
-        f"compute waits for copies {summary.total_stall_us / 1e3:.3g} ms ({100 * share:.1f} %)",
+        f"compute waits for copies {summary.copy_stall_us / 1e3:.3g} ms ({100 * share:.1f} %)",
     ]
     for stream, name in (("d2h", "D2H"), ("h2d", "H2D")):
         gbps, busy_us = summary.gbps(stream), summary.busy_us[stream]

@@ -20,6 +20,7 @@ from megatron_offload.reporting.trace import (
     HOST_BYTES,
     INFLIGHT_BYTES,
     LIVE_BYTES,
+    PIPELINE_WAIT,
     PREFETCHED_BYTES,
     STREAMS,
     Span,
@@ -37,6 +38,7 @@ _KINDS = {
     "backward": ("#5aa868", "backward"),
     "other": ("#d5d8dc", "compute outside groups"),
     "stall": ("#d1333b", "compute waits for a copy"),
+    PIPELINE_WAIT: ("#f4dede", "compute waits for another stage"),
     "d2h": ("#e39b3b", "offload (D2H)"),
     "h2d": ("#8e6bb5", "reload (H2D)"),
 }
@@ -211,7 +213,7 @@ def _facts(trace: StepTrace, scale: float, unit: str) -> str:
     ]
     facts = [
         f"{summary.duration_us * scale:.4g} {unit}",
-        f"compute waits {summary.total_stall_us * scale:.3g} {unit}",
+        f"compute waits {summary.copy_stall_us * scale:.3g} {unit} for copies",
         *hidden,
     ]
     return ", ".join(facts)
@@ -244,7 +246,7 @@ def _draw_lanes(axes: Any, trace: StepTrace, scale: float) -> None:
         axes.broken_barh(
             [(span.start_us * scale, span.duration_us * scale) for span in spans],
             (-lane - 0.4, 0.8),
-            facecolors=[_KINDS[span.kind][0] for span in spans],
+            facecolors=[_KINDS[_kind(span)][0] for span in spans],
             edgecolors="white",
             linewidth=0.4 if len(spans) < 200 else 0.0,  # edges would hide what is thin
         )
@@ -261,10 +263,15 @@ def _draw_lanes(axes: Any, trace: StepTrace, scale: float) -> None:
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    kinds = {span.kind for span in trace.spans if span.duration_us > 0}
+    kinds = {_kind(span) for span in trace.spans if span.duration_us > 0}
     handles = [Patch(color=c, label=name) for kind, (c, name) in _KINDS.items() if kind in kinds]
     if handles:
         axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def _kind(span: Span) -> str:
+    """Return what a stretch is drawn as."""
+    return span.wait if span.wait == PIPELINE_WAIT else span.kind
 
 
 def _chunks(compute: Sequence[Span]) -> Iterator[tuple[str, float, float]]:

@@ -24,6 +24,7 @@ __all__ = [
     "HOST_BYTES",
     "INFLIGHT_BYTES",
     "LIVE_BYTES",
+    "PIPELINE_WAIT",
     "PREFETCHED_BYTES",
     "STREAMS",
     "Counter",
@@ -36,6 +37,9 @@ __all__ = [
 ]
 
 STREAMS = ("compute", "d2h", "h2d")
+
+PIPELINE_WAIT = "pipeline"
+"""The wait of a stall that is for another stage, and no copy: only a simulation can tell."""
 
 INFLIGHT_BYTES = "bytes in flight"
 """Copied or being copied to the host, with the device memory still held."""
@@ -74,7 +78,7 @@ class Span:
     num_bytes: int = 0
     """What a copy moved."""
     wait: str = ""
-    """Which of the six waits a stall is."""
+    """Which of the six waits a stall is, or `PIPELINE_WAIT`."""
 
     @property
     def end_us(self) -> float:
@@ -119,6 +123,11 @@ class TraceSummary:
     def total_stall_us(self) -> float:
         """What the compute stream lost in all waits."""
         return sum(self.stall_us.values())
+
+    @property
+    def copy_stall_us(self) -> float:
+        """The part of it that it lost to copies."""
+        return self.total_stall_us - self.stall_us.get(PIPELINE_WAIT, 0.0)
 
     def gbps(self, stream: str) -> float | None:
         """Return the bandwidth while copying, in 10^9 bytes a second; None without copies."""

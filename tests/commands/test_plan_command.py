@@ -279,7 +279,7 @@ def test_every_group_is_listed_when_asked(model, capsys):
         ((), "give either a run's folder or --model"),
         (("RUN", "--model", "MODEL"), "give either a run's folder or --model"),
         (("/nowhere",), "there is no folder /nowhere"),
-        (("EMPTY",), "holds no profile_<rank>.json"),
+        (("EMPTY",), "holds no profile_<rank>.json; run again with .* run.profile_step"),
         (("--model", "/nowhere.yaml"), "can't read /nowhere.yaml"),
         (("--model", "MODEL", "--set", "model.layrs=3"), "did you mean 'layers'"),
         (("--model", "MODEL", "--set", "modle.layers=3"), "did you mean 'model'"),

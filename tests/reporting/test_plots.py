@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_offload.reporting.plots import MOST_TIMELINES, plot_timeline, plot_tradeoff
-from megatron_offload.reporting.trace import LIVE_BYTES, Counter, Span, StepTrace
+from megatron_offload.reporting.trace import LIVE_BYTES, PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.reporting.tradeoff import TradeOff, TradeOffPoint
 
 image = pytest.importorskip("matplotlib.image")
@@ -25,6 +25,20 @@ def test_each_rank_gets_its_own_lanes(tmp_path):
     one, two = (image.imread(tmp_path / f"{number}.png") for number in (1, 2))
     assert two.shape[0] == 2 * one.shape[0]
     assert two.shape[1] == one.shape[1]
+
+
+def test_waiting_for_another_stage_is_not_drawn_as_waiting_for_a_copy(tmp_path):
+    pixels = []
+    for wait in ("W2", PIPELINE_WAIT):
+        one = StepTrace(0, [Span("compute", "stall", "x", 0, 10, wait=wait)])
+        assert one.summary().total_stall_us == 10
+        assert one.summary().copy_stall_us == (10 if wait == "W2" else 0)
+        assert plot_timeline([one], tmp_path / "one.png")
+        pixels.append(image.imread(tmp_path / "one.png")[..., :3])
+    red = (0xD1 / 255, 0x33 / 255, 0x3B / 255)
+    num_red = [(abs(picture - red) < 0.01).all(axis=-1).sum() for picture in pixels]
+    assert num_red[0] > 10_000
+    assert num_red[1] == 0
 
 
 @pytest.mark.parametrize("number", [0, MOST_TIMELINES + 1])
