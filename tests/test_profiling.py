@@ -25,9 +25,13 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.planning.footprint import Footprint
+from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
 from megatron_offload.planning.memory_target import MemoryTargetPolicy
 from megatron_offload.planning.profile import GroupKey, GroupTimes, RunShape
 from megatron_offload.planning.profile_file import load_profile, save_profile
+from megatron_offload.planning.profiled_job import job_from_profiles
+from megatron_offload.planning.schedule import PassKind, interleaved_one_f_one_b, one_f_one_b
+from megatron_offload.planning.simulate import simulate
 from megatron_offload.profiling import profile_step
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.tracing import trace_step
@@ -341,6 +345,65 @@ def test_a_graph_that_is_gone_through_twice_is_entered_at_first_and_left_at_last
     assert profile.times[1] == GroupTimes(140, 190, 205, 195 + 390 + 110)
     assert len(profile.memory) == 9
     save_profile(profile, tmp_path / "profile.json")
+
+
+def stage(number):
+    works = (
+        *(("embedding", 0, 13.0), ("attention", 1000 + number, 100.0), ("residual", 0, 3.0)),
+        *(("mlp", 4000, 150.0 + number), ("head", 0, 4.0)),
+    )
+    return StageWork(
+        tuple(
+            GroupWork(name, num_bytes, us, 2 * us, is_marked=num_bytes > 0)
+            for name, num_bytes, us in works
+        ),
+        output_bytes=2000,
+    )
+
+
+def record_rank(job, rank):
+    """Record the engine itself at one rank's work, which waits for the others as is simulated."""
+    trace = simulate(job, record=True).ranks[rank].trace
+    spans = [span for span in trace.of("compute") if span.kind != "stall"]
+    program = Program()
+    backend, compute = program.backend, program.backend.compute_stream()
+    schedule = job.schedule
+    shape = RunShape(schedule.num_microbatches, rank, schedule.num_ranks)
+    graphs = {}
+    with profile_step(program.manager, run=shape, moves=False) as recorded, program.manager.step():
+        for one in schedule.ranks[rank]:
+            groups = job.stages[one.stage].groups
+            begins_us = spans[0].start_us
+            del spans[: len(groups)]
+            backend.advance_compute(max(0.0, begins_us - backend.time_us(compute)))
+            if one.kind is PassKind.BACKWARD:
+                graphs.pop((one.stage, one.microbatch)).backward()
+                continue
+            program.manager.begin_chunk(vp_stage=one.stage)
+            x = torch.ones(1, requires_grad=True)
+            for work in groups:
+                if work.is_marked:
+                    x = program.group(x, work.name, (work.num_bytes, work.forward_us))
+                else:
+                    x = Work.apply(x, backend, 0, work.forward_us)
+            graphs[one.stage, one.microbatch] = x
+            del x
+    return recorded.profile
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 6), interleaved_one_f_one_b(2, 2, 4)])
+def test_a_simulation_from_recorded_profiles_is_the_step_that_was_recorded(schedule):
+    stages = tuple(stage(number) for number in range(schedule.num_stages))
+    machine = Machine(p2p_latency_us=7.0, p2p_gbps=1.0)
+    job = Job(schedule, stages, (0,) * schedule.num_ranks, machine)
+    profiles = [record_rank(job, rank) for rank in range(schedule.num_ranks)]
+    again = job_from_profiles(profiles, schedule, machine, job.static_bytes, output_bytes=2000)
+    simulated = simulate(again)
+    measured_us = max(profile.step_us for profile in profiles)
+    assert measured_us == pytest.approx(simulate(job).step_us)
+    assert simulated.step_us == pytest.approx(measured_us, rel=0.02)
+    for rank, profile in zip(simulated.ranks, profiles, strict=True):
+        assert rank.peak_device_bytes == Footprint.of(profile).peak_bytes
 
 
 class InjectedError(Exception):
