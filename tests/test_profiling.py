@@ -151,7 +151,7 @@ class Telling(SimulatedBackend):
 
     def __init__(self, config):
         super().__init__(config)
-        self.current, self.peak, self.num_resets = 100, 5000, 0
+        self.current, self.peak, self.num_resets, self.num_trims = 100, 5000, 0, 0
 
     def memory(self):
         return DeviceMemory(self.current, 2 * self.peak, self.peak, 2 * self.peak)
@@ -160,17 +160,25 @@ class Telling(SimulatedBackend):
         self.peak = self.current
         self.num_resets += 1
 
+    def trim_device(self):
+        self.num_trims += 1
+
     def advance_compute(self, us):
         super().advance_compute(us)
         self.current += 1
         self.peak = max(self.peak, self.current + int(us))
 
 
-def test_the_devices_peaks_are_taken_between_boundaries_and_told_in_the_end():
+def make_telling():
     program = Program()
     config = make_config()
     program.backend = Telling(config.simulated)
     program.manager.configure(config, backend=program.backend)
+    return program
+
+
+def test_the_devices_peaks_are_taken_between_boundaries_and_told_in_the_end():
+    program = make_telling()
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
         program.backend.peak = 7000  # of an optimizer, say
@@ -181,6 +189,45 @@ def test_the_devices_peaks_are_taken_between_boundaries_and_told_in_the_end():
     assert max(sample.peak_bytes for sample in samples) < 5000
     assert [s.at_us for s in samples] == sorted(s.at_us for s in samples)  # of the host's clock
     assert (recorded.peak_allocated_bytes, recorded.peak_reserved_bytes) == (7000, 14000)
+
+
+def test_what_was_seen_where_nothing_counts_is_not_lost():
+    program = make_telling()
+    with profile_step(program.manager, moves=False) as recorded, program.manager.step():
+        output = program.forward()
+        output.backward(retain_graph=True)
+        program.backend.peak = 9999
+        output.backward()
+    samples = recorded.profile.memory
+    assert [sample.peak_bytes for sample in samples].count(9999) == 1
+    assert len(samples) == 9
+
+
+def test_what_a_step_without_offload_reserved_besides_is_given_back():
+    program = make_telling()
+    with contextlib.suppress(InjectedError), profile_step(program.manager, moves=False):
+        raise InjectedError
+    assert program.backend.num_trims == 1
+    with profile_step(program.manager):
+        program.step()
+    assert program.backend.num_trims == 1
+
+
+@pytest.mark.parametrize("num_before", range(4))
+def test_nothing_is_learned_from_a_step_that_moves_nothing(num_before):
+    with_profile, without = (make_manager(host_slab_bytes=16 * 1024) for _ in range(2))
+    model = make_model()
+    for number in range(6):
+        for manager in (with_profile, without):
+            if manager is with_profile and number == num_before:
+                learned = manager.last_profile
+                with profile_step(manager, moves=False):
+                    run_step(model, manager, ORDER)
+                assert manager.last_profile is learned
+            run_step(model, manager, ORDER)
+        assert with_profile.last_step == without.last_step
+        pinned = (m.host_pool.stats.slab_bytes_total for m in (with_profile, without))
+        assert len(set(pinned)) == 1
 
 
 @pytest.mark.parametrize("timing", ["eager", "late"])
@@ -316,6 +363,24 @@ def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is():
     assert len(profile.memory) == 9
 
 
+def test_a_group_that_was_left_unseen_ends_where_backward_enters_another():
+    program = Program()
+    manager = program.manager
+    outputs = []
+    with profile_step(manager, moves=False) as recorded, manager.step():
+        for _ in range(2):
+            manager.begin_chunk()
+            x = start_group(manager, torch.ones(1), "first")
+            with manager:
+                x = Work.apply(x.requires_grad_(), program.backend, 100, 10)
+            outputs.append(commit_group(manager, x, "first"))
+        del x
+        for _ in range(2):
+            outputs.pop(0).backward()
+        program.backend.advance_compute(5)
+    assert recorded.profile.times == (GroupTimes(0, 10, 20, 40), GroupTimes(10, 20, 40, 65))
+
+
 def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
     program = Program()
     manager = program.manager
@@ -341,6 +406,7 @@ def test_a_graph_that_is_gone_through_twice_is_entered_at_first_and_left_at_last
         output.backward()
     profile = recorded.profile
     assert profile.backward_order == (B0, A0)
+    assert profile.backward_at_bytes == (3000, 5000)
     # The first backward takes 10, 100, 20, 200 and 60.
     assert profile.times[1] == GroupTimes(140, 190, 205, 195 + 390 + 110)
     assert len(profile.memory) == 9
