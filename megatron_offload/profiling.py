@@ -200,7 +200,8 @@ class _Recorder:
             self._mark(_Boundary.BACKWARD, group)
         self._open.append(group)
         enter(group)
-        if self._learned is None:
+        # A graph of an earlier step may have groups of the same keys.
+        if self._learned is None and self._manager.prefetcher.knows(group):
             with self._backend.uncounted():
                 self._saved.enter_backward(group)
 

@@ -349,6 +349,26 @@ def test_passes_without_a_backward_never_count():
     assert profile.memory[0].allocated_bytes == 0
 
 
+def test_a_graph_of_an_earlier_step_takes_its_time_and_is_no_group_of_this_one():
+    program = Program()
+    with program.manager.step():
+        old = program.forward()
+        program.forward().backward()
+    with profile_step(program.manager, moves=False) as recorded, program.manager.step():
+        program.manager.begin_chunk()
+        x = start_group(program.manager, torch.ones(1, requires_grad=True) * 1, "a")
+        with program.manager:
+            x = Work.apply(x, program.backend, 100, 10)
+        x = commit_group(program.manager, x, "a")
+        old.backward()
+        x.backward()
+    profile = recorded.profile
+    assert [(g.name, g.num_bytes, g.elsewhere_bytes) for g in profile.groups] == [("a", 100, 0)]
+    assert len(profile.memory) == 5
+    assert profile.backward_order == (A0,)
+    assert profile.times[0].backward_us - profile.times[0].committed_us >= 390
+
+
 def test_only_the_first_step_inside_counts():
     program = Program()
     with profile_step(program.manager, moves=False) as recorded:

@@ -303,16 +303,16 @@ class TrainConfig(StrictModel):
             )
         if self.run.device == "cpu" and self.run.dtype == "bfloat16":
             raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
-        if self.run.profile_step and self.run.profile_step in (self.run.steps, self.traced_step):
+        step = self.run.profile_step
+        if step >= self.run.steps and step:
             raise ConfigError(
-                f"run.profile_step {self.run.profile_step} is the last step, whose counters are "
-                "shown, or the one that run.trace_step traces, and in a profiled step nothing "
-                "moves; choose another"
+                f"run.profile_step {step} does not come before the last of {self.run.steps} steps, "
+                "whose counters are shown; choose an earlier one or raise run.steps"
             )
-        if self.run.profile_step > self.run.steps:
+        if step and step == self.traced_step:
             raise ConfigError(
-                f"run.profile_step {self.run.profile_step} is beyond the {self.run.steps} of "
-                "run.steps; choose one before the last"
+                f"run.profile_step {step} is the step that run.trace_step traces, and in a "
+                "profiled one nothing moves; choose another for either"
             )
         core = split_modules(self.offload.modules)[0]
         if self.offload.enabled and "attn_proj" in core and "core_attn" not in core:

@@ -82,9 +82,12 @@ def test_without_offload_nothing_is_profiled(train, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"steps": 5, "profile_step": 5}, "5 is the last step"),
-        ({"steps": 5, "profile_step": 6}, "6 is beyond the 5"),
-        ({"steps": 9, "profile_step": 4, "trace_step": 4}, "4 is the last step, .* traces"),
+        ({"steps": 5, "profile_step": 5}, "5 does not come before the last of 5"),
+        ({"steps": 5, "profile_step": 6}, "6 does not come before the last of 5"),
+        (
+            {"steps": 9, "profile_step": 4, "trace_step": 4},
+            "4 is the step that run.trace_step traces",
+        ),
         ({"profile_step": -1}, "profile_step"),
     ],
 )
