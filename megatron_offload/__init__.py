@@ -15,24 +15,32 @@ manager catches what autograd saves in between:
             x = group_commit(x, "mlp")
             loss(x).backward()
 
-Read next: `megatron_offload.engine.manager`.
+What needs torch is imported when it is first asked for, so that a command that only plans, or finds
+its input wrong, starts at once. Read next: `megatron_offload.engine.manager`.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from megatron_offload.config import OffloadConfig
-from megatron_offload.fine_grained_activation_offload import PipelineOffloadManager
-from megatron_offload.fine_grained_activation_offload import (
-    fine_grained_offloading_group_commit as group_commit,
-)
-from megatron_offload.fine_grained_activation_offload import (
-    fine_grained_offloading_group_start as group_start,
-)
-from megatron_offload.frontends.ratio import CPUOffload, get_tensor_memory
-from megatron_offload.frontends.whole_model import (
-    NoOpManager,
-    OffloadActivations,
-    get_act_offloading_ctx_manager,
-)
-from megatron_offload.integrations import transformer_engine_weights  # noqa: F401  registers itself
+from megatron_offload.engine.extensions import before_chunk
+
+if TYPE_CHECKING:
+    from megatron_offload.fine_grained_activation_offload import PipelineOffloadManager
+    from megatron_offload.fine_grained_activation_offload import (
+        fine_grained_offloading_group_commit as group_commit,
+    )
+    from megatron_offload.fine_grained_activation_offload import (
+        fine_grained_offloading_group_start as group_start,
+    )
+    from megatron_offload.frontends.ratio import CPUOffload, get_tensor_memory
+    from megatron_offload.frontends.whole_model import (
+        NoOpManager,
+        OffloadActivations,
+        get_act_offloading_ctx_manager,
+    )
 
 __all__ = [
     "CPUOffload",
@@ -45,3 +53,36 @@ __all__ = [
     "group_commit",
     "group_start",
 ]
+
+_HOMES = {
+    "CPUOffload": ("frontends.ratio", "CPUOffload"),
+    "NoOpManager": ("frontends.whole_model", "NoOpManager"),
+    "OffloadActivations": ("frontends.whole_model", "OffloadActivations"),
+    "PipelineOffloadManager": ("fine_grained_activation_offload", "PipelineOffloadManager"),
+    "get_act_offloading_ctx_manager": ("frontends.whole_model", "get_act_offloading_ctx_manager"),
+    "get_tensor_memory": ("frontends.ratio", "get_tensor_memory"),
+    "group_commit": ("fine_grained_activation_offload", "fine_grained_offloading_group_commit"),
+    "group_start": ("fine_grained_activation_offload", "fine_grained_offloading_group_start"),
+}
+"""Module and name of what is imported late."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    globals()[name] = found = getattr(import_module(f"{__name__}.{module}"), attribute)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _keep_quantised_weights() -> None:
+    from megatron_offload.integrations.transformer_engine_weights import install
+
+    install()
+
+
+before_chunk.append(_keep_quantised_weights)

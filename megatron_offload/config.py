@@ -18,6 +18,7 @@ from pydantic import ByteSize, Field, field_validator
 
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files import MAX_DEPTH, read_text
+from megatron_offload.planning.policy_config import PolicyConfig
 from megatron_offload.strict_model import Bytes, StrictModel, validate
 from megatron_offload.strict_yaml import MAX_YAML_BYTES, parse_yaml, shorten
 
@@ -155,6 +156,11 @@ class OffloadConfig(StrictModel):
 
     copy_streams: bool = True
     """Copy on streams of their own. Without, on the compute stream, where nothing overlaps."""
+
+    policy: PolicyConfig | None = None
+    """What decides about marked groups, in place of ``fraction`` and the keys of residents above:
+    ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
+    ``auto`` plan once a step was profiled (docs/planning.md). None: those keys."""
 
     backend: Literal["auto", "cuda", "simulated"] = "auto"
     """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""

@@ -19,6 +19,7 @@ __all__ = [
     "IntegrationError",
     "OffloadError",
     "StateError",
+    "TargetError",
     "UnsupportedCallError",
     "did_you_mean",
 ]
@@ -30,6 +31,10 @@ class OffloadError(Exception):
 
 class ConfigError(OffloadError, ValueError):
     """A user's input (YAML, flag, argument) is wrong; nothing was started."""
+
+
+class TargetError(ConfigError):
+    """A memory target that no choice of groups keeps; the text says by how much it is missed."""
 
 
 class StateError(OffloadError, RuntimeError):

@@ -4,7 +4,9 @@
         --output DIR
 
 A mode is one of the names below, and for this package's own any fields of `OffloadConfig` behind a
-colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0.8``:
+colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0.8``. Values behind
+one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 1 and those behind.
+``policy.kind=auto`` or ``memory_target`` plans at the third step of the warm-up:
 
     none         no offload; what all others are compared with
     ours-five    this package, Megatron's five modules of a dense layer (or --modules)
@@ -175,6 +177,16 @@ def read_mode(text, modules=None):
     }
 
 
+def options_of_rank(options, rank):
+    """Return the settings of a rank: of ``key=one|two|three`` its own, or the last."""
+    chosen = []
+    for option in options:
+        key, _, values = option.partition("=")
+        several = values.split("|")
+        chosen.append(f"{key}={several[min(rank, len(several) - 1)]}")
+    return chosen
+
+
 def order_of(specs, repetition):
     """Alternate: every second repetition runs the modes backwards."""
     return list(specs) if repetition % 2 == 0 else list(reversed(specs))
@@ -209,6 +221,9 @@ def run_mode(options, spec, repetition):
             traces = sorted(Path(folder).glob("trace*.json"))
             if traces:
                 keep_traces(traces, options.output / "traces" / f"{label}.{repetition}.json")
+            for plan in Path(folder).glob("plan.json"):
+                (options.output / "plans").mkdir(exist_ok=True)
+                shutil.copy(plan, options.output / "plans" / f"{label}.{repetition}.json")
             profiles = sorted(Path(folder).glob("profile_*.json"))
             if profiles:
                 keep_profiles(profiles, options.output / "profiles" / f"{label}.{repetition}")
@@ -358,11 +373,12 @@ def check_settings(options):
         if spec["kind"] == "megatron" and unknown:
             sys.exit(f"{spec['mode']}: megatron-core has no modules {', '.join(sorted(unknown))}")
         if spec["kind"].startswith("ours"):
-            try:
-                data = apply_overrides({}, spec["options"]) | {"modules": spec["modules"]}
-                validate(OffloadConfig, data, spec["mode"])
-            except ConfigError as error:
-                sys.exit(str(error))
+            for rank in range(options.sizes["pp"]):
+                try:
+                    data = apply_overrides({}, options_of_rank(spec["options"], rank))
+                    validate(OffloadConfig, data | {"modules": spec["modules"]}, spec["mode"])
+                except ConfigError as error:
+                    sys.exit(str(error))
 
 
 def save(report, folder):

@@ -13,7 +13,11 @@ import weakref
 from pathlib import Path
 
 import torch
+from bench_peers import options_of_rank
 from bench_peers_link import link_shares
+
+PLAN_AT_STEP = 3
+"""The steps before it are not like the rest."""
 
 
 class Mode:
@@ -44,6 +48,10 @@ class Mode:
 
     def end_step(self):
         """After all backwards, inside the time that is measured."""
+
+    def take_step(self, step):
+        """Take a step of the warm-up."""
+        return step()
 
     def begin_measured(self):
         """Warm-up is over: the most that is held counts from here."""
@@ -104,12 +112,14 @@ class Marked(Mode):
 
 
 class Ours(Marked):
+    num_steps = 0
+
     def prepare(self):
         from megatron_offload import PipelineOffloadManager
         from megatron_offload.config import OffloadConfig, apply_overrides, validate
         from megatron_offload.integrations import megatron_core
 
-        options = apply_overrides({}, self.spec["options"])
+        options = apply_overrides({}, options_of_rank(self.spec["options"], self.spec["rank"]))
         if self.spec["min_elements"] <= 1:
             options.setdefault("min_tensor_bytes", 0)
         options |= {"enabled": True, "modules": self.spec["modules"]}
@@ -122,6 +132,22 @@ class Ours(Marked):
 
         if self.hooked:
             offload_modules(chunks, self.hooked, pp_rank=pp_rank)
+
+    def take_step(self, step):
+        self.num_steps += 1
+        if self.num_steps != PLAN_AT_STEP or self.manager.config.policy is None:
+            return step()
+        from megatron_offload.planned_run import plan_run
+        from megatron_offload.planning.plan import save_plan
+        from megatron_offload.planning.profile import RunShape
+
+        taken = []
+        spec = self.spec
+        run = RunShape(spec["microbatches"], spec["rank"], spec["pp"], spec["vpp"], spec["rank"])
+        plan = plan_run(self.manager, lambda: taken.append(step()), run)
+        if spec["rank"] == 0:
+            save_plan(plan, Path(spec["results"]) / "plan.json")
+        return taken[0]
 
     def end_step(self):
         if not self.core:  # else the schedule has done it
@@ -201,7 +227,7 @@ class OursWhole(Ours):
     def prepare(self):
         from megatron_offload.config import OffloadConfig, apply_overrides, validate
 
-        options = apply_overrides({}, self.spec["options"])
+        options = apply_overrides({}, options_of_rank(self.spec["options"], self.spec["rank"]))
         self.config = validate(OffloadConfig, options, self.spec["mode"])
 
     def attach(self, chunks, pp_rank):

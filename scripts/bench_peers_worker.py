@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -200,7 +201,7 @@ def run(spec, rank):
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(spec["seed"] + pp_rank)
         model_parallel_cuda_manual_seed(spec["seed"] + pp_rank, force_reset_rng=True)
-        mode = MODES[spec["kind"]](spec)
+        mode = MODES[spec["kind"]]({**spec, "rank": rank})
         mode.link_gbps = link_gbps
         mode.prepare()
         chunks = build_chunks(spec, mode, device)
@@ -256,7 +257,8 @@ def measure(spec, program, on_gpu):
             if on_gpu:
                 before = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
                 torch.cuda.reset_peak_memory_stats()
-        steps.append(program.step(number))
+        take = functools.partial(program.step, number)
+        steps.append(program.mode.take_step(take) if number < spec["warmup"] else take())
     if not on_gpu:
         return steps, (None, None), (None, None)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())

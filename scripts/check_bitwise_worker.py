@@ -296,7 +296,7 @@ class Check:
 
         if not spec["modules"]:
             megatron_core.uninstall()
-        mode = MODES["ours" if spec["modules"] else "none"](spec)
+        mode = MODES["ours" if spec["modules"] else "none"]({**spec, "rank": dist.get_rank()})
         options = mode.transformer_options()
         if combination["model"] != "dense":
             options |= expert_options(spec, self.on_gpu)

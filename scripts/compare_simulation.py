@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_offload.config import OffloadConfig, apply_overrides, validate
 from megatron_offload.planning.budget import DeviceBudget
+from megatron_offload.planning.description import load_description
 from megatron_offload.planning.job import Machine, RankSettings
 from megatron_offload.planning.model_cost import (
     LAYER_GROUPS,
@@ -30,7 +31,8 @@ from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.resident import choose_residents
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 
-FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks" / "h200"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "benchmarks" / "h200"
 FILES = (
     *("shape_c", "shape_c_five", "shape_c_five_256"),
     *("shape_c_without_extra", "shape_c_shared_budget"),
@@ -39,24 +41,27 @@ FILES = (
 FIVE = ("qkv_linear", "core_attn", "attn_proj")
 """Of Megatron's five modules those that hold anything, TransformerEngine's norms being fused."""
 GIB = 2**30
-H200 = {"peak_tflops": 989.0, "memory_gbps": 4800.0}
+MODEL = load_description(ROOT / "configs" / "models" / "gpt_16x8192_pp4_vpp2.yaml").model
+SIZES = {
+    "layers": "layers",
+    "hidden": "hidden",
+    "heads": "heads",
+    "vocabulary": "vocabulary",
+    "sequence": "seq",
+    "microbatch": "mbs",
+    "num_microbatches": "microbatches",
+    "pipeline_parallel": "pp",
+    "virtual_stages": "vpp",
+}
+"""What the measured files call the sizes of the model."""
 
 
-def describe(sizes: dict) -> ModelDescription:
-    return ModelDescription(
-        layers=sizes["layers"],
-        hidden=sizes["hidden"],
-        ffn=4 * sizes["hidden"],
-        heads=sizes["heads"],
-        vocabulary=sizes["vocabulary"],
-        sequence=sizes["seq"],
-        microbatch=sizes["mbs"],
-        num_microbatches=sizes["microbatches"],
-        pipeline_parallel=sizes["pp"],
-        virtual_stages=sizes["vpp"],
-        achieved_share=0.7,
-        **H200,
-    )
+def check_sizes(file: str, sizes: dict) -> None:
+    for name, measured in SIZES.items():
+        if getattr(MODEL, name) != sizes[measured]:
+            raise SystemExit(
+                f"{file}: measured with {measured} {sizes[measured]}, not as described"
+            )
 
 
 def machine_of(ranks: list[dict]) -> Machine:
@@ -134,7 +139,8 @@ def compare(file: str) -> list[dict]:
     none = next(run for run in runs if run["mode"] == "none")
     machine = machine_of(none["ranks"])
     none_ms = max(rank["step_ms"] for rank in none["ranks"])
-    model = fit_achieved_share(describe(data["sizes"]), none_ms * 1e3, machine)
+    check_sizes(file, data["sizes"])
+    model = fit_achieved_share(MODEL, none_ms * 1e3, machine)
     rows = []
     for run in runs:
         if run["mode"] != "none" and not re.match(r"ours(-five)?:", run["mode"]):

@@ -2,10 +2,9 @@
 
 python scripts/simulate_large.py --output docs/benchmarks/simulation_llama3_405b.json
 
-The first job is Llama 3 405B on 16,384 GPUs as its report has it (Llama Team, The Llama 3 Herd of
-Models, arXiv:2407.21783, table 4 and section 3.3): TP 8, PP 16, DP 128, 16M tokens a step, 400
-TFLOP/s a GPU. One step of that length is what the achieved share is fitted to. The second has 1,024
-pipeline ranks that all differ.
+The first job is configs/models/llama3_405b.yaml: Llama 3 405B on 16,384 GPUs as its report has it
+(arXiv:2407.21783), with 400 TFLOP/s a GPU. One step of that length is what the achieved share is
+fitted to. The second has 1,024 pipeline ranks that all differ.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatron_offload.planning.description import load_description
 from megatron_offload.planning.job import GroupWork, Job, Machine, RankSettings, StageWork
 from megatron_offload.planning.model_cost import (
-    ModelDescription,
     fit_achieved_share,
     job_from_model,
     num_parameters,
@@ -32,36 +31,14 @@ from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simula
 GIB, MIB = 2**30, 2**20
 NUM_GPUS, DATA_PARALLEL, REPORTED_TFLOPS = 16_384, 128, 400.0
 
-LLAMA_3_405B = ModelDescription(
-    layers=126,
-    hidden=16_384,
-    ffn=53_248,
-    heads=128,
-    kv_heads=8,
-    vocabulary=128_256,
-    gated_mlp=True,
-    sequence=8192,
-    num_microbatches=16,  # 2,048 sequences a step, each replica's share
-    pipeline_parallel=16,
-    virtual_stages=8,  # not published; one layer each is what its first and last chunks tell
-    tensor_parallel=8,
-    account_for_embedding_in_pipeline_split=True,
-    account_for_loss_in_pipeline_split=True,
-    # bf16 weights; gradients and optimizer state, in fp32, sharded over the replicas
-    static_bytes_per_parameter=2 + 16 / DATA_PARALLEL,
-    fused_gradients=True,
-    peak_tflops=989.0,
-    achieved_share=0.6,
-    memory_gbps=3350.0,
+LLAMA_3_405B = load_description(
+    Path(__file__).parent.parent / "configs" / "models" / "llama3_405b.yaml"
 )
-H100_NODE = Machine(ranks_per_node=1, node_gbps=410.0, node_d2h_gbps=328.0, p2p_gbps=50.0)
-"""One tensor-parallel group of eight GPUs a node. The host is taken for two of those that were
-measured, which is a guess; 400 Gb/s of network a GPU."""
 
 
 def reported_step_us() -> float:
     """Return the step that the report's TFLOP/s make: 6 FLOP a weight and token, and attention."""
-    model = LLAMA_3_405B
+    model = LLAMA_3_405B.model
     tokens = model.sequence * model.num_microbatches * DATA_PARALLEL
     weights = sum(
         num_parameters(model, rank) * model.tensor_parallel
@@ -90,8 +67,9 @@ def row(name: str, simulation) -> dict:
 
 def llama() -> dict:
     step_us = reported_step_us()
-    model = fit_achieved_share(LLAMA_3_405B, step_us, H100_NODE)
-    job = job_from_model(model, H100_NODE)
+    machine = LLAMA_3_405B.machine.machine()
+    model = fit_achieved_share(LLAMA_3_405B.model, step_us, machine)
+    job = job_from_model(model, machine)
     rows = [row("no offload", simulate(job))]
     for inflight, prefetch in ((1024, 1024), (2048, 2048), (4096, 4096)):
         settings = RankSettings(max_inflight_bytes=inflight * MIB, prefetch_bytes=prefetch * MIB)

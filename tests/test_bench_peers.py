@@ -116,6 +116,12 @@ def test_a_mode_carries_its_settings():
     assert spec["kind"] == "ours-all"
     assert spec["modules"] == ["layer"]
     assert spec["options"] == ["max_inflight_bytes=1GiB", "fraction=0.5"]
+    options = ["prefetch_bytes=3GiB|2GiB|1GiB", "fraction=0.5"]
+    assert [bench_peers.options_of_rank(options, rank) for rank in (0, 1, 3)] == [
+        ["prefetch_bytes=3GiB", "fraction=0.5"],
+        ["prefetch_bytes=2GiB", "fraction=0.5"],
+        ["prefetch_bytes=1GiB", "fraction=0.5"],
+    ]
     assert bench_peers.read_mode("ours-five")["modules"] == list(bench_peers.FIVE)
     assert bench_peers.read_mode("ours", ["mlp_act"])["modules"] == ["mlp_act"]
     spec = bench_peers.read_mode("ours-whole:max_fwd_stash_size=3,prefetch_bytes=1GiB")

@@ -18,7 +18,8 @@ TORCHLESS = (
     *(f"machine/{name}.py" for name in ("checks_host", "checks_software", "finding")),
     *("machine/pci.py", "machine/profile.py"),
     *("memory/host_limit.py", "memory/numa.py"),
-    *("train/checkpoint_folder.py", "train/config.py"),
+    *("reporting/plan_rows.py", "reporting/plan_tables.py", "train/checkpoint_folder.py"),
+    *(f"train/{name}.py" for name in ("cli", "compare_command", "config", "train_command")),
 )
 
 
@@ -50,13 +51,21 @@ def test_import_rules(path):
         wrong = {module for module in found if is_or_under(module, *roots)}
         assert not wrong, f"{name} must not import {sorted(wrong)}"
 
-    if name.startswith("planning/") or name in TORCHLESS:
+    if name.startswith(("commands/", "planning/")) or name in TORCHLESS:
         forbid("torch", "megatron", "transformer_engine")
     if not name.startswith(("integrations/", "train/")):
         forbid("megatron", "transformer_engine")
     if not name.startswith("train/"):
         forbid("megatron_offload.train")
-    without_devices = ("engine/", "frontends/", "machine/", "memory/", "planning/", "reporting/")
+    without_devices = (
+        "commands/",
+        "engine/",
+        "frontends/",
+        "machine/",
+        "memory/",
+        "planning/",
+        "reporting/",
+    )
     if name.startswith(without_devices):
         forbid("megatron_offload.backends.cuda", "megatron_offload.backends.simulated")
     if name.startswith("machine/"):
@@ -103,14 +112,39 @@ def test_the_package_imports_quietly_without_megatron_and_transformer_engine():
     assert result.stderr == ""
 
 
-def test_reading_a_configuration_needs_no_torch():
-    program = (
+def in_a_new_process(program):
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_configuration_and_planning_need_no_torch():
+    in_a_new_process(
         "import sys\n"
-        "import importlib.util, types\n"
-        "package = types.ModuleType('megatron_offload')\n"
-        f"package.__path__ = [{str(PACKAGE)!r}]\n"
-        "sys.modules['megatron_offload'] = package\n"
         "import megatron_offload.config, megatron_offload.planning.policy\n"
+        "import megatron_offload.train.train_command\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_public_names_are_there_when_they_are_asked_for():
+    in_a_new_process(
+        "import sys\n"
+        "import megatron_offload as package\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert set(package.__all__) <= set(dir(package))\n"
+        "for name in package.__all__:\n"
+        "    assert callable(getattr(package, name)), name\n"
+        "assert not hasattr(package, 'nonsense')\n"
+        "from megatron_offload import *\n"
+        "assert group_start.__module__ == 'megatron_offload.fine_grained_activation_offload'\n"
+    )
+
+
+def test_every_chunk_looks_for_quantised_weights_whoever_started_it():
+    in_a_new_process(
+        "from megatron_offload.engine.extensions import before_chunk\n"
+        "import megatron_offload.integrations.transformer_engine_weights as weights\n"
+        "calls = []\n"
+        "weights.install = lambda: calls.append(1)\n"
+        "[prepare() for prepare in before_chunk]\n"
+        "assert calls == [1]\n"
+    )

@@ -1,7 +1,7 @@
 """What other libraries need done before this package looks at what they save.
 
-Owns a list of calls, made at the start of every chunk. Must not know any library: an integration
-registers itself. A call must be cheap, and may come any number of times.
+Owns a list of calls, made at the start of every chunk. Must not know any library: the package
+registers its integrations. A call must be cheap, and may come any number of times.
 """
 
 from __future__ import annotations

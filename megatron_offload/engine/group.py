@@ -45,6 +45,7 @@ class OffloadGroup:
         key: position in the step, a hint for prefetch and planning only.
         name: the module's name, such as ``core_attn``; groups of one name are counted together.
         num_bytes: bytes that moving the group copies; set at commit.
+        elsewhere_bytes: bytes besides that something else keeps; set at commit.
         committed_at_bytes: when its forward ended, by the step's clock.
         is_resident: whether the plan keeps it in the room for groups that never move.
         held_bytes: what it takes of the device budget just now.
@@ -58,6 +59,7 @@ class OffloadGroup:
         "_num_saved",
         "chunk",
         "committed_at_bytes",
+        "elsewhere_bytes",
         "held_bytes",
         "is_resident",
         "key",
@@ -78,6 +80,7 @@ class OffloadGroup:
         self.state = GroupState.RECORDING
         self._moves = _LETTERS[GroupState.RECORDING]
         self.num_bytes = 0
+        self.elsewhere_bytes = 0
         self.committed_at_bytes = 0
         self.held_bytes = 0
         self.is_resident = False

@@ -14,11 +14,14 @@ from collections.abc import Collection
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.followed_plan import FollowedPlan
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.planning.host_need import HostNeed
-from megatron_offload.planning.policy import ModulesPolicy
+from megatron_offload.planning.plan import OffloadPlan, load_plan
+from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
+from megatron_offload.planning.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.planning.profile import GroupKey, StepProfile
 from megatron_offload.planning.target import MemoryTarget
 
@@ -74,11 +77,47 @@ class Learner:
         self._has_settled = False
         self._planned_for: StepProfile | None = None
         self._planned_with: ModulesPolicy | None = None
+        self._plan: FollowedPlan | None = None
+        self._pp_rank: int | None = None
+        self._ratio: RatioPolicy | None = None
+        if isinstance(config.policy, PlanFileConfig):
+            self.follow_plan(load_plan(config.policy.path))
+        elif isinstance(config.policy, RatioConfig):
+            self._ratio = RatioPolicy(config.policy.ratio)
 
-    def follow(self, policy: ModulesPolicy) -> None:
-        """Take the rules of the caller's model; they count from the next step on."""
+    def follow(self, policy: ModulesPolicy, pp_rank: int = 0) -> None:
+        """Take the rules of the caller's model; they count from the next step on.
+
+        Args:
+            policy: these rules. A plan that is followed wins over them.
+            pp_rank: pipeline rank, whose part of a plan counts.
+
+        Raises:
+            ConfigError: the plan has no such rank.
+        """
         if policy != self.policy:
             self.policy = policy
+        self._pp_rank = pp_rank
+        self._begin_plan(pp_rank)
+
+    def follow_plan(self, plan: OffloadPlan) -> None:
+        """Do what a plan of all pipeline ranks says, as soon as this rank's place is known.
+
+        It is compared with the run when the step is over.
+
+        Raises:
+            ConfigError: the plan has no such rank.
+        """
+        self._plan = FollowedPlan(plan)
+        if self._pp_rank is not None:
+            self._begin_plan(self._pp_rank)
+
+    def _begin_plan(self, pp_rank: int) -> None:
+        if self._plan is not None and self._plan.begin(pp_rank):
+            rank = self._plan.rank
+            assert rank is not None
+            self._transfers.budget.set_limits(rank.max_inflight_bytes, rank.prefetch_bytes)
+            self.kept, self.residents = dict(self._plan.kept), frozenset()
 
     def note_start(self) -> None:
         """Take note of what is reserved when a step begins."""
@@ -107,27 +146,40 @@ class Learner:
         policy = self._effective_policy()
         if self._planned_for is not profile or self._planned_with != policy:
             self._planned_for, self._planned_with = profile, policy
-            self.kept = policy.plan(profile)
-            self.residents = policy.residents(profile)
+            self._choose(profile, policy)
+
+    def _choose(self, profile: StepProfile, policy: ModulesPolicy) -> None:
+        """Decide about the next step from the last."""
+        if self._plan is not None:
+            if self._plan.rank is not None:
+                self._plan.confirm(profile)
+            self.kept, self.residents = dict(self._plan.kept), frozenset()
+        elif self._ratio is not None:
+            self.kept, self.residents = self._ratio.plan_rank(profile).kept, frozenset()
+        else:
+            self.kept, self.residents = policy.plan(profile), policy.residents(profile)
 
     def restart(self) -> None:
         """Learn anew what the step looks like; what the memory target has found stays."""
         self.profile = None
         self.is_steady = False
-        self.kept = {}
+        self.kept = dict(self._plan.kept) if self._plan is not None else {}
         self.residents = frozenset()
         self._planned_for = self._planned_with = None
         self._transfers.owners.forget()
 
     def keeps(self, key: GroupKey) -> bool:
         """Whether the policy leaves a group on the device."""
-        return self.policy.keeps_everything() or key in self.kept
+        return self._keeps_everything() or key in self.kept
+
+    def _keeps_everything(self) -> bool:
+        return self._plan is None and self.policy.keeps_everything()
 
     def bytes_away(self, last_step: StepStats) -> dict[str, int]:
         """Return the bytes off the device at the peak, per group name."""
         if self.profile is None or self.is_steady:
             return {k: v for k, v in last_step.peak_away_bytes_by_name.items() if v}
-        if self.policy.keeps_everything():
+        if self._keeps_everything():
             return {}
         staying: Collection[GroupKey] = self.residents.union(self.kept)
         return self.profile.bytes_away(staying, self._transfers.budget.total_bytes)

@@ -40,6 +40,7 @@ from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.budget import DeviceBudget
+from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.prefetch import Prefetcher
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
@@ -163,6 +164,9 @@ class PipelineOffloadManager:
             delta_bytes_across_pp_ranks: a caller's own, likewise.
             max_inflight_groups: most groups of one name whose device memory is held for their
                 copies; 0 makes the compute stream wait at every commit. None sets no such bound.
+
+        Raises:
+            ConfigError: a plan is followed that has no such pipeline rank.
         """
         if self.guard.has_failed:
             self.abort()
@@ -178,7 +182,8 @@ class PipelineOffloadManager:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
         resident_bytes = int(config.resident_bytes or 0)
         resident_bytes += pp_rank * int(config.resident_delta_bytes_across_pp_ranks)
-        self.learner.follow(ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes))
+        policy = ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes)
+        self.learner.follow(policy, pp_rank)
         min_tensor_bytes = int(config.min_tensor_bytes)
         if min_tensor_elements is None:
             min_tensor_elements = config.min_tensor_elements
@@ -342,7 +347,9 @@ class PipelineOffloadManager:
         self.learner.learn(
             StepProfile(
                 groups=tuple(
-                    GroupProfile(g.key, g.name, g.num_bytes, g.committed_at_bytes)
+                    GroupProfile(
+                        g.key, g.name, g.num_bytes, g.committed_at_bytes, g.elsewhere_bytes
+                    )
                     for g in self._committed
                 ),
                 backward_order=tuple(self.prefetcher.backward_order),
@@ -533,6 +540,17 @@ class PipelineOffloadManager:
     @meter.setter
     def meter(self, observer: TensorObserver | None) -> None:
         self.transfers.observer = observer
+
+    def follow_plan(self, plan: OffloadPlan) -> None:
+        """Do what a plan of all pipeline ranks says from the next step on; between steps only.
+
+        The plan is compared with the run when that step is over: if it was made for another, the
+        step's `reset` raises `ConfigError`.
+
+        Raises:
+            ConfigError: the plan has no such pipeline rank as this.
+        """
+        self.learner.follow_plan(plan)
 
     @property
     def last_profile(self) -> StepProfile | None:

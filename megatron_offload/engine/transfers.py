@@ -111,6 +111,7 @@ class Transfers:
             if block.d2h is not None or block.stays:
                 continue
             if self.owners.knows(block):
+                group.elsewhere_bytes += block.num_bytes
                 self.stats.held_elsewhere_bytes += block.num_bytes
             else:
                 num_bytes += block.num_bytes

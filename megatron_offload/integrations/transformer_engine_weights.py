@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from megatron_offload.engine.extensions import before_chunk
-
 __all__ = ["install", "mark_not_offload", "plain_parts", "uninstall"]
 
 _BASE = "transformer_engine.pytorch.module.base"
@@ -58,7 +56,7 @@ def mark_not_offload(*tensors: Any) -> None:
 def install() -> None:
     """Mark what TransformerEngine's modules quantise of weights, once they are imported.
 
-    A second call changes nothing. Every chunk makes one.
+    A second call changes nothing. Every chunk makes one (`megatron_offload.engine.extensions`).
     """
     if _found or _BASE not in sys.modules:
         return
@@ -110,6 +108,3 @@ def _flat(result: Any) -> Iterator[Any]:
             yield from _flat(part)
     else:
         yield result
-
-
-before_chunk.append(install)

@@ -97,6 +97,11 @@ class Adaptation:
         self._tried = {distances}
         self._num_quiet = 0
 
+    @property
+    def best(self) -> Distances:
+        """The best distances that were seen; those of a trial that is under way were not."""
+        return self._trial.before if self._trial is not None else self.distances
+
     def follow(self, seen: Seen) -> Distances:
         """Return the distances for the next step.
 

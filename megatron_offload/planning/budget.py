@@ -75,6 +75,15 @@ class DeviceBudget:
         self.prefetch_bytes = min(self._prefetch_wanted_bytes, total_bytes // 2)
         self.max_inflight_bytes = total_bytes - self.prefetch_bytes
 
+    def set_limits(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
+        """Set limits that follow nothing from here on; None leaves one as it is."""
+        if max_inflight_bytes is not None:
+            self._follows_inflight = False
+            self.max_inflight_bytes = max_inflight_bytes
+        if prefetch_bytes is not None:
+            self._follows_prefetch = False
+            self.prefetch_bytes = self._prefetch_wanted_bytes = prefetch_bytes
+
     def bounds_bytes(self) -> tuple[int, int]:
         """Return the least total that still works well, two groups, and the most of any use."""
         least_bytes = 2 * self._largest_bytes

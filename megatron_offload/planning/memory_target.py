@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.cover import Problem, Solution
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import Machine
@@ -80,7 +80,8 @@ class MemoryTargetPolicy:
         """Return the plan of all ranks.
 
         Raises:
-            ConfigError: a profile is missing or lacks times, or a rank can't be brought so low.
+            ConfigError: a profile is missing or lacks times.
+            TargetError: a rank can't be brought so low.
         """
         planner = MemoryPlanner(profiles, self.resources)
         target = self.target_bytes
@@ -133,7 +134,8 @@ class MemoryPlanner:
             kind: of the policy that asks.
 
         Raises:
-            ConfigError: the targets are not as many as the ranks, or one can't be kept.
+            ConfigError: the targets are not as many as the ranks.
+            TargetError: one can't be kept.
         """
         if len(target_bytes) != len(self.ranks):
             raise ConfigError(
@@ -157,7 +159,7 @@ class MemoryPlanner:
             if problem.least_peak_bytes() <= problem.target_bytes:
                 raise
             least_bytes = problem.least_peak_bytes() + rank.waste_bytes
-            raise ConfigError(
+            raise TargetError(
                 f"pipeline rank {index} can't be brought under {_gib(target_bytes)}: with all that "
                 f"can move in time it still takes {_gib(least_bytes)}, "
                 f"{_gib(least_bytes - target_bytes)} more; raise the target, mark more modules, or "

@@ -33,11 +33,11 @@ from typing import Literal
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
-from megatron_offload.config import Bytes, StrictModel
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
+from megatron_offload.strict_model import Bytes, StrictModel
 
 __all__ = [
     "LAYER_GROUPS",
@@ -324,8 +324,8 @@ class _Costs:
             forward_us=self.us_of_traffic(4 * logits),
             backward_us=self.us_of_traffic(2 * logits),
             kept_bytes=logits,
-            # The logits before they were widened, and once more before the exponential.
-            forward_temp_bytes=logits + logits * model.value_bytes // 4,
+            # The logits before they were widened; the exponential is taken in place.
+            forward_temp_bytes=logits * model.value_bytes // 4,
             backward_temp_bytes=logits * model.value_bytes // 4,
             is_marked=False,
         )

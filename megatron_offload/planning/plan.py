@@ -58,6 +58,16 @@ class GroupChoice(NamedTuple):
     """Whether it goes to the host; else it stays on the device."""
     reason: str
     """In a few words, for whoever reads the plan."""
+    elsewhere_bytes: int = 0
+    """What it saves besides that something else keeps."""
+
+    @property
+    def identity(self) -> tuple[GroupKey, str, int]:
+        """What the group is called and saves, moved or not: the same in every run of the job.
+
+        What something else keeps is found out by and by, so both parts count as one.
+        """
+        return self.key, self.name, self.num_bytes + self.elsewhere_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +130,8 @@ class OffloadPlan:
     def signature(self) -> str:
         """What two runs share that can follow the same plan: a SHA-256 over sizes and groups."""
         groups = [
-            [(*choice.key, choice.name, choice.num_bytes) for choice in rank.choices]
-            for rank in self.ranks
+            [(*key, name, num_bytes) for key, name, num_bytes in identities]
+            for identities in ([choice.identity for choice in rank.choices] for rank in self.ranks)
         ]
         return _sha256([self.num_microbatches, self.pp_size, self.vp_size, groups])
 
@@ -143,8 +153,11 @@ class OffloadPlan:
         ):
             if planned_size != found_size:
                 raise _another_run(f"it is for {planned_size} {what}, and there are {found_size}")
-        groups = [(group.key, group.name, group.num_bytes) for group in profile.groups]
-        choices = [choice[:3] for choice in self.ranks[run.pp_rank].choices]
+        groups = [
+            (group.key, group.name, group.num_bytes + group.elsewhere_bytes)
+            for group in profile.groups
+        ]
+        choices = [choice.identity for choice in self.ranks[run.pp_rank].choices]
         for position, (planned, found) in enumerate(zip_longest(choices, groups)):
             if planned != found:
                 raise _another_run(
@@ -175,7 +188,9 @@ def rank_plan(
             reason = moved if isinstance(moved, str) else moved[key]
         else:
             reason = kept.get(key, "holds nothing that moving would free")
-        choices.append(GroupChoice(key, group.name, group.num_bytes, moves, reason))
+        choices.append(
+            GroupChoice(key, group.name, group.num_bytes, moves, reason, group.elsewhere_bytes)
+        )
     return RankPlan(tuple(choices), **settings)
 
 
@@ -249,6 +264,7 @@ class _Choice(StrictModel):
     order: Index
     name: Name
     num_bytes: Amount
+    elsewhere_bytes: Amount
     choice: Literal["offload", "keep"]
     reason: Name
 
@@ -325,6 +341,7 @@ def parse_plan(text: str, source: str) -> OffloadPlan:
                         each.num_bytes,
                         each.choice == "offload",
                         each.reason,
+                        each.elsewhere_bytes,
                     )
                     for each in rank.groups
                 ),
@@ -364,6 +381,7 @@ def _to_data(plan: OffloadPlan) -> dict[str, Any]:
                         "order": choice.key.order,
                         "name": choice.name,
                         "num_bytes": choice.num_bytes,
+                        "elsewhere_bytes": choice.elsewhere_bytes,
                         "choice": "offload" if choice.moves else "keep",
                         "reason": choice.reason,
                     }

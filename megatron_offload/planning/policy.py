@@ -146,9 +146,10 @@ class RatioPolicy:
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
         """Return the plan of all ranks; see `Policy`."""
         profiles = check_profiles(profiles)
-        return plan_of(self.kind, profiles, map(self._plan_rank, profiles))
+        return plan_of(self.kind, profiles, map(self.plan_rank, profiles))
 
-    def _plan_rank(self, profile: StepProfile) -> RankPlan:
+    def plan_rank(self, profile: StepProfile) -> RankPlan:
+        """Return the plan of one rank, which needs no other's."""
         wanted_bytes = self.ratio * sum(group.num_bytes for group in profile.groups)
         kept: dict[GroupKey, str] = {}
         passed_bytes = 0

@@ -24,12 +24,16 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from functools import partial
 
-import simpy
-
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.link import FairShare
 from megatron_offload.planning.program import OpKind, RankProgram
 from megatron_offload.reporting.trace import Span, StepTrace
+
+try:
+    import simpy
+except ImportError as error:
+    raise ConfigError("simulating needs simpy; install megatron-offload[plan]") from error
 
 __all__ = ["PIPELINE", "RELEASE", "RELOAD", "RankStreams", "run_streams"]
 

@@ -28,6 +28,7 @@ from megatron_offload.machine.host_syncs import HostSyncs
 from megatron_offload.machine.profile import MachineProfile
 
 __all__ = [
+    "ABOUT",
     "add_arguments",
     "as_json",
     "findings_table",
@@ -35,6 +36,19 @@ __all__ = [
     "run",
     "sync_table",
 ]
+
+ABOUT = """\
+Say what is wrong with this machine for offload, and measure how fast its GPUs copy.
+
+reads    this machine: GPUs, links, memory nodes, limits, environment, versions; needs no root
+prints   what was looked at, what was found, and what to do
+writes   what was measured to the user's cache folder; --output: all of it as JSON, which
+         'megatron-offload plan --machine FILE' reads
+
+exit status: 0 offload can work here, 1 an error was found, 2 bad input
+
+example: megatron-offload doctor --output doctor.json
+"""
 
 _FORMAT = 1
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.reporting.plan_rows import PlanRow, plan_rows
 from megatron_offload.reporting.summary import format_bytes
 from megatron_offload.reporting.trace import StepTrace
 from megatron_offload.reporting.tradeoff import TradeOff
 
-__all__ = ["Comparison", "GroupRow", "MemoryKind", "Pair", "PlanRow", "RankRow", "Report"]
+__all__ = ["Comparison", "GroupRow", "MemoryKind", "Pair", "RankRow", "Report"]
 
 
 class Pair(NamedTuple):
@@ -96,16 +97,6 @@ class GroupRow:
         return found or ["nothing in it to move: too small, or kept alive by something else"]
 
 
-class PlanRow(NamedTuple):
-    """Groups of one name that a plan treats alike, over all pipeline ranks."""
-
-    name: str
-    moves: bool
-    reason: str
-    num_groups: int
-    num_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Whether a run with offload is the same bits as one without."""
@@ -144,13 +135,8 @@ class Report:
 
     @property
     def plan_rows(self) -> list[PlanRow]:
-        """Return what the plan says, by group name and reason, in the order of its groups."""
-        found: dict[tuple[str, bool, str], list[int]] = {}
-        for rank in self.plan.ranks if self.plan else ():
-            for choice in rank.choices:
-                key = (choice.name, choice.moves, choice.reason)
-                found.setdefault(key, []).append(choice.num_bytes)
-        return [PlanRow(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
+        """Return what the plan says by group name, in the order of its groups."""
+        return plan_rows(self.plan) if self.plan else []
 
     @property
     def verdict(self) -> str:

@@ -14,7 +14,14 @@ from typing import Any
 
 from rich.table import Table
 
-__all__ = ["compare_table", "format_bytes", "group_table", "memory_table", "rank_table"]
+__all__ = [
+    "compare_table",
+    "format_bytes",
+    "group_table",
+    "memory_table",
+    "plain_table",
+    "rank_table",
+]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -42,7 +49,7 @@ def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
     """
     on_gpu = any(rank.get("peak_reserved_bytes") is not None for rank in ranks)
     columns = ["rank", "pp", "dp", "offloaded", "reloaded", "late", "peak live saved", "host"]
-    table = _table(title, columns + (["peak allocated", "peak reserved"] if on_gpu else []))
+    table = plain_table(title, columns + (["peak allocated", "peak reserved"] if on_gpu else []))
     for rank in ranks:
         cells = [
             str(rank["rank"]),
@@ -72,7 +79,9 @@ def group_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
             ``num_late_reloads``.
         title: stands above the table.
     """
-    table = _table(title, ["rank", "group", "groups", "offloaded", "reloaded", "kept", "late"], 2)
+    table = plain_table(
+        title, ["rank", "group", "groups", "offloaded", "reloaded", "kept", "late"], 2
+    )
     for rank in ranks:
         for group in rank["groups"]:
             table.add_row(
@@ -95,7 +104,7 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             ``equal``.
     """
     columns = ["step", "loss", "loss, offload", "grad norm", "grad norm, offload", "equal"]
-    table = _table("Every step without and with offload", columns)
+    table = plain_table("Every step without and with offload", columns)
     for row in rows:
         table.add_row(
             str(row["step"]),
@@ -119,7 +128,7 @@ def memory_table(
     columns = ["rank"]
     for _, name in keys:
         columns += [f"peak {name}", "with offload", "ratio"]
-    table = _table("Device memory per rank, most over all steps", columns)
+    table = plain_table("Device memory per rank, most over all steps", columns)
     for plain, moved in zip(without, offloaded, strict=True):
         cells = [str(plain["rank"])]
         for key, _ in keys:
@@ -129,7 +138,8 @@ def memory_table(
     return table
 
 
-def _table(title: str, columns: Sequence[str], num_left: int = 0) -> Table:
+def plain_table(title: str, columns: Sequence[str], num_left: int = 0) -> Table:
+    """Return a table without rows, its first columns to the left and the others to the right."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < num_left else "right")

@@ -6,11 +6,15 @@ what being the same means. Read next: `megatron_offload.train.comparison`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.policy import PlanFilePolicy
+from megatron_offload.planning.policy_config import PlanFileConfig, PolicyConfig
+from megatron_offload.planning.profile import StepProfile
 from megatron_offload.reporting.plots import plot_comparison
 from megatron_offload.reporting.summary import (
     compare_table,
@@ -28,9 +32,12 @@ from megatron_offload.train.comparison import (
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch
 from megatron_offload.train.records import RunReport
-from megatron_offload.train.run_folder import write_config
+from megatron_offload.train.run_folder import plan_path, write_config
 
 __all__ = ["compare"]
+
+_NUM_TARGETS = 3
+"""Points of the predicted trade-off curve, which a comparison should not wait long for."""
 
 
 def compare(config: TrainConfig) -> int:
@@ -55,7 +62,8 @@ def compare(config: TrainConfig) -> int:
     folder = config.run.output
     write_config(config, folder)
     numbers = write_comparison(config, reports, result, folder)
-    for line in (f"numbers: {numbers}", f"plot: {_plot(config, reports)}", _report(folder)):
+    plot = f"plot: {_plot(config, reports)}"
+    for line in (f"numbers: {numbers}", plot, *_plan(folder), _report(folder)):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     return 0 if result.identical else 1
 
@@ -130,6 +138,41 @@ def _plot(config: TrainConfig, reports: list[RunReport]) -> str:
     if drawn:
         return str(path)
     return "left out: matplotlib is missing; install megatron-offload[plots]"
+
+
+def _plan(folder: Path) -> list[str]:
+    """Plan from the profiles that the run has left; return what became of it, line by line.
+
+    A plan that fits the run stays, because it may have followed it.
+    """
+    try:
+        # The extra ``plan`` may be missing.
+        from megatron_offload.commands import plan, source
+
+        if not source.has_profiles(folder):
+            return []
+        job = source.load_run(folder)
+        places = (plan_path(folder / FOLDERS[1]), plan_path(folder))
+        path = next((path for path in places if _fits(path, job.profiles)), None)
+        config: PolicyConfig = plan.policy_config(job)
+        if path is not None:
+            config = PlanFileConfig(kind="plan_file", path=str(path))
+        outcome = plan.make(job, config, _NUM_TARGETS)
+        if path is None:
+            path = plan_path(folder)
+            plan.write_plan(outcome, path)
+        return [f"plan: {path}", f"predicted trade-off: {plan.write_curve(outcome, folder)}"]
+    except ConfigError as error:
+        return [f"plan: left out: {error}"]
+
+
+def _fits(path: Path, profiles: Sequence[StepProfile]) -> bool:
+    """Return whether there is a plan, and it is one for these profiles."""
+    try:
+        PlanFilePolicy(path).make_plan(profiles)
+    except ConfigError:
+        return False
+    return True
 
 
 def _report(folder: Path) -> str:

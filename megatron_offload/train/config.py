@@ -17,6 +17,7 @@ from pydantic import Field
 
 from megatron_offload.config import OffloadConfig, StrictModel, split_modules
 from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig
 
 __all__ = [
     "RECOMPUTE_MODULES",
@@ -250,8 +251,10 @@ class RunConfig(StrictModel):
 
     profile_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``), before the
-    last; 0 for none. Nothing moves in it, so it takes the memory of one without offload; changes no
-    bit. From the third on steps are like those after; without offload nothing is profiled."""
+    last; 0 for none, or for the third where ``offload.policy`` plans, which it does then. Nothing
+    moves in it, so it takes the memory of one without offload; changes no bit. From the third on
+    steps are like those after; without offload nothing is profiled. In a run that is resumed later
+    the third step after that."""
 
     profile_moves: bool = False
     """Move in the profiled step what others move, where there is no memory for it otherwise. Such a
@@ -283,6 +286,9 @@ class RunConfig(StrictModel):
     before they are killed. Under torchrun its own setting counts instead."""
 
 
+_USUAL_PROFILE_STEP = 3
+
+
 class TrainConfig(StrictModel):
     """Everything about one training run."""
 
@@ -303,7 +309,12 @@ class TrainConfig(StrictModel):
             )
         if self.run.device == "cpu" and self.run.dtype == "bfloat16":
             raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
-        step = self.run.profile_step
+        if self.plans and self.run.profile_moves:
+            raise ConfigError(
+                "offload.policy plans from a step that moves nothing; leave out run.profile_moves, "
+                "or plan from a description of the model and follow a plan_file"
+            )
+        step = self.profiled_step
         if step >= self.run.steps and step:
             raise ConfigError(
                 f"run.profile_step {step} does not come before the last of {self.run.steps} steps, "
@@ -325,6 +336,17 @@ class TrainConfig(StrictModel):
     def traced_step(self) -> int:
         """The step of which a timeline is taken; 0 for none."""
         return min(self.run.trace_step, self.run.steps)
+
+    @property
+    def plans(self) -> bool:
+        """Whether the run plans from one of its own steps."""
+        planning = (MemoryTargetConfig, AutoConfig)
+        return self.offload.enabled and isinstance(self.offload.policy, planning)
+
+    @property
+    def profiled_step(self) -> int:
+        """The step of which a profile is taken; 0 for none."""
+        return self.run.profile_step or (_USUAL_PROFILE_STEP if self.plans else 0)
 
     @property
     def default_ranks(self) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_offload.planning.plan import save_plan
 from megatron_offload.planning.profile import RunShape
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
@@ -42,6 +43,7 @@ from megatron_offload.train.records import (
 )
 from megatron_offload.train.run_folder import (
     found_versions,
+    plan_path,
     prepare_folder,
     profile_path,
     trace_path,
@@ -91,7 +93,7 @@ def run_training(
                     trainer.chunks,
                     trainer.meter,
                     parallel.pp_rank,
-                    is_timed=config.run.trace_step > 0 or config.run.profile_step > 0,
+                    is_timed=config.run.trace_step > 0 or config.profiled_step > 0,
                 )
             )
             printer = stack.enter_context(
@@ -209,7 +211,7 @@ class _Trainer:
         self._optimizer.zero_grad()
         run = self._config.run
         is_traced = step == self._config.traced_step
-        profiling = self._profiling(session) if step == run.profile_step else _NOTHING
+        profiling = self._profiling(session) if step == self._profiled_step() else _NOTHING
         with session.trace(self._parallel.rank) if is_traced else _NOTHING as trace:
             with profiling as recorded:
                 with self.meter or _NOTHING:
@@ -251,8 +253,17 @@ class _Trainer:
             trace.write_chrome(trace_path(run.output, trace.rank))
         if recorded is not None:
             save_profile(recorded.profile, profile_path(run.output, self._parallel.rank))
+            if self._config.plans:
+                plan = session.plan(recorded.profile, self._parallel.host_group)
+                if self._parallel.rank == 0:
+                    save_plan(plan, plan_path(run.output))
         record = merge(step, lr, self._tokens_per_step(), [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
+
+    def _profiled_step(self) -> int:
+        """The step that is profiled; the first steps after a start are not like the rest."""
+        step = self._config.profiled_step
+        return max(step, self._first + 2) if step and self._first > 1 else step
 
     def _profiling(
         self, session: OffloadSession

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, split_modules
-from megatron_offload.planning.profile import RunShape
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.profile import RunShape, StepProfile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.reporting.trace import StepTrace
 
@@ -53,6 +54,20 @@ class OffloadSession:
         from megatron_offload.profiling import profile_step
 
         return profile_step(self._manager, run=run, moves=moves)
+
+    def plan(self, profile: StepProfile, group: Any) -> OffloadPlan:
+        """Plan from a profiled step, and follow the plan from the next on; collective.
+
+        Args:
+            profile: this rank's.
+            group: all ranks.
+
+        Raises:
+            ConfigError: no plan can be made; on all ranks.
+        """
+        from megatron_offload.planned_run import agree_on_plan
+
+        return agree_on_plan(self._manager, profile, self._manager.config.policy, group=group)
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""

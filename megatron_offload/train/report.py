@@ -23,7 +23,7 @@ from megatron_offload.config import load_yaml, validate
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import read_text
-from megatron_offload.planning.plan import load_plan
+from megatron_offload.planning.plan import OffloadPlan, load_plan
 from megatron_offload.reporting.html import write_report
 from megatron_offload.reporting.report import (
     Comparison,
@@ -37,14 +37,27 @@ from megatron_offload.reporting.tradeoff import TradeOff, TradeOffPoint, read_tr
 from megatron_offload.train.comparison import FOLDERS, read_comparison
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RunReport, read_steps
-from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, read_facts
+from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, plan_path, read_facts
 from megatron_offload.train.trace_command import read_run_traces
 
-__all__ = ["REPORT_NAME", "add_arguments", "read_report", "run"]
+__all__ = ["ABOUT", "REPORT_NAME", "add_arguments", "read_report", "run"]
+
+ABOUT = """\
+Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
+
+reads    run.output of a train or a compare run: steps.jsonl, config.yaml, run.json, timelines,
+         compare.json, and plan.json and tradeoff.json where they are there; a missing file is a gap
+         that the page names, a damaged one is an error
+prints   where the page is
+writes   report.html; needs the extra 'report' (jinja2)
+
+exit status: 0 written, 2 bad input (the last page stays)
+
+example: megatron-offload report runs/quickstart
+"""
 
 REPORT_NAME = "report.html"
 
-_PLAN_NAME = "plan.json"
 _TRADEOFF_NAME = "tradeoff.json"
 
 _MEMORY = (
@@ -137,9 +150,17 @@ def read_report(folder: Path) -> Report:
         ),
         comparison=_comparison(folder) if is_comparison else None,
         traces=read_run_traces(folder),
-        plan=load_plan(plan_path) if (plan_path := folder / _PLAN_NAME).exists() else None,
+        plan=_plan(main, folder),
         tradeoff=_tradeoff(folder, memory, times, is_measured=not facts.is_simulated),
     )
+
+
+def _plan(*folders: Path) -> OffloadPlan | None:
+    """Return the plan that the run has made, or else one that was put beside it."""
+    for folder in folders:
+        if plan_path(folder).exists():
+            return load_plan(plan_path(folder))
+    return None
 
 
 def _memory(plain: RunReport | None, offloaded: RunReport) -> list[MemoryKind]:

@@ -32,6 +32,7 @@ __all__ = [
     "RunFacts",
     "found_versions",
     "main_folder",
+    "plan_path",
     "prepare_folder",
     "profile_path",
     "read_facts",
@@ -152,6 +153,11 @@ def trace_path(folder: Path, rank: int) -> Path:
 def profile_path(folder: Path, rank: int) -> Path:
     """Return the file of one rank's profile."""
     return folder / f"profile_{rank}.json"
+
+
+def plan_path(folder: Path) -> Path:
+    """Return the file of the plan that a run has made and follows."""
+    return folder / "plan.json"
 
 
 def trace_paths(folder: Path) -> dict[int, Path]:

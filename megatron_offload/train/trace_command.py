@@ -16,7 +16,20 @@ from megatron_offload.reporting.plots import MOST_TIMELINES, plot_timeline
 from megatron_offload.reporting.trace import StepTrace, write_traces
 from megatron_offload.train.run_folder import main_folder, trace_paths
 
-__all__ = ["TRACE_NAME", "add_arguments", "read_run_traces", "run"]
+__all__ = ["ABOUT", "TRACE_NAME", "add_arguments", "read_run_traces", "run"]
+
+ABOUT = """\
+Put the timelines of a run's ranks into one file for https://ui.perfetto.dev, and into a picture.
+
+reads    trace_<rank>.json in run.output, of a comparison in that of its run with offload; a run
+         leaves them with run.trace_step
+prints   where the files are
+writes   FOLDER/trace.json; --png: a picture of the first 16 ranks (extra 'plots')
+
+exit status: 0 written, 2 bad input
+
+example: megatron-offload trace runs/quickstart --png timeline.png
+"""
 
 TRACE_NAME = "trace.json"
 

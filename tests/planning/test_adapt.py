@@ -51,6 +51,15 @@ def test_what_does_not_help_is_taken_back_and_not_tried_again():
     assert len(set(asked)) == 2, "one trial"
 
 
+def test_the_best_is_never_a_trial_that_was_not_seen():
+    adaptation = Adaptation(START, LEAST, MOST)
+    tried = adaptation.follow(Seen(7, 0))
+    assert tried != START
+    assert adaptation.best == START
+    adaptation.follow(Seen(3, 0))
+    assert adaptation.best == tried
+
+
 def test_waiting_for_copies_to_the_host_delays_the_release():
     adaptation, _ = search(lambda d: Seen(0, 0, release_stall_us=max(0, 300 - d[0])))
     assert 300 <= adaptation.distances.max_inflight_bytes < 450

@@ -3,12 +3,12 @@
 import pytest
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.train import cli
+from megatron_offload.train import cli, train_command
 from megatron_offload.train.compare import _variant
 
 
 def config_of(*words):
-    return cli.read_config(cli._parser().parse_args(words))
+    return train_command.read_config(cli._parser().parse_args(words))
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Commands that need neither torch nor a GPU: ``plan`` and ``simulate``."""

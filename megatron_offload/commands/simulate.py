@@ -1,0 +1,135 @@
+"""The command ``simulate``: what a step takes without and with offload, with no GPU at all.
+
+Owns its flags, its tables and the files that it draws. Must not know torch, nor how a step is
+simulated.
+
+Invariant: both steps are of the same job; a plan is followed only if it was made for it.
+Read next: `megatron_offload.planning.simulate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_offload.commands import source as sources
+from megatron_offload.commands.output import PREDICTED, check_place, console, writing
+from megatron_offload.commands.source import Source, load_source
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.plan import load_plan
+from megatron_offload.planning.predict import settings_of
+from megatron_offload.planning.simulate import (
+    PIPELINE,
+    RELEASE,
+    RELOAD,
+    RankResult,
+    Simulation,
+    simulate,
+)
+from megatron_offload.reporting.plots import MOST_TIMELINES, plot_timeline
+from megatron_offload.reporting.summary import format_bytes, plain_table
+from megatron_offload.reporting.trace import write_traces
+
+__all__ = ["ABOUT", "add_arguments", "run"]
+
+ABOUT = """\
+Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.
+
+reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run
+         leave (of a comparison, its run with offload); --plan, a file of 'megatron-offload plan':
+         without it everything that can move does, within the budgets of the section 'offload'
+prints   the step's time, and for every pipeline rank: compute, what it waits for other stages
+         (pipeline), for copies to the host whose memory is wanted (W2) and for reloads (W4), peak
+         device and host bytes, and what moved; all predicted, not measured
+writes   --trace: the timeline with offload for https://ui.perfetto.dev; --png: a picture of it
+
+exit status: 0 simulated, 2 bad input
+
+example: megatron-offload simulate --model configs/models/gpt_16x8192_pp4_vpp2.yaml \\
+             --set offload.max_inflight_bytes=3GiB offload.prefetch_bytes=2GiB --png step.png
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``simulate``."""
+    sources.add_arguments(parser)
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="follow this plan")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline (JSON)")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help=f"draw it, the first {MOST_TIMELINES} ranks"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate both steps, print them and write what was asked for; return 0.
+
+    Raises:
+        ConfigError: bad input, a file can't be written, or a library is missing.
+    """
+    for flag, path in (("--trace", options.trace), ("--png", options.png)):
+        check_place(flag, path)
+    source = load_source(options)
+    settings = _settings(source, options.plan)
+    without = simulate(source.job)
+    offloaded = simulate(source.job, settings, record=bool(options.trace or options.png))
+    out = console()
+    _show(source, without, offloaded, out)
+    traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
+    if options.trace is not None:
+        with writing(options.trace):
+            write_traces(options.trace, traces)
+        out.print(f"trace: {options.trace}, for https://ui.perfetto.dev")
+    if options.png is not None:
+        drawn = traces[:MOST_TIMELINES]
+        with writing(options.png):
+            if not plot_timeline(drawn, options.png, f"{source.title}, predicted"):
+                raise ConfigError("--png needs matplotlib; install megatron-offload[plots]")
+        out.print(f"picture: {options.png}, {len(drawn)} of {len(traces)} ranks")
+    return 0
+
+
+def _settings(source: Source, plan_path: Path | None) -> Sequence[RankSettings]:
+    """Return what each rank does: what the plan says, or all that can move."""
+    budgets = source.around.offload
+    if plan_path is None:
+        return [budgets.over(RankSettings())] * source.job.schedule.num_ranks
+    plan = load_plan(plan_path)
+    for profile in source.profiles:
+        plan.check(profile)
+    return [one if not one.offloads else budgets.over(one) for one in settings_of(plan)]
+
+
+def _show(source: Source, without: Simulation, offloaded: Simulation, out: Console) -> None:
+    times = plain_table(
+        f"Time of {source.title} in ms: PREDICTED",
+        ["rank", "ends without", "with offload", "compute", "pipeline", "W2 release", "W4 reload"],
+    )
+    memory = plain_table(
+        f"Memory of {source.title}: PREDICTED",
+        ["rank", f"peak {source.memory}", "with offload", "peak host", "out", "back", "late"],
+    )
+    for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
+        times.add_row(str(index), *(f"{us / 1e3:.1f}" for us in _times_us(plain, rank)))
+        sizes = (
+            *(source.peak_bytes(plain), source.peak_bytes(rank), rank.peak_host_bytes),
+            *(rank.offloaded_bytes, rank.reloaded_bytes),
+        )
+        memory.add_row(str(index), *map(format_bytes, sizes), str(rank.num_late))
+    out.print(times)
+    out.print(memory)
+    out.print(
+        f"step time: {without.step_us / 1e3:.1f} ms without offload, "
+        f"{offloaded.step_us / 1e3:.1f} ms with it "
+        f"({100 * (offloaded.step_us / without.step_us - 1):+.2f} %)"
+    )
+    out.print(f"bandwidths: {source.machine}")
+    out.print(PREDICTED, style="yellow")
+
+
+def _times_us(plain: RankResult, rank: RankResult) -> tuple[float, ...]:
+    stalls = (rank.stall_us[cause] for cause in (PIPELINE, RELEASE, RELOAD))
+    return (plain.end_us, rank.end_us, rank.compute_us, *stalls)

@@ -1,0 +1,208 @@
+"""Plan a run from one of its own steps, agreed on by all of its pipeline ranks.
+
+Owns the collectives of planning, and the corrections of a plan by later steps. Must not know how
+plans are made. Nothing here happens unasked: no step holds a collective of its own.
+
+Invariants: all ranks follow the same plan, or all raise the same error; every step that is looked
+at is a training step like any other. Read next: `megatron_offload.planning.policy_config`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from megatron_offload.backends.base import Wait
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.adapt import Adaptation, Distances, Seen
+from megatron_offload.planning.footprint import Footprint
+from megatron_offload.planning.plan import OffloadPlan, check_profiles, parse_plan, plan_to_json
+from megatron_offload.planning.policy_config import (
+    AutoConfig,
+    MemoryTargetConfig,
+    PolicyConfig,
+    make_policy,
+)
+from megatron_offload.planning.profile import RunShape, StepProfile
+from megatron_offload.planning.profile_file import parse_profile, profile_to_json
+from megatron_offload.planning.schedule import Schedule, make_schedule
+from megatron_offload.profiling import profile_step
+from megatron_offload.tracing import trace_step
+
+__all__ = ["agree_on_plan", "correct_plan", "make_plan", "plan_run"]
+
+
+def plan_run(
+    manager: PipelineOffloadManager,
+    train_step: Callable[[], object],
+    run: RunShape,
+    *,
+    schedule: Schedule | None = None,
+    policy: PolicyConfig | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> OffloadPlan:
+    """Profile one training step, plan, and follow the plan from then on; collective.
+
+    To be called once the steps look alike, after the second or third. Nothing moves in the step
+    that is profiled, so it must fit into memory as it does without offload; where it doesn't, make
+    a plan from a description of the model (``megatron-offload plan --model``).
+
+    Args:
+        manager: whose groups are planned for.
+        train_step: takes one training step, the manager's `reset` included.
+        run: which part of the run this rank is.
+        schedule: what the pipeline ranks run; by default 1F1B, interleaved with virtual stages.
+        policy: ``memory_target`` or ``auto``; by default the manager's own.
+        group: all ranks that are to follow one plan; None for all there are.
+
+    Returns:
+        The plan of all pipeline ranks.
+
+    Raises:
+        ConfigError: no such policy is given, or no plan can be made; on all ranks.
+    """
+    planned = _planning_policy(policy if policy is not None else manager.config.policy)
+    with profile_step(manager, run=run, moves=False) as recorded:
+        train_step()
+    return agree_on_plan(manager, recorded.profile, planned, schedule=schedule, group=group)
+
+
+def agree_on_plan(
+    manager: PipelineOffloadManager,
+    profile: StepProfile,
+    policy: PolicyConfig | None,
+    *,
+    schedule: Schedule | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> OffloadPlan:
+    """Plan from the profiles of one step, and follow the plan from the next on; collective.
+
+    The first rank plans, from the first profile of each pipeline rank: those of other data-parallel
+    or tensor-parallel ranks are the same but for noise.
+
+    Args:
+        manager: follows the plan.
+        profile: this rank's, of a step without offload.
+        policy: ``memory_target`` or ``auto``.
+        schedule: what the pipeline ranks run; by default 1F1B, interleaved with virtual stages.
+        group: all ranks that are to follow one plan; None for all there are.
+
+    Raises:
+        ConfigError: another policy is given, or no plan can be made; on all ranks.
+    """
+    planned = _planning_policy(policy)
+    is_distributed = dist.is_available() and dist.is_initialized()
+    text = profile_to_json(profile)
+    texts: list[str] = [text]
+    if is_distributed:
+        texts *= dist.get_world_size(group)
+        dist.all_gather_object(texts, text, group=group)
+    answer = [""]
+    if not is_distributed or dist.get_rank(group) == 0:
+        answer = [_plan_or_error(texts, planned, schedule)]
+    if is_distributed:
+        first = dist.get_global_rank(group, 0) if group is not None else 0
+        dist.broadcast_object_list(answer, src=first, group=group)
+    kind, _, body = answer[0].partition("\n")
+    if kind == "error":
+        raise ConfigError(body)
+    plan = parse_plan(body, "the plan of the first rank")
+    manager.follow_plan(plan)
+    return plan
+
+
+def make_plan(
+    profiles: Sequence[StepProfile],
+    policy: MemoryTargetConfig | AutoConfig,
+    schedule: Schedule,
+) -> OffloadPlan:
+    """Return the plan of all pipeline ranks for a step that was profiled on each.
+
+    Args:
+        profiles: of a step without offload, one of each pipeline rank, in order.
+        policy: what to aim at.
+        schedule: what the ranks run; for ``auto``, which predicts.
+
+    Raises:
+        ConfigError: the profiles can't be planned with, or the target can't be met.
+    """
+    if not isinstance(policy, AutoConfig):
+        return make_policy(policy).make_plan(profiles)
+    # They need the simulator's library, which nothing else here does.
+    from megatron_offload.planning.predict import predictor_of
+    from megatron_offload.planning.profiled_job import job_from_profiles
+    from megatron_offload.planning.simulate import simulate
+
+    profiles = check_profiles(profiles)
+    job = functools.partial(job_from_profiles, profiles, schedule, policy.resources().machine)
+    # What isn't saved by groups (weights, temporaries) is the rest of what was measured.
+    bare = simulate(job([0] * len(profiles)), None)
+    static_bytes = [
+        max(0, Footprint.of(profile).peak_bytes - rank.peak_reserved_bytes)
+        for profile, rank in zip(profiles, bare.ranks, strict=True)
+    ]
+    return make_policy(policy, predictor_of(job(static_bytes))).make_plan(profiles)
+
+
+def correct_plan(
+    manager: PipelineOffloadManager, train_step: Callable[[], object], *, num_steps: int = 12
+) -> None:
+    """Take training steps and let what they show correct the budgets of a plan.
+
+    Each step is traced. Ranks correct their own budgets, so that nothing is exchanged; but all take
+    the same steps.
+
+    Args:
+        manager: follows a plan.
+        train_step: takes one training step, the manager's `reset` included.
+        num_steps: to take; what was best of them stays.
+    """
+    budget = manager.budget
+    largest_bytes = budget.bounds_bytes()[0] // 2
+    distances = Distances(budget.max_inflight_bytes, budget.prefetch_bytes)
+    most_bytes = sum(distances)
+    search = Adaptation(distances, min(largest_bytes, most_bytes // 2), most_bytes)
+    for _ in range(num_steps):
+        with trace_step(manager) as trace:
+            train_step()
+        stall_us, stats = trace.summary().stall_us, manager.last_step
+        seen = Seen(
+            stats.num_late_reloads,
+            stats.num_early_returns,
+            stall_us.get(Wait.W2.name, 0.0),
+            stall_us.get(Wait.W4.name, 0.0),
+        )
+        budget.set_limits(*search.follow(seen))
+    budget.set_limits(*search.best)
+
+
+def _planning_policy(policy: PolicyConfig | None) -> MemoryTargetConfig | AutoConfig:
+    if not isinstance(policy, (MemoryTargetConfig, AutoConfig)):
+        given = "none" if policy is None else repr(policy.kind)
+        raise ConfigError(f"a run is planned by policy 'memory_target' or 'auto', got {given}")
+    return policy
+
+
+def _plan_or_error(
+    texts: Sequence[str], policy: MemoryTargetConfig | AutoConfig, schedule: Schedule | None
+) -> str:
+    """Return what all ranks are told: an error on one is an error on all."""
+    try:
+        profiles: dict[int, StepProfile] = {}
+        for rank, text in enumerate(texts):
+            profile = parse_profile(text, f"the profile of rank {rank}")
+            profiles.setdefault(profile.run.pp_rank, profile)
+        in_order = check_profiles(profiles.values())
+        plan = make_plan(in_order, policy, schedule or _usual_schedule(in_order[0].run))
+    except ConfigError as error:
+        return f"error\n{error}"
+    return "plan\n" + plan_to_json(plan)
+
+
+def _usual_schedule(run: RunShape) -> Schedule:
+    if run.vp_size > 1:
+        return make_schedule("interleaved", run.pp_size, run.num_microbatches, run.vp_size)
+    return make_schedule("1f1b", run.pp_size, run.num_microbatches)

@@ -1,0 +1,119 @@
+"""A training job as a YAML file: a model, the machine that it runs on, and what offload may use.
+
+Owns the three sections, and the plain objects that they become. Must not know torch, nor who
+simulates or plans with them.
+
+Invariant: a file that was read describes a step that exists; anything else fails with the key.
+Read next: `megatron_offload.planning.model_cost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize, Field
+
+from megatron_offload.config import apply_overrides, load_yaml
+from megatron_offload.planning.job import Job, Machine, RankSettings
+from megatron_offload.planning.memory_target import Resources
+from megatron_offload.planning.model_cost import ModelDescription, job_from_model
+from megatron_offload.planning.policy_config import MachineConfig
+from megatron_offload.strict_model import Bytes, StrictModel, validate
+
+__all__ = [
+    "Budgets",
+    "JobDescription",
+    "MachineDescription",
+    "Surroundings",
+    "load_description",
+]
+
+_MACHINE = Machine()
+_SETTINGS = RankSettings()
+
+
+class MachineDescription(MachineConfig):
+    """What copies and messages get."""
+
+    p2p_gbps: float = Field(default=_MACHINE.p2p_gbps, gt=0)
+    """Between neighbouring stages, in 10^9 bytes a second."""
+
+    p2p_latency_us: float = Field(default=_MACHINE.p2p_latency_us, ge=0)
+
+    def machine(self) -> Machine:
+        """Return it as jobs want it."""
+        return Machine(**dict(self))
+
+
+class Budgets(StrictModel):
+    """The device memory of copies, and the pieces of host memory, as in ``OffloadConfig``."""
+
+    max_inflight_bytes: Bytes | None = None
+    """Device memory for groups on their way out. None leaves it to the package."""
+
+    prefetch_bytes: Bytes | None = None
+    """Device memory for groups that are back ahead of their use. None leaves it to the package."""
+
+    host_slab_bytes: Bytes = Field(default=ByteSize(_SETTINGS.host_slab_bytes), gt=0)
+    """Pinned memory comes in pieces of this."""
+
+    def over(self, settings: RankSettings) -> RankSettings:
+        """Return settings with those replaced that were given here."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return replace(settings, **given)
+
+
+class Surroundings(StrictModel):
+    """What stands around a model: machine and budgets."""
+
+    machine: MachineDescription = MachineDescription()
+    offload: Budgets = Budgets()
+
+    def resources(self, gpus_per_rank: int = 1) -> Resources:
+        """Return what a plan may use."""
+        budgets = self.offload
+        return Resources(
+            self.machine.machine(),
+            gpus_per_rank,
+            budgets.max_inflight_bytes,
+            budgets.prefetch_bytes,
+        )
+
+
+class JobDescription(Surroundings):
+    """A model and what stands around it."""
+
+    model: ModelDescription
+
+    def job(self) -> Job:
+        """Return the step that it describes.
+
+        Raises:
+            ConfigError: there is no such schedule of these sizes.
+        """
+        return job_from_model(self.model, self.machine.machine())
+
+
+def load_description(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    machine: Mapping[str, Any] | None = None,
+) -> JobDescription:
+    """Read a job.
+
+    Args:
+        path: the file's.
+        overrides: ``section.key=value`` pairs that win over the file.
+        machine: a section in the place of the file's.
+
+    Raises:
+        ConfigError: all that is wrong, one line each.
+    """
+    data = load_yaml(path)
+    if machine is not None:
+        data["machine"] = dict(machine)
+    return validate(JobDescription, apply_overrides(data, overrides), str(path))

@@ -1,0 +1,128 @@
+"""The command ``train``, and the flags that it shares with ``compare``.
+
+Owns flags and how they win over the YAML file; they keep Megatron's names. Must not import torch
+before the input is checked. Read next: `megatron_offload.train.launch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from megatron_offload.config import apply_overrides, load_yaml, validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.train.config import TrainConfig
+
+__all__ = ["ABOUT", "add_arguments", "add_run_arguments", "read_config", "run"]
+
+ABOUT = """\
+Train a GPT with pipeline parallelism, megatron-core's own model and schedules, on GPUs or on CPUs.
+
+reads    --config, a YAML file (configs/), and the text or the indexed dataset that it names; flags
+         win over the file
+prints   a line for each step, and in the end what moved on each rank and in each group
+writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with
+         run.trace_step, checkpoints with run.checkpoint_interval
+
+starts its own processes, one for each rank; under torchrun it is one of them
+
+exit status: 0 trained, 1 a rank failed, 2 bad input (nothing was started), 143 or 130 stopped by
+SIGTERM or SIGINT after a whole step
+
+example: megatron-offload train --config configs/quickstart.yaml --set run.steps=5 \\
+             --fine-grained-activation-offloading --offload-modules core_attn mlp_act
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``train``."""
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in run.output, if there is one (run.resume)",
+    )
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says how a run is configured."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file (see configs/)")
+    parser.add_argument(
+        "--fine-grained-activation-offloading",
+        action="store_true",
+        help="offload activations (offload.enabled)",
+    )
+    parser.add_argument(
+        "--offload-modules", nargs="+", metavar="NAME", help="groups to move (offload.modules)"
+    )
+    parser.add_argument(
+        "--activation-offload-fraction",
+        type=float,
+        metavar="F",
+        help="share of the groups that moves (offload.fraction)",
+    )
+    parser.add_argument(
+        "--min-offloaded-tensor-size",
+        type=int,
+        metavar="N",
+        help="smallest tensor that moves, in elements (offload.min_tensor_elements)",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set any key, such as run.steps=5",
+    )
+
+
+def read_config(options: argparse.Namespace) -> TrainConfig:
+    """Read the YAML file and lay the flags over it.
+
+    Raises:
+        ConfigError: everything that is wrong with the input.
+    """
+    data = load_yaml(options.config) if options.config else {}
+    data = apply_overrides(data, options.set)
+    flags: dict[str, Any] = {
+        "enabled": True if options.fine_grained_activation_offloading else None,
+        "modules": options.offload_modules,
+        "fraction": options.activation_offload_fraction,
+        "min_tensor_elements": options.min_offloaded_tensor_size,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    if given:
+        section = data.get("offload") or {}
+        if not isinstance(section, dict):
+            raise ConfigError(f"{options.config}: 'offload' must be a section of keys and values")
+        data["offload"] = {**section, **given}
+    if getattr(options, "resume", False):
+        data = apply_overrides(data, ["run.resume=true"])
+    return validate(TrainConfig, data, str(options.config or "command line"))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, and print what moved; return 0.
+
+    Raises:
+        ConfigError: bad input; nothing was started.
+        OffloadError: a rank failed.
+    """
+    config = read_config(options)
+    from megatron_offload.reporting.summary import group_table, rank_table
+    from megatron_offload.train.launch import launch
+
+    reports = launch([("train", config)])
+    if reports is None:
+        return 0
+    ranks = reports[0].peaks()
+    console = Console()
+    if ranks:
+        console.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over all steps"))
+        if config.offload.enabled:
+            console.print(group_table(ranks, "Groups of the last step"))
+    console.print(f"steps: {config.run.output / 'steps.jsonl'}", soft_wrap=True)
+    return 0

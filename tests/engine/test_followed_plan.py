@@ -1,0 +1,156 @@
+"""A plan decides from the first step on, for the run that it was made for and for no other."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from programs import (
+    KIB,
+    TIMINGS,
+    assert_nothing_left,
+    assert_same,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.plan import OffloadPlan, RankPlan, save_plan
+from megatron_offload.planning.policy import RatioPolicy
+from megatron_offload.planning.profile import RunShape
+
+ORDER = one_forward_one_backward(4, depth=3)
+
+
+def make_profile(model, order=ORDER):
+    manager = make_manager()
+    for _ in range(3):  # by then it is known what something else keeps
+        run_step(model, manager, order)
+    return replace(manager.last_profile, run=RunShape(num_microbatches=4))
+
+
+def make_plan(model, *, share=0.5, num_ranks=1, **limits):
+    """Return a plan that moves a share of the bytes, on the last of some pipeline ranks."""
+    plan = RatioPolicy(share).make_plan([make_profile(model)])
+    ranks = (RankPlan(()),) * (num_ranks - 1) + (replace(plan.ranks[0], **limits),)
+    return OffloadPlan(plan.policy, plan.num_microbatches, plan.vp_size, ranks)
+
+
+def make_follower(plan, path, timing="late", **settings):
+    save_plan(plan, path)
+    return make_manager(timing, policy={"kind": "plan_file", "path": str(path)}, **settings)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_exactly_the_planned_groups_move_from_the_first_step_on(share, timing, tmp_path):
+    model = make_model()
+    expected = run_step(model, None, ORDER)
+    plan = make_plan(model, share=share)
+    manager = make_follower(plan, tmp_path / "plan.json", timing)
+    # What something else keeps isn't known in the first step.
+    moved_bytes = sum(c.identity[2] for c in plan.ranks[0].choices if c.moves)
+    for _ in range(3):
+        assert_same(expected, run_step(model, manager, ORDER))
+        assert manager.last_step.offloaded_bytes == moved_bytes
+        moved_bytes = plan.ranks[0].moved_bytes
+        reasons = {r for g in manager.last_step.by_name.values() for r in g.kept_bytes_by_reason}
+        assert reasons == set(plan.ranks[0].kept.values())
+        assert_nothing_left(manager)
+
+
+def test_the_planned_budgets_are_in_force(tmp_path):
+    model = make_model()
+    plan = make_plan(model, max_inflight_bytes=24 * KIB, prefetch_bytes=40 * KIB)
+    manager = make_follower(
+        plan, tmp_path / "plan.json", max_inflight_bytes=None, prefetch_bytes=None
+    )
+    for _ in range(3):
+        run_step(model, manager, ORDER)
+        assert manager.budget.max_inflight_bytes == 24 * KIB
+        assert manager.budget.prefetch_bytes == 40 * KIB
+
+
+def test_a_plan_for_another_run_is_refused_after_its_first_step(tmp_path):
+    model = make_model()
+    manager = make_follower(make_plan(model), tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"another run: group 24 .* is missing in the plan"):
+        run_step(model, manager, one_forward_one_backward(5, depth=3))
+    wider = make_follower(make_plan(make_model(width=64)), tmp_path / "wider.json")
+    with pytest.raises(ConfigError, match=r"group 0 of pipeline rank 0 is '\w+' .* in the plan"):
+        run_step(model, wider, ORDER)
+
+
+def test_a_later_step_of_another_shape_is_only_warned_of(tmp_path, caplog):
+    model = make_model()
+    manager = make_follower(make_plan(model), tmp_path / "plan.json")
+    other = one_forward_one_backward(5, depth=3)
+    expected, expected_other = run_step(model, None, ORDER), run_step(model, None, other)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert_same(expected, run_step(model, manager, ORDER))
+            assert_same(expected_other, run_step(model, manager, other))
+    warnings = [r.getMessage() for r in caplog.records if "planned for" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "group 24 of pipeline rank 0 is missing in the plan" in warnings[0]
+
+
+def test_a_rank_follows_its_own_part(tmp_path):
+    model = make_model()
+    plan = make_plan(model, num_ranks=3)
+    manager = make_follower(plan, tmp_path / "plan.json")
+    begin_chunk = manager.begin_chunk
+    manager.begin_chunk = lambda: begin_chunk(pp_rank=2)
+    for _ in range(2):
+        run_step(model, manager, ORDER)
+    assert manager.last_step.offloaded_bytes == plan.ranks[2].moved_bytes
+    with pytest.raises(ConfigError, match="for 3 pipeline ranks, and this is rank 3"):
+        begin_chunk(pp_rank=3)
+
+
+def test_a_plan_outlives_a_failed_step(tmp_path):
+    model = make_model()
+    plan = make_plan(model)
+    manager = make_follower(plan, tmp_path / "plan.json")
+    run_step(model, manager, ORDER)
+    manager.begin_chunk()
+    manager.abort()
+    for _ in range(2):
+        run_step(model, manager, ORDER)
+        assert manager.last_step.offloaded_bytes == plan.ranks[0].moved_bytes
+
+
+def test_a_plan_can_be_taken_up_in_the_middle(tmp_path):
+    model = make_model()
+    expected = run_step(model, None, ORDER)
+    manager = make_manager()
+    for _ in range(2):
+        run_step(model, manager, ORDER)
+    everything = manager.last_step.offloaded_bytes
+    plan = make_plan(model)
+    manager.follow_plan(plan)
+    assert_same(expected, run_step(model, manager, ORDER))
+    assert manager.last_step.offloaded_bytes == plan.ranks[0].moved_bytes < everything
+
+
+def test_a_share_of_the_bytes_moves():
+    model = make_model()
+    expected = run_step(model, None, ORDER)
+    manager = make_manager(policy={"kind": "ratio", "ratio": 0.3})
+    run_step(model, manager, ORDER)
+    for _ in range(2):
+        assert_same(expected, run_step(model, manager, ORDER))
+        profile = manager.last_profile
+        total = sum(group.num_bytes for group in profile.groups)
+        largest = max(group.num_bytes for group in profile.groups)
+        assert 0.3 * total <= manager.last_step.offloaded_bytes <= 0.3 * total + largest
+
+
+def test_a_plan_that_is_no_plan_fails_before_anything_runs(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"plan\.json"):
+        make_manager(policy={"kind": "plan_file", "path": str(path)})

@@ -1,0 +1,102 @@
+"""A run that plans from one of its own steps: every step a training step, every bit the same."""
+
+from __future__ import annotations
+
+import pytest
+from programs import (
+    KIB,
+    assert_nothing_left,
+    assert_same,
+    make_config,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import ConfigError
+from megatron_offload.planned_run import correct_plan, plan_run
+from megatron_offload.planning.profile import RunShape
+from megatron_offload.reporting.live_bytes import LiveActivationMeter
+
+ORDER = one_forward_one_backward(6, depth=3)
+RUN = RunShape(num_microbatches=6)
+FAST = {"node_gbps": 2.0, "d2h_gbps": 1.0, "h2d_gbps": 1.0, "both_gbps": 1.0}
+TARGET = {"kind": "memory_target", "target_bytes": 100 * KIB, "machine": FAST}
+
+
+class Job:
+    """A program whose steps are compared with those without offload."""
+
+    def __init__(self, **settings):
+        self.model = make_model(layers=4)
+        self.expected = run_step(self.model, None, ORDER)
+        config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
+        simulated = config.simulated.model_copy(update={"host_time": True, "d2h_gbps": 1.0})
+        self.manager = PipelineOffloadManager(config.model_copy(update={"simulated": simulated}))
+        self.manager.meter = LiveActivationMeter(self.model.parameters())
+        self.num_steps = 0
+
+    def step(self):
+        self.num_steps += 1
+        assert_same(self.expected, run_step(self.model, self.manager, ORDER))
+        assert_nothing_left(self.manager)
+
+    def warmed_up(self):
+        for _ in range(2):
+            self.step()
+        return self
+
+
+def test_a_memory_target_is_planned_for_and_followed():
+    job = Job(policy=TARGET).warmed_up()
+    plan = plan_run(job.manager, job.step, RUN)
+    assert job.num_steps == 3
+    assert job.manager.last_step.offloaded_bytes == 0, "the profiled step moves nothing"
+    rank = plan.ranks[0]
+    assert 0 < rank.moved_bytes < rank.saved_bytes
+    for _ in range(3):
+        job.step()
+        # What is needed too soon stays, whatever was planned.
+        assert 0 < job.manager.last_step.offloaded_bytes <= rank.moved_bytes
+        assert job.manager.kept == rank.kept
+        assert job.manager.budget.max_inflight_bytes == rank.max_inflight_bytes
+
+
+def test_auto_saves_memory_where_copies_are_fast_and_predicts_it():
+    job = Job().warmed_up()
+    policy = make_config(policy={"kind": "auto", "machine": FAST}).policy
+    plan = plan_run(job.manager, job.step, RUN, policy=policy)
+    assert plan.policy == "auto"
+    assert plan.ranks[0].predicted_step_us > 0
+    assert plan.ranks[0].predicted_peak_bytes > 0
+    job.step()
+
+
+def test_a_target_that_cannot_be_met_changes_nothing():
+    job = Job(policy={**TARGET, "target_bytes": 1}).warmed_up()
+    moved_bytes = job.manager.last_step.offloaded_bytes
+    with pytest.raises(ConfigError, match="can't be brought under"):
+        plan_run(job.manager, job.step, RUN)
+    job.step()
+    assert job.manager.last_step.offloaded_bytes == moved_bytes > 0
+
+
+@pytest.mark.parametrize("policy", [None, {"kind": "ratio", "ratio": 0.5}])
+def test_other_policies_plan_no_run(policy):
+    job = Job(policy=policy)
+    with pytest.raises(ConfigError, match="'memory_target' or 'auto', got "):
+        plan_run(job.manager, job.step, RUN)
+    assert job.num_steps == 0
+
+
+def test_later_steps_correct_the_budgets_and_nothing_else():
+    job = Job(policy=TARGET).warmed_up()
+    rank = plan_run(job.manager, job.step, RUN).ranks[0]
+    correct_plan(job.manager, job.step, num_steps=8)
+    assert job.num_steps == 11
+    budget = job.manager.budget
+    total_bytes = rank.max_inflight_bytes + rank.prefetch_bytes
+    assert 0 < budget.max_inflight_bytes + budget.prefetch_bytes <= total_bytes
+    job.step()
+    assert job.manager.kept == rank.kept

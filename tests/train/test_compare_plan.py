@@ -1,0 +1,57 @@
+"""A comparison ends with a plan where its runs have left profiles, and never without a page."""
+
+from __future__ import annotations
+
+import pytest
+from commands.jobs import SMALL, ran
+
+from megatron_offload.commands.source import load_run
+from megatron_offload.planning.plan import load_plan, save_plan
+from megatron_offload.planning.policy import RatioPolicy
+from megatron_offload.reporting.tradeoff import read_tradeoff
+from megatron_offload.train.compare import _plan
+
+pytest.importorskip("scipy")
+
+
+def test_without_profiles_there_is_no_plan(tmp_path):
+    (tmp_path / "with_offload").mkdir()
+    assert _plan(tmp_path) == []
+
+
+def test_profiles_of_the_run_make_a_plan_and_a_curve(tmp_path):
+    ran(tmp_path / "with_offload")
+    path = tmp_path / "plan.json"
+    curve = tmp_path / "tradeoff.json"
+    assert _plan(tmp_path) == [f"plan: {path}", f"predicted trade-off: {curve}"]
+    assert load_plan(path).policy == "auto"
+    assert sum(point.is_plan for point in read_tradeoff(curve).points) == 1
+
+
+def test_a_plan_that_the_run_may_have_followed_stays_and_one_of_others_does_not(tmp_path):
+    path = tmp_path / "plan.json"
+    folder = ran(tmp_path / "with_offload")
+    save_plan(RatioPolicy(0.5).make_plan(load_run(folder).profiles), path)
+    before = path.read_bytes()
+    _plan(tmp_path)
+    assert path.read_bytes() == before
+    (marked,) = (p for p in read_tradeoff(tmp_path / "tradeoff.json").points if p.is_plan)
+    assert marked.label == "the plan (ratio)"
+    ran(folder, SMALL.replace("microbatches: 4", "microbatches: 6"))
+    _plan(tmp_path)
+    assert load_plan(path).policy == "auto"
+
+
+def test_the_plan_that_the_run_has_made_is_the_one_that_counts(tmp_path):
+    folder = ran(tmp_path / "with_offload")
+    save_plan(RatioPolicy(0.5).make_plan(load_run(folder).profiles), folder / "plan.json")
+    assert _plan(tmp_path)[0] == f"plan: {folder / 'plan.json'}"
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_what_is_wrong_with_profiles_is_said_in_a_line(tmp_path):
+    folder = ran(tmp_path / "with_offload")
+    (folder / "profile_1.json").unlink()
+    (line,) = _plan(tmp_path)
+    assert line.startswith("plan: left out: ")
+    assert "one profile of each of 2" in line
