@@ -169,8 +169,9 @@ class _Recorder:
     def look(self) -> None:
         """Look at clock and memory."""
         backend = self._backend
-        passed = backend.timestamp(backend.compute_stream())
-        self._looks.append(_Look(passed, time.perf_counter() * 1e6, self._memory.look()))
+        with backend.uncounted():
+            passed = backend.timestamp(backend.compute_stream())
+            self._looks.append(_Look(passed, time.perf_counter() * 1e6, self._memory.look()))
 
     # Boundaries
 
@@ -187,7 +188,8 @@ class _Recorder:
         if _Boundary.COMMIT not in self._marks.get(group, ()):
             self._mark(_Boundary.COMMIT, group)
         if not kw.get("delay", False) and self._learned is None:
-            self._saved.commit(group)
+            with self._backend.uncounted():
+                self._saved.commit(group)
         commit(group, *args, **kw)
 
     def enter_backward(self, enter: Entry, group: OffloadGroup) -> None:
@@ -198,8 +200,10 @@ class _Recorder:
             self._mark(_Boundary.BACKWARD, group)
         self._open.append(group)
         enter(group)
-        if self._learned is None:
-            self._saved.enter_backward(group)
+        # A graph of an earlier step may have groups of the same keys.
+        if self._learned is None and self._manager.prefetcher.knows(group):
+            with self._backend.uncounted():
+                self._saved.enter_backward(group)
 
     def leave_backward(self, leave: Entry, group: OffloadGroup) -> None:
         """A backward leaves a group; of several, as through a graph that is kept, the last."""

@@ -25,9 +25,13 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.planning.footprint import Footprint
+from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
 from megatron_offload.planning.memory_target import MemoryTargetPolicy
 from megatron_offload.planning.profile import GroupKey, GroupTimes, RunShape
 from megatron_offload.planning.profile_file import load_profile, save_profile
+from megatron_offload.planning.profiled_job import job_from_profiles
+from megatron_offload.planning.schedule import PassKind, interleaved_one_f_one_b, one_f_one_b
+from megatron_offload.planning.simulate import simulate
 from megatron_offload.profiling import profile_step
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.tracing import trace_step
@@ -66,12 +70,12 @@ class Program:
         if metered:
             self.manager.meter = LiveActivationMeter()
 
-    def group(self, x, name, *works, inner=lambda x: x):
+    def group(self, x, name, *works):
         x = start_group(self.manager, x, name)
         for num_bytes, us in works:
             with self.manager:
                 x = Work.apply(x, self.backend, num_bytes, us)
-        return commit_group(self.manager, inner(x), name)
+        return commit_group(self.manager, x, name)
 
     def forward(self):
         self.manager.begin_chunk()
@@ -147,7 +151,7 @@ class Telling(SimulatedBackend):
 
     def __init__(self, config):
         super().__init__(config)
-        self.current, self.peak, self.num_resets = 100, 5000, 0
+        self.current, self.peak, self.num_resets, self.num_trims = 100, 5000, 0, 0
 
     def memory(self):
         return DeviceMemory(self.current, 2 * self.peak, self.peak, 2 * self.peak)
@@ -156,17 +160,25 @@ class Telling(SimulatedBackend):
         self.peak = self.current
         self.num_resets += 1
 
+    def trim_device(self):
+        self.num_trims += 1
+
     def advance_compute(self, us):
         super().advance_compute(us)
         self.current += 1
         self.peak = max(self.peak, self.current + int(us))
 
 
-def test_the_devices_peaks_are_taken_between_boundaries_and_told_in_the_end():
+def make_telling():
     program = Program()
     config = make_config()
     program.backend = Telling(config.simulated)
     program.manager.configure(config, backend=program.backend)
+    return program
+
+
+def test_the_devices_peaks_are_taken_between_boundaries_and_told_in_the_end():
+    program = make_telling()
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
         program.backend.peak = 7000  # of an optimizer, say
@@ -177,6 +189,56 @@ def test_the_devices_peaks_are_taken_between_boundaries_and_told_in_the_end():
     assert max(sample.peak_bytes for sample in samples) < 5000
     assert [s.at_us for s in samples] == sorted(s.at_us for s in samples)  # of the host's clock
     assert (recorded.peak_allocated_bytes, recorded.peak_reserved_bytes) == (7000, 14000)
+
+
+def test_a_peak_that_was_seen_where_nothing_counts_is_not_lost():
+    program = make_telling()
+    bursts = [9999]
+
+    def burst(grad):
+        if bursts:
+            program.backend.peak = bursts.pop()
+
+    with profile_step(program.manager, moves=False) as recorded, program.manager.step():
+        program.manager.begin_chunk()
+        x = start_group(program.manager, torch.ones(1, requires_grad=True) * 1, "a")
+        with program.manager:
+            x = Work.apply(x, program.backend, 100, 10)
+        x.register_hook(burst)
+        x = commit_group(program.manager, x * 1, "a")
+        x.backward(retain_graph=True)  # leaves the group for the first time
+        x.backward()
+    assert [sample.peak_bytes == 9999 for sample in recorded.profile.memory] == [
+        *(False, False, False),
+        *(True, False),
+    ]
+
+
+def test_what_a_step_without_offload_reserved_besides_is_given_back():
+    program = make_telling()
+    with contextlib.suppress(InjectedError), profile_step(program.manager, moves=False):
+        raise InjectedError
+    assert program.backend.num_trims == 1
+    with profile_step(program.manager):
+        program.step()
+    assert program.backend.num_trims == 1
+
+
+@pytest.mark.parametrize("num_before", range(4))
+def test_nothing_is_learned_from_a_step_that_moves_nothing(num_before):
+    with_profile, without = (make_manager(host_slab_bytes=16 * 1024) for _ in range(2))
+    model = make_model()
+    for number in range(6):
+        for manager in (with_profile, without):
+            if manager is with_profile and number == num_before:
+                learned = manager.last_profile
+                with profile_step(manager, moves=False):
+                    run_step(model, manager, ORDER)
+                assert manager.last_profile is learned
+            run_step(model, manager, ORDER)
+        assert with_profile.last_step == without.last_step
+        pinned = (m.host_pool.stats.slab_bytes_total for m in (with_profile, without))
+        assert len(set(pinned)) == 1
 
 
 @pytest.mark.parametrize("timing", ["eager", "late"])
@@ -287,6 +349,26 @@ def test_passes_without_a_backward_never_count():
     assert profile.memory[0].allocated_bytes == 0
 
 
+def test_a_graph_of_an_earlier_step_takes_its_time_and_is_no_group_of_this_one():
+    program = Program()
+    with program.manager.step():
+        old = program.forward()
+        program.forward().backward()
+    with profile_step(program.manager, moves=False) as recorded, program.manager.step():
+        program.manager.begin_chunk()
+        x = start_group(program.manager, torch.ones(1, requires_grad=True) * 1, "a")
+        with program.manager:
+            x = Work.apply(x, program.backend, 100, 10)
+        x = commit_group(program.manager, x, "a")
+        old.backward()
+        x.backward()
+    profile = recorded.profile
+    assert [(g.name, g.num_bytes, g.elsewhere_bytes) for g in profile.groups] == [("a", 100, 0)]
+    assert len(profile.memory) == 5
+    assert profile.backward_order == (A0,)
+    assert profile.times[0].backward_us - profile.times[0].committed_us >= 390
+
+
 def test_only_the_first_step_inside_counts():
     program = Program()
     with profile_step(program.manager, moves=False) as recorded:
@@ -310,6 +392,24 @@ def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is():
     profile = recorded.profile
     assert profile.times == (GroupTimes(0, 10, 10, 30), GroupTimes(30, 40, 40, 60))
     assert len(profile.memory) == 9
+
+
+def test_a_group_that_was_left_unseen_ends_where_backward_enters_another():
+    program = Program()
+    manager = program.manager
+    outputs = []
+    with profile_step(manager, moves=False) as recorded, manager.step():
+        for _ in range(2):
+            manager.begin_chunk()
+            x = start_group(manager, torch.ones(1), "first")
+            with manager:
+                x = Work.apply(x.requires_grad_(), program.backend, 100, 10)
+            outputs.append(commit_group(manager, x, "first"))
+        del x
+        for _ in range(2):
+            outputs.pop(0).backward()
+        program.backend.advance_compute(5)
+    assert recorded.profile.times == (GroupTimes(0, 10, 20, 40), GroupTimes(10, 20, 40, 65))
 
 
 def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
@@ -337,10 +437,70 @@ def test_a_graph_that_is_gone_through_twice_is_entered_at_first_and_left_at_last
         output.backward()
     profile = recorded.profile
     assert profile.backward_order == (B0, A0)
+    assert profile.backward_at_bytes == (3000, 5000)
     # The first backward takes 10, 100, 20, 200 and 60.
     assert profile.times[1] == GroupTimes(140, 190, 205, 195 + 390 + 110)
     assert len(profile.memory) == 9
     save_profile(profile, tmp_path / "profile.json")
+
+
+def stage(number):
+    works = (
+        *(("embedding", 0, 13.0), ("attention", 1000 + number, 100.0), ("residual", 0, 3.0)),
+        *(("mlp", 4000, 150.0 + number), ("head", 0, 4.0)),
+    )
+    return StageWork(
+        tuple(
+            GroupWork(name, num_bytes, us, 2 * us, is_marked=num_bytes > 0)
+            for name, num_bytes, us in works
+        ),
+        output_bytes=2000,
+    )
+
+
+def record_rank(job, rank):
+    """Record the engine itself at one rank's work, which waits for the others as is simulated."""
+    trace = simulate(job, record=True).ranks[rank].trace
+    spans = [span for span in trace.of("compute") if span.kind != "stall"]
+    program = Program()
+    backend, compute = program.backend, program.backend.compute_stream()
+    schedule = job.schedule
+    shape = RunShape(schedule.num_microbatches, rank, schedule.num_ranks)
+    graphs = {}
+    with profile_step(program.manager, run=shape, moves=False) as recorded, program.manager.step():
+        for one in schedule.ranks[rank]:
+            groups = job.stages[one.stage].groups
+            begins_us = spans[0].start_us
+            del spans[: len(groups)]
+            backend.advance_compute(max(0.0, begins_us - backend.time_us(compute)))
+            if one.kind is PassKind.BACKWARD:
+                graphs.pop((one.stage, one.microbatch)).backward()
+                continue
+            program.manager.begin_chunk(vp_stage=one.stage)
+            x = torch.ones(1, requires_grad=True)
+            for work in groups:
+                if work.is_marked:
+                    x = program.group(x, work.name, (work.num_bytes, work.forward_us))
+                else:
+                    x = Work.apply(x, backend, 0, work.forward_us)
+            graphs[one.stage, one.microbatch] = x
+            del x
+    return recorded.profile
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 6), interleaved_one_f_one_b(2, 2, 4)])
+def test_a_simulation_from_recorded_profiles_is_the_step_that_was_recorded(schedule):
+    stages = tuple(stage(number) for number in range(schedule.num_stages))
+    machine = Machine(p2p_latency_us=7.0, p2p_gbps=1.0)
+    job = Job(schedule, stages, (0,) * schedule.num_ranks, machine)
+    profiles = [record_rank(job, rank) for rank in range(schedule.num_ranks)]
+    again = job_from_profiles(profiles, schedule, machine, job.static_bytes, output_bytes=2000)
+    simulated = simulate(again)
+    measured_us = max(profile.step_us for profile in profiles)
+    assert measured_us == pytest.approx(simulate(job).step_us)
+    assert simulated.step_us == pytest.approx(measured_us, rel=0.02)
+    for rank, profile in zip(simulated.ranks, profiles, strict=True):
+        assert rank.peak_device_bytes == Footprint.of(profile).peak_bytes
 
 
 class InjectedError(Exception):

@@ -24,6 +24,7 @@ Read next: `megatron_offload.backends.simulated`, which finds the wait that is m
 from __future__ import annotations
 
 import abc
+import contextlib
 import enum
 import math
 import time
@@ -188,6 +189,13 @@ class Backend(abc.ABC):
     def sync_elapsed_us(self, start: Any, end: Any) -> float:
         """Block the host until both points have passed; return the time between them."""
         return float(end - start)
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Return a context for what the host does besides the program, such as looking at it.
+
+        A device whose compute is the host's own does not take it for compute.
+        """
+        return contextlib.nullcontext()
 
     # For CUDA graphs; a device without them has neither.
 

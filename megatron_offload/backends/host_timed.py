@@ -10,9 +10,10 @@ the order of copies are those of `SimulatedBackend`. Read next: `megatron_offloa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_offload.backends.base import Backend
@@ -37,6 +38,15 @@ class HostTimedBackend(SimulatedBackend):
         self._now_s = clock or time.perf_counter
         self._depth = 0
         self._left_at_s = self._now_s()
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Stop the clock inside."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
 
     @staticmethod
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:

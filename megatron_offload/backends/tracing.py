@@ -235,6 +235,10 @@ class TracingBackend(Backend):
         """Block the host until both points have passed; return the time between them."""
         return self.inner.sync_elapsed_us(start, end)
 
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Return a context for what the host does besides the program."""
+        return self.inner.uncounted()
+
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         """Allocate device memory in the order of the compute stream."""
         return self.inner.empty_device(num_bytes)

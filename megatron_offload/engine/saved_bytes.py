@@ -107,7 +107,7 @@ def _module_storages() -> set[int]:
         # type() and not isinstance(): proxies may run code when they are asked for their class.
         if issubclass(type(found), torch.nn.Module)
         for part in ("_parameters", "_buffers")
-        for tensor in vars(found).get(part, {}).values()
+        for tensor in (vars(found).get(part) or {}).values()
     )
     return {
         tensor.untyped_storage()._cdata

@@ -314,16 +314,16 @@ class TrainConfig(StrictModel):
                 "offload.policy plans from a step that moves nothing; leave out run.profile_moves, "
                 "or plan from a description of the model and follow a plan_file"
             )
-        if self.profiled_step and self.profiled_step in (self.run.steps, self.traced_step):
+        step = self.profiled_step
+        if step >= self.run.steps and step:
             raise ConfigError(
-                f"run.profile_step {self.profiled_step} is the last step, whose counters are "
-                "shown, or the one that run.trace_step traces, and in a profiled step nothing "
-                "moves; choose another"
+                f"run.profile_step {step} does not come before the last of {self.run.steps} steps, "
+                "whose counters are shown; choose an earlier one or raise run.steps"
             )
-        if self.profiled_step > self.run.steps:
+        if step and step == self.traced_step:
             raise ConfigError(
-                f"run.profile_step {self.profiled_step} is beyond the {self.run.steps} of "
-                "run.steps; choose one before the last"
+                f"run.profile_step {step} is the step that run.trace_step traces, and in a "
+                "profiled one nothing moves; choose another for either"
             )
         core = split_modules(self.offload.modules)[0]
         if self.offload.enabled and "attn_proj" in core and "core_attn" not in core:

@@ -56,6 +56,14 @@ def test_what_a_call_takes_is_no_compute(backend, clock, monkeypatch):
     assert now_us(backend) == pytest.approx(1)
 
 
+def test_what_does_not_count_is_no_compute(backend, clock):
+    with backend.uncounted():
+        clock.now_s += 5.0
+        assert now_us(backend) == 0
+    clock.now_s += 1e-6
+    assert now_us(backend) == pytest.approx(1)
+
+
 def test_a_failed_call_does_not_stop_the_clock(backend, clock):
     with pytest.raises(ValueError, match="copies go on"):
         backend.copy([], backend.compute_stream(), "x")

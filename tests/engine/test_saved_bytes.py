@@ -90,6 +90,20 @@ def test_what_the_program_keeps_can_not_be_freed(moves):
         assert found == [("group", 2 * KIB, 4 * KIB, "the program"), ("behind", KIB, 0, "")]
 
 
+def test_who_lets_go_before_the_last_group_that_shares_it_keeps_nothing():
+    manager = make_manager()
+
+    def step():
+        kept = [torch.ones(1024)]
+        loss = offload(manager, kept, "first")
+        between = torch.zeros(1, requires_grad=True) * 1
+        between.register_hook(lambda grad: kept.clear())
+        loss = loss + between
+        (loss + offload(manager, kept, "second")).backward()
+
+    assert record(manager, step) == [("first", 4 * KIB, 0, ""), ("second", 0, 0, "")]
+
+
 def test_what_is_let_go_before_backward_can_be_freed():
     manager = make_manager()
 

@@ -58,9 +58,9 @@ def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ({"steps": 3}, "run.profile_step 3 is the last step"),
+        ({"steps": 3}, "run.profile_step 3 does not come before the last of 3"),
         ({"steps": 6, "profile_moves": True}, "plans from a step that moves nothing"),
-        ({"steps": 2}, "run.profile_step 3 is beyond the 2"),
+        ({"steps": 2}, "run.profile_step 3 does not come before the last of 2"),
     ],
 )
 def test_settings_that_leave_nothing_to_plan_from_are_refused(run, message):

@@ -1,0 +1,142 @@
+"""A recorded step on a real device, against events and counters that are placed by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import assert_nothing_left, assert_same
+from test_cuda import MIB, make_inputs, make_manager, make_model, run_step
+
+from megatron_offload.machine.host_syncs import find_host_syncs
+from megatron_offload.planning.footprint import Footprint
+from megatron_offload.planning.profile import GroupKey
+from megatron_offload.planning.profile_file import load_profile, save_profile
+from megatron_offload.profiling import profile_step
+
+pytestmark = pytest.mark.gpu
+
+
+def now():
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class ByHand(torch.nn.Module):
+    """A layer with events of its own around its group, and the bytes allocated at its start.
+
+    The group leaves out the sum with the residual, which takes far less than the tolerance.
+    """
+
+    def __init__(self, layer, seen):
+        super().__init__()
+        self.norm, self.layer, self.seen = layer.norm, layer, seen
+
+    def forward(self, x, manager):
+        seen = {"start_bytes": torch.cuda.memory_allocated(), "start": now()}
+        y = self.layer(x, manager)
+        seen |= {"commit": now()}
+        y.register_hook(lambda grad: seen.update(backward=now()))
+        x.register_hook(lambda grad: seen.update(done=now()))
+        self.seen.append(seen)
+        return y
+
+
+def test_times_and_bytes_are_those_that_are_taken_by_hand():
+    model = make_model(layers=4, width=2048)
+    inputs = make_inputs(model, num_microbatches=6, rows=8192)
+    manager = make_manager()
+    for _ in range(3):
+        run_step(model, manager, inputs)
+    seen = []
+    watched = torch.nn.ModuleList(ByHand(layer, seen) for layer in model)
+    run_step(watched, manager, inputs)
+    seen.clear()
+    torch.cuda.synchronize()
+    with profile_step(manager, moves=False) as recorded:
+        began = now()
+        run_step(watched, manager, inputs)
+        ended = now()
+    torch.cuda.synchronize()
+    profile = recorded.profile
+    assert profile.offloaded_bytes == 0
+    assert len(seen) == len(profile.times) == 24
+    times = {group.key: each for group, each in zip(profile.groups, profile.times, strict=True)}
+    for index, by_hand in enumerate(seen):
+        each = times[GroupKey(index // 4, index % 4)]
+        forward_us = 1e3 * by_hand["start"].elapsed_time(by_hand["commit"])
+        backward_us = 1e3 * by_hand["backward"].elapsed_time(by_hand["done"])
+        assert each.committed_us - each.started_us == pytest.approx(forward_us, rel=0.05, abs=20)
+        assert each.done_us - each.backward_us == pytest.approx(backward_us, rel=0.05, abs=20)
+    assert profile.step_us == pytest.approx(1e3 * began.elapsed_time(ended), rel=0.05)
+    starts = [each.started_us for each in profile.times]
+    boundaries = sorted(time for each in profile.times for time in each)
+    assert len(profile.memory) == len(boundaries) + 1
+    found = [profile.memory[boundaries.index(start)].allocated_bytes for start in starts]
+    assert found == [by_hand["start_bytes"] for by_hand in seen]
+    manager.close()
+
+
+def test_a_resident_step_shows_what_groups_save_and_the_device_really_has():
+    model = make_model(layers=4, width=2048)
+    inputs = make_inputs(model, rows=8192)
+    manager = make_manager()
+    for _ in range(5):
+        run_step(model, manager, inputs)
+    stats = manager.last_step
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    with profile_step(manager, moves=False) as recorded:
+        results = run_step(model, manager, inputs)
+    profile = recorded.profile
+    assert all(group.num_bytes > 0 for group in profile.groups)
+    footprint = Footprint.of(profile)
+    assert max(sample.peak_bytes for sample in profile.memory) <= recorded.peak_allocated_bytes
+    assert footprint.peak_bytes <= recorded.peak_reserved_bytes
+    reference = run_step(model, None, inputs)
+    assert_same(reference, results)
+    assert footprint.saved_peak_bytes < footprint.peak_bytes
+    del results, reference
+    for _ in range(2):
+        run_step(model, manager, inputs)
+    assert manager.last_step.offloaded_bytes == stats.offloaded_bytes > 0
+    assert_nothing_left(manager)
+    manager.close()
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_the_host_never_waits_inside(moves, tmp_path):
+    model = make_model()
+    inputs = make_inputs(model)
+    manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
+    for _ in range(4):
+        run_step(model, manager, inputs)
+    torch.cuda.synchronize()
+    with profile_step(manager, moves=moves) as recorded, find_host_syncs(manager.backend) as syncs:
+        run_step(model, manager, inputs)
+    assert syncs.per_step() == []
+    save_profile(recorded.profile, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == recorded.profile
+    manager.close()
+
+
+def test_the_peaks_of_the_process_are_told_though_they_are_reset():
+    model = make_model(layers=2)
+    inputs = make_inputs(model)
+    manager = make_manager()
+    run_step(model, manager, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    torch.empty(4096 * MIB, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    with profile_step(manager) as recorded:
+        run_step(model, manager, inputs)
+    assert torch.cuda.max_memory_allocated() < before[0]
+    assert (recorded.peak_allocated_bytes, recorded.peak_reserved_bytes) == before
+    assert max(sample.peak_bytes for sample in recorded.profile.memory) < before[0]
+    with profile_step(manager, peaks=False) as recorded:
+        torch.empty(4096 * MIB, dtype=torch.uint8, device="cuda")
+        run_step(model, manager, inputs)
+    assert torch.cuda.max_memory_allocated() >= 4096 * MIB
+    assert {sample.peak_bytes for sample in recorded.profile.memory} == {0}
+    manager.close()

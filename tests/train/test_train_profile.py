@@ -1,0 +1,126 @@
+"""A profiled step changes no bit, and what every rank writes says how long a step takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from training_runs import environment_of_one_rank, numbers, run, words
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.footprint import Footprint
+from megatron_offload.planning.job import Machine
+from megatron_offload.planning.profile_file import load_profile
+from megatron_offload.planning.profiled_job import job_from_profiles
+from megatron_offload.planning.schedule import one_f_one_b
+from megatron_offload.planning.simulate import simulate
+from megatron_offload.train import cli
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.records import read_steps
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the bridges to a CPU are for machines without a CUDA device"
+)
+
+ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=5", "offload.enabled=true")
+
+
+@pytest.fixture
+def train(monkeypatch):
+    def train(output, *settings):
+        with monkeypatch.context() as patch:
+            for key, value in environment_of_one_rank().items():
+                patch.setenv(key, value)
+            assert cli.main(words(output, *ONE_RANK, *settings)) == 0
+
+    return train
+
+
+def test_a_profiled_step_changes_no_bit_and_moves_nothing(train, tmp_path):
+    train(tmp_path / "plain")
+    train(tmp_path / "profiled", "run.profile_step=3")
+    assert numbers(tmp_path / "profiled") == numbers(tmp_path / "plain")
+    assert not list((tmp_path / "plain").glob("profile_*"))
+    steps = [record.ranks[0] for record in read_steps(tmp_path / "profiled")[0]]
+    assert [step.is_profiled for step in steps] == [False, False, True, False, False]
+    assert steps[2].offloaded_bytes == 0
+    assert steps[3].offloaded_bytes == steps[4].offloaded_bytes > 0
+    profile = load_profile(tmp_path / "profiled/profile_0.json")
+    kept_bytes = sum(group["kept_bytes"] for group in steps[4].groups)
+    movable_bytes = sum(group.num_bytes for group in profile.groups)
+    assert movable_bytes == steps[4].offloaded_bytes + kept_bytes
+    assert (profile.run.num_microbatches, profile.run.pp_size, profile.run.vp_size) == (2, 1, 1)
+    assert profile.run.modules == ("core_attn", "mlp_act")
+    assert dict(profile.run.versions)["torch"] == torch.__version__
+    assert 0.05 < profile.step_us / (1e6 * steps[2].step_time_s) < 1
+    # Looking at peaks between boundaries has not lost the run's own count of them.
+    footprint = Footprint.of(profile)
+    assert steps[2].peak_live_activation_bytes == footprint.peak_bytes
+    assert steps[2].peak_live_activation_bytes > steps[4].peak_live_activation_bytes
+
+
+def test_a_profiled_step_may_move_and_the_page_leaves_it_out(train, tmp_path):
+    train(tmp_path, "run.profile_step=2", "run.profile_moves=true")
+    profile = load_profile(tmp_path / "profile_0.json")
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert profile.offloaded_bytes == json.loads(lines[1])["offloaded_bytes"] > 0
+
+
+def test_a_new_run_leaves_no_profile_of_an_earlier_one(train, tmp_path):
+    for name in ("profile_0.json", "profile_7.json", "profile_x.json"):
+        (tmp_path / name).write_text("old")
+    train(tmp_path, "run.steps=1")
+    assert [path.name for path in tmp_path.glob("profile_*")] == ["profile_x.json"]
+
+
+def test_without_offload_nothing_is_profiled(train, tmp_path):
+    train(tmp_path, "run.profile_step=1", "run.steps=2", "offload.enabled=false")
+    assert not list(tmp_path.glob("profile_*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"steps": 5, "profile_step": 5}, "5 does not come before the last of 5"),
+        ({"steps": 5, "profile_step": 6}, "6 does not come before the last of 5"),
+        (
+            {"steps": 9, "profile_step": 4, "trace_step": 4},
+            "4 is the step that run.trace_step traces",
+        ),
+        ({"profile_step": -1}, "profile_step"),
+    ],
+)
+def test_a_step_that_can_not_be_profiled_is_refused(settings, reason):
+    with pytest.raises((ConfigError, ValueError), match=reason):
+        TrainConfig.model_validate({"run": settings})
+
+
+def test_the_profiles_of_two_ranks_can_be_planned_and_simulated_with(tmp_path):
+    sizes = ("model.hidden=128", "model.heads=4", "model.sequence_length=128", "model.layers=4")
+    status, errors = run(
+        words(
+            tmp_path,
+            *sizes,
+            "parallel.virtual=1",
+            "data.micro_batch_size=4",
+            "data.microbatches=6",
+            "run.steps=5",
+            "run.profile_step=4",
+            "offload.enabled=true",
+        )
+    )
+    assert status == 0, errors
+    profiles = [load_profile(tmp_path / f"profile_{rank}.json") for rank in range(2)]
+    assert [profile.run.pp_rank for profile in profiles] == [0, 1]
+    for profile in profiles:
+        assert len(profile.memory) == 4 * len(profile.groups) + 1
+        assert len(profile.groups) == 6 * 2 * 2
+    job = job_from_profiles(profiles, one_f_one_b(2, 6), Machine(), (0, 0))
+    simulation = simulate(job)
+    # Whatever else the machine does delays single microbatches, of which the median is taken.
+    measured_us = max(profile.step_us for profile in profiles)
+    assert 0.3 * measured_us < simulation.step_us < 1.1 * measured_us
+    for rank, profile in zip(simulation.ranks, profiles, strict=True):
+        assert rank.peak_device_bytes <= Footprint.of(profile).peak_bytes
+        assert rank.peak_device_bytes == Footprint.of(profile).saved_peak_bytes
