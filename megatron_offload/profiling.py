@@ -283,7 +283,9 @@ class _Recorder:
 
     def _group(self, group: GroupProfile) -> GroupProfile:
         num_bytes, elsewhere_bytes, keeper = self._saved.of(group.key)
-        return group._replace(num_bytes=num_bytes, elsewhere_bytes=elsewhere_bytes, keeper=keeper)
+        return group._replace(
+            num_bytes=num_bytes, elsewhere_bytes=elsewhere_bytes, keeper=keeper, shared_bytes=0
+        )
 
     def _read_times(self) -> list[float]:
         """Wait until the device has passed every look; return when it did, since the first."""

@@ -46,6 +46,7 @@ class OffloadGroup:
         name: the module's name, such as ``core_attn``; groups of one name are counted together.
         num_bytes: bytes that moving the group copies; set at commit.
         elsewhere_bytes: bytes besides that something else keeps; set at commit.
+        shared_bytes: of both, what a group before it has as well and left there; set at commit.
         committed_at_bytes: when its forward ended, by the step's clock.
         is_resident: whether the plan keeps it in the room for groups that never move.
         held_bytes: what it takes of the device budget just now.
@@ -66,6 +67,7 @@ class OffloadGroup:
         "leaf_hook",
         "name",
         "num_bytes",
+        "shared_bytes",
         "state",
         "transfers",
     )
@@ -81,6 +83,7 @@ class OffloadGroup:
         self._moves = _LETTERS[GroupState.RECORDING]
         self.num_bytes = 0
         self.elsewhere_bytes = 0
+        self.shared_bytes = 0
         self.committed_at_bytes = 0
         self.held_bytes = 0
         self.is_resident = False

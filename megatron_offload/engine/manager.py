@@ -348,7 +348,12 @@ class PipelineOffloadManager:
             StepProfile(
                 groups=tuple(
                     GroupProfile(
-                        g.key, g.name, g.num_bytes, g.committed_at_bytes, g.elsewhere_bytes
+                        g.key,
+                        g.name,
+                        g.num_bytes,
+                        g.committed_at_bytes,
+                        g.elsewhere_bytes,
+                        shared_bytes=g.shared_bytes,
                     )
                     for g in self._committed
                 ),

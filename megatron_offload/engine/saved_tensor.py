@@ -69,6 +69,7 @@ class Block:
         d2h: the event behind the copy to the host, once issued.
         reload: the bulk reload that brings or brought it back.
         stays: whether it was chosen to stay on the device.
+        counted_bytes: what of it some group's commit has counted.
         checksum, checked_parts: in checking mode, what left and which bytes of it count.
     """
 
@@ -79,6 +80,7 @@ class Block:
         "cancelled",
         "checked_parts",
         "checksum",
+        "counted_bytes",
         "d2h",
         "forced_release",
         "group",
@@ -107,6 +109,7 @@ class Block:
         self.low = 0
         self.high = 0
         self.num_bytes = 0
+        self.counted_bytes = 0
         self.aliases: list[torch.Tensor] = []
         self.host: HostRegion | None = None
         self.target: torch.Tensor | None = None

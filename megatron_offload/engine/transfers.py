@@ -110,6 +110,8 @@ class Transfers:
         for block in group.blocks():
             if block.d2h is not None or block.stays:
                 continue
+            group.shared_bytes += block.counted_bytes
+            block.counted_bytes = block.num_bytes
             if self.owners.knows(block):
                 group.elsewhere_bytes += block.num_bytes
                 self.stats.held_elsewhere_bytes += block.num_bytes

@@ -80,6 +80,7 @@ class _Group(StrictModel):
     committed_at_bytes: Amount
     elsewhere_bytes: Amount
     keeper: Name
+    shared_bytes: Amount
 
 
 class _Backward(StrictModel):
@@ -188,6 +189,7 @@ def parse_profile(text: str, source: str) -> StepProfile:
                 each.committed_at_bytes,
                 each.elsewhere_bytes,
                 each.keeper,
+                each.shared_bytes,
             )
             for each in read.groups
         ),

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 import pytest
+import torch
 from programs import (
     KIB,
     TIMINGS,
@@ -17,10 +18,12 @@ from programs import (
     run_step,
 )
 
+from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, save_plan
 from megatron_offload.planning.policy import RatioPolicy
 from megatron_offload.planning.profile import RunShape
+from megatron_offload.profiling import profile_step
 
 ORDER = one_forward_one_backward(4, depth=3)
 
@@ -117,7 +120,9 @@ def test_a_plan_outlives_a_failed_step(tmp_path):
     manager = make_follower(plan, tmp_path / "plan.json")
     run_step(model, manager, ORDER)
     manager.begin_chunk()
+    manager.guard.fail()  # as an error in the middle of a call does
     manager.abort()
+    assert manager.kept == plan.ranks[0].kept
     for _ in range(2):
         run_step(model, manager, ORDER)
         assert manager.last_step.offloaded_bytes == plan.ranks[0].moved_bytes
@@ -154,3 +159,47 @@ def test_a_plan_that_is_no_plan_fails_before_anything_runs(tmp_path):
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"plan\.json"):
         make_manager(policy={"kind": "plan_file", "path": str(path)})
+
+
+def test_what_two_groups_share_makes_no_other_run_of_it():
+    # Where the first of them stays, the second one counts and moves what they share.
+    shared = torch.randn(64, 64)
+
+    def step(manager):
+        manager.begin_chunk()
+        losses = []
+        for name in ("first", "second"):
+            x = start_group(manager, torch.zeros(64, 64, requires_grad=True), name)
+            with manager:
+                y = x * shared
+            losses.append(commit_group(manager, y, name).sum())
+        del y, x
+        sum(losses).backward()
+        manager.reset()
+
+    recorder = make_manager()
+    with profile_step(recorder, run=RunShape(), moves=False) as recorded:
+        step(recorder)
+    plan = RatioPolicy(1.0).make_plan([recorded.profile])
+    choices = [c._replace(moves=c.name == "second") for c in plan.ranks[0].choices]
+    ranks = (replace(plan.ranks[0], choices=tuple(choices)),)
+    manager = make_manager()
+    manager.follow_plan(replace(plan, ranks=ranks))
+    for _ in range(3):
+        step(manager)
+        assert_nothing_left(manager)
+
+
+def test_a_few_bytes_more_or_less_make_no_other_run_of_it():
+    model = make_model()
+    plan, profile = make_plan(model), make_profile(model)
+    total = sum(group.num_bytes for group in profile.groups)
+    for more, is_same in ((total // 60, True), (total // 40, False)):
+        first = profile.groups[0]
+        groups = (first._replace(num_bytes=first.num_bytes + more), *profile.groups[1:])
+        other = replace(profile, groups=groups)
+        if is_same:
+            plan.check(other)
+        else:
+            with pytest.raises(ConfigError, match="group 0 of pipeline rank 0"):
+                plan.check(other)
