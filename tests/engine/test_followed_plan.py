@@ -65,6 +65,15 @@ def test_exactly_the_planned_groups_move_from_the_first_step_on(share, timing, t
         assert_nothing_left(manager)
 
 
+def test_a_plan_wins_over_the_fraction(tmp_path):
+    model = make_model()
+    plan = make_plan(model)
+    manager = make_follower(plan, tmp_path / "plan.json", fraction=0.0)
+    for _ in range(2):
+        run_step(model, manager, ORDER)
+    assert manager.last_step.offloaded_bytes == plan.ranks[0].moved_bytes > 0
+
+
 def test_the_planned_budgets_are_in_force(tmp_path):
     model = make_model()
     plan = make_plan(model, max_inflight_bytes=24 * KIB, prefetch_bytes=40 * KIB)
@@ -125,7 +134,7 @@ def test_a_plan_outlives_a_failed_step(tmp_path):
     assert manager.kept == plan.ranks[0].kept
     for _ in range(2):
         run_step(model, manager, ORDER)
-        assert manager.last_step.offloaded_bytes == plan.ranks[0].moved_bytes
+    assert manager.last_step.offloaded_bytes == plan.ranks[0].moved_bytes
 
 
 def test_a_plan_can_be_taken_up_in_the_middle(tmp_path):
