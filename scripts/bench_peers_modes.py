@@ -18,6 +18,7 @@ from bench_peers_link import link_shares
 
 PLAN_AT_STEP = 3
 """The steps before it are not like the rest."""
+PLANNING_KINDS = ("auto", "memory_target")
 
 
 class Mode:
@@ -135,7 +136,8 @@ class Ours(Marked):
 
     def take_step(self, step):
         self.num_steps += 1
-        if self.num_steps != PLAN_AT_STEP or self.manager.config.policy is None:
+        policy = self.manager.config.policy
+        if self.num_steps != PLAN_AT_STEP or getattr(policy, "kind", None) not in PLANNING_KINDS:
             return step()
         from megatron_offload.planned_run import plan_run
         from megatron_offload.planning.plan import save_plan
