@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.adapt import Adaptation, Distances, Seen
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.plan import OffloadPlan, check_profiles, parse_plan, plan_to_json
@@ -33,6 +33,8 @@ from megatron_offload.profiling import profile_step
 from megatron_offload.tracing import trace_step
 
 __all__ = ["agree_on_plan", "correct_plan", "make_plan", "plan_run"]
+
+_ERRORS: dict[str, type[ConfigError]] = {"error": ConfigError, "target": TargetError}
 
 
 def plan_run(
@@ -63,6 +65,7 @@ def plan_run(
 
     Raises:
         ConfigError: no such policy is given, or no plan can be made; on all ranks.
+        TargetError: a rank can't be brought under its target; on all ranks.
     """
     planned = _planning_policy(policy if policy is not None else manager.config.policy)
     with profile_step(manager, run=run, moves=False) as recorded:
@@ -92,6 +95,7 @@ def agree_on_plan(
 
     Raises:
         ConfigError: another policy is given, or no plan can be made; on all ranks.
+        TargetError: a rank can't be brought under its target; on all ranks.
     """
     planned = _planning_policy(policy)
     is_distributed = dist.is_available() and dist.is_initialized()
@@ -107,8 +111,8 @@ def agree_on_plan(
         first = dist.get_global_rank(group, 0) if group is not None else 0
         dist.broadcast_object_list(answer, src=first, group=group)
     kind, _, body = answer[0].partition("\n")
-    if kind == "error":
-        raise ConfigError(body)
+    if kind in _ERRORS:
+        raise _ERRORS[kind](body)
     plan = parse_plan(body, "the plan of the first rank")
     manager.follow_plan(plan)
     return plan
@@ -127,7 +131,8 @@ def make_plan(
         schedule: what the ranks run; for ``auto``, which predicts.
 
     Raises:
-        ConfigError: the profiles can't be planned with, or the target can't be met.
+        ConfigError: the profiles can't be planned with.
+        TargetError: a rank can't be brought under its target.
     """
     if not isinstance(policy, AutoConfig):
         return make_policy(policy).make_plan(profiles)
@@ -198,7 +203,7 @@ def _plan_or_error(
         in_order = check_profiles(profiles.values())
         plan = make_plan(in_order, policy, schedule or _usual_schedule(in_order[0].run))
     except ConfigError as error:
-        return f"error\n{error}"
+        return f"{'target' if isinstance(error, TargetError) else 'error'}\n{error}"
     return "plan\n" + plan_to_json(plan)
 
 

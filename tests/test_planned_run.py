@@ -14,7 +14,7 @@ from programs import (
 )
 
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planned_run import correct_plan, plan_run
 from megatron_offload.planning.profile import RunShape
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
@@ -76,7 +76,7 @@ def test_auto_saves_memory_where_copies_are_fast_and_predicts_it():
 def test_a_target_that_cannot_be_met_changes_nothing():
     job = Job(policy={**TARGET, "target_bytes": 1}).warmed_up()
     moved_bytes = job.manager.last_step.offloaded_bytes
-    with pytest.raises(ConfigError, match="can't be brought under"):
+    with pytest.raises(TargetError, match="can't be brought under"):
         plan_run(job.manager, job.step, RUN)
     job.step()
     assert job.manager.last_step.offloaded_bytes == moved_bytes > 0
