@@ -35,9 +35,11 @@ one more step to this package's own modes, in which nothing moves, and writes wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -288,9 +290,12 @@ def worker_environment(options, spec):
 
 
 def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    # Not one that the kernel gives out to others meanwhile: those begin at 32768.
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _run_ranks(command, environment, logs, timeout_s):
