@@ -69,7 +69,13 @@ def test_what_was_measured_is_kept_and_shown_later_without_measuring(machine):
     later = machine.examine(bandwidth=False)
     assert len(machine.measured) == 1
     assert later.profile == first.profile is not None
-    assert later.findings == first.findings
+    # What is free just now is another matter.
+    lasting = [
+        [finding for finding in each.findings if finding.title not in ("host memory", "swap")]
+        for each in (first, later)
+    ]
+    assert lasting[0] == lasting[1]
+    assert len(lasting[0]) >= len(first.findings) - 2
     identity = identify_machine(root=machine.root)
     assert load_profile(identity, machine.root / "cache") == first.profile
 
