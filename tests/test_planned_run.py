@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from programs import (
     KIB,
@@ -13,10 +15,14 @@ from programs import (
     run_step,
 )
 
+from megatron_offload import planned_run
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, TargetError
-from megatron_offload.planned_run import correct_plan, plan_run
+from megatron_offload.planned_run import correct_plan, make_plan, plan_run
 from megatron_offload.planning.profile import RunShape
+from megatron_offload.planning.profile_file import profile_to_json
+from megatron_offload.planning.schedule import make_schedule
+from megatron_offload.profiling import profile_step
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 
 ORDER = one_forward_one_backward(6, depth=3)
@@ -88,6 +94,70 @@ def test_other_policies_plan_no_run(policy):
     with pytest.raises(ConfigError, match="'memory_target' or 'auto', got "):
         plan_run(job.manager, job.step, RUN)
     assert job.num_steps == 0
+
+
+def test_what_no_group_saves_counts_in_the_prediction():
+    job = Job().warmed_up()
+    with profile_step(job.manager, run=RUN, moves=False) as recorded:
+        job.step()
+    policy = make_config(policy={"kind": "auto", "most_slowdown_percent": 0.0}).policy
+    schedule = make_schedule("1f1b", 1, 6)
+    peaks = []
+    for weights_bytes in (0, 64 * 1024 * KIB):
+        memory = tuple(
+            sample._replace(
+                allocated_bytes=sample.allocated_bytes + weights_bytes,
+                reserved_bytes=sample.reserved_bytes + weights_bytes,
+                peak_bytes=sample.peak_bytes + weights_bytes,
+            )
+            for sample in recorded.profile.memory
+        )
+        plan = make_plan([replace(recorded.profile, memory=memory)], policy, schedule)
+        peaks.append(plan.ranks[0].predicted_peak_bytes)
+    segment_bytes = 2 * 1024 * KIB
+    assert peaks[1] - peaks[0] == pytest.approx(64 * 1024 * KIB, abs=segment_bytes)
+
+
+def test_the_first_profile_of_each_pipeline_rank_counts():
+    job = Job().warmed_up()
+    with profile_step(job.manager, run=RUN, moves=False) as recorded:
+        job.step()
+    text = profile_to_json(recorded.profile)
+    policy = make_config(policy=TARGET).policy
+    alone, twice = (
+        planned_run._plan_or_error(texts, policy, None) for texts in ([text], [text] * 2)
+    )
+    assert alone == twice
+    assert alone.startswith("plan\n")
+
+
+class Corrections:
+    """Stands in for the search: asks for what makes no sense, and knows better."""
+
+    seen = []  # noqa: RUF012 - one for all
+    best = (300, 400)
+
+    def __init__(self, *_):
+        self.seen.clear()
+
+    def follow(self, seen):
+        self.seen.append(seen)
+        return (100, 200)
+
+
+def test_what_was_best_stays_and_stalls_are_told(monkeypatch):
+    monkeypatch.setattr(planned_run, "Adaptation", Corrections)
+    job = Job(policy=TARGET).warmed_up()
+    plan_run(job.manager, job.step, RUN)
+    backend = job.manager.backend
+    correct_plan(job.manager, job.step, num_steps=3)
+    assert job.manager.backend is backend
+    assert len(Corrections.seen) == 3
+    # With a hundred bytes in flight at most the device waits for every copy.
+    assert Corrections.seen[-1].release_stall_us > 0
+    assert Corrections.seen[-1].reload_stall_us > 0
+    budget = job.manager.budget
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (300, 400)
 
 
 def test_later_steps_correct_the_budgets_and_nothing_else():

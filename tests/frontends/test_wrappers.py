@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_offload.errors import InPlaceModificationError
+from megatron_offload.integrations.transformer_engine import mark_not_offload
 
 
 class Keep(torch.autograd.Function):
@@ -70,6 +71,29 @@ def test_wrappers_in_wrappers_move_too():
     assert torch.equal(back.a.b, b)
     assert torch.equal(back.b.a, c)
     assert offload.last_step.offloaded_bytes == 4 * a.nbytes
+
+
+def test_a_wrapper_that_was_opted_out_stays_with_its_parts():
+    offload = make_offload(**TIGHT)
+    made = []
+
+    def make(mark):
+        tensor = TwoTensor(torch.randn(40, 40), torch.randn(40, 40))
+        mark(tensor)
+        made[:] = [tensor.a.clone()]
+        return tensor
+
+    for mark in (lambda tensor: setattr(tensor, "_do_not_offload", True), mark_not_offload):
+        Keep.seen.clear()
+        with offload:
+            y = Keep.apply(torch.ones(3, requires_grad=True), make(mark))
+        y.sum().backward()
+        assert torch.equal(Keep.seen.pop().a, made[0])
+        del y
+        offload.end_step()
+        assert offload.last_step.offloaded_bytes == 0
+    tensor = make(mark_not_offload)
+    assert all(part._do_not_offload for part in (tensor, tensor.a, tensor.b))
 
 
 def test_what_backward_was_handed_outlives_the_release():

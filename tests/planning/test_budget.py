@@ -167,3 +167,16 @@ def test_a_total_leaves_half_to_what_comes_back_at_most():
     assert budget.resident_room_bytes() == 5000
     budget.set_total(1700)
     assert budget.resident_room_bytes() == 100
+
+
+def test_limits_that_a_plan_sets_follow_nothing_and_bound_what_a_search_finds():
+    budget = DeviceBudget(None, None)
+    for _ in range(20):
+        budget.add_saved(800, is_learned=True)
+    budget.set_limits(700, 900)
+    budget.learn()
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 900)
+    budget.set_limits(None, 600)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 600)
+    budget.set_total(10_000)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (9400, 600)
