@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from jobs import RATES, described, measured, ran, run_without
+from jobs import RATES, measured, ran, run_without
 
 from megatron_offload.commands import plan as command
 from megatron_offload.commands.source import has_profiles, load_model, load_run
@@ -24,15 +24,7 @@ from megatron_offload.train.cli import main
 pytest.importorskip("scipy")
 pytest.importorskip("simpy")
 
-
-@pytest.fixture
-def model(tmp_path):
-    return described(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+pytestmark = pytest.mark.usefixtures("wide")
 
 
 def plan(*words):

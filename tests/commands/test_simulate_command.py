@@ -18,15 +18,7 @@ from megatron_offload.train.cli import main
 
 pytest.importorskip("simpy")
 
-
-@pytest.fixture
-def model(tmp_path):
-    return described(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+pytestmark = pytest.mark.usefixtures("wide")
 
 
 def run(*words):

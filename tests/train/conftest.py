@@ -1,4 +1,4 @@
-"""A comparison of two processes that several files look at."""
+"""Runs that several files look at: a comparison of two processes, and one rank in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from training_runs import TINY, environment
+from training_runs import TINY, environment, environment_of_one_rank, words
+
+from megatron_offload.train import cli
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,16 @@ def compared(tmp_path_factory):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return output, done.stdout
+
+
+@pytest.fixture
+def train(monkeypatch, request):
+    """Train in this process, with the ``ONE_RANK`` settings of the test's file."""
+
+    def train(output, *settings):
+        with monkeypatch.context() as patch:
+            for key, value in environment_of_one_rank().items():
+                patch.setenv(key, value)
+            assert cli.main(words(output, *request.module.ONE_RANK, *settings)) == 0
+
+    return train

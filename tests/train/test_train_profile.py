@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from training_runs import environment_of_one_rank, numbers, run, words
+from training_runs import numbers, run, words
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
@@ -15,7 +15,6 @@ from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_from_profiles
 from megatron_offload.planning.schedule import one_f_one_b
 from megatron_offload.planning.simulate import simulate
-from megatron_offload.train import cli
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import read_steps
 
@@ -24,17 +23,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=5", "offload.enabled=true")
-
-
-@pytest.fixture
-def train(monkeypatch):
-    def train(output, *settings):
-        with monkeypatch.context() as patch:
-            for key, value in environment_of_one_rank().items():
-                patch.setenv(key, value)
-            assert cli.main(words(output, *ONE_RANK, *settings)) == 0
-
-    return train
 
 
 def test_a_profiled_step_changes_no_bit_and_moves_nothing(train, tmp_path):

@@ -6,27 +6,15 @@ import json
 
 import pytest
 import torch
-from training_runs import environment_of_one_rank, numbers, words
+from training_runs import numbers
 
 from megatron_offload.reporting.trace import HELD_BYTES, LIVE_BYTES, StepTrace
-from megatron_offload.train import cli
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the bridges to a CPU are for machines without a CUDA device"
 )
 
 ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=4", "offload.enabled=true")
-
-
-@pytest.fixture
-def train(monkeypatch):
-    def train(output, *settings):
-        with monkeypatch.context() as patch:
-            for key, value in environment_of_one_rank().items():
-                patch.setenv(key, value)
-            assert cli.main(words(output, *ONE_RANK, *settings)) == 0
-
-    return train
 
 
 def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, tmp_path):

@@ -1,0 +1,18 @@
+"""What the tests of commands share."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import described
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Return the description of a small job."""
+    return described(tmp_path)
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Let tables have their whole width."""
+    monkeypatch.setenv("COLUMNS", "200")
