@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
 import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -77,4 +79,7 @@ def test_the_cost_of_checking_is_measured(tmp_path):
     )
     result = json.loads(path.read_text())
     assert result["moved_bytes_per_step"] > 0
-    assert result["ratio"] > 1
+    medians = {mode: statistics.median(times) for mode, times in result["step_times_s"].items()}
+    assert result["step_ms"] == {mode: pytest.approx(1e3 * t) for mode, t in medians.items()}
+    assert result["ratio"] == pytest.approx(medians["with"] / medians["without"])
+    assert all(len(times) == 3 * 2 for times in result["step_times_s"].values())
