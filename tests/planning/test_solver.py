@@ -153,9 +153,18 @@ def test_of_choices_with_as_few_bytes_one_waits_least(seed):
     least = min(
         waited_bytes(problem, choice) for choice in itertools.combinations(range(num), num_moved)
     )
-    # A hundredth, or a thousandth of what moves, is left by the search, and less risk is worth as
-    # much again.
-    assert waited_bytes(problem, moved) <= 1.01 * least + 2e-3 * num_moved * size
+    # The search leaves so much, and less risk is worth a thousandth of what moves.
+    assert waited_bytes(problem, moved) <= 1.05 * least + 1.2e-3 * num_moved * size
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_of_two_alike_the_one_that_is_needed_later_moves(is_first):
+    copies_us = 2 * 1000 * MIB / 50e3
+    items = [Item(1000 * MIB, 0, 1, 0.0, 1.2 * copies_us), Item(1000 * MIB, 0, 1, 0.0, 1e7)]
+    if is_first:
+        items.reverse()
+    problem = Problem(tuple(items), (3000 * MIB,), 2000 * MIB, 0, 50.0)
+    assert solve(problem).moved == {0 if is_first else 1}
 
 
 def test_the_same_problem_gets_the_same_choice():
