@@ -43,8 +43,8 @@ _WAITING_SHARE = 2e-4
 """So is waiting for this share of what moves more than the least."""
 
 _WAITING_NODES = 50
-"""The most that the search for less waiting branches. On the benchmark job 20, 50 and 200 gave plans
-of the same step time and peak. A count, because a time would make plans differ by machine."""
+"""The most that the search for less waiting branches. On the benchmark job 20, 50 and 200 gave
+plans of one step time and peak. A count, because a time would make plans differ by machine."""
 
 _RISK_SHARE = 1e-3
 """A byte that fills the whole time between commit and backward with its copies counts as much as
