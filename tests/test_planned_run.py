@@ -178,21 +178,24 @@ def agreed(job, **keys):
     return agree_on_bandwidths(job.manager, policy)
 
 
-def test_a_run_plans_with_what_its_machine_gives(cache):
-    reasons = []
-    for gbps in (1.0, 20.0):
-        job = GpuJob(gbps, policy=UNSET).warmed_up()
-        num_copies = job.manager.backend.num_copies
-        plan = plan_run(job.manager, job.step, RUN)
-        (path,) = cache.iterdir()
-        assert plan.bandwidths == f"measured now, one GPU, kept in {path}"
-        assert job.manager.backend.num_copies > num_copies
-        moved = [choice.reason for choice in plan.ranks[0].choices if choice.moves]
-        assert moved
-        reasons.append(moved)
-        job.step()
-        path.unlink()
-    assert reasons[0] != reasons[1]
+def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
+    policies = []
+
+    def make(profiles, policy, schedule):
+        policies.append(policy)
+        return make_plan(profiles, policy, schedule)
+
+    monkeypatch.setattr(planned_run, "make_plan", make)
+    job = GpuJob(3.0, policy=UNSET).warmed_up()
+    plan = plan_run(job.manager, job.step, RUN)
+    (path,) = cache.iterdir()
+    assert plan.bandwidths == f"measured now, one GPU, kept in {path}"
+    (policy,) = policies
+    machine = policy.resources().machine
+    assert (machine.d2h_gbps, machine.h2d_gbps) == (pytest.approx(3), pytest.approx(6))
+    assert (machine.node_d2h_gbps, machine.ranks_per_node) == (None, 1)
+    assert plan.ranks[0].moved_bytes > 0
+    job.step()
 
 
 def test_what_is_kept_is_not_measured_again(cache):

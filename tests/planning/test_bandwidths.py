@@ -55,13 +55,13 @@ def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
 
 
 def test_of_several_machines_the_slowest_counts_whichever_is_first():
-    fast = machine(*[(50, 54, 45, 44, 40, 40)] * 2)
-    slow = machine(*[(48, 52, 40, 41, 10, 12)] * 4)
+    fast = machine(*[(50, 54, 45, 44, 25, 25)] * 2)
+    slow = machine(*[(48, 52, 40, 41, 14, 15)] * 4)
     for machines in ((fast, slow), (slow, fast)):
         found = measured_machine(machines)
         assert (found.d2h_gbps, found.h2d_gbps, found.both_gbps) == (48, 52, 40)
         # More together than the other, and less for each.
-        assert (found.node_gbps, found.ranks_per_node) == (88, 4)
+        assert (found.node_gbps, found.ranks_per_node) == (116, 4)
 
 
 @pytest.mark.parametrize(("gpus_per_rank", "ranks"), [(1, 4), (2, 2), (4, 1), (8, 1)])
