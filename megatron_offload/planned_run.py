@@ -145,9 +145,9 @@ def agree_on_bandwidths(
     """Return what copies get on the machines of all ranks; collective, and between steps.
 
     The policy's own section ``machine`` wins. Without one it is what the machines have kept of an
-    earlier measurement; where one has none, all ranks measure now, which takes a second or two.
-    Where that fails, or copies have no streams or no pinned memory of their own, it is the
-    defaults, with a warning if they weren't asked for.
+    earlier measurement; where one has none, all ranks measure now, which takes some tenths of a
+    second for each GPU of a machine. Where that fails, or copies have no streams or no pinned
+    memory of their own, it is the defaults, with a warning.
 
     Args:
         manager: between two steps.
@@ -164,11 +164,10 @@ def agree_on_bandwidths(
     elif device is None:
         machine = simulated_machine(manager.config.simulated)
         origin = "the simulated device's own"
-    elif not (manager.config.copy_streams and manager.config.pin_memory):
-        machine = MachineConfig()
-        origin = f"{DEFAULTS}; nothing is measured without pin_memory and copy_streams"
     else:
         try:
+            if not (manager.config.copy_streams and manager.config.pin_memory):
+                raise BandwidthError("it needs copy_streams and pin_memory")
             machines = agree_on_machines(manager.backend, device, group=group)
             machine = measured_machine(machines.profiles, planned.gpus_per_rank)
             origin = _origin_of(machines)
