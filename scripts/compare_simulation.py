@@ -55,11 +55,15 @@ SIZES = {
     "virtual_stages": "vpp",
 }
 """What the measured files call the sizes of the model."""
+LAUNCHES_WITHOUT_ROTATION = 36.0
+"""Kernels of a layer where positions aren't rotated; see `ModelDescription.launches_per_layer`."""
 
 
 def described(sizes: dict) -> ModelDescription:
     """Return the model that was measured: the described one, in these sizes."""
     own = {name: sizes[measured] for name, measured in SIZES.items()}
+    if sizes.get("positions") != "rope":
+        own["launches_per_layer"] = LAUNCHES_WITHOUT_ROTATION
     return MODEL.model_copy(update={**own, "ffn": 4 * sizes["hidden"]})
 
 

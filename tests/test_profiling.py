@@ -323,7 +323,7 @@ def test_a_recorded_step_can_be_planned_with():
         program.step()
     footprint = Footprint.of(recorded.profile)
     assert footprint.peak_bytes == footprint.saved_peak_bytes == 6000
-    pytest.importorskip("scipy")
+    pytest.importorskip("highspy")
     plan = MemoryTargetPolicy(6000).make_plan([recorded.profile])
     assert plan.ranks[0].moved_bytes == 0
     with profile_step(program.manager) as moved:

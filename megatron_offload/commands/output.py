@@ -9,8 +9,6 @@ Invariant: a folder that isn't there fails before anything long begins.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from rich.console import Console
 
 from megatron_offload.errors import ConfigError
 
-__all__ = ["PREDICTED", "check_place", "console", "quietly", "writing"]
+__all__ = ["PREDICTED", "check_place", "console", "writing"]
 
 PREDICTED = "predicted by simulation, not measured: hold it against a run before you rely on it"
 
@@ -49,17 +47,3 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"can't write {path}: {error.strerror}; choose another file") from error
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Drop what libraries in C print to standard output meanwhile, as HiGHS does unasked."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        with open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -21,7 +21,7 @@ from pydantic import Field
 from rich.console import Console
 
 from megatron_offload.commands import source as sources
-from megatron_offload.commands.output import PREDICTED, check_place, console, quietly, writing
+from megatron_offload.commands.output import PREDICTED, check_place, console, writing
 from megatron_offload.commands.source import Source, load_source
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.planning.auto import Prediction, with_prediction
@@ -103,7 +103,7 @@ _NEEDED = {"memory_target": "device_target", "ratio": "ratio"}
 _MOST_TARGETS = 64
 
 _CURVE_LIMIT_S = 1.0
-"""Time for each search of a point of the curve; a greedy choice stands in."""
+"""Time for each search of a point of the curve; the best that was found stands in."""
 
 
 class _Numbers(StrictModel):
@@ -169,7 +169,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan, print and write; return 0.
 
     Raises:
-        ConfigError: bad input, or scipy or simpy are missing.
+        ConfigError: bad input, or highspy or simpy are missing.
         TargetError: a rank can't be brought under its target.
     """
     output: Path | None = options.output or (options.folder and options.folder / PLAN_NAME)
@@ -201,8 +201,7 @@ def make(source: Source, config: PolicyConfig, num_targets: int = 6) -> Outcome:
         ConfigError: as for `run`.
     """
     policy = make_policy(config, source.predict)
-    with quietly():
-        plan = policy.make_plan(source.profiles)
+    plan = policy.make_plan(source.profiles)
     prediction = source.predict(plan)
     plan = replace(with_prediction(plan, prediction), bandwidths=source.machine)
     step = simulate(source.job)
@@ -322,8 +321,7 @@ def _targets(source: Source, without: Prediction, num_targets: int) -> Iterator[
         return  # nothing can move
     for index in range(num_targets):
         target = lowest + (highest - lowest) * index // num_targets
-        with quietly():
-            plan = planner.plan((target,) * len(planner.ranks), "memory_target")
+        plan = planner.plan((target,) * len(planner.ranks), "memory_target")
         yield _point(f"target {format_bytes(target)}", source.predict(plan), without)
 
 

@@ -84,6 +84,10 @@ class Problem:
         over = np.array(self.memory_bytes, dtype=np.int64) - self.target_bytes
         return np.where(over > 0, over + self.device_bytes, 0)
 
+    def bytes_of(self, positions: Iterable[int]) -> int:
+        """Return what the items at these positions hold together."""
+        return sum(self.items[position].num_bytes for position in positions)
+
     def live_bytes(self, positions: Iterable[int]) -> np.ndarray:
         """Return what the items at these positions hold in each row."""
         changes = np.zeros(len(self.memory_bytes) + 1, dtype=np.int64)
@@ -124,7 +128,7 @@ class Solution(NamedTuple):
     Attributes:
         moved: positions of the items that move.
         moved_bytes: what they hold together, which is copied out and back.
-        method: ``"exact"`` or ``"greedy"``.
+        method: ``"exact"``, ``"greedy"``, or ``"best found"`` of an exact search whose time was up.
     """
 
     moved: frozenset[int]
@@ -135,5 +139,4 @@ class Solution(NamedTuple):
     def of(cls, problem: Problem, moved: Iterable[int], method: str) -> Solution:
         """Return the solution that moves the items at these positions."""
         chosen = frozenset(moved)
-        total = sum(problem.items[position].num_bytes for position in chosen)
-        return cls(chosen, total, method)
+        return cls(chosen, problem.bytes_of(chosen), method)

@@ -14,7 +14,7 @@ Read next: `megatron_offload.planning.cover`, which states the problem.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, combinations
 
 import numpy as np
@@ -137,7 +137,7 @@ def _exchange(
         p for p in leaving if problem.items[p].first_row < end and problem.items[p].end_row > first
     ]
     dropped = _dropped(problem, near, tried)
-    if _bytes_of(problem, dropped) <= _bytes_of(problem, incoming):
+    if problem.bytes_of(dropped) <= problem.bytes_of(incoming):
         return False
     moved.update(incoming)
     moved -= dropped
@@ -155,7 +155,3 @@ def _dropped(problem: Problem, moving: Sequence[int], slack: np.ndarray) -> set[
             rows -= num_bytes
             dropped.add(position)
     return dropped
-
-
-def _bytes_of(problem: Problem, positions: Iterable[int]) -> int:
-    return sum(problem.items[position].num_bytes for position in positions)

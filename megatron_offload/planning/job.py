@@ -80,6 +80,10 @@ class StageWork:
     buffer_bytes: int = 0
     """What receiving and sending takes on the device while a pass of the stage runs, beyond what
     its groups save."""
+    num_launches: float | None = None
+    """Kernels that a pass launches, the mean of forward and backward: how many passes the host may
+    be ahead, while the memory of messages isn't free (`planning.pending`). None, where it isn't
+    known or already in what was measured, counts none of that."""
 
     def __post_init__(self) -> None:
         _check_numbers(self, "stage")
@@ -162,8 +166,8 @@ class Job:
     gpus_per_rank: int = 1
     """GPUs of a node that do exactly the same at the same time."""
     unused_bytes: int | None = None
-    """What the allocator reserves and can't use, per rank. None: as much as the largest temporaries
-    of the rank, which is an estimate and no more."""
+    """What the allocator reserves and can't use, per rank, messages apart. None: as much as the
+    largest temporaries of the rank, which is an estimate and no more."""
 
     def __post_init__(self) -> None:
         schedule = self.schedule

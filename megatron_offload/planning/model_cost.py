@@ -117,6 +117,10 @@ class ModelDescription(StrictModel):
     """The part of it that matrix products get."""
     memory_gbps: float = Field(gt=0)
     """Bandwidth of the device's own memory."""
+    launches_per_layer: float = Field(default=76.0, ge=0)
+    """Kernels that a layer launches in a forward and a backward together. 76 are megatron-core's
+    with TransformerEngine: 20 for the rotation of queries, 20 for that of keys where it isn't
+    fused, and 36 others (11 forward, 25 backward)."""
 
     @field_validator("modules")
     @classmethod
@@ -406,7 +410,8 @@ def job_from_model(model: ModelDescription, machine: Machine | None = None) -> J
         if stage == schedule.num_stages - 1:
             groups += costs.loss()
         buffer_bytes = _GRADIENT_BUFFERS * costs.hidden_bytes if schedule.num_stages > 1 else 0
-        stages.append(StageWork(tuple(groups), costs.hidden_bytes, buffer_bytes))
+        num_launches = num_layers * model.launches_per_layer / 2
+        stages.append(StageWork(tuple(groups), costs.hidden_bytes, buffer_bytes, num_launches))
     per_parameter = model.static_bytes_per_parameter
     return Job(
         schedule=schedule,

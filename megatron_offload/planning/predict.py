@@ -13,6 +13,7 @@ from dataclasses import replace
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import Prediction, Predictor
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings
+from megatron_offload.planning.pending import PendingMessages
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profile import (
     GroupKey,
@@ -76,7 +77,12 @@ def _profile(job: Job, rank: int, result: RankResult, step_us: float) -> StepPro
 
 
 class _Walk:
-    """Goes through a rank's passes beside the spans of its work, and looks at each boundary."""
+    """Goes through a rank's passes beside the spans of its work, and looks at each boundary.
+
+    Peaks count what was freed and can't be used yet, which PyTorch's don't: so a plan has it where
+    it is, and not the most of it always. Between passes it needs no look: the next group that runs
+    finds as much, and no more that could have moved.
+    """
 
     def __init__(self, job: Job, rank: int, result: RankResult) -> None:
         assert result.trace is not None
@@ -86,6 +92,7 @@ class _Walk:
         )
         self._reserved_bytes = result.peak_reserved_bytes
         self._held_bytes = self._peak_bytes = job.static_bytes[rank]
+        self._pending = PendingMessages(job, rank)
         self._now_us = 0.0
         self._chunks: dict[tuple[int, int], int] = {}
         self.times_us: dict[GroupKey, list[float]] = {}
@@ -105,6 +112,7 @@ class _Walk:
         steps = list(zip(stage.groups, keys, strict=True))
         for work, key in steps if one.kind is PassKind.FORWARD else reversed(steps):
             self._go(one.kind, work, key, stage.buffer_bytes)
+        self._pending.add_pass(one)
 
     def _go(self, kind: PassKind, work: GroupWork, key: GroupKey | None, buffer_bytes: int) -> None:
         is_forward = kind is PassKind.FORWARD
@@ -131,7 +139,8 @@ class _Walk:
 
     def _hold(self, more_bytes: int, temp_bytes: int = 0) -> None:
         self._held_bytes += more_bytes
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes + temp_bytes)
+        taken_bytes = self._held_bytes + self._pending.num_bytes
+        self._peak_bytes = max(self._peak_bytes, taken_bytes + temp_bytes)
 
     def look(self, key: GroupKey | None = None) -> None:
         """Note time and memory at a boundary of a group, or at the end."""

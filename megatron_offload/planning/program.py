@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from megatron_offload.planning.budget import DeviceBudget
+from megatron_offload.planning.pending import PendingMessages
 from megatron_offload.planning.profile import GroupKey
 from megatron_offload.planning.schedule import Pass, PassKind
 
@@ -76,6 +77,8 @@ class RankProgram:
     copy_labels: list[str] = field(default_factory=list)
     """Only where it was asked for."""
     peak_device_bytes: int = 0
+    peak_taken_bytes: int = 0
+    """The same with what was freed and can't be used yet."""
     peak_temp_bytes: int = 0
     """The largest temporaries of any group, buffers included."""
     peak_host_bytes: int = 0
@@ -96,13 +99,17 @@ class ProgramWriter:
     Args:
         static_bytes: what is on the device all the time.
         budget: whose counts are noted beside.
+        pending: what was freed and can't be used yet.
         records: keep labels, and memory over the program.
     """
 
-    def __init__(self, static_bytes: int, budget: DeviceBudget, *, records: bool) -> None:
-        self.program = RankProgram(peak_device_bytes=static_bytes)
+    def __init__(
+        self, static_bytes: int, budget: DeviceBudget, pending: PendingMessages, *, records: bool
+    ) -> None:
+        self.program = RankProgram(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
         self.records = records
         self._budget = budget
+        self._pending = pending
         self._static_bytes = self._device_bytes = static_bytes
         self._host_bytes = 0
         # Bytes taken with the copy that takes them, and bytes freed (below 0) with the copy that
@@ -123,8 +130,7 @@ class ProgramWriter:
         program = self.program
         if temp_bytes > program.peak_temp_bytes:
             program.peak_temp_bytes = temp_bytes
-        if self._device_bytes + temp_bytes > program.peak_device_bytes:
-            program.peak_device_bytes = self._device_bytes + temp_bytes
+        self._note_peaks(temp_bytes)
         if us > 0:
             self.add(OpKind.COMPUTE, us, label, is_backward=is_backward)
 
@@ -141,8 +147,7 @@ class ProgramWriter:
     def count_device(self, num_bytes: int) -> None:
         """Count device memory that was taken, or given back."""
         self._device_bytes += num_bytes
-        if self._device_bytes > self.program.peak_device_bytes:
-            self.program.peak_device_bytes = self._device_bytes
+        self._note_peaks(0)
         self._note_memory()
 
     def take_host(self, num_bytes: int, copy: int) -> None:
@@ -165,6 +170,13 @@ class ProgramWriter:
         num_slabs = -(-self.program.peak_host_bytes // host_slab_bytes)
         self.program.after = _reused(self._host_uses, num_slabs * host_slab_bytes)
         return self.program
+
+    def _note_peaks(self, temp_bytes: int) -> None:
+        program, device_bytes = self.program, self._device_bytes + temp_bytes
+        if device_bytes > program.peak_device_bytes:
+            program.peak_device_bytes = device_bytes
+        if device_bytes + self._pending.num_bytes > program.peak_taken_bytes:
+            program.peak_taken_bytes = device_bytes + self._pending.num_bytes
 
     def _note_memory(self) -> None:
         if self.records:

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 
 from megatron_offload.planning.budget import DeviceBudget
 from megatron_offload.planning.job import GroupWork, Job, RankSettings
+from megatron_offload.planning.pending import PendingMessages
 from megatron_offload.planning.prefetch import Prefetcher
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.planning.program import OpKind, ProgramWriter, RankProgram, message_of
@@ -172,7 +173,10 @@ class _Replay:
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._num_chunks = 0
         self.budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
-        self.writer = ProgramWriter(job.static_bytes[rank], self.budget, records=records)
+        self.pending = PendingMessages(job, rank)
+        self.writer = ProgramWriter(
+            job.static_bytes[rank], self.budget, self.pending, records=records
+        )
         self.transfers = _Transfers(self.writer, self.budget)
         self.prefetcher: Prefetcher[_Group] = Prefetcher(self.transfers, self.budget)
 
@@ -189,6 +193,7 @@ class _Replay:
             else:
                 self._backward(one)
             self._exchange(OpKind.SEND, one)
+            self.pending.add_pass(one)
         self.transfers.drain_window()
         left = (self.budget.inflight_bytes, self.budget.held_bytes, self.budget.resident_bytes)
         assert left == (0, 0, 0), left

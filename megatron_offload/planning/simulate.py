@@ -51,8 +51,11 @@ class RankResult:
     of the step's last rank isn't in it."""
     peak_device_bytes: int
     """The most that is allocated at one time."""
+    peak_taken_bytes: int
+    """The most that is allocated, or was freed with a message and can't be used yet."""
     peak_reserved_bytes: int
-    """An estimate of what the allocator reserves: the peak and `Job.unused_bytes`, in segments."""
+    """An estimate of what the allocator reserves: ``peak_taken_bytes`` and `Job.unused_bytes`, in
+    segments."""
     peak_host_bytes: int
     """The most that lies on the host, from the issue of an offload to that of its reload."""
     offloaded_bytes: int
@@ -117,7 +120,7 @@ def simulate(
 def _result(rank: RankStreams, unused_bytes: int | None) -> RankResult:
     program = rank.program
     unused_bytes = program.peak_temp_bytes if unused_bytes is None else unused_bytes
-    reserved_bytes = program.peak_device_bytes + unused_bytes
+    reserved_bytes = program.peak_taken_bytes + unused_bytes
     if rank.trace is not None:
         began_us = [*rank.began_us, rank.end_us]
         for position, *counts in program.memory:
@@ -129,6 +132,7 @@ def _result(rank: RankStreams, unused_bytes: int | None) -> RankResult:
         compute_us=rank.compute_us,
         stall_us=rank.stall_us,
         peak_device_bytes=program.peak_device_bytes,
+        peak_taken_bytes=program.peak_taken_bytes,
         peak_reserved_bytes=-(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES,
         peak_host_bytes=program.peak_host_bytes,
         offloaded_bytes=program.offloaded_bytes,

@@ -1,10 +1,14 @@
 """The choice of groups that moves the fewest bytes, by mixed-integer programming.
 
-Owns two programs for HiGHS, through `scipy.optimize.milp`: the fewest bytes that keep the target,
-and among all choices of that many bytes one whose copies keep the compute stream waiting least. In
-the second each direction of the link is a queue: copies join it at the commit (or, in reversed
-time, at the backward), it is emptied at the link's speed, and it may hold half of ``device_bytes``;
-what goes beyond is waited for. Bytes come first, so that more memory never means more traffic.
+Owns two programs for HiGHS: the fewest bytes that keep the target, and among all choices of that
+many bytes one whose copies keep the compute stream waiting least. In the second each direction of
+the link is a queue: copies join it at the commit (or, in reversed time, at the backward), it is
+emptied at the link's speed, and it may hold half of ``device_bytes``; what goes beyond is waited
+for. Bytes come first, so that more memory never means more traffic.
+
+What is away in a row is an unknown of its own: what was away in the row before, with whatever goes
+there and without whatever comes back. So an item stands in two rows, and not in each that it is
+live in, which takes HiGHS a fiftieth of the time where rows are many.
 
 Must not know how the quick choice is made that stands in where the time limit strikes.
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +34,13 @@ __all__ = ["TIME_LIMIT_S", "solve"]
 
 TIME_LIMIT_S = 10.0
 
+_MOST_UNITS = 2**14
+
 _WAITING_GAP = 0.01
 """Waiting within a hundredth of the least is as good: the times are estimates."""
+
+_WAITING_SHARE = 1e-3
+"""So is waiting for this share of what moves more than the least."""
 
 _RISK_SHARE = 1e-3
 """A byte that fills the whole time between commit and backward with its copies counts as much as
@@ -41,50 +50,67 @@ this of a byte that is waited for."""
 def solve(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> Solution:
     """Return a choice that moves the fewest bytes, and of those one with the least waiting.
 
-    Where it can't be found within the time limit, `solve_greedy` answers.
+    Where that can't be proven within the time limit, it is the best that was found, or what
+    `solve_greedy` finds where that moves fewer.
 
     Args:
         problem: one rank's step.
         time_limit_s: for each of the two searches.
 
     Raises:
-        ConfigError: nothing keeps the target, or scipy is not installed.
+        ConfigError: nothing keeps the target, or highspy is not installed.
     """
     problem.check()
     if not problem.demand_bytes.any():
         return Solution.of(problem, (), "exact")
     program = _Program(problem, time_limit_s)
-    fewest = program.fewest_bytes()
-    if fewest is None:
-        return solve_greedy(problem)
-    return Solution.of(problem, program.least_waiting(fewest) or fewest, "exact")
+    fewest, is_proven = program.fewest_bytes()
+    if fewest is None or not is_proven:
+        quick = solve_greedy(problem)
+        if fewest is None or quick.moved_bytes < problem.bytes_of(fewest):
+            fewest = quick.moved
+    moved = program.least_waiting(fewest) or fewest
+    return Solution.of(problem, moved, "exact" if is_proven else "best found")
+
+
+class _Entries(NamedTuple):
+    """Numbers of a program, by row (0 is the first of those being added) and by unknown."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    values: np.ndarray
 
 
 class _Program:
-    """The rows of one problem as a matrix.
+    """The rows of one problem for HiGHS: which items move, and how much is away in each row.
 
     Bytes are counted in their greatest common divisor, so that they are whole numbers, and small.
+    Where they would not be small, which floating-point programs take badly, they are counted in a
+    ``1 / _MOST_UNITS`` of the largest item, which a demand is rounded up to.
     """
 
     def __init__(self, problem: Problem, time_limit_s: float) -> None:
         try:
-            self._optimize = import_module("scipy.optimize")
-            self._sparse = import_module("scipy.sparse")
+            highspy = import_module("highspy")
         except ImportError as error:
             raise ConfigError(
-                "solving for a memory target needs scipy; install megatron-offload[plan]"
+                "solving for a memory target needs highspy; install megatron-offload[plan]"
             ) from error
-        self._time_limit_s = time_limit_s
+        self._optimal = highspy.HighsModelStatus.kOptimal
+        self._integer = highspy.HighsVarType.kInteger
+        self._highs = highspy.Highs()
+        self._highs.silent()
+        self._highs.setOptionValue("time_limit", time_limit_s)
         self._problem = problem
         self._items = [problem.items[position] for position in problem.movable]
-        self._sizes = np.array([item.num_bytes for item in self._items], dtype=np.int64)
-        self._unit = math.gcd(*self._sizes.tolist())
-        live, wanted = self._rows()
-        self._costs = (self._sizes // self._unit).astype(float)
-        self._covers = (self._sparse.csr_array(live * self._costs), wanted, np.inf)
+        sizes = np.array([item.num_bytes for item in self._items], dtype=np.int64)
+        self._unit = max(math.gcd(*sizes.tolist()), int(sizes.max()) // _MOST_UNITS)
+        self._sizes = sizes / self._unit
+        self._moves = self._add_unknowns(self._sizes, 0.0, 1.0, is_whole=True)
+        self._add_memory()
 
-    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return which items are live in which demanding rows, and the demands in units.
+    def _add_memory(self) -> None:
+        """Count what is away in each row that demands anything, and ask for the demand.
 
         Rows one after the other in which the same items are live are one row.
         """
@@ -92,100 +118,122 @@ class _Program:
         rows = np.flatnonzero(demand)[:, None]
         first = np.array([item.first_row for item in self._items])
         end = np.array([item.end_row for item in self._items])
-        live = (first <= rows) & (rows < end)
-        is_new = np.append(True, (live[1:] != live[:-1]).any(axis=1))
-        starts = np.flatnonzero(is_new)
-        wanted = np.maximum.reduceat(demand[rows[:, 0]], starts)
-        return live[starts], -(-wanted // self._unit).astype(float)
+        live = ((first <= rows) & (rows < end)).astype(np.int8)
+        changes = np.diff(live, axis=0, prepend=np.zeros((1, len(self._items)), dtype=np.int8))
+        starts = np.flatnonzero(changes.any(axis=1))
+        wanted = np.ceil(np.maximum.reduceat(demand[rows[:, 0]], starts) / self._unit)
+        wanted = np.minimum(wanted, live[starts] @ self._sizes)
+        away = self._add_unknowns(np.zeros(len(starts)), wanted, np.inf)
+        changing, items = np.nonzero(changes[starts])
+        signs = changes[starts][changing, items]
+        entries = [_each(away), _each(away[:-1], -1.0, first_row=1)]
+        entries.append(_Entries(changing, self._moves[items], -signs * self._sizes[items]))
+        self._add_rows(entries, np.zeros(len(starts)), 0.0)
 
-    def fewest_bytes(self) -> frozenset[int] | None:
-        """Return a choice of the fewest bytes; None where the time is not enough."""
-        found = self._search(self._costs, [self._covers], len(self._items), gap=0.0)
-        return self._chosen(found)
+    def fewest_bytes(self) -> tuple[frozenset[int] | None, bool]:
+        """Return the choice of the fewest bytes that was found, and whether none has fewer."""
+        return self._search(gap=0.0)
 
     def least_waiting(self, fewest: frozenset[int]) -> frozenset[int] | None:
-        """Return a choice that moves as many bytes as ``fewest``, with the least waiting."""
-        num = len(self._items)
-        problem = self._problem
-        per_us = problem.link_gbps * 1e3 / self._unit
-        room = max(problem.device_bytes / 2 / self._unit, self._costs.max())
+        """Return a choice that moves no more bytes than ``fewest``, with the least waiting found.
+
+        None where no choice was found. The program is about waiting from here on.
+        """
+        fewest_bytes = self._problem.bytes_of(fewest)
+        total = fewest_bytes / self._unit
+        zeros = np.zeros_like(self._moves)
+        self._add_rows([_Entries(zeros, self._moves, self._sizes)], np.array([-np.inf]), total)
+        per_us = self._problem.link_gbps * 1e3 / self._unit
         commits = np.array([item.committed_us for item in self._items])
         backwards = np.array([item.backward_us for item in self._items])
-        # Unknowns: who moves, then of each queue its length behind every copy, and the waits.
-        (out, out_lengths, out_emptied), (back, back_lengths, back_emptied) = (
-            self._queue(times, per_us) for times in (commits, -backwards)
-        )
-        each = self._sparse.eye_array(num)
-        # A length is at least the one before, less what was emptied or waited for, and the copy;
-        # and at least the copy.
-        rows = self._sparse.block_array(
-            [
-                [-out, out_lengths, each, None, None],
-                [-out, each, None, None, None],
-                [-back, None, None, back_lengths, each],
-                [-back, None, None, each, None],
-            ]
-        )
-        least = np.concatenate([-out_emptied, np.zeros(num), -back_emptied, np.zeros(num)])
-        total = sum(problem.items[position].num_bytes for position in fewest) // self._unit
-        pad = self._sparse.csr_array((self._covers[0].shape[0], 4 * num))
-        constraints = [
-            (self._sparse.hstack([self._covers[0], pad]), *self._covers[1:]),
-            (rows, least, np.inf),
-            (np.append(self._costs, np.zeros(4 * num))[None, :], -np.inf, total),
-        ]
-        share = 2 * self._costs / (per_us * np.maximum(backwards - commits, 1e-9))
-        wait = np.append(np.zeros(num), np.ones(num))
-        costs = np.concatenate([_RISK_SHARE * share * self._costs, wait, wait])
-        most = np.append(np.full(num, room), np.full(num, np.inf))
-        found = self._search(
-            costs, constraints, num, gap=_WAITING_GAP, most=np.concatenate([most, most])
-        )
-        chosen = self._chosen(found)
-        if chosen is None or sum(problem.items[position].num_bytes for position in chosen) > sum(
-            problem.items[position].num_bytes for position in fewest
-        ):
+        share = 2 * self._sizes / (per_us * np.maximum(backwards - commits, 1e-9))
+        self._highs.changeColsCost(len(self._moves), self._moves, _RISK_SHARE * share * self._sizes)
+        for times in (commits, -backwards):
+            self._add_queue(times, per_us)
+        self._highs.setOptionValue("mip_abs_gap", _WAITING_SHARE * total)
+        start = [float(position in fewest) for position in self._problem.movable]
+        self._highs.setSolution(len(self._moves), self._moves, np.array(start))
+        chosen, _ = self._search(gap=_WAITING_GAP)
+        if chosen is None or self._problem.bytes_of(chosen) > fewest_bytes:
             return None
         return chosen
 
-    def _queue(self, at_us: np.ndarray, per_us: float) -> tuple[Any, Any, np.ndarray]:
-        """Return what joins a queue at each place, how it grows, and what is emptied before."""
-        num = len(at_us)
-        order = np.argsort(at_us, kind="stable")
-        joins = self._sparse.csr_array((self._costs[order], (np.arange(num), order)))
-        lengths = self._sparse.eye_array(num) - self._sparse.eye_array(num, k=-1)
-        return joins, lengths, per_us * np.diff(at_us[order], prepend=at_us[order[:1]])
+    def _add_queue(self, at_us: np.ndarray, per_us: float) -> None:
+        """Have copies join a queue at these times; what goes beyond its room costs its bytes.
 
-    def _search(
+        Its length behind each copy is at least the one before, less what was emptied or waited for,
+        and the copy; and at least the copy.
+        """
+        order = np.argsort(at_us, kind="stable")
+        emptied = per_us * np.diff(at_us[order], prepend=at_us[order[:1]])
+        room = max(self._problem.device_bytes / 2 / self._unit, self._sizes.max())
+        none = np.zeros(len(order))
+        lengths = self._add_unknowns(none, 0.0, room)
+        waits = self._add_unknowns(none + 1.0, 0.0, np.inf)
+        joins = _Entries(np.arange(len(order)), self._moves[order], -self._sizes[order])
+        before = _each(lengths[:-1], -1.0, first_row=1)
+        self._add_rows([joins, _each(lengths), before, _each(waits)], -emptied, np.inf)
+        self._add_rows([joins, _each(lengths)], none, np.inf)
+
+    # HiGHS
+
+    def _add_unknowns(
         self,
         costs: np.ndarray,
-        constraints: Sequence[tuple[Any, Any, Any]],
-        num_choices: int,
+        lower: np.ndarray | float,
+        upper: np.ndarray | float,
         *,
-        gap: float,
-        most: np.ndarray | None = None,
-    ) -> np.ndarray | None:
-        ones = np.ones(num_choices)
-        upper = ones if most is None else np.append(ones, most)
-        whole = np.zeros(len(costs))
-        whole[:num_choices] = 1
-        found = self._optimize.milp(
-            costs,
-            integrality=whole,
-            bounds=self._optimize.Bounds(0, upper),
-            constraints=[self._optimize.LinearConstraint(*each) for each in constraints],
-            options={"time_limit": self._time_limit_s, "mip_rel_gap": gap},
-        )
-        return found.x if found.status == 0 else None
+        is_whole: bool = False,
+    ) -> np.ndarray:
+        """Add as many unknowns as there are costs; return their columns."""
+        number = len(costs)
+        columns = self._highs.getNumCol() + np.arange(number, dtype=np.int32)
+        self._highs.addVars(number, np.broadcast_to(lower, number), np.broadcast_to(upper, number))
+        self._highs.changeColsCost(number, columns, costs)
+        if is_whole:
+            kinds = np.full(number, int(self._integer), dtype=np.uint8)
+            self._highs.changeColsIntegrality(number, columns, kinds)
+        return columns
 
-    def _chosen(self, found: np.ndarray | None) -> frozenset[int] | None:
-        """Return the positions that a vector chooses; None where integers say that they fail."""
-        if found is None:
-            return None
+    def _add_rows(self, entries: Sequence[_Entries], lower: np.ndarray, upper: float) -> None:
+        """Add as many rows as there are lower bounds."""
+        rows, columns, values = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+        order = np.argsort(rows, kind="stable")
+        starts = np.searchsorted(rows[order], np.arange(len(lower))).astype(np.int32)
+        self._highs.addRows(
+            len(lower),
+            lower,
+            np.full(len(lower), upper),
+            len(order),
+            starts,
+            columns[order].astype(np.int32),
+            values[order].astype(float),
+        )
+
+    def _search(self, *, gap: float) -> tuple[frozenset[int] | None, bool]:
+        """Return the positions that move, and whether this is the best choice.
+
+        None where no choice was found in time, or integers say that it fails.
+
+        Args:
+            gap: a choice this much above the least cost is as good, as a share of it.
+        """
+        self._highs.setOptionValue("mip_rel_gap", gap)
+        self._highs.run()
+        if not self._highs.getSolution().value_valid:
+            return None, False
+        found = np.array(self._highs.getSolution().col_value)[self._moves]
         chosen = frozenset(
             position
-            for position, value in zip(self._problem.movable, found, strict=False)
+            for position, value in zip(self._problem.movable, found, strict=True)
             if value > 0.5
         )
-        keeps = self._problem.peak_bytes(chosen) <= self._problem.target_bytes
-        return chosen if keeps else None
+        if self._problem.peak_bytes(chosen) > self._problem.target_bytes:
+            return None, False
+        return chosen, self._highs.getModelStatus() == self._optimal
+
+
+def _each(columns: np.ndarray, value: float = 1.0, *, first_row: int = 0) -> _Entries:
+    """Return the same number once for each of these unknowns, one row behind the other."""
+    rows = first_row + np.arange(len(columns))
+    return _Entries(rows, columns, np.full(len(columns), value))

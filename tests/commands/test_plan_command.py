@@ -22,7 +22,7 @@ from megatron_offload.planning.simulate import simulate
 from megatron_offload.reporting.tradeoff import read_tradeoff
 from megatron_offload.train.cli import main
 
-pytest.importorskip("scipy")
+pytest.importorskip("highspy")
 pytest.importorskip("simpy")
 
 pytestmark = pytest.mark.usefixtures("wide")
@@ -392,7 +392,7 @@ def test_planning_needs_no_torch(model, tmp_path):
     assert printed.endswith("imported:\n")
 
 
-@pytest.mark.parametrize("absent", ["scipy.optimize", "simpy"])
+@pytest.mark.parametrize("absent", ["highspy", "simpy"])
 def test_a_missing_extra_is_named(model, absent):
     words = ["plan", "--model", model, "--max-cost", "1"]
     status, _, error = run_without(words, absent)

@@ -117,6 +117,11 @@ def test_tensor_parallel_divides_bytes_weights_and_time():
         assert b.backward_us == pytest.approx(a.backward_us / 4)
 
 
+def test_stages_tell_how_much_the_host_launches_in_a_pass():
+    stages = job_from_model(describe(launches_per_layer=50)).stages
+    assert [stage.num_launches for stage in stages] == [2 * 50 / 2] * 8
+
+
 def test_time_is_flop_over_what_is_achieved():
     # Of a layer's forward: 24 h^2 FLOP a token for the products at f = 4h, and 2 h s for attention.
     quick = job_from_model(describe(memory_gbps=1e12)).stages[1]
@@ -141,4 +146,4 @@ def test_the_predictions_of_the_documents_are_those_of_the_code_and_near_the_mea
     for row in documented["rows"]:
         assert abs(row["step_ms"]["worst_percent"]) <= 5
         assert abs(row["allocated_gib"]["worst_percent"]) <= 2.5
-        assert abs(row["reserved_gib"]["worst_percent"]) <= 8.5
+        assert abs(row["reserved_gib"]["worst_percent"]) <= 5

@@ -6,9 +6,11 @@ import itertools
 import math
 import random
 import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
+from highspy import HighsModelStatus
 from problems import MIB, pipeline_problem, random_problem
 
 from megatron_offload.errors import ConfigError
@@ -151,8 +153,9 @@ def test_of_choices_with_as_few_bytes_one_waits_least(seed):
     least = min(
         waited_bytes(problem, choice) for choice in itertools.combinations(range(num), num_moved)
     )
-    # A hundredth is left by the search, and less risk is worth a thousandth of what moves.
-    assert waited_bytes(problem, moved) <= 1.01 * least + 1e-3 * num_moved * size
+    # A hundredth, or a thousandth of what moves, is left by the search, and less risk is worth as
+    # much again.
+    assert waited_bytes(problem, moved) <= 1.01 * least + 2e-3 * num_moved * size
 
 
 def test_the_same_problem_gets_the_same_choice():
@@ -164,14 +167,94 @@ def test_the_same_problem_gets_the_same_choice():
 
 def test_out_of_time_the_greedy_choice_stands_in(monkeypatch):
     problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
-    monkeypatch.setattr(solver._Program, "fewest_bytes", lambda self: None)
-    assert solve(problem) == solve_greedy(problem)
-    assert solve(problem).method == "greedy"
+    monkeypatch.setattr(solver._Program, "fewest_bytes", lambda self: (None, False))
+    monkeypatch.setattr(solver._Program, "least_waiting", lambda self, fewest: None)
+    assert solve(problem).moved == solve_greedy(problem).moved
+    assert solve(problem).method == "best found"
 
 
-def test_without_scipy_the_error_names_the_extra(monkeypatch):
+@pytest.mark.parametrize("is_better", [False, True])
+def test_out_of_time_the_better_of_what_was_found_and_the_greedy_choice(monkeypatch, is_better):
     problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    fewest = solve(problem).moved if is_better else frozenset(problem.movable)
+    monkeypatch.setattr(solver._Program, "fewest_bytes", lambda self: (fewest, False))
+    monkeypatch.setattr(solver._Program, "least_waiting", lambda self, fewest: None)
+    expected = fewest if is_better else solve_greedy(problem).moved
+    assert (solve(problem).moved, solve(problem).method) == (expected, "best found")
+
+
+class Highs:
+    """HiGHS, with an answer of its own for one of its methods."""
+
+    def __init__(self, real, **answers):
+        self._real = real
+        self._answers = answers
+
+    def __getattr__(self, name):
+        if name in self._answers:
+            return lambda *_: self._answers[name]
+        return getattr(self._real, name)
+
+
+def test_an_answer_that_fails_in_integers_is_none():
+    problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
+    program = solver._Program(problem, 10.0)
+    nothing = Namespace(value_valid=True, col_value=[0.0] * program._highs.getNumCol())
+    assert program.fewest_bytes()[0]
+    program._highs = Highs(program._highs, getSolution=nothing)
+    assert program.fewest_bytes() == (None, False)
+
+
+def test_what_was_found_when_time_ran_out_is_no_proof():
+    problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
+    program = solver._Program(problem, 10.0)
+    fewest, is_proven = program.fewest_bytes()
+    assert is_proven
+    program._highs = Highs(program._highs, getModelStatus=HighsModelStatus.kTimeLimit)
+    assert program.fewest_bytes() == (fewest, False)
+
+
+def test_less_waiting_never_moves_more(monkeypatch):
+    problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
+    fewest = solve(problem)
+    assert fewest.moved_bytes < problem.bytes_of(problem.movable)
+    everything = frozenset(problem.movable)
+    found = [(fewest.moved, True), (everything, True)]
+    monkeypatch.setattr(solver._Program, "_search", lambda self, gap: found.pop(0))
+    assert solve(problem) == fewest
+
+
+def test_the_solver_prints_nothing(capfd):
+    for seed in range(20):
+        solve(random_problem(seed))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sizes_without_a_common_divisor_keep_the_target_too(seed):
+    """Numbers of ten digits, which a program in floating point can't hold to the last byte."""
+    rng = random.Random(seed)
+    items = []
+    for _ in range(14):
+        first = rng.randrange(12)
+        size, end_row = 2 * rng.randint(10**8, 10**9) + 1, rng.randint(first + 1, 13)
+        items.append(Item(size, first, end_row, float(first), 1e6))
+    memory = Problem(tuple(items), (0,) * 13, 0, 0, 50.0).live_bytes(range(14)).tolist()
+    problem = Problem(tuple(items), tuple(memory), 0, 10**9, 50.0)
+    least_bytes = problem.least_peak_bytes()
+    targets = [least_bytes + (max(memory) - least_bytes) * step // 5 for step in range(6)]
+    found = [solve(replace(problem, target_bytes=target)) for target in targets]
+    greedy = [solve_greedy(replace(problem, target_bytes=target)) for target in targets]
+    for target, one, other in zip(targets, found, greedy, strict=True):
+        assert peak_when_replayed(problem, one.moved) <= target
+        assert one.method == "exact"
+        # Demands are rounded up.
+        assert one.moved_bytes <= other.moved_bytes + 14 * 2**-14 * 2e9
+
+
+def test_without_highspy_the_error_names_the_extra(monkeypatch):
+    problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
+    monkeypatch.setitem(sys.modules, "highspy", None)
     with pytest.raises(ConfigError, match=r"megatron-offload\[plan\]"):
         solve(problem)
 

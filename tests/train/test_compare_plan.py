@@ -11,7 +11,7 @@ from megatron_offload.planning.policy import RatioPolicy
 from megatron_offload.reporting.tradeoff import read_tradeoff
 from megatron_offload.train.compare import _plan
 
-pytest.importorskip("scipy")
+pytest.importorskip("highspy")
 
 
 def test_without_profiles_there_is_no_plan(tmp_path):
