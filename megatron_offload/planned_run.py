@@ -1,7 +1,8 @@
 """Plan a run from one of its own steps, agreed on by all of its pipeline ranks.
 
-Owns the collectives of planning, and the corrections of a plan by later steps. Must not know how
-plans are made. Nothing here happens unasked: no step holds a collective of its own.
+Owns the collectives of planning, what bandwidths count, and the corrections of a plan by later
+steps. Must not know how plans are made. Nothing here happens unasked: no step holds a collective of
+its own, and what has to be measured is measured between steps.
 
 Invariants: all ranks follow the same plan, or all raise the same error; every step that is looked
 at is a training step like any other. Read next: `megatron_offload.planning.policy_config`.
@@ -10,18 +11,30 @@ at is a training step like any other. Read next: `megatron_offload.planning.poli
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, TargetError
+from megatron_offload.machine.agreement import JobMachines, agree_on_machines
+from megatron_offload.machine.bandwidth import BandwidthError
+from megatron_offload.machine.job_ranks import gather
 from megatron_offload.planning.adapt import Adaptation, Distances, Seen
+from megatron_offload.planning.bandwidths import (
+    DEFAULTS,
+    Bandwidths,
+    measured_machine,
+    simulated_machine,
+)
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.plan import OffloadPlan, check_profiles, parse_plan, plan_to_json
 from megatron_offload.planning.policy_config import (
     AutoConfig,
+    MachineConfig,
     MemoryTargetConfig,
     PolicyConfig,
     make_policy,
@@ -32,7 +45,12 @@ from megatron_offload.planning.schedule import Schedule, make_schedule
 from megatron_offload.profiling import profile_step
 from megatron_offload.tracing import trace_step
 
-__all__ = ["agree_on_plan", "correct_plan", "make_plan", "plan_run"]
+__all__ = ["agree_on_bandwidths", "agree_on_plan", "correct_plan", "make_plan", "plan_run"]
+
+_logger = logging.getLogger(__name__)
+
+_MOST_REASON = 1000
+"""Letters of an error that a plan repeats."""
 
 _ERRORS: dict[str, type[ConfigError]] = {"error": ConfigError, "target": TargetError}
 
@@ -78,6 +96,7 @@ def agree_on_plan(
     profile: StepProfile,
     policy: PolicyConfig | None,
     *,
+    bandwidths: Bandwidths | None = None,
     schedule: Schedule | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> OffloadPlan:
@@ -90,6 +109,7 @@ def agree_on_plan(
         manager: follows the plan.
         profile: this rank's, of a step without offload.
         policy: ``memory_target`` or ``auto``.
+        bandwidths: what copies get; None for those of `agree_on_bandwidths`.
         schedule: what the pipeline ranks run; by default 1F1B, interleaved with virtual stages.
         group: all ranks that are to follow one plan; None for all there are.
 
@@ -98,15 +118,13 @@ def agree_on_plan(
         TargetError: a rank can't be brought under its target; on all ranks.
     """
     planned = _planning_policy(policy)
+    if bandwidths is None:
+        bandwidths = agree_on_bandwidths(manager, planned, group=group)
+    texts = gather(profile_to_json(profile), group)
     is_distributed = dist.is_available() and dist.is_initialized()
-    text = profile_to_json(profile)
-    texts: list[str] = [text]
-    if is_distributed:
-        texts *= dist.get_world_size(group)
-        dist.all_gather_object(texts, text, group=group)
     answer = [""]
     if not is_distributed or dist.get_rank(group) == 0:
-        answer = [_plan_or_error(texts, planned, schedule)]
+        answer = [_plan_or_error(texts, planned, bandwidths, schedule)]
     if is_distributed:
         first = dist.get_global_rank(group, 0) if group is not None else 0
         dist.broadcast_object_list(answer, src=first, group=group)
@@ -116,6 +134,48 @@ def agree_on_plan(
     plan = parse_plan(body, "the plan of the first rank")
     manager.follow_plan(plan)
     return plan
+
+
+def agree_on_bandwidths(
+    manager: PipelineOffloadManager,
+    policy: PolicyConfig | None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Bandwidths:
+    """Return what copies get on the machines of all ranks; collective, and between steps.
+
+    The policy's own section ``machine`` wins. Without one it is what the machines have kept of an
+    earlier measurement; where one has none, all ranks measure now, which takes some tenths of a
+    second for each GPU of a machine. Where that fails, or copies have no streams or no pinned
+    memory of their own, it is the defaults, with a warning.
+
+    Args:
+        manager: between two steps.
+        policy: ``memory_target`` or ``auto``, the same on all ranks.
+        group: all ranks that are to follow one plan; None for all there are.
+
+    Raises:
+        ConfigError: another policy is given.
+    """
+    planned = _planning_policy(policy)
+    machine, device = planned.machine, manager.backend.describe()
+    if machine is not None:
+        origin = "the policy's section 'machine'" if machine.model_fields_set else DEFAULTS
+    elif device is None:
+        machine = simulated_machine(manager.config.simulated)
+        origin = "the simulated device's own"
+    else:
+        try:
+            if not (manager.config.copy_streams and manager.config.pin_memory):
+                raise BandwidthError("it needs copy_streams and pin_memory")
+            machines = agree_on_machines(manager.backend, device, group=group)
+            machine = measured_machine(machines.profiles, planned.gpus_per_rank)
+            origin = _origin_of(machines)
+        except BandwidthError as error:
+            machine = MachineConfig()
+            origin = f"{DEFAULTS}; measuring failed: {str(error)[:_MOST_REASON]}"
+            _logger.warning("bandwidths are %s", origin)
+    return Bandwidths(machine=machine, gpus_per_rank=planned.gpus_per_rank, origin=origin)
 
 
 def make_plan(
@@ -142,7 +202,10 @@ def make_plan(
     from megatron_offload.planning.simulate import simulate
 
     profiles = check_profiles(profiles)
-    job = functools.partial(job_from_profiles, profiles, schedule, policy.resources().machine)
+    machine, gpus_per_rank = policy.resources().machine, policy.gpus_per_rank
+    job = functools.partial(
+        job_from_profiles, profiles, schedule, machine, gpus_per_rank=gpus_per_rank
+    )
     # What isn't saved by groups (weights, temporaries) is the rest of what was measured.
     bare = simulate(job([0] * len(profiles)), None)
     static_bytes = [
@@ -191,8 +254,22 @@ def _planning_policy(policy: PolicyConfig | None) -> MemoryTargetConfig | AutoCo
     return policy
 
 
+def _origin_of(machines: JobMachines) -> str:
+    """Say where measured bandwidths come from."""
+    first = machines.profiles[0]
+    when = "measured now" if machines.is_new else f"measured {first.measured_at:%Y-%m-%d}"
+    whose = f"{len(first.gpus)} GPUs at once" if len(first.gpus) > 1 else "one GPU"
+    if len(machines.profiles) > 1:
+        whose = f"the slowest of {len(machines.profiles)} machines"
+    place = f"kept in {machines.path}" if machines.path is not None else "not kept"
+    return f"{when}, {whose}, {place}"
+
+
 def _plan_or_error(
-    texts: Sequence[str], policy: MemoryTargetConfig | AutoConfig, schedule: Schedule | None
+    texts: Sequence[str],
+    policy: MemoryTargetConfig | AutoConfig,
+    bandwidths: Bandwidths,
+    schedule: Schedule | None,
 ) -> str:
     """Return what all ranks are told: an error on one is an error on all."""
     try:
@@ -201,7 +278,9 @@ def _plan_or_error(
             profile = parse_profile(text, f"the profile of rank {rank}")
             profiles.setdefault(profile.run.pp_rank, profile)
         in_order = check_profiles(profiles.values())
+        policy = policy.model_copy(update={"machine": bandwidths.machine})
         plan = make_plan(in_order, policy, schedule or _usual_schedule(in_order[0].run))
+        plan = replace(plan, bandwidths=bandwidths.origin)
     except ConfigError as error:
         return f"{'target' if isinstance(error, TargetError) else 'error'}\n{error}"
     return "plan\n" + plan_to_json(plan)

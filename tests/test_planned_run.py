@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from fake_gpus import FakeGpu, copy_little
 from programs import (
     KIB,
     assert_nothing_left,
@@ -18,7 +20,18 @@ from programs import (
 from megatron_offload import planned_run
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, TargetError
-from megatron_offload.planned_run import correct_plan, make_plan, plan_run
+from megatron_offload.planned_run import (
+    agree_on_bandwidths,
+    agree_on_plan,
+    correct_plan,
+    make_plan,
+    plan_run,
+)
+from megatron_offload.planning.bandwidths import DEFAULTS, Bandwidths, simulated_machine
+from megatron_offload.planning.job import Machine
+from megatron_offload.planning.model_cost import ModelDescription, job_from_model
+from megatron_offload.planning.policy_config import AutoConfig, MachineConfig
+from megatron_offload.planning.predict import profiles_of
 from megatron_offload.planning.profile import RunShape
 from megatron_offload.planning.profile_file import profile_to_json
 from megatron_offload.planning.schedule import make_schedule
@@ -28,7 +41,10 @@ from megatron_offload.reporting.live_bytes import LiveActivationMeter
 ORDER = one_forward_one_backward(6, depth=3)
 RUN = RunShape(num_microbatches=6)
 FAST = {"node_gbps": 2.0, "d2h_gbps": 1.0, "h2d_gbps": 1.0, "both_gbps": 1.0}
+DAY = timedelta(days=1)
 TARGET = {"kind": "memory_target", "target_bytes": 100 * KIB, "machine": FAST}
+
+ANY_COST = {"kind": "auto", "most_slowdown_percent": 1000}
 
 
 class Job:
@@ -124,11 +140,174 @@ def test_the_first_profile_of_each_pipeline_rank_counts():
         job.step()
     text = profile_to_json(recorded.profile)
     policy = make_config(policy=TARGET).policy
+    bandwidths = Bandwidths(machine=policy.machine, gpus_per_rank=1, origin="a guess")
     alone, twice = (
-        planned_run._plan_or_error(texts, policy, None) for texts in ([text], [text] * 2)
+        planned_run._plan_or_error(texts, policy, bandwidths, None)
+        for texts in ([text], [text] * 2)
     )
     assert alone == twice
     assert alone.startswith("plan\n")
+
+
+# Bandwidths.
+
+
+class GpuJob(Job):
+    """The same on a device that passes for a GPU."""
+
+    def __init__(self, gbps, **settings):
+        super().__init__(**settings)
+        config = self.manager.config
+        self.manager = PipelineOffloadManager(config, backend=FakeGpu(gbps))
+        self.manager.meter = LiveActivationMeter(self.model.parameters())
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Measure quickly, and keep what was measured in the test's folder."""
+    copy_little(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "megatron-offload"
+
+
+UNSET = {"kind": "memory_target", "target_bytes": 100 * KIB}
+
+
+def agreed(job, **keys):
+    policy = make_config(policy={**UNSET, **keys}).policy
+    return agree_on_bandwidths(job.manager, policy)
+
+
+def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
+    policies = []
+
+    def make(profiles, policy, schedule):
+        policies.append(policy)
+        return make_plan(profiles, policy, schedule)
+
+    monkeypatch.setattr(planned_run, "make_plan", make)
+    job = GpuJob(3.0, policy=UNSET).warmed_up()
+    plan = plan_run(job.manager, job.step, RUN)
+    (path,) = cache.iterdir()
+    assert plan.bandwidths == f"measured now, one GPU, kept in {path}"
+    (policy,) = policies
+    machine = policy.resources().machine
+    assert (machine.d2h_gbps, machine.h2d_gbps) == (pytest.approx(3), pytest.approx(6))
+    assert (machine.node_d2h_gbps, machine.ranks_per_node) == (None, 1)
+    assert plan.ranks[0].moved_bytes > 0
+    job.step()
+
+
+def test_what_is_kept_is_not_measured_again(cache):
+    first, later = GpuJob(3.0), GpuJob(20.0)
+    measured = agreed(first)
+    assert measured.machine.d2h_gbps == pytest.approx(3)
+    assert measured.machine.node_gbps == pytest.approx(9)
+    assert measured.machine.ranks_per_node == 1
+    kept = agreed(later)
+    assert later.manager.backend.num_copies == 0
+    assert kept.machine == measured.machine
+    (path,) = cache.iterdir()
+    today = datetime.now(UTC)
+    assert kept.origin in [
+        f"measured {day:%Y-%m-%d}, one GPU, kept in {path}" for day in (today, today - DAY)
+    ]
+
+
+def test_several_gpus_of_a_rank_are_told_to_whoever_plans(cache):
+    assert agreed(GpuJob(3.0), gpus_per_rank=4).gpus_per_rank == 4
+
+
+@pytest.mark.parametrize(
+    ("machine", "d2h_gbps", "origin"),
+    [
+        ("default", Machine().d2h_gbps, DEFAULTS),
+        ({}, Machine().d2h_gbps, DEFAULTS),
+        (FAST, 1.0, "the policy's section 'machine'"),
+    ],
+)
+def test_a_section_machine_wins_and_nothing_is_measured(cache, machine, d2h_gbps, origin):
+    job = GpuJob(3.0)
+    found = agreed(job, machine=machine)
+    assert (found.machine.d2h_gbps, found.origin) == (d2h_gbps, origin)
+    assert job.manager.backend.num_copies == 0
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("setting", ["pin_memory", "copy_streams"])
+def test_copies_that_are_slow_on_purpose_are_not_measured(cache, caplog, setting):
+    job = GpuJob(3.0, **{setting: False})
+    found = agreed(job)
+    assert found.machine == MachineConfig()
+    assert found.origin == f"{DEFAULTS}; measuring failed: it needs copy_streams and pin_memory"
+    assert found.origin in caplog.text
+    assert job.manager.backend.num_copies == 0
+    assert not cache.exists()
+
+
+def test_a_measurement_that_fails_leaves_the_defaults_and_says_so(cache, caplog):
+    job = GpuJob(3.0, policy=UNSET).warmed_up()
+    job.manager.backend.pins = False
+    plan = plan_run(job.manager, job.step, RUN)
+    assert plan.bandwidths.startswith(f"{DEFAULTS}; measuring failed: rank 0: ")
+    assert plan.bandwidths.endswith("pinning failed: out of memory")
+    assert plan.bandwidths in caplog.text
+    assert plan.ranks[0].moved_bytes > 0
+    assert not cache.exists()
+    job.step()
+
+
+def test_a_profile_that_is_not_kept_is_said_in_the_plan(cache):
+    cache.write_text("in the way")
+    found = agreed(GpuJob(3.0))
+    assert found.machine.d2h_gbps == pytest.approx(3)
+    assert found.origin == "measured now, one GPU, not kept"
+
+
+def test_the_simulated_device_counts_as_it_says_it_is(cache):
+    job = Job(policy=UNSET).warmed_up()
+    plan = plan_run(job.manager, job.step, RUN)
+    assert plan.bandwidths == "the simulated device's own"
+    simulated = job.manager.config.simulated
+    assert agreed(job).machine == simulated_machine(simulated)
+    assert simulated.d2h_gbps == 1.0
+    assert not cache.exists()
+
+
+def test_bandwidths_that_are_given_are_taken():
+    job = Job(policy=UNSET).warmed_up()
+    with profile_step(job.manager, run=RUN, moves=False) as recorded:
+        job.step()
+    given = Bandwidths(machine=MachineConfig(), gpus_per_rank=1, origin="a guess")
+    policy = job.manager.config.policy
+    plan = agree_on_plan(job.manager, recorded.profile, policy, bandwidths=given)
+    assert plan.bandwidths == "a guess"
+
+
+def test_auto_predicts_with_all_gpus_of_a_rank():
+    model = ModelDescription(
+        layers=4,
+        hidden=1024,
+        ffn=4096,
+        heads=8,
+        vocabulary=1000,
+        sequence=1024,
+        num_microbatches=4,
+        peak_tflops=50,
+        achieved_share=1,
+        memory_gbps=1000,
+    )
+    profiles = profiles_of(job_from_model(model))
+    schedule = make_schedule("1f1b", 1, 4)
+    one, four = (
+        make_plan(profiles, AutoConfig(**ANY_COST, gpus_per_rank=number), schedule).ranks[0]
+        for number in (1, 4)
+    )
+    assert one.moved_bytes == four.moved_bytes > 0
+    assert four.predicted_step_us > 1.05 * one.predicted_step_us
+
+
+# Corrections.
 
 
 class Corrections:

@@ -93,6 +93,10 @@ class Backend(abc.ABC):
     d2h_stream: Stream
     h2d_stream: Stream
 
+    def describe(self) -> DeviceInfo | None:
+        """Return what the device says of itself; None where there is no real one."""
+        return None
+
     @abc.abstractmethod
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lives in this backend's device memory."""

@@ -89,6 +89,10 @@ class CudaBackend(Backend):
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
+    def describe(self) -> DeviceInfo:
+        """Return what the device says of itself."""
+        return _describe(self._index)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lives on this device."""
         return tensor.is_cuda and tensor.get_device() == self._index

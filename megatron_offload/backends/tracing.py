@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_offload.backends.base import Backend, DeviceMemory, Event, Pair, Stream, Wait
+from megatron_offload.backends.base import (
+    Backend,
+    DeviceInfo,
+    DeviceMemory,
+    Event,
+    Pair,
+    Stream,
+    Wait,
+)
 from megatron_offload.reporting.trace import INFLIGHT_BYTES, Counter, Span, StepTrace
 
 __all__ = ["TracingBackend"]
@@ -160,6 +168,10 @@ class TracingBackend(Backend):
         return {key: value - first_us for key, value in at_us.items()}
 
     # The contract
+
+    def describe(self) -> DeviceInfo | None:
+        """Return what the device says of itself; None where there is no real one."""
+        return self.inner.describe()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lives in the inner backend's device memory."""

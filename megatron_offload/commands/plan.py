@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,8 @@ ABOUT = """\
 Choose what moves to the host, from the profiles of a run or from a described model, with no GPU.
 
 reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leave (of a comparison,
-         its run with offload), or the YAML of --model
+         its run with offload), and bandwidths.json, which a run that plans by itself leaves; or the
+         YAML of --model
 prints   for every pipeline rank what moves, what stays, peak memory and step time; for every kind
          of group why; all predicted, not measured
 writes   the plan to --output (RUN_FOLDER/plan.json unless given, in the place of one that is there;
@@ -202,7 +203,7 @@ def make(source: Source, config: PolicyConfig, num_targets: int = 6) -> Outcome:
     policy = make_policy(config, source.predict)
     plan = policy.make_plan(source.profiles)
     prediction = source.predict(plan)
-    plan = with_prediction(plan, prediction)
+    plan = replace(with_prediction(plan, prediction), bandwidths=source.machine)
     step = simulate(source.job)
     without = Prediction(step.step_us, tuple(map(source.peak_bytes, step.ranks)))
     points = []
@@ -255,7 +256,7 @@ def show(outcome: Outcome, out: Console, *, lists_groups: bool = False) -> None:
         f"{outcome.prediction.step_us / 1e3:.1f} ms with the plan ({100 * outcome.change:+.2f} %)"
     )
     out.print(plan_list(plan) if lists_groups else plan_table(plan))
-    out.print(f"bandwidths: {outcome.source.machine}")
+    out.print(f"bandwidths: {plan.bandwidths}")
     out.print(PREDICTED, style="yellow")
 
 

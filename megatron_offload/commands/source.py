@@ -21,11 +21,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.config import OffloadConfig, apply_overrides, load_yaml
+from megatron_offload.config import OffloadConfig, SimulatedConfig, apply_overrides, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import read_json
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.auto import Prediction
+from megatron_offload.planning.bandwidths import (
+    BANDWIDTHS_NAME,
+    DEFAULTS,
+    Bandwidths,
+    load_bandwidths,
+    measured_machine,
+    simulated_machine,
+)
 from megatron_offload.planning.description import Surroundings, load_description
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import Job, Machine
@@ -104,7 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="bandwidths: the JSON of 'doctor --output FILE', or YAML with keys of the section "
-        "'machine'; else those of the description, else those measured with four H200s",
+        "'machine'; else those of the description or that the run has planned with, else those "
+        "measured with four H200s",
     )
     parser.add_argument(
         "--set",
@@ -148,17 +157,9 @@ def read_machine(path: Path, gpus_per_rank: int = 1) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no measured bandwidths; run: megatron-offload doctor")
     profile = validate(MachineProfile, data, str(path))
-    rates = [gpu.rates for gpu in profile.gpus]
-    if not rates:
+    if not profile.gpus:
         raise ConfigError(f"{path} is of a machine without a GPU")
-    return {
-        "d2h_gbps": min(rate.d2h_gbps for rate in rates),
-        "h2d_gbps": min(rate.h2d_gbps for rate in rates),
-        "both_gbps": min(min(rate.both_d2h_gbps, rate.both_h2d_gbps) for rate in rates),
-        "node_gbps": sum(rate.node_d2h_gbps + rate.node_h2d_gbps for rate in rates),
-        "node_d2h_gbps": None,  # all GPUs were not measured one way
-        "ranks_per_node": max(1, len(rates) // gpus_per_rank),
-    }
+    return measured_machine([profile], gpus_per_rank).model_dump()
 
 
 def load_model(
@@ -203,18 +204,26 @@ def load_run(
     """
     profiles, place = _profiles_in(folder)
     is_simulated = _is_simulated(place / "run.json")
+    recorded = _recorded(place)
+    gpus_per_rank = recorded.gpus_per_rank if recorded else 1
     section: Mapping[str, Any] = {}
-    origin = "measured with four H200s; --machine FILE takes others"
     if machine is not None:
-        section, origin = read_machine(machine), str(machine)
+        section, origin = read_machine(machine, gpus_per_rank), str(machine)
+    elif recorded is not None:
+        section = recorded.machine.model_dump()
+        origin = f"{place / BANDWIDTHS_NAME}: {recorded.origin}"
     elif is_simulated:
         config = place / "config.yaml"
-        section, origin = _simulated_machine(config), f"the simulated device's, by {config}"
+        section = simulated_machine(_simulated_config(config)).model_dump()
+        origin = f"the simulated device's, by {config}"
+    else:
+        origin = f"{DEFAULTS}; --machine FILE takes others"
     data = apply_overrides({"machine": dict(section)}, overrides)
     around = validate(Surroundings, data, str(machine or "--set"))
+    job = _job_of(profiles, schedule, around.machine.machine(), gpus_per_rank)
     return Source(
         title=folder.resolve().name,
-        job=_job_of(profiles, schedule, around.machine.machine()),
+        job=job,
         profiles=profiles,
         around=around,
         memory="saved activations" if is_simulated else "reserved memory",
@@ -279,33 +288,34 @@ def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
     return check_profiles(by_rank.values())
 
 
+def _recorded(place: Path) -> Bandwidths | None:
+    """Return the bandwidths that a run has planned with, if it has planned."""
+    path = place / BANDWIDTHS_NAME
+    return load_bandwidths(path) if path.exists() else None
+
+
 def _is_simulated(facts: Path) -> bool:
     """Return whether a run had no GPU, as far as it has left its facts."""
     data = read_json(facts) if facts.exists() else None
     return isinstance(data, dict) and data.get("is_simulated") is True
 
 
-def _simulated_machine(config: Path) -> dict[str, Any]:
-    """Return the link of the simulated device, which every rank has to itself."""
+def _simulated_config(config: Path) -> SimulatedConfig:
+    """Return the simulated device of a run."""
     offload = load_yaml(config).get("offload")
-    device = validate(OffloadConfig, offload or {}, str(config)).simulated
-    return {
-        "d2h_gbps": device.d2h_gbps,
-        "h2d_gbps": device.h2d_gbps,
-        "both_gbps": min(device.d2h_gbps, device.h2d_gbps),
-        "node_gbps": device.d2h_gbps + device.h2d_gbps,
-        "node_d2h_gbps": None,
-        "ranks_per_node": 1,
-    }
+    return validate(OffloadConfig, offload or {}, str(config)).simulated
 
 
-def _job_of(profiles: Sequence[StepProfile], schedule: str | None, machine: Machine) -> Job:
+def _job_of(
+    profiles: Sequence[StepProfile], schedule: str | None, machine: Machine, gpus_per_rank: int
+) -> Job:
     """Return the step of the profiles, whose peaks without offload are those that were measured."""
     run = profiles[0].run
     name = schedule or ("interleaved" if run.vp_size > 1 else "1f1b")
     passes = make_schedule(name, run.pp_size, run.num_microbatches, run.vp_size)
     measured = [Footprint.of(profile).peak_bytes for profile in profiles]
-    job = job_from_profiles(profiles, passes, machine, [0] * run.pp_size)
+    static = [0] * run.pp_size
+    job = job_from_profiles(profiles, passes, machine, static, gpus_per_rank=gpus_per_rank)
     explained = [rank.peak_device_bytes for rank in simulate(job).ranks]
     static = [max(0, peak - own) for peak, own in zip(measured, explained, strict=True)]
     return replace(job, static_bytes=tuple(static), unused_bytes=0)

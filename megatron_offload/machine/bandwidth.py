@@ -9,7 +9,7 @@ then all together.
 
 Invariants: copies are timed by the device's own clock, and count only while all directions that
 are measured copy; ranks meet at barriers, and each makes the same number of them. Read next:
-`megatron_offload.machine.ranks`.
+`megatron_offload.machine.agreement`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch.distributed as dist
+import torch
 
 from megatron_offload.backends.base import Backend, Wait
-from megatron_offload.config import environment_int
-from megatron_offload.errors import OffloadError
-from megatron_offload.machine.profile import CopyRates
+from megatron_offload.errors import ConfigError, OffloadError
+from megatron_offload.machine.job_ranks import JobRanks
+from megatron_offload.machine.pci import PciPath, read_pci_path
+from megatron_offload.machine.profile import CopyRates, GpuProfile
 from megatron_offload.memory.host_pool import HostPool
 
-__all__ = ["BLOCK_BYTES", "BandwidthError", "gbps_while_all_copy", "measure_copies"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BandwidthError",
+    "gbps_while_all_copy",
+    "measure_copies",
+    "measure_gpu",
+]
 
 BLOCK_BYTES = 128 * 1024**2
 """What one copy moves: large enough that starting it costs nothing, and that two of them don't stay
@@ -46,36 +53,77 @@ class BandwidthError(OffloadError, RuntimeError):
     """Bandwidth can't be measured: memory is short or can't be pinned, or a process failed."""
 
 
+def measure_gpu(
+    backend: Backend,
+    pci_address: str | None,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    ranks: JobRanks | None = None,
+) -> GpuProfile:
+    """Measure a GPU as `measure_copies` does, and read its links meanwhile; collective.
+
+    Args:
+        backend: the GPU's.
+        pci_address: the GPU's place on the bus; None where it isn't known.
+        block_bytes: as for `measure_copies`.
+        ranks: likewise.
+
+    Raises:
+        BandwidthError: as for `measure_copies`.
+    """
+    seen: list[PciPath | None] = [None]
+
+    def read_links() -> None:
+        seen[0] = read_pci_path(pci_address)
+
+    rates = measure_copies(backend, block_bytes=block_bytes, while_copying=read_links, ranks=ranks)
+    return GpuProfile(rates=rates, pci=seen[0])
+
+
 def measure_copies(
     backend: Backend,
     *,
     block_bytes: int = BLOCK_BYTES,
     while_copying: Callable[[], None] | None = None,
+    ranks: JobRanks | None = None,
 ) -> CopyRates:
-    """Measure what the backend's device gets, each number the median of a few rounds.
+    """Measure what the backend's device gets, each number the median of a few rounds; collective.
 
-    Where `torch.distributed` is initialised, all of its ranks must call this together, with
-    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them.
+    Memory is given back: the host's to the system, the device's to the backend's allocator.
 
     Args:
         backend: takes the memory and makes the copies.
         block_bytes: what each copy moves; twice that is pinned, and taken on the device.
         while_copying: called once in each round, with copies under way.
+        ranks: all that measure together; None for all there are.
 
     Raises:
-        BandwidthError: so much host memory can't be pinned.
-        ConfigError: torchrun's variables are missing or make no sense.
+        BandwidthError: a rank can't have so much memory, or can't pin it; on all ranks.
     """
-    turn, num_turns, barrier = _turns()
-    with contextlib.closing(HostPool(backend, slab_bytes=block_bytes, cap_bytes=None)) as pool:
-        link = _Link(backend, pool, block_bytes, while_copying)
+    ranks = ranks if ranks is not None else JobRanks()
+    with contextlib.ExitStack() as stack:
+        link, problem = None, ""
+        try:
+            pool = HostPool(backend, slab_bytes=block_bytes, cap_bytes=None)
+            stack.enter_context(contextlib.closing(pool))
+            link = _Link(backend, pool, block_bytes, while_copying)
+        except (BandwidthError, ConfigError) as error:
+            problem = str(error)
+        # Whoever gave up now would leave the others waiting for the next turn.
+        problems = ranks.gather(problem)
+        if link is None or any(problems):
+            link = None  # what holds the error must not hold the memory
+            rank = next(rank for rank, each in enumerate(problems) if each)
+            raise BandwidthError(f"rank {rank}: {problems[rank]}")
         alone = [0.0] * 4
-        for whose in range(num_turns):
-            barrier()
-            if whose == turn:
+        for turn in range(ranks.num_turns):
+            ranks.meet()
+            if turn == ranks.turn:
                 link.rates("d2h", "h2d")  # one that was idle has to wake
                 alone = [*link.median("d2h"), *link.median("h2d"), *link.median("d2h", "h2d")]
-        node = link.median("d2h", "h2d", before_each=barrier) if num_turns > 1 else alone[2:]
+        node = alone[2:]
+        if ranks.num_turns > 1:
+            node = link.median("d2h", "h2d", before_each=ranks.meet)
     return CopyRates.model_validate(dict(zip(CopyRates.model_fields, [*alone, *node], strict=True)))
 
 
@@ -100,7 +148,11 @@ class _Link:
                 why = pool.last_pin_error or f"{pool.cap_bytes} may be used"
                 raise BandwidthError(f"{2 * block_bytes} bytes of host memory can't be had: {why}")
             region.tensor.fill_(0)
-            device = backend.empty_device(block_bytes).fill_(0)
+            try:
+                device = backend.empty_device(block_bytes).fill_(0)
+            except torch.OutOfMemoryError as error:
+                why = str(error).split("\n")[0]
+                raise BandwidthError(f"device memory can't be had: {why}") from error
             ends = (region.tensor, device)
             self._pairs[name] = ends if name == "d2h" else ends[::-1]
 
@@ -149,13 +201,3 @@ def gbps_while_all_copy(ends_us: Sequence[Sequence[float]], block_bytes: int) ->
         copied = np.interp([start_us, end_us], ends, np.arange(len(ends)) * block_bytes)
         rates.append(float(copied[1] - copied[0]) / (end_us - start_us) / 1e3)
     return rates
-
-
-def _turns() -> tuple[int, int, Callable[[], None]]:
-    """Return this rank's turn, the number of turns on every machine, and how ranks meet."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1, lambda: None
-    turn = environment_int("LOCAL_RANK")
-    sizes: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(sizes, environment_int("LOCAL_WORLD_SIZE", least=1))
-    return turn, max(sizes), dist.barrier

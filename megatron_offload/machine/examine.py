@@ -55,7 +55,7 @@ from megatron_offload.machine.profile import (
 )
 from megatron_offload.machine.ranks import measure_gpus
 
-__all__ = ["Examination", "examine", "identify_machine"]
+__all__ = ["Examination", "examine", "identify_gpu", "identify_machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def examine(
         findings.append(check_devices(devices, num_nvidia_gpus(root=root)))
     profile = None
     if devices:
-        identity = _identify(devices, root)
+        identity = identify_machine([identify_gpu(device) for device in devices], root=root)
         if bandwidth:
             profile, failures = _measure(identity, cache)
             findings += failures
@@ -116,18 +116,25 @@ def examine(
     return Examination(tuple(findings), profile)
 
 
-def identify_machine(*, root: Path = Path("/")) -> MachineIdentity:
+def identify_gpu(device: DeviceInfo) -> GpuIdentity:
+    """Return what tells a GPU from others."""
+    return GpuIdentity(name=device.name, pci_address=device.pci_address)
+
+
+def identify_machine(
+    gpus: Sequence[GpuIdentity] | None = None, *, root: Path = Path("/")
+) -> MachineIdentity:
     """Return the identity under which `load_profile` finds what was measured here.
+
+    Args:
+        gpus: those that share the machine's bandwidth; None for all that the process can use.
+        root: the folder in which ``etc`` and ``proc`` lie.
 
     Raises:
         RuntimeError: there are CUDA devices and CUDA can't be started.
     """
-    return _identify(visible_devices(), root)
-
-
-def _identify(devices: Sequence[DeviceInfo], root: Path) -> MachineIdentity:
     return identify(
-        [GpuIdentity(name=device.name, pci_address=device.pci_address) for device in devices],
+        [identify_gpu(device) for device in visible_devices()] if gpus is None else gpus,
         torch_version=str(torch.__version__),
         cuda_version=torch.version.cuda,
         root=root,

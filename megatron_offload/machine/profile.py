@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import platform
 import re
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ __all__ = [
     "cache_folder",
     "identify",
     "load_profile",
+    "profile_path",
     "read_profile",
     "save_profile",
 ]
@@ -151,19 +153,32 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("megatron-offload", appauthor=False)
 
 
+def profile_path(identity: MachineIdentity, folder: Path | None = None) -> Path:
+    """Return where the profile of a machine is kept; ``folder`` as for `load_profile`."""
+    return (folder or cache_folder()) / f"machine-{identity.fingerprint}.json"
+
+
 def load_profile(identity: MachineIdentity, folder: Path | None = None) -> MachineProfile | None:
     """Return what was last measured on this machine as it is now; None where that is unknown.
+
+    A file that is there and can't be taken is warned of.
 
     Args:
         identity: the machine as it is now.
         folder: where profiles are kept; None takes `cache_folder`.
     """
-    try:
-        profile = read_profile(_path_of(identity, folder))
-    except ConfigError as error:
-        _logger.debug("no profile of this machine: %s", error)
+    path = profile_path(identity, folder)
+    if not os.path.exists(path):
         return None
-    return profile if profile.identity == identity else None
+    try:
+        profile = read_profile(path)
+    except ConfigError as error:
+        _logger.warning("what was measured on this machine can't be read: %s", error)
+        return None
+    if profile.identity != identity:
+        _logger.warning("%s is of another machine, and is not taken", path)
+        return None
+    return profile
 
 
 def read_profile(path: Path) -> MachineProfile:
@@ -184,14 +199,10 @@ def save_profile(profile: MachineProfile, folder: Path | None = None) -> Path:
     Raises:
         ConfigError: it can't be written; what was there is untouched.
     """
-    path = _path_of(profile.identity, folder)
+    path = profile_path(profile.identity, folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, profile.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"can't write {path}: {error.strerror}") from error
     return path
-
-
-def _path_of(identity: MachineIdentity, folder: Path | None) -> Path:
-    return (folder or cache_folder()) / f"machine-{identity.fingerprint}.json"

@@ -1,6 +1,6 @@
 """One process for each GPU, to measure a machine from one command.
 
-Owns the processes. Must not know what is measured beyond `measure_copies`.
+Owns the processes. Must not know what is measured beyond `measure_gpu`.
 
 Invariant: no process is left running, and none keeps the call waiting for longer than its limit.
 The calling process itself never opens a device, so that one which hangs or fails is another's. Read
@@ -22,8 +22,7 @@ import torch.multiprocessing as mp
 
 from megatron_offload.backends import create_backend
 from megatron_offload.config import OffloadConfig
-from megatron_offload.machine.bandwidth import BLOCK_BYTES, BandwidthError, measure_copies
-from megatron_offload.machine.pci import PciPath, read_pci_path
+from megatron_offload.machine.bandwidth import BLOCK_BYTES, BandwidthError, measure_gpu
 from megatron_offload.machine.profile import GpuProfile
 
 __all__ = ["measure_gpus"]
@@ -87,7 +86,7 @@ def _measure_one(
 ) -> None:
     """Be one rank: measure one GPU, in turn and together with the others."""
     num_ranks = len(pci_addresses)
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks))
+    os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks))  # all of them share the host's memory
     backend = create_backend(config, rank)
     if num_ranks > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine
@@ -96,12 +95,7 @@ def _measure_one(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
         )
-    seen: list[PciPath | None] = [None]
-
-    def read_links() -> None:
-        seen[0] = read_pci_path(pci_addresses[rank])
-
-    rates = measure_copies(backend, block_bytes=block_bytes, while_copying=read_links)
+    profile = measure_gpu(backend, pci_addresses[rank], block_bytes=block_bytes)
     if num_ranks > 1:
         dist.destroy_process_group()
-    results.put((rank, GpuProfile(rates=rates, pci=seen[0])))
+    results.put((rank, profile))

@@ -31,6 +31,7 @@ from megatron_offload.planning.profile_file import (
     Index,
     Name,
     Number,
+    Text,
 )
 from megatron_offload.strict_model import StrictModel, validate
 
@@ -120,12 +121,15 @@ class OffloadPlan:
         num_microbatches: of one step.
         vp_size: virtual pipeline stages of each rank.
         ranks: one plan for each pipeline rank, in order.
+        bandwidths: where the bandwidths come from that it rests on, in words; empty where it rests
+            on none, or whoever made it didn't say.
     """
 
     policy: str
     num_microbatches: int
     vp_size: int
     ranks: tuple[RankPlan, ...]
+    bandwidths: str = ""
 
     @property
     def pp_size(self) -> int:
@@ -301,6 +305,8 @@ class _Plan(StrictModel):
     num_microbatches: Number
     vp_size: Number
     signature: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    bandwidths: Text = ""
+    """Plans of earlier versions don't say."""
     ranks: Annotated[tuple[_Rank, ...], Field(min_length=1, max_length=100_000)]
 
 
@@ -369,6 +375,7 @@ def parse_plan(text: str, source: str) -> OffloadPlan:
             )
             for rank in read.ranks
         ),
+        read.bandwidths,
     )
     for pp_rank, rank in enumerate(plan.ranks):
         if len({choice.key for choice in rank.choices}) != len(rank.choices):
@@ -386,6 +393,7 @@ def _to_data(plan: OffloadPlan) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "vp_size": plan.vp_size,
         "signature": plan.signature,
+        "bandwidths": plan.bandwidths,
         "ranks": [
             {
                 "max_inflight_bytes": rank.max_inflight_bytes,

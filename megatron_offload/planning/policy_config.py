@@ -9,9 +9,9 @@ Read next: `megatron_offload.planning.policy`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import BeforeValidator, ByteSize, Field
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import AutoPolicy, Predictor
@@ -87,6 +87,15 @@ class RatioConfig(StrictModel):
     ratio: float = Field(ge=0.0, le=1.0)
 
 
+def _default_in_full(value: Any) -> Any:
+    """Return the section that the word ``default`` stands for."""
+    if isinstance(value, str):
+        if value != "default":
+            raise ValueError("give 'default', or a section with keys such as d2h_gbps")
+        return {}
+    return value
+
+
 class _Solved(StrictModel):
     max_inflight_bytes: Bytes | None = None
     """Device memory for groups on their way out. None follows the target."""
@@ -94,7 +103,10 @@ class _Solved(StrictModel):
     prefetch_bytes: Bytes | None = None
     """Device memory for groups that are back ahead of their use. None follows the target."""
 
-    machine: MachineConfig = MachineConfig()
+    machine: Annotated[MachineConfig | None, BeforeValidator(_default_in_full)] = None
+    """What copies get; what a section leaves out, and the word ``default`` altogether, takes the
+    defaults. None: what was measured on the machines of the run that plans; elsewhere the
+    defaults."""
 
     gpus_per_rank: int = Field(default=1, ge=1)
     """GPUs of a node that do the same at the same time, such as a tensor-parallel group."""
@@ -102,7 +114,7 @@ class _Solved(StrictModel):
     def resources(self) -> Resources:
         """Return it as planning wants it."""
         return Resources(
-            Machine(**dict(self.machine)),
+            Machine(**dict(self.machine or MachineConfig())),
             self.gpus_per_rank,
             None if self.max_inflight_bytes is None else int(self.max_inflight_bytes),
             None if self.prefetch_bytes is None else int(self.prefetch_bytes),

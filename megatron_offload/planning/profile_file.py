@@ -36,6 +36,7 @@ __all__ = [
     "Index",
     "Name",
     "Number",
+    "Text",
     "load_profile",
     "parse_profile",
     "profile_to_json",
@@ -57,6 +58,9 @@ Duration = Annotated[float, Field(strict=True, ge=0)]
 """Microseconds."""
 
 Name = Annotated[str, Field(strict=True, max_length=200)]
+
+Text = Annotated[str, Field(strict=True, max_length=10_000)]
+"""A few words, with a path or two among them."""
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Number = Annotated[int, Field(strict=True, ge=1, lt=2**31)]

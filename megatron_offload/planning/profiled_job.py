@@ -36,6 +36,7 @@ def job_from_profiles(
     static_bytes: Sequence[int],
     *,
     output_bytes: int = 0,
+    gpus_per_rank: int = 1,
 ) -> Job:
     """Return the step that measured profiles show.
 
@@ -49,6 +50,7 @@ def job_from_profiles(
         machine: bandwidths.
         static_bytes: what lies on each rank all the time.
         output_bytes: what goes from stage to stage.
+        gpus_per_rank: GPUs of a node that do the same at the same time.
 
     Raises:
         ConfigError: a profile has no times, or other chunks than the schedule; or the schedule
@@ -62,7 +64,7 @@ def job_from_profiles(
     for rank, profile in enumerate(profiles):
         stages |= _stages_of(rank, profile, schedule, output_bytes)
     ordered = tuple(stages[stage] for stage in range(schedule.num_stages))
-    return Job(schedule, ordered, tuple(static_bytes), machine)
+    return Job(schedule, ordered, tuple(static_bytes), machine, gpus_per_rank)
 
 
 def _stages_of(

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths
 from megatron_offload.planning.plan import save_plan
-from megatron_offload.planning.profile import RunShape
+from megatron_offload.planning.profile import RunShape, StepProfile
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.train.checkpoint import Checkpoints
@@ -254,11 +255,19 @@ class _Trainer:
         if recorded is not None:
             save_profile(recorded.profile, profile_path(run.output, self._parallel.rank))
             if self._config.plans:
-                plan = session.plan(recorded.profile, self._parallel.host_group)
-                if self._parallel.rank == 0:
-                    save_plan(plan, plan_path(run.output))
+                self._plan(recorded.profile, session)
         record = merge(step, lr, self._tokens_per_step(), [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
+
+    def _plan(self, profile: StepProfile, session: OffloadSession) -> None:
+        """Plan on all ranks, and leave what was planned and with which bandwidths."""
+        folder, group = self._config.run.output, self._parallel.host_group
+        bandwidths = session.bandwidths(group)
+        if self._parallel.rank == 0:  # whoever plans anew for another target wants them too
+            save_bandwidths(bandwidths, folder / BANDWIDTHS_NAME)
+        plan = session.plan(profile, bandwidths, group)
+        if self._parallel.rank == 0:
+            save_plan(plan, plan_path(folder))
 
     def _profiled_step(self) -> int:
         """The step that is profiled; the first steps after a start are not like the rest."""

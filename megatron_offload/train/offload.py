@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, split_modules
+from megatron_offload.planning.bandwidths import Bandwidths
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profile import RunShape, StepProfile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
@@ -55,11 +56,18 @@ class OffloadSession:
 
         return profile_step(self._manager, run=run, moves=moves)
 
-    def plan(self, profile: StepProfile, group: Any) -> OffloadPlan:
+    def bandwidths(self, group: Any) -> Bandwidths:
+        """Return what the run plans with, measured if need be; collective over all ranks."""
+        from megatron_offload.planned_run import agree_on_bandwidths
+
+        return agree_on_bandwidths(self._manager, self._manager.config.policy, group=group)
+
+    def plan(self, profile: StepProfile, bandwidths: Bandwidths, group: Any) -> OffloadPlan:
         """Plan from a profiled step, and follow the plan from the next on; collective.
 
         Args:
             profile: this rank's.
+            bandwidths: those of all ranks.
             group: all ranks.
 
         Raises:
@@ -67,7 +75,8 @@ class OffloadSession:
         """
         from megatron_offload.planned_run import agree_on_plan
 
-        return agree_on_plan(self._manager, profile, self._manager.config.policy, group=group)
+        policy = self._manager.config.policy
+        return agree_on_plan(self._manager, profile, policy, bandwidths=bandwidths, group=group)
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""

@@ -22,6 +22,7 @@ from pydantic import Field
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import read_json, replace_text
+from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.comparison import COMPARISON_NAME, FOLDERS
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Device
@@ -74,8 +75,8 @@ def prepare_folder(config: TrainConfig, device: Device, ranks: int, *, is_new: b
         config: the run.
         device: this rank's.
         ranks: processes of the run.
-        is_new: whether the run starts over, so that an earlier one's timelines and profiles are not
-            its own.
+        is_new: whether the run starts over, so that an earlier one's timelines, profiles and
+            bandwidths are not its own.
 
     Raises:
         OSError: the folder can't be written.
@@ -84,7 +85,7 @@ def prepare_folder(config: TrainConfig, device: Device, ranks: int, *, is_new: b
     folder.mkdir(parents=True, exist_ok=True)
     if is_new:
         for path in list(folder.iterdir()):
-            if _RANK_NAME.fullmatch(path.name):
+            if _RANK_NAME.fullmatch(path.name) or path.name == BANDWIDTHS_NAME:
                 path.unlink()
     facts = RunFacts(
         device=device.name,

@@ -17,7 +17,7 @@ from programs import (
 )
 
 from megatron_offload.backends import cuda
-from megatron_offload.backends.base import Backend, Wait
+from megatron_offload.backends.base import Backend, DeviceInfo, Wait
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.backends.tracing import TracingBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
@@ -42,6 +42,14 @@ def offload(backend, num_bytes=100, label="x"):
     pairs = [(backend.empty_host(num_bytes), region(num_bytes))]
     backend.copy(pairs, backend.d2h_stream, label)
     return backend.record(backend.d2h_stream), pairs
+
+
+def test_the_device_is_the_inner_one(monkeypatch):
+    inner = SimulatedBackend(SimulatedConfig())
+    assert TracingBackend(inner).describe() is None
+    gpu = DeviceInfo("some GPU", None, 1 << 30, 2)
+    monkeypatch.setattr(inner, "describe", lambda: gpu)
+    assert TracingBackend(inner).describe() == gpu
 
 
 def test_every_name_of_the_contract_is_handed_on():

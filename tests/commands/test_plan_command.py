@@ -11,10 +11,11 @@ from jobs import RATES, measured, ran, run_without
 
 from megatron_offload.commands import plan as command
 from megatron_offload.commands.source import has_profiles, load_model, load_run
+from megatron_offload.planning.bandwidths import Bandwidths, save_bandwidths
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.plan import load_plan
 from megatron_offload.planning.policy import RatioPolicy
-from megatron_offload.planning.policy_config import AutoConfig
+from megatron_offload.planning.policy_config import AutoConfig, MachineConfig
 from megatron_offload.planning.predict import profiles_of
 from megatron_offload.planning.profile_file import load_profile, save_profile
 from megatron_offload.planning.simulate import simulate
@@ -209,6 +210,62 @@ def test_without_a_gpu_the_simulated_link_counts(tmp_path):
     machine = source.job.machine
     assert (machine.d2h_gbps, machine.h2d_gbps, machine.both_gbps) == (2, 1, 1)
     assert (machine.node_gbps, machine.node_d2h_gbps, machine.ranks_per_node) == (3, None, 1)
+
+
+def recorded(folder, **changes):
+    """Let a run have recorded bandwidths; return them."""
+    machine = MachineConfig(d2h_gbps=9.0, node_gbps=80.0, node_d2h_gbps=None, ranks_per_node=1)
+    bandwidths = Bandwidths(
+        machine=machine, gpus_per_rank=2, origin="measured now, one GPU, not kept"
+    ).model_copy(update=changes)
+    save_bandwidths(bandwidths, folder / "bandwidths.json")
+    return bandwidths
+
+
+def test_a_run_is_planned_with_the_bandwidths_that_it_recorded(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    assert plan(folder, "--ratio", 0.5, "--curve", 0) == 0
+    said = "the defaults, measured with four H200s; --machine FILE takes others"
+    assert f"bandwidths: {said}" in capsys.readouterr().out
+    assert load_plan(folder / "plan.json").bandwidths == said
+    (folder / "run.json").write_text('{"is_simulated": false}')
+    bandwidths = recorded(folder)
+    assert plan(folder, "--ratio", 0.5, "--curve", 0) == 0
+    said = f"{folder / 'bandwidths.json'}: measured now, one GPU, not kept"
+    assert f"bandwidths: {said}" in capsys.readouterr().out.replace("\n", "")
+    assert load_plan(folder / "plan.json").bandwidths == said
+    source = load_run(folder)
+    assert source.job.machine == Machine(**bandwidths.machine.model_dump())
+    assert source.job.gpus_per_rank == 2
+    config = command.policy_config(source)
+    assert (config.gpus_per_rank, config.resources().machine) == (2, source.job.machine)
+
+
+def test_what_a_simulated_run_recorded_counts_before_its_configuration(tmp_path):
+    folder = ran(tmp_path / "run" / "with_offload")
+    (folder / "run.json").write_text('{"is_simulated": true}')
+    (folder / "config.yaml").write_text("offload: {simulated: {d2h_gbps: 2, h2d_gbps: 1}}")
+    recorded(folder)
+    assert load_run(tmp_path / "run").job.machine.d2h_gbps == 9.0
+
+
+def test_a_machine_that_is_given_wins_over_what_a_run_recorded(tmp_path):
+    folder = ran(tmp_path / "run")
+    recorded(folder)
+    path = measured(tmp_path)
+    source = load_run(folder, machine=path)
+    assert source.job.machine.d2h_gbps == RATES["d2h_gbps"]
+    assert source.machine == str(path)
+    assert source.job.machine.ranks_per_node == 4, "the run has two GPUs for each rank"
+    assert load_run(folder, overrides=["machine.d2h_gbps=3"]).job.machine.d2h_gbps == 3
+
+
+def test_bandwidths_that_are_broken_are_bad_input(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    (folder / "bandwidths.json").write_text('{"format": "megatron_offload bandwidths"}')
+    assert plan(folder, "--ratio", 0.5) == 2
+    assert "bandwidths.json: 'machine' is required" in capsys.readouterr().err
+    assert not (folder / "plan.json").exists()
 
 
 def test_without_samples_of_memory_it_is_what_groups_save(tmp_path):

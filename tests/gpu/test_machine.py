@@ -10,13 +10,18 @@ import time
 
 import pytest
 import torch
+from programs import assert_same
 from test_cuda import MIB, make_inputs, make_manager, make_model, run_step
 
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.cuda import CudaBackend
 from megatron_offload.machine.bandwidth import measure_copies
-from megatron_offload.machine.examine import examine
+from megatron_offload.machine.examine import examine, identify_gpu, identify_machine
 from megatron_offload.machine.host_syncs import find_host_syncs
+from megatron_offload.machine.profile import load_profile
+from megatron_offload.planned_run import agree_on_bandwidths, plan_run
+from megatron_offload.planning.policy_config import AutoConfig
+from megatron_offload.planning.profile import RunShape
 
 pytestmark = pytest.mark.gpu
 
@@ -79,6 +84,42 @@ def test_the_machine_is_examined_in_other_processes(tmp_path):
     assert "error" not in {finding.level for finding in examination.findings}
     assert torch.cuda.memory_allocated() == allocated_bytes
     assert examine(bandwidth=False, cache=tmp_path).profile == examination.profile
+
+
+def test_a_run_measures_its_gpu_once_and_plans_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    host = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    plain = {"d2h": plain_gbps(host, device), "h2d": plain_gbps(device, host)}
+    del host, device
+    model = make_model()
+    inputs = make_inputs(model)
+    manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
+    reference = run_step(model, None, inputs)
+    for _ in range(4):
+        run_step(model, manager, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before_bytes = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    policy = AutoConfig(kind="auto")
+    started = time.monotonic()
+    found = agree_on_bandwidths(manager, policy)
+    seconds = time.monotonic() - started
+    print(f"\n{found}\nplain {plain}, {seconds:.2f} s")  # noqa: T201 - for whoever runs it with -s
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before_bytes
+    assert found.machine.d2h_gbps == pytest.approx(plain["d2h"], rel=0.2)
+    assert found.machine.h2d_gbps == pytest.approx(plain["h2d"], rel=0.2)
+    assert found.machine.ranks_per_node == 1
+    assert found.origin.startswith("measured now, one GPU, kept in ")
+    this = visible_devices()[torch.cuda.current_device()]
+    assert manager.backend.describe() == this
+    assert load_profile(identify_machine([identify_gpu(this)])) is not None
+    run = RunShape(num_microbatches=6)
+    plan = plan_run(manager, lambda: run_step(model, manager, inputs), run, policy=policy)
+    assert not plan.bandwidths.startswith("measured now")
+    assert plan.bandwidths.startswith("measured ")
+    assert_same(reference, run_step(model, manager, inputs))
+    manager.close()
 
 
 class WaitsInBackward(torch.autograd.Function):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.errors import ConfigError, HazardError
+from megatron_offload.errors import HazardError
 from megatron_offload.machine import bandwidth
 from megatron_offload.machine.bandwidth import (
     BandwidthError,
     gbps_while_all_copy,
     measure_copies,
 )
+from megatron_offload.machine.job_ranks import JobRanks
 
 KIB = 1024
 
@@ -139,33 +142,45 @@ def test_directions_that_took_turns_share_the_time():
 
 
 class Group:
-    """Stands in for `torch.distributed` on one rank of two; notes when ranks would meet."""
+    """Stands in for `torch.distributed` on one rank of several; notes when ranks would meet."""
 
-    def __init__(self, monkeypatch, local_rank, sizes):
+    def __init__(self, monkeypatch, rank, machines, problems=None):
         self.log = []
-        self.sizes = sizes
-        for name in ("is_initialized", "get_world_size", "all_gather_object", "barrier"):
+        self.rank = rank
+        self.said = iter([machines, problems or [""] * len(machines)])
+        self.num_ranks = len(machines)
+        names = ("is_initialized", "get_world_size", "get_rank", "all_gather_object", "barrier")
+        for name in names:
             monkeypatch.setattr(torch.distributed, name, getattr(self, name))
-        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(sizes[0]))
 
     def is_initialized(self):
         return True
 
-    def get_world_size(self):
-        return len(self.sizes)
+    def get_world_size(self, group):
+        assert group is self
+        return self.num_ranks
 
-    def all_gather_object(self, into, mine):
-        assert mine == self.sizes[0]
-        into[:] = self.sizes
+    def get_rank(self, group):
+        assert group is self
+        return self.rank
 
-    def barrier(self):
+    def all_gather_object(self, into, mine, group):
+        assert group is self
+        into[:] = next(self.said)
+        if mine.startswith("131072 bytes"):
+            into[self.rank] = mine
+
+    def barrier(self, group):
+        assert group is self
         self.log.append("barrier")
 
 
-def measure_as(group):
+def measure_as(group, kind=SimulatedBackend):
     measure_copies(
-        make_backend(), block_bytes=4 * KIB, while_copying=lambda: group.log.append("copies")
+        make_backend(kind=kind),
+        block_bytes=64 * KIB,
+        while_copying=lambda: group.log.append("copies"),
+        ranks=JobRanks(group),
     )
     return group.log
 
@@ -175,21 +190,56 @@ TOGETHER = ["barrier", "copies"] * 3
 
 
 def test_ranks_copy_alone_in_turn_and_then_together(monkeypatch):
-    first = measure_as(Group(monkeypatch, 0, [2, 2]))
+    first = measure_as(Group(monkeypatch, 0, ["a", "a"]))
     assert first == ["barrier", *ALONE, "barrier", *TOGETHER]
-    second = measure_as(Group(monkeypatch, 1, [2, 2]))
+    second = measure_as(Group(monkeypatch, 1, ["a", "a"]))
     assert second == ["barrier", "barrier", *ALONE, *TOGETHER]
 
 
 def test_ranks_of_machines_of_different_sizes_meet_equally_often(monkeypatch):
-    small = measure_as(Group(monkeypatch, 0, [1, 3, 3, 3]))
-    large = measure_as(Group(monkeypatch, 2, [3, 3, 3, 1]))
+    machines = ["a", "b", "b", "b"]
+    small = measure_as(Group(monkeypatch, 0, machines))
+    large = measure_as(Group(monkeypatch, 3, machines))
     assert small.count("barrier") == large.count("barrier") == 6
+    assert small == ["barrier", *ALONE, "barrier", "barrier", *TOGETHER]
+    assert large == ["barrier", "barrier", "barrier", *ALONE, *TOGETHER]
 
 
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_ranks_without_torchrun_s_variables_are_told(monkeypatch, name):
-    group = Group(monkeypatch, 0, [2, 2])
-    monkeypatch.delenv(name)
-    with pytest.raises(ConfigError, match=name):
+def test_ranks_that_are_dealt_out_over_machines_take_turns_on_each(monkeypatch):
+    third = measure_as(Group(monkeypatch, 2, ["a", "b", "a", "b"]))
+    assert third == ["barrier", "barrier", *ALONE, *TOGETHER]
+
+
+def test_a_rank_that_lacks_memory_keeps_no_other_waiting(monkeypatch):
+    group = Group(monkeypatch, 0, ["a", "a"], ["", "too little"])
+    with pytest.raises(BandwidthError, match="rank 1: too little"):
         measure_as(group)
+    failing = Group(monkeypatch, 1, ["a", "a"])
+    with pytest.raises(BandwidthError, match=r"rank 1: 131072 bytes.*pinning failed"):
+        measure_as(failing, Unpinnable)
+    assert group.log == failing.log == []
+
+
+class Full(SimulatedBackend):
+    def empty_device(self, num_bytes):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore lines")
+
+
+def test_device_memory_that_can_t_be_had_is_named():
+    with pytest.raises(BandwidthError, match=r"device memory can't be had: CUDA out of memory\.$"):
+        measure_copies(make_backend(kind=Full), block_bytes=64 * KIB)
+
+
+def test_the_error_of_a_measurement_holds_no_memory(monkeypatch):
+    blocks = []
+
+    class Watched(SimulatedBackend):
+        def empty_device(self, num_bytes):
+            block = super().empty_device(num_bytes)
+            blocks.append(weakref.ref(block.untyped_storage()))
+            return block
+
+    with pytest.raises(BandwidthError) as caught:
+        measure_as(Group(monkeypatch, 0, ["a", "a"], ["", "too little"]), Watched)
+    assert caught.value.__traceback__ is not None
+    assert [block() for block in blocks] == [None, None]

@@ -19,6 +19,7 @@ from megatron_offload.machine.profile import (
     MachineProfile,
     identify,
     load_profile,
+    profile_path,
     read_profile,
     save_profile,
 )
@@ -48,10 +49,11 @@ def write(path, text):
     path.write_text(text)
 
 
-def test_a_profile_comes_back_as_it_was_kept(tmp_path):
+def test_a_profile_comes_back_as_it_was_kept(tmp_path, caplog):
     identity = make_identity(tmp_path)
     profile = make_profile(identity)
     assert load_profile(identity, tmp_path / "a/b") is None
+    assert not caplog.records, "what was never measured is no news"
     path = save_profile(profile, tmp_path / "a/b")
     assert load_profile(identity, tmp_path / "a/b") == profile
     assert read_profile(path) == profile
@@ -98,12 +100,13 @@ def test_another_driver_kernel_host_or_machine_number_is_another_machine(tmp_pat
     assert len(seen) == 5
 
 
-def test_a_profile_that_lies_under_another_s_name_is_not_taken(tmp_path):
+def test_a_profile_that_lies_under_another_s_name_is_warned_of_and_not_taken(tmp_path, caplog):
     identity = make_identity(tmp_path)
     other = make_identity(tmp_path, torch_version="2.14.0")
     path = save_profile(make_profile(identity), tmp_path)
-    path.rename(tmp_path / f"machine-{other.fingerprint}.json")
+    path.rename(profile_path(other, tmp_path))
     assert load_profile(other, tmp_path) is None
+    assert f"{profile_path(other, tmp_path)} is of another machine" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -162,13 +165,14 @@ def with_rate(value):
         (with_rate(float("nan")), "NaN"),
     ],
 )
-def test_a_broken_file_is_named_and_counts_as_absent(tmp_path, spoil, message):
+def test_a_broken_file_is_named_and_counts_as_absent(tmp_path, caplog, spoil, message):
     identity = make_identity(tmp_path)
     path = save_profile(make_profile(identity), tmp_path)
     path.write_text(spoil(json.loads(path.read_text())))
     with pytest.raises(ConfigError, match=message):
         read_profile(path)
     assert load_profile(identity, tmp_path) is None
+    assert f"can't be read: {path}" in caplog.text or f"can't read {path}" in caplog.text
     save_profile(make_profile(identity), tmp_path)
     assert load_profile(identity, tmp_path) is not None
 

@@ -40,7 +40,8 @@ def random_plan(rng):
         )
         for profile in (random_profile(rng) for _ in range(rng.randint(1, 4)))
     ]
-    return OffloadPlan("auto", rng.randint(1, 99), rng.randint(1, 4), tuple(ranks))
+    sizes = rng.randint(1, 99), rng.randint(1, 4)
+    return OffloadPlan("auto", *sizes, tuple(ranks), rng.choice(["", "measured <now>"]))
 
 
 def test_plans_survive_json(tmp_path):
@@ -51,6 +52,12 @@ def test_plans_survive_json(tmp_path):
         assert (again.digest(), again.signature) == (plan.digest(), plan.signature)
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_that_does_not_say_its_bandwidths_is_read():
+    data = json.loads(plan_to_json(replace(PLAN, bandwidths="measured now")))
+    del data["bandwidths"]
+    assert parse_plan(json.dumps(data), "it") == replace(PLAN, bandwidths="")
 
 
 def test_every_group_has_a_choice_and_a_reason():
@@ -171,6 +178,7 @@ def changed(change):
         (lambda d: d["ranks"].clear(), "'ranks'"),
         (lambda d: d.update(signature="x"), "'signature'"),
         (lambda d: d.update(vp_size=0), "'vp_size'"),
+        (lambda d: d.update(bandwidths=3), "'bandwidths'"),
         (lambda d: d["ranks"][0].update(predicted_step_us="fast"), "'ranks.0.predicted_step_us'"),
     ],
 )

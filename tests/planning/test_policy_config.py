@@ -10,7 +10,12 @@ from megatron_offload.planning.auto import AutoPolicy, Prediction
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.memory_target import MemoryTargetPolicy, Resources
 from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, RatioPolicy
-from megatron_offload.planning.policy_config import ModulesConfig, PolicyConfig, make_policy
+from megatron_offload.planning.policy_config import (
+    MachineConfig,
+    ModulesConfig,
+    PolicyConfig,
+    make_policy,
+)
 from megatron_offload.strict_yaml import parse_yaml
 
 
@@ -51,6 +56,7 @@ def predict(plan):
             ),
         ),
         ("policy: {kind: auto}", AutoPolicy(predict)),
+        ("policy: {kind: auto, machine: default}", AutoPolicy(predict)),
         (
             "policy: {kind: auto, most_slowdown_percent: 2, max_inflight_bytes: 5}",
             AutoPolicy(predict, 2.0, Resources(max_inflight_bytes=5)),
@@ -83,6 +89,8 @@ def test_a_plan_file_is_named_by_its_path():
         ),
         ("policy: {kind: auto, machine: {node_gps: 1}}", "did you mean 'node_gbps'"),
         ("policy: {kind: auto, machine: {node_gbps: 0}}", "greater than 0"),
+        ("policy: {kind: auto, machine: defalt}", "policy.auto.machine': give 'default', or a"),
+        ("policy: {kind: auto, machine: 3}", "policy.auto.machine"),
         ("policy: {kind: memory_target, target_bytes: -1}", "can't be negative"),
         ("policy: {kind: memory_target, target_bytes: [1GiB, lots]}", "target_bytes"),
         ("policy: {kind: memory_target, target_bytes: []}", "target_bytes"),
@@ -93,6 +101,15 @@ def test_a_plan_file_is_named_by_its_path():
 def test_what_does_not_fit_the_kind_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         read(text)
+
+
+@pytest.mark.parametrize("kind", ["kind: auto", "kind: memory_target, target_bytes: 1"])
+def test_the_word_default_is_a_section_and_no_section_is_none(kind):
+    assert read(f"policy: {{{kind}}}").machine is None
+    given = read(f"policy: {{{kind}, machine: default}}")
+    assert given.machine == MachineConfig()
+    again = given.model_dump(mode="json", exclude_unset=True)
+    assert again["machine"] == {}, "what is written down is read as the same"
 
 
 def test_auto_needs_a_prediction():

@@ -81,7 +81,7 @@ def gpu_report(**changes):
         comparison=Comparison(True, (("losses of 5 steps", True),)),
         traces=[trace(0), trace(1)],
         tradeoff=TradeOff(memory="reserved memory", points=points),
-        plan=OffloadPlan(HOSTILE, 4, 1, (plan, replace(plan, predicted_step_us=None))),
+        plan=OffloadPlan(HOSTILE, 4, 1, (plan, replace(plan, predicted_step_us=None)), HOSTILE),
     )
     return replace(report, **changes)
 

@@ -112,6 +112,7 @@ def test_what_users_named_is_text_wherever_it_stands():
     text = render_report(gpu_report())
     page = Page(text)
     assert "".join(page.text).count(HOSTILE) >= 8
+    assert f"Bandwidths: {HOSTILE}." in "".join(page.text)
     assert "<script" not in text
     assert "<img" not in text
     assert {a["title"] for a in page.of("span") if "title" in a} >= {HOSTILE}

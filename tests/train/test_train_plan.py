@@ -7,8 +7,10 @@ import json
 import pytest
 from training_runs import numbers, run, words
 
+from megatron_offload.commands.source import load_run
 from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.bandwidths import DEFAULTS, load_bandwidths
 from megatron_offload.planning.plan import load_plan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.train.config import TrainConfig
@@ -32,12 +34,18 @@ def test_a_target_is_kept_by_every_rank_and_no_bit_changes(tmp_path):
     live_bytes = [rank["peak_live_activation_bytes"] for rank in last["ranks"]]
     target_bytes = int(0.8 * min(live_bytes))
     settings = (OFFLOAD, TARGET, f"offload.policy.target_bytes={target_bytes}")
+    settings += ("offload.simulated.d2h_gbps=7.5",)
     status, errors = train(planned, *settings)
     assert status == 0, errors
     assert numbers(planned) == numbers(plain)
     found = steps_of(planned)
     plan = load_plan(planned / "plan.json")
     assert plan.policy == "memory_target"
+    assert plan.bandwidths == "the simulated device's own"
+    assert load_bandwidths(planned / "bandwidths.json").machine.d2h_gbps == 7.5
+    source = load_run(planned)
+    assert source.machine == f"{planned / 'bandwidths.json'}: the simulated device's own"
+    assert source.job.machine.d2h_gbps == 7.5
     assert [step["ranks"][0]["is_profiled"] for step in found].index(True) == 2
     for pp_rank, rank_plan in enumerate(plan.ranks):
         profile = load_profile(planned / f"profile_{pp_rank}.json")
@@ -49,10 +57,14 @@ def test_a_target_is_kept_by_every_rank_and_no_bit_changes(tmp_path):
 
 
 def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):
-    status, errors = train(tmp_path, OFFLOAD, TARGET, "offload.policy.target_bytes=1")
+    settings = (OFFLOAD, TARGET, "offload.policy.target_bytes=1")
+    status, errors = train(tmp_path, *settings, "offload.policy.machine=default")
     assert status == 1
     assert "can't be brought under" in errors
     assert not (tmp_path / "plan.json").exists()
+    assert load_bandwidths(tmp_path / "bandwidths.json").origin == DEFAULTS
+    assert train(tmp_path, "run.steps=1")[0] == 0
+    assert not (tmp_path / "bandwidths.json").exists(), "another run's"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""The ranks of a job: what each of them says, and which of them share a machine.
+
+Owns the collectives of plain objects. Must not know what is said.
+
+Invariant: ranks share a machine where they run under one kernel, whoever started them and in
+whatever containers; no launcher's variable is read. Read next:
+`megatron_offload.machine.agreement`.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_offload.kernel_files import read_kernel_text
+
+__all__ = ["JobRanks", "gather"]
+
+_Said = TypeVar("_Said")
+
+
+def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
+    """Return what every rank of the group says, in the order of ranks; collective.
+
+    Args:
+        mine: what this rank says, which pickle must know.
+        group: None for all ranks; alone where `torch.distributed` isn't initialised.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [mine]
+    said = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    return said
+
+
+class JobRanks:
+    """All ranks of a group, which make it together; or this process alone.
+
+    Args:
+        group: None for all ranks.
+        root: the folder in which ``proc`` lies.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, root: Path = Path("/")) -> None:
+        self._group = group
+        self._is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if self._is_alone else dist.get_rank(group)
+        self.machines = self.gather(_running_kernel(root))
+        """What tells each rank's machine from others."""
+
+    @property
+    def turn(self) -> int:
+        """This rank's place among those of its machine."""
+        return self.machines[: self.rank].count(self.machines[self.rank])
+
+    @property
+    def num_turns(self) -> int:
+        """The most ranks that any machine has."""
+        return max(Counter(self.machines).values())
+
+    def gather(self, mine: _Said) -> list[_Said]:
+        """Return what every rank says, in the order of ranks; collective."""
+        return gather(mine, self._group)
+
+    def of_my_machine(self, said: list[_Said]) -> list[_Said]:
+        """Return of what ranks said that of this machine's, in the order of ranks."""
+        mine = self.machines[self.rank]
+        return [each for each, name in zip(said, self.machines, strict=True) if name == mine]
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        if not self._is_alone:
+            dist.barrier(self._group)
+
+
+def _running_kernel(root: Path) -> str:
+    """Return the number that the kernel has drawn when it started, or else the host's name."""
+    boot = read_kernel_text(root / "proc/sys/kernel/random/boot_id").strip()
+    return boot or platform.node()

@@ -1,0 +1,120 @@
+"""The bandwidths that a plan rests on, and where they come from.
+
+Owns `Bandwidths`, its file in a run's folder, and the step from measured machines to the section
+``machine``. Must not know torch, nor how anything is measured.
+
+Invariants: of machines that differ the slowest counts; a file that is read holds every number, so
+that no default slips in unsaid. Read next: `megatron_offload.planning.policy_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from megatron_offload.config import SimulatedConfig
+from megatron_offload.errors import ConfigError
+from megatron_offload.files import read_json, replace_text
+from megatron_offload.machine.profile import MachineProfile
+from megatron_offload.planning.policy_config import MachineConfig
+from megatron_offload.strict_model import StrictModel, validate
+
+__all__ = [
+    "BANDWIDTHS_NAME",
+    "DEFAULTS",
+    "Bandwidths",
+    "load_bandwidths",
+    "measured_machine",
+    "save_bandwidths",
+    "simulated_machine",
+]
+
+BANDWIDTHS_NAME = "bandwidths.json"
+"""Beside the profiles of a run that has planned."""
+
+DEFAULTS = "the defaults, measured with four H200s"
+
+
+class Bandwidths(StrictModel):
+    """What a run plans with."""
+
+    format: Literal["megatron_offload bandwidths"] = "megatron_offload bandwidths"
+    version: Literal[1] = 1
+
+    machine: MachineConfig
+
+    gpus_per_rank: Annotated[int, Field(strict=True, ge=1)]
+    """GPUs of a node that do the same at the same time."""
+
+    origin: Annotated[str, Field(strict=True, max_length=5000)]
+    """Where they come from, in words; a plan has room for it and for the path of its file."""
+
+
+def measured_machine(profiles: Sequence[MachineProfile], gpus_per_rank: int = 1) -> MachineConfig:
+    """Return what every rank of a job can count on: the numbers of the slowest GPU and machine.
+
+    Args:
+        profiles: of the job's machines, each with at least one GPU.
+        gpus_per_rank: GPUs of a machine that share a pipeline rank.
+    """
+    rates = [gpu.rates for profile in profiles for gpu in profile.gpus]
+    slowest = min(profiles, key=lambda profile: _total_gbps(profile) / len(profile.gpus))
+    return MachineConfig(
+        d2h_gbps=min(rate.d2h_gbps for rate in rates),
+        h2d_gbps=min(rate.h2d_gbps for rate in rates),
+        both_gbps=min(min(rate.both_d2h_gbps, rate.both_h2d_gbps) for rate in rates),
+        node_gbps=_total_gbps(slowest),
+        node_d2h_gbps=None,  # all GPUs were not measured one way
+        node_h2d_gbps=None,
+        ranks_per_node=max(1, len(slowest.gpus) // gpus_per_rank),
+    )
+
+
+def simulated_machine(device: SimulatedConfig) -> MachineConfig:
+    """Return the link of the simulated device, which every rank has to itself."""
+    return MachineConfig(
+        d2h_gbps=device.d2h_gbps,
+        h2d_gbps=device.h2d_gbps,
+        both_gbps=min(device.d2h_gbps, device.h2d_gbps),
+        node_gbps=device.d2h_gbps + device.h2d_gbps,
+        node_d2h_gbps=None,
+        node_h2d_gbps=None,
+        ranks_per_node=1,
+    )
+
+
+def save_bandwidths(bandwidths: Bandwidths, path: str | Path) -> None:
+    """Write a file in the place of the one that is there, if any.
+
+    Raises:
+        OSError: it can't be written; the file that was there is untouched.
+    """
+    replace_text(path, bandwidths.model_dump_json(indent=1) + "\n")
+
+
+def load_bandwidths(path: str | Path) -> Bandwidths:
+    """Read what `save_bandwidths` has written.
+
+    Raises:
+        ConfigError: it is missing, unreadable, or anything else; all that is wrong, one line each.
+    """
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold bandwidths, got a {type(data).__name__}")
+    read = validate(Bandwidths, data, str(path))
+    missing = [*_missing(read), *(f"machine.{name}" for name in _missing(read.machine))]
+    if missing:
+        raise ConfigError("\n".join(f"{path}: {name!r} is required" for name in missing))
+    return read
+
+
+def _missing(model: BaseModel) -> list[str]:
+    return [name for name in type(model).model_fields if name not in model.model_fields_set]
+
+
+def _total_gbps(profile: MachineProfile) -> float:
+    """Return what all GPUs of a machine copy together, in and out added."""
+    return sum(gpu.rates.node_d2h_gbps + gpu.rates.node_h2d_gbps for gpu in profile.gpus)

@@ -1,0 +1,186 @@
+"""What ranks take their machines' bandwidths to be: real ranks, and devices that pass for GPUs."""
+
+from __future__ import annotations
+
+import json
+
+import agreement_worker
+import pytest
+import torch.multiprocessing as mp
+from fake_gpus import FakeGpu, copy_little
+
+from megatron_offload.machine.agreement import agree_on_machines
+from megatron_offload.machine.bandwidth import BandwidthError
+from megatron_offload.machine.profile import read_profile
+
+
+@pytest.fixture
+def agree(tmp_path, monkeypatch):
+    """Return a call that agrees alone, on a machine that lies in the test's folder."""
+    copy_little(monkeypatch)
+
+    def agree(backend, cache="cache"):
+        device = backend.describe()
+        return agree_on_machines(backend, device, cache=tmp_path / cache, root=tmp_path)
+
+    return agree
+
+
+def test_a_machine_is_measured_once(agree):
+    gpu, later = FakeGpu(), FakeGpu()
+    first, second = agree(gpu), agree(later)
+    assert gpu.num_copies > 0
+    assert later.num_copies == 0
+    assert (first.is_new, second.is_new) == (True, False)
+    assert second.profiles == first.profiles
+    assert second.path == first.path
+    assert read_profile(first.path) == first.profiles[0]
+    (profile,) = first.profiles
+    assert profile.gpus[0].rates.d2h_gbps == pytest.approx(25)
+    assert profile.gpus[0].rates.node_h2d_gbps == pytest.approx(50)
+
+
+def test_memory_of_the_device_goes_back(agree):
+    gpu = FakeGpu()
+    agree(gpu)
+    assert gpu.reserved_bytes() == 1000
+    unpinnable = FakeGpu(pins=False)
+    with pytest.raises(BandwidthError, match=r"rank 0: .*pinning failed"):
+        agree(unpinnable, "other")
+    assert unpinnable.reserved_bytes() == 1000
+
+
+def test_memory_that_the_allocator_had_cached_stays_there(agree):
+    gpu = FakeGpu()
+    gpu.empty_device = lambda num_bytes: super(FakeGpu, gpu).empty_device(num_bytes)
+    gpu.cached_bytes = 5000
+    agree(gpu)
+    assert gpu.reserved_bytes() == 5000
+
+
+@pytest.mark.parametrize("change", ["GPU", "driver"])
+def test_another_machine_than_the_one_that_was_measured_is_measured(agree, tmp_path, change):
+    agree(FakeGpu())
+    if change == "driver":
+        file = tmp_path / "proc/driver/nvidia/version"
+        file.parent.mkdir(parents=True)
+        file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54  Tue Mar  5\n")
+    gpu = FakeGpu(bus="5e" if change == "GPU" else "3b")
+    assert agree(gpu).is_new
+    assert gpu.num_copies > 0
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "warning"),
+    [
+        (lambda text: text[:-5], "can't be read"),
+        (lambda text: text.replace('"kernel": "', '"kernel": "x'), "of another machine"),
+    ],
+)
+def test_a_file_that_is_no_good_is_measured_anew_with_a_warning(agree, caplog, spoil, warning):
+    path = agree(FakeGpu()).path
+    path.write_text(spoil(path.read_text()))
+    assert not caplog.records
+    again = agree(FakeGpu(gbps=7))
+    assert again.is_new
+    assert warning in caplog.text
+    assert read_profile(path).gpus[0].rates.d2h_gbps == pytest.approx(7)
+
+
+def test_a_file_that_can_t_be_written_costs_a_warning(agree, caplog, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    machines = agree(FakeGpu(), "file/cache")
+    assert machines.path is None
+    assert machines.is_new
+    assert "not kept: can't write" in caplog.text
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# Two ranks.
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What each of two ranks has seen; read-only."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name in ("one", "machine_0", "machine_1"):
+        boot = folder / name / "proc/sys/kernel/random/boot_id"
+        boot.parent.mkdir(parents=True)
+        boot.write_text(f"{name}\n")
+    mp.start_processes(agreement_worker.run, (folder,), 2, start_method="spawn")
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+SITUATIONS = (
+    *("measured", "kept", "broken", "two", "one_lacks", "two_kept", "no_pins", "unwritable"),
+)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_all_ranks_learn_the_same_and_keep_no_memory(seen, situation):
+    first, second = (rank[situation] for rank in seen)
+    assert first["agreed"] == second["agreed"]
+    assert first["own"]["left_bytes"] == second["own"]["left_bytes"] == 0
+
+
+def copied(seen, situation):
+    return [rank[situation]["own"]["num_copies"] > 0 for rank in seen]
+
+
+def rates_of(seen, situation):
+    profiles = seen[0][situation]["agreed"]["profiles"]
+    return [[gpu["rates"]["d2h_gbps"] for gpu in profile["gpus"]] for profile in profiles]
+
+
+def test_ranks_of_one_machine_leave_one_profile_of_all_their_gpus(seen):
+    assert rates_of(seen, "measured") == [[pytest.approx(25), pytest.approx(10)]]
+    (profile,) = seen[0]["measured"]["agreed"]["profiles"]
+    addresses = [gpu["pci_address"] for gpu in profile["identity"]["gpus"]]
+    assert addresses == ["0000:00:00.0", "0000:01:00.0"]
+
+
+def test_what_is_kept_is_read_by_one_rank_for_all(seen):
+    assert seen[0]["kept"]["agreed"] == {**seen[0]["measured"]["agreed"], "is_new": False}
+    assert copied(seen, "kept") == [False, False]
+
+
+def test_a_broken_file_makes_all_ranks_measure_and_one_of_them_warn(seen):
+    assert copied(seen, "broken") == [True, True]
+    warnings = [rank["broken"]["own"]["warnings"] for rank in seen]
+    assert [len(texts) for texts in warnings] == [1, 0]
+    assert "can't be read" in warnings[0][0]
+    assert seen[0]["broken"]["agreed"]["is_new"]
+
+
+def test_each_machine_keeps_its_own(seen):
+    assert rates_of(seen, "two") == [[pytest.approx(25)], [pytest.approx(10)]]
+    assert "machine_0/cache" in seen[1]["two"]["agreed"]["path"]
+
+
+def test_where_one_machine_lacks_its_file_all_measure(seen):
+    assert copied(seen, "one_lacks") == [True, True]
+    assert copied(seen, "two_kept") == [False, False]
+    assert len(seen[0]["two_kept"]["agreed"]["profiles"]) == 2
+
+
+def test_a_rank_that_can_t_measure_is_an_error_on_all(seen):
+    assert "rank 1: " in seen[0]["no_pins"]["agreed"]["error"]
+    assert "pinning failed" in seen[0]["no_pins"]["agreed"]["error"]
+    assert copied(seen, "no_pins") == [False, False]
+
+
+def test_a_file_that_can_t_be_written_is_warned_of_once(seen):
+    warnings = [rank["unwritable"]["own"]["warnings"] for rank in seen]
+    assert [len(texts) for texts in warnings] == [1, 0]
+    assert seen[1]["unwritable"]["agreed"]["path"] is None
+    assert seen[1]["unwritable"]["agreed"]["is_new"]
+
+
+def test_ranks_with_other_rates_plan_with_the_same(seen):
+    planned = [rank["planned"] for rank in seen]
+    assert planned[0] == planned[1]
+    assert planned[0]["machine"]["d2h_gbps"] == pytest.approx(10)
+    assert planned[0]["machine"]["node_gbps"] == pytest.approx(3 * (25 + 10))
+    assert planned[0]["machine"]["ranks_per_node"] == 2
+    assert planned[0]["origin"].startswith("measured now, 2 GPUs at once, kept in ")

@@ -1,0 +1,146 @@
+"""Bandwidths that a plan rests on: the slowest machine's, and as a file read strictly."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from megatron_offload.config import SimulatedConfig
+from megatron_offload.errors import ConfigError
+from megatron_offload.machine.profile import (
+    CopyRates,
+    GpuIdentity,
+    GpuProfile,
+    MachineProfile,
+    identify,
+)
+from megatron_offload.planning.bandwidths import (
+    Bandwidths,
+    load_bandwidths,
+    measured_machine,
+    save_bandwidths,
+    simulated_machine,
+)
+from megatron_offload.planning.policy_config import MachineConfig
+
+
+def machine(*gpus):
+    """Return a machine whose GPUs have the given rates, in the order of `CopyRates`."""
+    names = [GpuIdentity(name="a GPU", pci_address=None)] * len(gpus)
+    return MachineProfile(
+        identity=identify(names, torch_version="2.13", cuda_version=None),
+        measured_at=datetime(2026, 11, 22, tzinfo=UTC),
+        gpus=[
+            GpuProfile(
+                rates=CopyRates(**dict(zip(CopyRates.model_fields, rates, strict=True))), pci=None
+            )
+            for rates in gpus
+        ],
+    )
+
+
+def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
+    found = measured_machine([machine((50, 54, 45, 44, 20, 30), (49, 55, 46, 47, 21, 29))])
+    assert found == MachineConfig(
+        d2h_gbps=49,
+        h2d_gbps=54,
+        both_gbps=44,
+        node_gbps=100,
+        node_d2h_gbps=None,
+        node_h2d_gbps=None,
+        ranks_per_node=2,
+    )
+
+
+def test_of_several_machines_the_slowest_counts_whichever_is_first():
+    fast = machine(*[(50, 54, 45, 44, 25, 25)] * 2)
+    slow = machine(*[(48, 52, 40, 41, 14, 15)] * 4)
+    for machines in ((fast, slow), (slow, fast)):
+        found = measured_machine(machines)
+        assert (found.d2h_gbps, found.h2d_gbps, found.both_gbps) == (48, 52, 40)
+        # More together than the other, and less for each.
+        assert (found.node_gbps, found.ranks_per_node) == (116, 4)
+
+
+@pytest.mark.parametrize(("gpus_per_rank", "ranks"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_gpus_of_one_rank_count_as_one(gpus_per_rank, ranks):
+    found = measured_machine([machine(*[(50, 50, 50, 50, 25, 25)] * 4)], gpus_per_rank)
+    assert (found.ranks_per_node, found.node_gbps) == (ranks, 200)
+
+
+def test_the_simulated_device_has_a_link_for_each_rank():
+    found = simulated_machine(SimulatedConfig(d2h_gbps=2, h2d_gbps=1))
+    assert (found.d2h_gbps, found.h2d_gbps, found.both_gbps, found.node_gbps) == (2, 1, 1, 3)
+    assert (found.node_d2h_gbps, found.node_h2d_gbps, found.ranks_per_node) == (None, None, 1)
+
+
+# As a file.
+
+SAVED = Bandwidths(machine=MachineConfig(d2h_gbps=12.5), gpus_per_rank=2, origin="a guess")
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    save_bandwidths(SAVED, tmp_path / "b.json")
+    assert load_bandwidths(tmp_path / "b.json") == SAVED
+
+
+def test_a_write_that_fails_leaves_the_file_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "b.json"
+    save_bandwidths(SAVED, path)
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("megatron_offload.files.os.replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        save_bandwidths(SAVED.model_copy(update={"origin": "another"}), path)
+    assert load_bandwidths(path) == SAVED
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def without(*names):
+    def change(data):
+        section = data
+        for name in names[:-1]:
+            section = section[name]
+        del section[names[-1]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("machine", "node_d2h_gbps"), "'machine.node_d2h_gbps' is required"),
+        (without("machine"), "'machine' is required"),
+        (without("origin"), "'origin' is required"),
+        (without("gpus_per_rank"), "'gpus_per_rank' is required"),
+        (without("format"), "'format' is required"),
+        (without("version"), "'version' is required"),
+        (lambda d: d.update(version=2), "'version'"),
+        (lambda d: d.update(format="megatron_offload plan"), "'format'"),
+        (lambda d: d.update(orgin=""), "did you mean 'origin'"),
+        (lambda d: d["machine"].update(d2h_gps=1), "did you mean 'd2h_gbps'"),
+        (lambda d: d["machine"].update(d2h_gbps=0), "greater than 0"),
+        (lambda d: d.update(gpus_per_rank=True), "gpus_per_rank"),
+        (lambda d: d.update(origin="x" * 5001), "at most 5000"),
+    ],
+)
+def test_anything_else_is_refused(tmp_path, change, message):
+    path = tmp_path / "b.json"
+    save_bandwidths(SAVED, path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=message):
+        load_bandwidths(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"origin": NaN}'])
+def test_what_is_no_file_of_bandwidths_is_named(tmp_path, text):
+    path = tmp_path / "b.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"b\.json"):
+        load_bandwidths(path)
