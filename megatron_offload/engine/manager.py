@@ -32,11 +32,13 @@ from megatron_offload.engine.extensions import before_chunk
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hook_stack import HookStack
+from megatron_offload.engine.host_copies import HostCopies
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats, TensorObserver
 from megatron_offload.engine.transfers import Transfers
+from megatron_offload.engine.window import InFlightWindow
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.budget import DeviceBudget
@@ -122,15 +124,19 @@ class PipelineOffloadManager:
         self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
+        host_copies = HostCopies(self.host_pool)
+        self.window = InFlightWindow(self.backend, host_copies, self.budget)
         self.transfers = Transfers(
             self.backend,
-            self.host_pool,
+            host_copies,
             self.tensor_pool,
-            self.budget,
+            self.window,
             self.guard,
+            checks=config.checking,
         )
-        self.transfers.checks = config.checking
-        self.prefetcher: Prefetcher[OffloadGroup] = Prefetcher(self.transfers, self.budget)
+        self.prefetcher: Prefetcher[OffloadGroup] = Prefetcher(
+            self.transfers, self.window, self.budget
+        )
         self.learner = Learner(config, self.backend, self.host_pool, self.transfers)
         self.do_offload = True
         self._hooks = HookStack(self.transfers)
@@ -266,7 +272,7 @@ class PipelineOffloadManager:
 
     @guarded
     def _end_step(self) -> None:
-        self.transfers.drain_window()
+        self.window.drain()
         self.last_step = self.transfers.stats
         self.last_step.num_groups = len(self._committed)
         if self.config.checking:
@@ -379,9 +385,10 @@ class PipelineOffloadManager:
 
     @guarded
     def _commit(self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor]) -> None:
-        transfers, prefetcher, learner = self.transfers, self.prefetcher, self.learner
+        transfers, window = self.transfers, self.window
+        prefetcher, learner = self.prefetcher, self.learner
         group.num_bytes = transfers.movable_bytes(group)
-        group.committed_at_bytes = transfers.step_bytes
+        group.committed_at_bytes = window.step_bytes
         self._committed.append(group)
         group.chunk.committed.append(group)
         self.budget.add_saved(group.num_bytes, is_learned=learner.profile is not None)
@@ -403,11 +410,11 @@ class PipelineOffloadManager:
                 self._force_release(group, tensor)
             transfers.offload(group)
             if group.chunk.max_inflight_groups is not None:
-                transfers.limit_inflight(group.name, group.chunk.max_inflight_groups)
+                window.limit_groups(group.name, group.chunk.max_inflight_groups)
             if group.chunk.max_inflight_blocks is not None:
-                transfers.limit_inflight_blocks(group.chunk.max_inflight_blocks)
+                window.limit_blocks(group.chunk.max_inflight_blocks)
         transfers.stats.of(group.name).num_groups += 1
-        transfers.pass_boundary(group.num_bytes)
+        window.pass_boundary(group.num_bytes)
         prefetcher.advance()
 
     def _keep(self, group: OffloadGroup, reason: str) -> None:
@@ -433,7 +440,7 @@ class PipelineOffloadManager:
         is_known = prefetcher.knows(group)
         if is_known and self.budget.end_warmup():
             self.learner.note_first_backward()
-            transfers.release_over_budget()
+            self.window.release_over_budget()
         has_moved = is_known and prefetcher.enter_backward(group)
         if group.state is GroupState.ON_HOST:
             stats = transfers.stats
@@ -444,7 +451,7 @@ class PipelineOffloadManager:
                 group.hold()
         elif group.state is GroupState.OFFLOADING:
             transfers.stats.num_early_returns += 1
-            transfers.keep_resident(group)
+            self.window.keep_resident(group)
         transfers.owners.learn(group)
         if has_moved:
             prefetcher.advance()
@@ -461,7 +468,7 @@ class PipelineOffloadManager:
                 self.budget.drop_saved(group.num_bytes)
                 if group.is_resident:
                     self.budget.resident_bytes -= group.num_bytes
-            self.transfers.pass_boundary(group.num_bytes)
+            self.window.pass_boundary(group.num_bytes)
         self.prefetcher.advance()
 
     @guarded
@@ -472,7 +479,7 @@ class PipelineOffloadManager:
     @guarded
     def join_offloads(self) -> None:
         """Make the compute stream wait for all copies to the host, and release their sources."""
-        self.transfers.drain_window()
+        self.window.drain()
 
     @guarded
     def join_reloads(self) -> None:
@@ -589,7 +596,7 @@ class PipelineOffloadManager:
     def state_of(self) -> dict[str, Any]:
         """Return counts that must all be zero between steps, for leak checks."""
         return {
-            "groups in flight": self.transfers.num_inflight,
+            "groups in flight": self.window.num_inflight,
             "host bytes": self.transfers.host_bytes,
             "bytes in flight": self.budget.inflight_bytes,
             "prefetched bytes": self.budget.held_bytes,

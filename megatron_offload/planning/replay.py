@@ -1,8 +1,8 @@
 """What the engine does in a steady step on one rank, call by call: no times, only the order.
 
 Owns the replay of `PipelineOffloadManager`'s three boundaries (commit, backward enters, backward
-leaves) and of the release window of `Transfers`, over the passes of a schedule. The budget, the
-prefetch order and the state table are the engine's own. Must not know torch, bandwidths or times.
+leaves) and of `InFlightWindow`, over the passes of a schedule. The budget, the prefetch order and
+the state table are the engine's own. Must not know torch, bandwidths or times.
 
 The engine decides by counts and by the order of the program alone, never by what a stream has
 already done. So what moves, where the compute stream waits, and every peak of memory follow from
@@ -96,7 +96,7 @@ class _Group:
 
 
 class _Transfers:
-    """The engine's `Transfers` as far as counts go: what is in flight, and when it is released."""
+    """The engine's `Transfers` and `InFlightWindow` as far as counts go."""
 
     def __init__(self, writer: ProgramWriter, budget: DeviceBudget) -> None:
         self.writer = writer
@@ -174,7 +174,9 @@ class _Replay:
         self.budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
         self.writer = ProgramWriter(job.static_bytes[rank], self.budget, records=records)
         self.transfers = _Transfers(self.writer, self.budget)
-        self.prefetcher: Prefetcher[_Group] = Prefetcher(self.transfers, self.budget)
+        self.prefetcher: Prefetcher[_Group] = Prefetcher(
+            self.transfers, self.transfers, self.budget
+        )
 
     def run(self) -> RankProgram:
         if self.settings.offloads:

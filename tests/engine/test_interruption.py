@@ -184,7 +184,7 @@ def test_memory_in_flight_is_released_before_a_reload_fails(monkeypatch):
     allocate = type(manager.backend).empty_device_like
 
     def allocate_when_drained(self, shape, dtype):
-        if manager.transfers.num_inflight:
+        if manager.window.num_inflight:
             raise torch.OutOfMemoryError
         return allocate(self, shape, dtype)
 
@@ -387,8 +387,8 @@ def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch
     expected = torch.autograd.grad(forward(None), parameters)
     manager.begin_chunk()
     loss = forward(manager)
-    trap.error, release = KeyboardInterrupt, manager.transfers._free_source
-    monkeypatch.setattr(manager.transfers, "_free_source", trap.around(release, after=True))
+    trap.error, release = KeyboardInterrupt, manager.window._free_source
+    monkeypatch.setattr(manager.window, "_free_source", trap.around(release, after=True))
     trap.arm(position)
     with contextlib.suppress(KeyboardInterrupt):
         manager.join_offloads()
