@@ -1,6 +1,6 @@
 """What the engine does in a steady step on one rank, call by call: no times, only the order.
 
-Owns the replay of `PipelineOffloadManager`'s three boundaries (commit, backward enters, backward
+Owns the replay of the three boundaries of `engine.step.Step` (commit, backward enters, backward
 leaves) and of `InFlightWindow`, over the passes of a schedule. The budget, the prefetch order and
 the state table are the engine's own. Must not know torch, bandwidths or times.
 
@@ -242,7 +242,7 @@ class _Replay:
         num_bytes = 0 if group.is_in_window else group.num_bytes
         self.writer.count_device(-group.work.kept_bytes - num_bytes)
 
-    # The manager's boundaries, in the order of its own lines
+    # The boundaries of `Step`, in the order of its own lines
 
     def _commit(self, group: _Group) -> None:
         budget, settings = self.budget, self.settings
