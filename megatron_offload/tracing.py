@@ -49,13 +49,12 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
     trace = StepTrace(rank)
     before = manager.backend
     backend = before if isinstance(before, TracingBackend) else TracingBackend(before)
-    transfers = manager.transfers
     boundaries = _Boundaries(manager, backend)
     with ExitStack() as undo:
         undo.enter_context(watch_boundaries(manager, boundaries))
         undo.callback(setattr, backend, "counters", backend.counters)
         backend.counters = boundaries.counters
-        for user in (manager, transfers):
+        for user in (manager, manager.transfers, manager.window):
             if user.backend is not backend:
                 undo.callback(_swap, user, backend, before)
                 user.backend = backend

@@ -295,7 +295,7 @@ class PeakWatch:
         if peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
             self.held_bytes, self.inflight_bytes, self.prefetched_bytes, _ = self._now
-        self.profile.append((self.manager.transfers.step_bytes, peak_bytes, *self._now[1:]))
+        self.profile.append((self.manager.window.step_bytes, peak_bytes, *self._now[1:]))
         self._advance()
         budget = self.manager.budget
         host_bytes = self.manager.transfers.host_bytes - budget.inflight_bytes

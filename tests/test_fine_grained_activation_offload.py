@@ -218,7 +218,7 @@ def test_forced_release_empties_what_was_copied(manager, x, weight):
     with FineGrainedActivationOffloadingInterface(True, hidden, "g") as inside:
         y = torch.tanh(inside @ weight)
     y = fine_grained_offloading_group_commit(y, "g", forced_released_tensors=[hidden])
-    manager.transfers.drain_window()
+    manager.window.drain()
     assert hidden.untyped_storage().nbytes() == 0
     y.sum().backward()
     expected = reference(x.detach() * 2, weight, 1)
@@ -229,12 +229,12 @@ def test_forced_release_leaves_what_was_not_copied(manager, x, weight):
     begin(manager)
     stranger = torch.randn(8, 16)
     y = layer(x, weight, forced_released_tensors=[stranger])
-    manager.transfers.drain_window()
+    manager.window.drain()
     assert stranger.untyped_storage().nbytes() == stranger.nbytes
     with torch.no_grad():
         hidden = x * 2
         layer(hidden, weight, forced_released_tensors=[hidden])
-    manager.transfers.drain_window()
+    manager.window.drain()
     assert hidden.untyped_storage().nbytes() == hidden.nbytes
     y.sum().backward()
 
@@ -266,7 +266,7 @@ def test_at_most_so_many_groups_of_a_name_are_in_flight(manager, x, weight, boun
     y = x
     for i in range(4):
         y = layer(y, weight)
-        assert manager.transfers.num_inflight == min(i + 1, bound)
+        assert manager.window.num_inflight == min(i + 1, bound)
     y.sum().backward()
     manager.reset()
     assert_exact(x, weight, num_layers=4)
@@ -276,10 +276,10 @@ def test_the_bound_counts_each_name_alone(manager, x, weight):
     manager.configure(CONFIG.model_copy(update={"max_inflight_bytes": 1 << 30}))
     manager.init_model_chunk_offload_handler(0, 1, 0, 0, max_inflight_offloads=1)
     y = layer(layer(layer(x, weight, "a"), weight, "b"), weight, "c")
-    assert manager.transfers.num_inflight == 3
+    assert manager.window.num_inflight == 3
     y = layer(y, weight, "b")
     # Copies are made in order: whatever was issued before the oldest "b" is done with it.
-    assert manager.transfers.num_inflight == 2
+    assert manager.window.num_inflight == 2
     y.sum().backward()
     manager.reset()
     assert_exact(x, weight, num_layers=4)
@@ -404,7 +404,7 @@ def test_the_handlers_entry_points(manager, named):
     chunk.on_group_commit_forward(*(("g", []) if named else ([],)))
     expected = source.clone()
     del source
-    manager.transfers.drain_window()
+    manager.window.drain()
     assert group.state is GroupState.ON_HOST
     chunk.on_group_commit_backward("g")
     restored = chunk.tensor_pop(record)
@@ -447,7 +447,7 @@ def test_one_tensor_to_the_host_and_back(manager):
     expected = source.clone()
     state = chunk.offload(source)
     del source
-    manager.transfers.drain_window()
+    manager.window.drain()
     assert manager.transfers.host_bytes == expected.nbytes
     assert torch.equal(chunk.reload(state), expected)
     del state
@@ -504,11 +504,11 @@ def test_forward_record_joins_the_copies_to_the_host(manager, x, weight):
     manager.configure(CONFIG.model_copy(update={"max_inflight_bytes": 1 << 30}))
     begin(manager)
     y = layer(x, weight)
-    assert manager.transfers.num_inflight == 1
+    assert manager.window.num_inflight == 1
     event = RecordedEvent()
     facade.fine_grained_offloading_forward_record(event)
     assert event.streams == [manager.backend.compute_stream()]
-    assert manager.transfers.num_inflight == 0
+    assert manager.window.num_inflight == 0
     y.sum().backward()
     assert_exact(x, weight, num_layers=1)
 
@@ -523,7 +523,7 @@ def test_backward_record_joins_the_reloads(manager, x, weight, with_event):
     y = layer(y, weight)
     marked = FineGrainedOffloadingBackwardRecordFunction.apply(y, *arguments)
     assert torch.equal(marked, y)
-    manager.transfers.drain_window()
+    manager.window.drain()
     marked.sum().backward()
     assert len(event.streams) == (2 if with_event else 0)
     manager.reset()

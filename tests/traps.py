@@ -51,6 +51,8 @@ class LineTrap(Trap):
     def __init__(self):
         super().__init__()
         self.error = KeyboardInterrupt
+        self.files = set()
+        """Names of the files that it has seen lines of."""
 
     def arm(self, at):
         super().arm(at)
@@ -73,6 +75,7 @@ class LineTrap(Trap):
             return (
                 None  # Python swallows what a finalizer raises; a second interrupt is another day
             )
+        self.files.add(Path(name).name)
         return self._in_line
 
     def _in_line(self, frame, event, argument):

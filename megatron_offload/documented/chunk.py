@@ -105,12 +105,12 @@ class ChunkOffloadHandler(engine_chunk.ChunkOffloadHandler):
     @property
     def d2h_stream(self) -> Stream:
         """The stream that copies to the host."""
-        return self.manager.d2h_stream
+        return self.manager.backend.d2h_stream
 
     @property
     def h2d_stream(self) -> Stream:
         """The stream that copies to the device."""
-        return self.manager.h2d_stream
+        return self.manager.backend.h2d_stream
 
     @property
     def vpp_rank(self) -> int:

@@ -23,6 +23,7 @@ from megatron_offload.documented.chunk import ChunkOffloadHandler, unsupported
 from megatron_offload.engine import chunk as engine_chunk
 from megatron_offload.engine import manager as engine_manager
 from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.memory.tensor_pool import GPUTensorPool
 
 __all__ = ["PipelineOffloadManager"]
@@ -69,6 +70,16 @@ class PipelineOffloadManager(engine_manager.PipelineOffloadManager):
             vp_stage=vp_stage,
             min_tensor_bytes=min_tensor_bytes,
         )
+
+    @property
+    def d2h_stream(self) -> Stream:
+        """The stream that copies to the host."""
+        return self.backend.d2h_stream
+
+    @property
+    def h2d_stream(self) -> Stream:
+        """The stream that copies to the device."""
+        return self.backend.h2d_stream
 
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:
@@ -138,6 +149,24 @@ class PipelineOffloadManager(engine_manager.PipelineOffloadManager):
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
         self._backward_chunk = group.chunk
         super().enter_backward(group)
+
+    # Hooks
+
+    def on_save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
+        """Record a tensor for the group that was started last; the pack hook.
+
+        Raises:
+            RuntimeError: no group is open.
+        """
+        chunk = self.cur_forward_chunk()
+        if chunk is None or not chunk.open_groups:
+            raise RuntimeError("on_save_for_backward outside a group: call group_start first")
+        return chunk.open_groups[-1].pack(tensor)
+
+    @staticmethod
+    def on_get_saved_tensor(saved_state: SavedTensor) -> torch.Tensor:
+        """Return a recorded tensor; the unpack hook."""
+        return saved_state.unpack()
 
     # Delayed commits
 

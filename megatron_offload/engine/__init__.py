@@ -1,1 +1,1 @@
-"""The engine: manager, chunks, groups, saved tensors, boundaries, transfers and prefetch."""
+"""The engine: the manager, its step, chunks, groups, saved tensors, boundaries and transfers."""

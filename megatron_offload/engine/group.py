@@ -187,7 +187,7 @@ class OffloadGroup:
             if block.covers(low, high) and block.version == tensor._version:
                 record = SavedTensor(tensor, block, self.name, offset)
                 if block.released:
-                    block.group.transfers.empty(record.alias)
+                    self.transfers.window.empty(record.alias)
                 else:
                     block.aliases.append(record.alias)
                 self._adopt(block)

@@ -85,16 +85,33 @@ class Learner:
         elif isinstance(config.policy, RatioConfig):
             self._ratio = RatioPolicy(config.policy.ratio)
 
-    def follow(self, policy: ModulesPolicy, pp_rank: int = 0) -> None:
+    def follow(
+        self,
+        pp_rank: int = 0,
+        fraction: float | None = None,
+        delta_bytes_across_pp_ranks: int | None = None,
+    ) -> None:
         """Take the rules of the caller's model; they count from the next step on.
 
+        What was set in the configuration wins over them, and a plan that is followed over both.
+
         Args:
-            policy: these rules. A plan that is followed wins over them.
-            pp_rank: pipeline rank, whose part of a plan counts.
+            pp_rank: pipeline rank, whose rules and whose part of a plan count.
+            fraction: the caller's own; None for what the configuration says.
+            delta_bytes_across_pp_ranks: the caller's own, likewise.
 
         Raises:
             ConfigError: the plan has no such rank.
         """
+        config = self._config
+        if fraction is None or "fraction" in config.model_fields_set:
+            fraction = config.fraction
+        delta_bytes = delta_bytes_across_pp_ranks
+        if delta_bytes is None or "delta_bytes_across_pp_ranks" in config.model_fields_set:
+            delta_bytes = int(config.delta_bytes_across_pp_ranks)
+        resident_bytes = int(config.resident_bytes or 0)
+        resident_bytes += pp_rank * int(config.resident_delta_bytes_across_pp_ranks)
+        policy = ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes)
         if policy != self.policy:
             self.policy = policy
         self._pp_rank = pp_rank

@@ -1,20 +1,20 @@
-"""The one manager of a process: it knows the step, and asks the parts to move.
+"""The one manager of a process: all that a program asks of the engine, one call at a time.
 
-Owns the singleton, the current chunk and the saved-tensor hooks. Must not know megatron-core or any
-model. Who does what:
+Owns the singleton, the parts and the lock around them, the current chunk, the saved-tensor hooks,
+and how a step ends, well or not. Must not know megatron-core or any model. Who does what:
 
-    boundary -> manager -> learner     keep or offload this group?
-                        -> transfers   copies, waits, releases
-                        -> prefetcher  what comes back next
+    boundary -> manager -> step -> learner     keep or offload this group?
+                                -> transfers   copies and waits
+                                -> window      what is released when
+                                -> prefetcher  what comes back next
 
 Invariant: every entry point works in any order. Backwards that never come, resets in the middle and
 exceptions leave a manager whose next step is right.
-Read next: `megatron_offload.engine.chunk`, then `megatron_offload.engine.transfers`.
+Read next: `megatron_offload.engine.step`, then `megatron_offload.engine.transfers`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -23,31 +23,30 @@ from typing import Any
 import torch
 
 from megatron_offload.backends import create_backend
-from megatron_offload.backends.base import Backend, Stream
+from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
-from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.extensions import before_chunk
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hook_stack import HookStack
+from megatron_offload.engine.host_copies import HostCopies
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
-from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats, TensorObserver
+from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
+from megatron_offload.engine.window import InFlightWindow
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.budget import DeviceBudget
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.prefetch import Prefetcher
-from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.planning.profile import GroupKey, StepProfile
 
 __all__ = ["PipelineOffloadManager"]
-
-_logger = logging.getLogger(__name__)
 
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
@@ -122,22 +121,25 @@ class PipelineOffloadManager:
         self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
+        host_copies = HostCopies(self.host_pool)
+        self.window = InFlightWindow(self.backend, host_copies, self.budget)
         self.transfers = Transfers(
             self.backend,
-            self.host_pool,
+            host_copies,
             self.tensor_pool,
-            self.budget,
+            self.window,
             self.guard,
+            checks=config.checking,
         )
-        self.transfers.checks = config.checking
-        self.prefetcher: Prefetcher[OffloadGroup] = Prefetcher(self.transfers, self.budget)
+        self.prefetcher: Prefetcher[OffloadGroup] = Prefetcher(
+            self.transfers, self.window, self.budget
+        )
         self.learner = Learner(config, self.backend, self.host_pool, self.transfers)
         self.do_offload = True
         self._hooks = HookStack(self.transfers)
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
-        self._committed: list[OffloadGroup] = []
-        self._num_chunks = 0
+        self._step = Step(self.transfers, self.prefetcher, self.learner)
         self._begin_step()
 
     # The step
@@ -174,16 +176,8 @@ class PipelineOffloadManager:
             self._hooks.clear()
         for prepare in before_chunk:
             prepare()
+        self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
         config = self.config
-        if fraction is None or "fraction" in config.model_fields_set:
-            fraction = config.fraction
-        delta_bytes = delta_bytes_across_pp_ranks
-        if delta_bytes is None or "delta_bytes_across_pp_ranks" in config.model_fields_set:
-            delta_bytes = int(config.delta_bytes_across_pp_ranks)
-        resident_bytes = int(config.resident_bytes or 0)
-        resident_bytes += pp_rank * int(config.resident_delta_bytes_across_pp_ranks)
-        policy = ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes)
-        self.learner.follow(policy, pp_rank)
         min_tensor_bytes = int(config.min_tensor_bytes)
         if min_tensor_elements is None:
             min_tensor_elements = config.min_tensor_elements
@@ -211,22 +205,18 @@ class PipelineOffloadManager:
         step: they would shift the positions of all that follows. And a program that never calls
         `reset` gets a new step now and then, so that nothing grows for ever.
         """
-        unused = self._committed and not self.prefetcher.backward_order
-        if (unused or self._num_chunks >= _MOST_CHUNKS) and self.is_idle():
-            if not unused:
-                self._learn()
+        step = self._step
+        is_unused = bool(step.committed) and not step.has_backward
+        if (is_unused or step.num_chunks >= _MOST_CHUNKS) and step.is_idle():
+            if not is_unused:
+                step.learn()
             self._begin_step()
             self._chunk = chunk
-        position = self._num_chunks
-        self._num_chunks += 1
-        if position == 0:
-            self.learner.note_start()
-        return position
+        return step.add_chunk()
 
     def is_idle(self) -> bool:
         """Whether no graph of this step is left, and nothing of it saved."""
-        groups = self.prefetcher.groups()
-        return not any(next(group.blocks(), None) is not None for group in groups)
+        return self._step.is_idle()
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
@@ -259,26 +249,17 @@ class PipelineOffloadManager:
 
         For programs that say nothing of their steps. Returns whether it was.
         """
-        is_over = bool(self._committed) and self.is_idle()
+        is_over = bool(self._step.committed) and self.is_idle()
         if is_over:
             self.reset()
         return is_over
 
     @guarded
     def _end_step(self) -> None:
-        self.transfers.drain_window()
-        self.last_step = self.transfers.stats
-        self.last_step.num_groups = len(self._committed)
-        if self.config.checking:
-            self._report_leaks()
-        if self.prefetcher.backward_order:
-            self._learn()
+        self.last_step = self._step.finish(names_leaks=self.config.checking)
+        if self._step.has_backward:
+            self._step.learn()
         self._begin_step()
-
-    def _report_leaks(self) -> None:
-        leaks = self.last_step.leaks = leaks_of(self.prefetcher.groups())
-        if leaks:
-            _logger.warning("the step has ended and memory is still held:\n%s", "\n".join(leaks))
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
@@ -300,10 +281,7 @@ class PipelineOffloadManager:
             self._hooks.clear()
             self._delayed.clear()
             self.guard.put_off.clear()
-            self.transfers.abandon(self.prefetcher.groups())
-            for group in self.prefetcher.groups():
-                if group.state is not GroupState.DONE:
-                    group.advance(GroupState.DONE)
+            self._step.abandon()
             if self.guard.has_failed:
                 self.learner.restart()
                 self.guard.has_failed = False
@@ -332,35 +310,9 @@ class PipelineOffloadManager:
             self.host_pool.close()
 
     def _begin_step(self) -> None:
-        for group in self.prefetcher.groups():
-            if next(group.blocks(), None) is None:
-                group.unhook()
         self._chunk = None
-        self._committed = []
-        self._num_chunks = 0
         self.marks.begin_step()
-        self.transfers.begin_step(StepStats())
-        self.budget.begin_step()
-        self.prefetcher.begin_step(self.last_profile)
-
-    def _learn(self) -> None:
-        self.learner.learn(
-            StepProfile(
-                groups=tuple(
-                    GroupProfile(
-                        g.key,
-                        g.name,
-                        g.num_bytes,
-                        g.committed_at_bytes,
-                        g.elsewhere_bytes,
-                        shared_bytes=g.shared_bytes,
-                    )
-                    for g in self._committed
-                ),
-                backward_order=tuple(self.prefetcher.backward_order),
-                backward_at_bytes=tuple(self.prefetcher.backward_at_bytes),
-            )
-        )
+        self._step.begin()
 
     # Boundaries
 
@@ -379,45 +331,7 @@ class PipelineOffloadManager:
 
     @guarded
     def _commit(self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor]) -> None:
-        transfers, prefetcher, learner = self.transfers, self.prefetcher, self.learner
-        group.num_bytes = transfers.movable_bytes(group)
-        group.committed_at_bytes = transfers.step_bytes
-        self._committed.append(group)
-        group.chunk.committed.append(group)
-        self.budget.add_saved(group.num_bytes, is_learned=learner.profile is not None)
-        if group.num_bytes == 0:
-            group.advance(GroupState.RESIDENT)
-        elif self.stays_because:
-            self._keep(group, self.stays_because)
-        elif learner.keeps(group.key):
-            self._keep(group, learner.kept.get(group.key, "beyond the fraction 0 of its chunk"))
-        elif group.key in learner.residents:
-            self._keep(group, "its backward follows soonest, and the resident room takes it")
-            self.budget.resident_bytes += group.num_bytes
-            group.is_resident = True
-        elif group.chunk.chooses is None and prefetcher.is_needed_soon(group):
-            self._keep(group, "backward needs it before it could leave and come back")
-            group.hold()
-        else:
-            for tensor in forced_released_tensors:
-                self._force_release(group, tensor)
-            transfers.offload(group)
-            if group.chunk.max_inflight_groups is not None:
-                transfers.limit_inflight(group.name, group.chunk.max_inflight_groups)
-            if group.chunk.max_inflight_blocks is not None:
-                transfers.limit_inflight_blocks(group.chunk.max_inflight_blocks)
-        transfers.stats.of(group.name).num_groups += 1
-        transfers.pass_boundary(group.num_bytes)
-        prefetcher.advance()
-
-    def _keep(self, group: OffloadGroup, reason: str) -> None:
-        self.transfers.stats.of(group.name).keep(group.num_bytes, reason)
-        group.advance(GroupState.RESIDENT)
-
-    def _force_release(self, group: OffloadGroup, tensor: torch.Tensor) -> None:
-        block = group.chunk.find_block(tensor.untyped_storage()._cdata)
-        if block is not None and not block.released and any(b is block for b in group.blocks()):
-            block.forced_release = True
+        self._step.commit(group, forced_released_tensors, self.stays_because)
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
@@ -429,40 +343,12 @@ class PipelineOffloadManager:
     @guarded
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
-        transfers, prefetcher = self.transfers, self.prefetcher
-        is_known = prefetcher.knows(group)
-        if is_known and self.budget.end_warmup():
-            self.learner.note_first_backward()
-            transfers.release_over_budget()
-        has_moved = is_known and prefetcher.enter_backward(group)
-        if group.state is GroupState.ON_HOST:
-            stats = transfers.stats
-            stats.num_late_reloads += 1
-            stats.of(group.name).num_late_reloads += 1
-            transfers.reload(group)
-            if is_known:
-                group.hold()
-        elif group.state is GroupState.OFFLOADING:
-            transfers.stats.num_early_returns += 1
-            transfers.keep_resident(group)
-        transfers.owners.learn(group)
-        if has_moved:
-            prefetcher.advance()
+        self._step.enter_backward(group)
 
     @guarded
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left a group."""
-        group.unhook()
-        if group.state is not GroupState.DONE:
-            group.advance(GroupState.DONE)
-            group.drop_dead_blocks()
-            if self.prefetcher.knows(group):
-                group.let_go()
-                self.budget.drop_saved(group.num_bytes)
-                if group.is_resident:
-                    self.budget.resident_bytes -= group.num_bytes
-            self.transfers.pass_boundary(group.num_bytes)
-        self.prefetcher.advance()
+        self._step.leave_backward(group)
 
     @guarded
     def offload(self, group: OffloadGroup) -> None:
@@ -472,12 +358,12 @@ class PipelineOffloadManager:
     @guarded
     def join_offloads(self) -> None:
         """Make the compute stream wait for all copies to the host, and release their sources."""
-        self.transfers.drain_window()
+        self.window.drain()
 
     @guarded
     def join_reloads(self) -> None:
         """Make the compute stream wait for all copies to the device of this step's groups."""
-        self.transfers.wait_reloads(self._committed)
+        self.transfers.wait_reloads(self._step.committed)
 
     # Hooks
 
@@ -495,21 +381,6 @@ class PipelineOffloadManager:
     ) -> None:
         self._hooks.pop()
 
-    def on_save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
-        """Record a tensor for the group that was started last; the pack hook.
-
-        Raises:
-            RuntimeError: no group is open.
-        """
-        if self._chunk is None or not self._chunk.open_groups:
-            raise RuntimeError("on_save_for_backward outside a group: call group_start first")
-        return self._chunk.open_groups[-1].pack(tensor)
-
-    @staticmethod
-    def on_get_saved_tensor(saved_state: SavedTensor) -> torch.Tensor:
-        """Return a recorded tensor; the unpack hook."""
-        return saved_state.unpack()
-
     # Switches and marks
 
     def disable_offload(self) -> None:
@@ -526,16 +397,6 @@ class PipelineOffloadManager:
             self.marks.add(tensor)
 
     # What is asked for
-
-    @property
-    def d2h_stream(self) -> Stream:
-        """The stream that copies to the host."""
-        return self.backend.d2h_stream
-
-    @property
-    def h2d_stream(self) -> Stream:
-        """The stream that copies to the device."""
-        return self.backend.h2d_stream
 
     @property
     def meter(self) -> TensorObserver | None:
@@ -589,7 +450,7 @@ class PipelineOffloadManager:
     def state_of(self) -> dict[str, Any]:
         """Return counts that must all be zero between steps, for leak checks."""
         return {
-            "groups in flight": self.transfers.num_inflight,
+            "groups in flight": self.window.num_inflight,
             "host bytes": self.transfers.host_bytes,
             "bytes in flight": self.budget.inflight_bytes,
             "prefetched bytes": self.budget.held_bytes,

@@ -29,7 +29,8 @@ from megatron_offload.errors import InPlaceModificationError
 
 if TYPE_CHECKING:
     from megatron_offload.engine.group import OffloadGroup
-    from megatron_offload.engine.transfers import Transfers, _Source
+    from megatron_offload.engine.transfers import Transfers
+    from megatron_offload.engine.window import Source
     from megatron_offload.memory.host_pool import HostRegion
     from megatron_offload.planning.profile import GroupKey
 
@@ -117,7 +118,7 @@ class Block:
         self.d2h: Event | None = None
         self.reload: Reload | None = None
         self.like: tuple[torch.Size, torch.dtype] | None = None
-        self.source: _Source | None = None
+        self.source: Source | None = None
         self.storage_ref: StorageWeakRef | None = None
         self.checksum: torch.Tensor | None = None
         self.checked_parts: tuple[tuple[int, int], ...] = ()

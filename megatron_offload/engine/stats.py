@@ -5,12 +5,10 @@ Owns plain numbers. Must not know streams or pools. Read next: `megatron_offload
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["GroupStats", "HostLedger", "StepStats", "TensorObserver"]
+__all__ = ["GroupStats", "StepStats", "TensorObserver"]
 
 
 class TensorObserver(Protocol):
@@ -92,63 +90,3 @@ class StepStats:
         if stats is None:
             stats = self.by_name[name] = GroupStats(name)
         return stats
-
-
-class HostLedger:
-    """What lies on the host now, and the most that did in a step.
-
-    By name of the group that saved a block first, which may be another than the one that moves it.
-    """
-
-    def __init__(self) -> None:
-        self.host_bytes = 0
-        """Host memory in use."""
-        self.away_bytes = 0
-        """The part of it whose device memory is released."""
-        self.host_bytes_by_name: Counter[str] = Counter()
-        self.away_bytes_by_name: Counter[str] = Counter()
-        self._stats = StepStats()
-
-    def recover(self, live: Iterable[tuple[str, int]]) -> None:
-        """Count anew.
-
-        Args:
-            live: name and bytes of all that is on the host; nothing of it is on the device.
-        """
-        self.host_bytes_by_name = Counter()
-        for name, num_bytes in live:
-            self.host_bytes_by_name[name] += num_bytes
-        self.away_bytes_by_name = self.host_bytes_by_name.copy()
-        self.host_bytes = self.away_bytes = self.host_bytes_by_name.total()
-
-    def begin_step(self, stats: StepStats) -> None:
-        """Write peaks into ``stats`` from here on; what is still on the host stays counted."""
-        self._stats = stats
-        stats.peak_host_bytes = self.host_bytes
-        stats.peak_host_bytes_by_name = dict(self.host_bytes_by_name)
-        stats.peak_away_bytes = self.away_bytes
-        stats.peak_away_bytes_by_name = dict(self.away_bytes_by_name)
-
-    def add(self, name: str, num_bytes: int) -> None:
-        """Count host memory that a copy was issued into."""
-        self.host_bytes_by_name[name] += num_bytes
-        self.host_bytes += num_bytes
-        if self.host_bytes > self._stats.peak_host_bytes:
-            self._stats.peak_host_bytes = self.host_bytes
-            self._stats.peak_host_bytes_by_name = dict(self.host_bytes_by_name)
-
-    def release(self, name: str, num_bytes: int) -> None:
-        """Count bytes that are on the host alone from here on."""
-        self.away_bytes_by_name[name] += num_bytes
-        self.away_bytes += num_bytes
-        if self.away_bytes > self._stats.peak_away_bytes:
-            self._stats.peak_away_bytes = self.away_bytes
-            self._stats.peak_away_bytes_by_name = dict(self.away_bytes_by_name)
-
-    def remove(self, name: str, num_bytes: int, *, were_away: bool) -> None:
-        """Count host memory that was given back."""
-        self.host_bytes_by_name[name] -= num_bytes
-        self.host_bytes -= num_bytes
-        if were_away:
-            self.away_bytes_by_name[name] -= num_bytes
-            self.away_bytes -= num_bytes

@@ -1,38 +1,33 @@
-"""The copies: when they are issued, when memory is released, and the six waits that order them.
+"""The copies: when they are issued, and the waits that order them.
 
-Owns the in-flight window (copies issued, device memory still held) and every `Backend.wait` of the
-package, one call each. Must not know autograd, chunks' order, or why a group moves.
+Owns every copy of the package, and five of the six waits, one call each; W2 is the in-flight
+window's. Must not know autograd, chunks' order, when a source is released, or why a group moves.
 
-Release without ``record_stream``: a source is held until a known later point of the program, where
-the compute stream waits for its copy and the last reference is dropped. The caching allocator can
-hand the memory on at once, in stream order, and does so the same way in every run.
-
-Invariants: the window is released in the order of issue, so one wait covers all before it. What
-something else keeps on the device is neither reloaded nor, from the next step on, copied at all.
-Read next: `megatron_offload.backends.base` for the contract, `megatron_offload.planning.prefetch`
-for who reloads when.
+Invariant: what something else keeps on the device is neither reloaded nor, from the next step on,
+copied at all.
+Read next: `megatron_offload.engine.window`, which releases what was copied to the host,
+`megatron_offload.backends.base` for the contract, `megatron_offload.planning.prefetch` for who
+reloads when.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Iterable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
 from megatron_offload.engine import checking
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
+from megatron_offload.engine.host_copies import HostCopies
 from megatron_offload.engine.owners import ForeignOwners, num_owners
-from megatron_offload.engine.saved_tensor import Block, BlockRef, Reload, _Remains
-from megatron_offload.engine.stats import HostLedger, StepStats, TensorObserver
+from megatron_offload.engine.saved_tensor import Block, Reload, _Remains
+from megatron_offload.engine.stats import StepStats, TensorObserver
+from megatron_offload.engine.window import InFlightWindow
 from megatron_offload.errors import StateError
-from megatron_offload.memory.host_pool import HostPool, HostRegion
+from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.tensor_pool import TensorPool
-from megatron_offload.planning.budget import DeviceBudget
 
 __all__ = ["Transfers"]
 
@@ -40,67 +35,38 @@ _Target = tuple[torch.Tensor, Event | None]
 """What a block comes back to, and who used that memory last."""
 
 
-class _Source:
-    """The device memory of a block whose copy to the host is issued."""
-
-    __slots__ = ("aliases", "block", "num_bytes", "storage_key")
-
-    def __init__(self, block: Block) -> None:
-        self.block: BlockRef = weakref.ref(block)
-        # Holding the aliases keeps the memory even where the graph is dropped before its copy ends.
-        self.aliases = block.aliases
-        self.storage_key = block.storage_key
-        self.num_bytes = block.num_bytes
-
-
-class _InFlight:
-    """A group whose copy to the host is issued and whose device memory is still held."""
-
-    __slots__ = ("d2h", "due_bytes", "group", "sources")
-
-    def __init__(self, group: OffloadGroup, d2h: Event, due_bytes: int, sources: list[_Source]):
-        self.group = group
-        self.d2h = d2h
-        self.due_bytes = due_bytes
-        self.sources = sources
-
-
 class Transfers:
     """Moves blocks between device and host for all groups of one manager.
 
     Args:
         backend: streams, events and copies.
-        host_pool: where offloaded bytes live.
+        host_copies: where offloaded bytes live.
         tensor_pool: where reloaded bytes live.
-        budget: how much device memory copies in flight may hold.
+        window: releases what was copied to the host, as its budget says.
         guard: held by whoever calls; `keep` and `ready_target` take it themselves.
+        checks: whether what comes back is compared with what left.
     """
 
     def __init__(
         self,
         backend: Backend,
-        host_pool: HostPool,
+        host_copies: HostCopies,
         tensor_pool: TensorPool,
-        budget: DeviceBudget,
+        window: InFlightWindow,
         guard: Guard,
+        *,
+        checks: bool = False,
     ) -> None:
         self.backend = backend
         self.guard = guard
-        self.host_pool = host_pool
+        self.host_copies = host_copies
         self.tensor_pool = tensor_pool
-        self.budget = budget
+        self.window = window
+        self.budget = window.budget
         self.stats = StepStats()
         self.observer: TensorObserver | None = None
-        self.checks = False
-        """Whether what comes back is compared with what left."""
-        self._window: deque[_InFlight] = deque()
-        self._copies_in_flight: dict[int, int] = {}
-        """By storage: different parts of one may be saved, and copied, by different groups."""
-        self._passed_bytes = 0
-        self._step_began_at_bytes = 0
+        self._checks = checks
         self.owners = ForeignOwners()
-        self.ledger = HostLedger()
-        self._empty: torch.Tensor | None = None
 
     # Device to host
 
@@ -131,20 +97,18 @@ class Transfers:
         pairs = []
         reused: dict[int, Event] = {}
         produced: dict[int, Event] = {}
-        is_ready = not self.checks  # a checksum is work of the compute stream, and comes now
-        pool_stats = self.host_pool.stats
+        is_ready = not self._checks  # a checksum is work of the compute stream, and comes now
+        pool_stats = self.host_copies.pool.stats
         num_unpinnable = pool_stats.num_unpinnable
         for block in group.blocks():
             if block.d2h is not None or block.stays or self.owners.knows(block):
                 continue
-            host = self.host_pool.allocate(block.num_bytes)
+            host = self.host_copies.take(block)
             if host is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes
                 self.stats.of(group.name).keep(block.num_bytes, "the host memory is full")
                 continue
-            block.host = host
-            host.owner = weakref.ref(block)
             pair = _offload_pair(block, host)
             block.address = pair[1].data_ptr() - block.low
             if host.ready_event is not None:
@@ -155,7 +119,7 @@ class Transfers:
                     backend.note_produced(pair[1], label)
             else:
                 produced[id(block.ready)] = block.ready
-            if self.checks:
+            if self._checks:
                 checking.note_source(block, pair[1])
             pairs.append(pair)
             issued.append(block)
@@ -173,144 +137,14 @@ class Transfers:
             backend.wait(d2h_stream, event, Wait.W5)
         backend.copy(pairs, d2h_stream, label)
         d2h = backend.record(d2h_stream)
-        sources = []
-        num_bytes = own_bytes = 0
-        for block in issued:
-            block.d2h = d2h
-            block.source = _Source(block)
-            sources.append(block.source)
-            num_bytes += block.num_bytes
-            if block.group is group:
-                own_bytes += block.num_bytes
-            else:
-                self.ledger.add(block.group.name, block.num_bytes)
-            key = block.storage_key
-            self._copies_in_flight[key] = self._copies_in_flight.get(key, 0) + 1
+        num_bytes = self.window.add(group, issued, d2h)
         self.stats.of(group.name).offloaded_bytes += num_bytes
-        self.ledger.add(group.name, own_bytes)
-        self.budget.inflight_bytes += num_bytes
-        due_bytes = self._passed_bytes + self.budget.limit_bytes
-        self._window.append(_InFlight(group, d2h, due_bytes, sources))
         group.advance(GroupState.OFFLOADING)
-
-    def pass_boundary(self, num_bytes: int) -> None:
-        """Note that the program has gone by a group of this size; release what is due."""
-        self._passed_bytes += num_bytes
-        while self._window and self._window[0].due_bytes < self._passed_bytes:
-            self._release_oldest()
-        self.release_over_budget()
-
-    def release_over_budget(self) -> None:
-        """Release from the oldest on until the budget is kept."""
-        while self._window and self.budget.is_exceeded():
-            self._release_oldest()
-
-    def limit_inflight(self, name: str, num_groups: int) -> None:
-        """Release from the oldest on until at most ``num_groups`` of this name are in flight."""
-        num_over = sum(entry.group.name == name for entry in self._window) - num_groups
-        while num_over > 0:
-            num_over -= self._release_oldest().group.name == name
-
-    def limit_inflight_blocks(self, num_blocks: int) -> None:
-        """Release from the oldest on until at most ``num_blocks`` blocks are in flight."""
-        num_over = sum(len(entry.sources) for entry in self._window) - num_blocks
-        while num_over > 0:
-            num_over -= len(self._release_oldest().sources)
-
-    def drain_window(self) -> None:
-        """Release everything in flight, in order."""
-        while self._window:
-            self._release_oldest()
-
-    def _release_oldest(self) -> _InFlight:
-        backend = self.backend
-        entry = self._window[0]
-        backend.wait(backend.compute_stream(), entry.d2h, Wait.W2)
-        self._window.popleft()
-        group = entry.group
-        own_bytes = 0
-        for source in entry.sources:
-            key = source.storage_key
-            num_others = self._copies_in_flight.pop(key) - 1
-            is_last = num_others == 0
-            if not is_last:
-                self._copies_in_flight[key] = num_others
-            block = source.block()
-            if block is None:
-                self._free_source(source.aliases, group, is_last=is_last)
-            elif not block.cancelled:
-                self._release_block(block, is_last=is_last)
-                if block.released and block.group is group:
-                    own_bytes += block.num_bytes
-                elif block.released:
-                    self.ledger.release(block.group.name, block.num_bytes)
-            self._count_landed(source)
-        self.ledger.release(group.name, own_bytes)
-        if group.state is GroupState.OFFLOADING:
-            group.advance(GroupState.ON_HOST)
-        return entry
-
-    def _release_block(self, block: Block, *, is_last: bool) -> None:
-        storage = block.aliases[0].untyped_storage()
-        if storage.data_ptr() != block.address:
-            # Someone emptied the storage meanwhile, so the copy may have read memory that was no
-            # longer its own. Whoever did it restores the contents before backward.
-            self.cancel(block)
-            return
-        chunk = block.group.chunk
-        block.released = True  # from here on the host's copy is the one that counts
-        sole_owner = self._free_source(block.aliases, block.group, is_last=is_last)
-        is_emptied = block.forced_release and is_last
-        if is_emptied:
-            storage.resize_(0)
-        if sole_owner or is_emptied:
-            if chunk.find_block(block.storage_key) is block:
-                del chunk.blocks[block.storage_key]
-        else:
-            block.storage_ref = StorageWeakRef(storage)
-
-    def _free_source(
-        self, aliases: list[torch.Tensor], group: OffloadGroup, *, is_last: bool
-    ) -> bool:
-        """Empty all aliases of one storage; return whether that was the last of its owners."""
-        storage = aliases[0].untyped_storage()
-        for alias in aliases:
-            self.empty(alias)
-        aliases.clear()
-        sole_owner = num_owners(storage) == 1  # the Python handle of this frame
-        if self.backend.observes and is_last:
-            region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self.backend.note_freed(region, group.label, sole_owner=sole_owner)
-        return sole_owner
 
     @guarded
     def keep(self, block: Block) -> None:
         """Keep a block on the device for a reader who is there before its release."""
-        if block.d2h is not None and not block.cancelled and not block.released:
-            self.cancel(block)
-
-    def keep_resident(self, group: OffloadGroup) -> None:
-        """Cancel the release of a group whose copies are in flight."""
-        for block in group.blocks():
-            if block.d2h is not None and not block.cancelled and not block.released:
-                self.cancel(block)
-        group.advance(GroupState.RESIDENT)
-
-    def cancel(self, block: Block) -> None:
-        """Keep a block whose copy is in flight on the device after all.
-
-        Its source stays in the window until the copy is done, its host memory goes back now: the
-        next copy into it is queued on the same stream.
-        """
-        block.cancelled = True
-        self._free_host(block, None)
-        if block.source is not None:
-            self._count_landed(block.source)
-
-    def _count_landed(self, source: _Source) -> None:
-        """Count a source as in flight no longer; a second time changes nothing."""
-        self.budget.inflight_bytes -= source.num_bytes
-        source.num_bytes = 0
+        self.window.keep(block)
 
     # Host to device
 
@@ -346,7 +180,7 @@ class Transfers:
             return targets
         # What is in flight is the only memory that is the engine's to give.
         self.stats.num_memory_shortages += 1
-        self.drain_window()
+        self.window.drain()
         if may_fail:
             return self._try_targets(blocks)
         return [self.tensor_pool.allocate(block.num_bytes, block.like) for block in blocks]
@@ -401,10 +235,10 @@ class Transfers:
             num_bytes += block.num_bytes
             if block.group is group:
                 own_bytes += block.num_bytes
-                self._give_back_host(block, reload.event)
+                self.host_copies.give_back(block, reload.event)
             else:
-                self._free_host(block, reload.event)
-        self.ledger.remove(group.name, own_bytes, were_away=True)
+                self.host_copies.free(block, reload.event)
+        self.host_copies.remove(group.name, own_bytes, were_away=True)
         self.stats.of(group.name).reloaded_bytes += num_bytes
 
     def _revive(self, block: Block) -> bool:
@@ -417,7 +251,7 @@ class Transfers:
         if source is None:
             return False
         block.target = source
-        self._free_host(block, None)
+        self.host_copies.free(block, None)
         self.stats.held_elsewhere_bytes += block.num_bytes
         return True
 
@@ -489,7 +323,7 @@ class Transfers:
     def forget(self, block: Block | _Remains) -> None:
         """Give back what a block holds that no one will read any more."""
         if block.host is not None:
-            self._free_host(block, None)
+            self.host_copies.free(block, None)
         if block.target is not None:
             target, block.target = block.target, None
             reload = block.reload
@@ -509,8 +343,7 @@ class Transfers:
         Nothing is assumed of the books: any line that changes them may have been the last that ran.
         """
         self.backend.sync_copies()
-        self._window.clear()
-        self._copies_in_flight.clear()
+        self.window.abandon()
         for group in groups:
             # A failed backward may leave its graph alive for long: its data goes now.
             for block in group.blocks():
@@ -519,55 +352,22 @@ class Transfers:
                 if block.reload is not None:
                     block.target = None
         self.tensor_pool.recover()
-        blocks = [region.owner() for region in self.host_pool.recover(_is_owned)]
-        self.ledger.recover((block.group.name, block.num_bytes) for block in blocks)
-        self.budget.inflight_bytes = 0
-
-    def empty(self, alias: torch.Tensor) -> None:
-        """Take the storage out of an alias; its version counter stays, for the in-place check."""
-        if self._empty is None:
-            self._empty = torch.empty(0, dtype=torch.uint8, device=alias.device)
-        alias.data = self._empty
+        self.host_copies.recover()
 
     def begin_step(self, stats: StepStats) -> None:
         """Count into ``stats`` from here on; what is still on the host stays counted."""
         self.stats = stats
-        self._step_began_at_bytes = self._passed_bytes
-        self.ledger.begin_step(stats)
+        self.window.begin_step()
+        self.host_copies.begin_step(stats)
 
     @property
     def host_bytes(self) -> int:
         """Bytes held on the host now."""
-        return self.ledger.host_bytes
-
-    @property
-    def num_inflight(self) -> int:
-        """Groups whose copies are issued and whose sources are still held."""
-        return len(self._window)
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of all groups that this step has passed; its clock."""
-        return self._passed_bytes - self._step_began_at_bytes
+        return self.host_copies.host_bytes
 
     def _label(self, group: OffloadGroup) -> str:
         """Name a group for its copies; in full only where someone reads it."""
         return group.label if self.backend.observes else group.name
-
-    def _free_host(self, block: Block | _Remains, after: Event | None) -> None:
-        self._give_back_host(block, after)
-        self.ledger.remove(block.group.name, block.num_bytes, were_away=block.released)
-
-    def _give_back_host(self, block: Block | _Remains, after: Event | None) -> None:
-        host, block.host = block.host, None
-        assert host is not None
-        self.host_pool.free(host, after)
-
-
-def _is_owned(region: HostRegion) -> bool:
-    """Whether a block that is alive, of an earlier step, has its data there."""
-    block = region.owner() if region.owner is not None else None
-    return block is not None and block.host is region
 
 
 def _offload_pair(block: Block, host: HostRegion) -> Pair:

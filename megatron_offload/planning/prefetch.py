@@ -50,11 +50,16 @@ _Moved = TypeVar("_Moved", contravariant=True)
 
 
 class _Transfers(Protocol[_Moved]):
-    """Who moves groups; see `megatron_offload.engine.transfers.Transfers`."""
+    """Who brings groups back; see `megatron_offload.engine.transfers.Transfers`."""
+
+    def reload(self, group: _Moved, *, may_fail: bool = False) -> bool: ...
+
+
+class _Window(Protocol[_Moved]):
+    """Who holds what leaves; see `megatron_offload.engine.window.InFlightWindow`."""
 
     @property
     def step_bytes(self) -> int: ...
-    def reload(self, group: _Moved, *, may_fail: bool = False) -> bool: ...
     def release_over_budget(self) -> None: ...
     def keep_resident(self, group: _Moved) -> None: ...
 
@@ -67,11 +72,15 @@ class Prefetcher(Generic[Group]):
 
     Args:
         transfers: what really copies.
+        window: what is in flight to the host, and the step's clock.
         budget: how much may be held, and how much lies in between when a group is near.
     """
 
-    def __init__(self, transfers: _Transfers[Group], budget: DeviceBudget) -> None:
+    def __init__(
+        self, transfers: _Transfers[Group], window: _Window[Group], budget: DeviceBudget
+    ) -> None:
         self.transfers = transfers
+        self.window = window
         self.budget = budget
         self.backward_order: list[GroupKey] = []
         """The order seen in this step so far."""
@@ -141,7 +150,7 @@ class Prefetcher(Generic[Group]):
             Whether what comes next is another than it was.
         """
         self.backward_order.append(group.key)
-        self.backward_at_bytes.append(self.transfers.step_bytes)
+        self.backward_at_bytes.append(self.window.step_bytes)
         if group.key not in self._position:
             self._follow([other.key for other in reversed(group.chunk.committed)])
         position = self._position.get(group.key)
@@ -169,14 +178,14 @@ class Prefetcher(Generic[Group]):
                 if state is GroupState.OFFLOADING:  # staying takes no more room
                     if not budget.may_stay(group.num_bytes):
                         return
-                    self.transfers.keep_resident(group)
+                    self.window.keep_resident(group)
                     group.hold()
                 else:
                     if not budget.may_prefetch(group.num_bytes):
                         return
                     group.hold()
                     if budget.is_exceeded():
-                        self.transfers.release_over_budget()
+                        self.window.release_over_budget()
                     if not self.transfers.reload(group, may_fail=True):
                         group.let_go()
                         return  # the next boundary tries again
@@ -190,7 +199,7 @@ class Prefetcher(Generic[Group]):
         needed_at_bytes = self._needed_at_bytes.get(key)
         if needed_at_bytes is None:
             return True
-        return needed_at_bytes - self.transfers.step_bytes <= distance_bytes
+        return needed_at_bytes - self.window.step_bytes <= distance_bytes
 
     def _follow(self, order: Sequence[GroupKey]) -> None:
         self._order = tuple(order)

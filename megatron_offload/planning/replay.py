@@ -1,8 +1,8 @@
 """What the engine does in a steady step on one rank, call by call: no times, only the order.
 
-Owns the replay of `PipelineOffloadManager`'s three boundaries (commit, backward enters, backward
-leaves) and of the release window of `Transfers`, over the passes of a schedule. The budget, the
-prefetch order and the state table are the engine's own. Must not know torch, bandwidths or times.
+Owns the replay of the three boundaries of `engine.step.Step` (commit, backward enters, backward
+leaves) and of `InFlightWindow`, over the passes of a schedule. The budget, the prefetch order and
+the state table are the engine's own. Must not know torch, bandwidths or times.
 
 The engine decides by counts and by the order of the program alone, never by what a stream has
 already done. So what moves, where the compute stream waits, and every peak of memory follow from
@@ -97,7 +97,7 @@ class _Group:
 
 
 class _Transfers:
-    """The engine's `Transfers` as far as counts go: what is in flight, and when it is released."""
+    """The engine's `Transfers` and `InFlightWindow` as far as counts go."""
 
     def __init__(self, writer: ProgramWriter, budget: DeviceBudget) -> None:
         self.writer = writer
@@ -178,7 +178,9 @@ class _Replay:
             job.static_bytes[rank], self.budget, self.pending, records=records
         )
         self.transfers = _Transfers(self.writer, self.budget)
-        self.prefetcher: Prefetcher[_Group] = Prefetcher(self.transfers, self.budget)
+        self.prefetcher: Prefetcher[_Group] = Prefetcher(
+            self.transfers, self.transfers, self.budget
+        )
 
     def run(self) -> RankProgram:
         if self.settings.offloads:
@@ -245,7 +247,7 @@ class _Replay:
         num_bytes = 0 if group.is_in_window else group.num_bytes
         self.writer.count_device(-group.work.kept_bytes - num_bytes)
 
-    # The manager's boundaries, in the order of its own lines
+    # The boundaries of `Step`, in the order of its own lines
 
     def _commit(self, group: _Group) -> None:
         budget, settings = self.budget, self.settings

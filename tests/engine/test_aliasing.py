@@ -315,15 +315,15 @@ def test_bytes_are_counted_for_the_group_that_saved_them_first(monkeypatch):
         loss = loss + offload(manager, [shared], seen, "keeps")
         loss = loss + offload(manager, [torch.randn(512)], [], "moves")
         loss = loss + offload(manager, [shared, torch.randn(512)], seen, "shares")
-        assert min(manager.transfers.ledger.host_bytes_by_name.values(), default=0) >= 0
+        assert min(manager.transfers.host_copies.host_bytes_by_name.values(), default=0) >= 0
         del shared
         loss.backward()
         del loss
         seen.clear()
-        ledger = manager.transfers.ledger
-        counts = (ledger.host_bytes_by_name, ledger.away_bytes_by_name)
+        copies = manager.transfers.host_copies
+        counts = (copies.host_bytes_by_name, copies.away_bytes_by_name)
         assert all(value >= 0 for count in counts for value in count.values())
         manager.reset()
         assert_nothing_left(manager)
-    assert not any(manager.transfers.ledger.host_bytes_by_name.values())
-    assert not any(manager.transfers.ledger.away_bytes_by_name.values())
+    assert not any(manager.transfers.host_copies.host_bytes_by_name.values())
+    assert not any(manager.transfers.host_copies.away_bytes_by_name.values())

@@ -85,7 +85,7 @@ def test_what_lies_between_saved_parts_may_change():
     z = commit_group(manager, z, "g")
     storage.data[500:600] = 1.0
     del storage, parts, x, y  # else something keeps it on the device, and nothing comes back
-    manager.transfers.drain_window()
+    manager.window.drain()
     z.sum().backward()
     assert manager.transfers.stats.reloaded_bytes > 2048 * 4
 

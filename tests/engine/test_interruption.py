@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("quick_collections")
 ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
+STEP_FILES = {f"{name}.py" for name in ("manager", "step", "transfers", "window", "host_copies")}
 BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
 BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")
 
@@ -154,6 +155,7 @@ def test_a_keyboard_interrupt_at_every_line(request, line_trap, aborts):
 
     num_lines = check_every_position(model, manager, line_trap, aborts=aborts, positions=positions)
     assert num_lines > 1000
+    assert line_trap.files >= STEP_FILES
 
 
 def test_memory_that_can_not_be_had_ahead_of_time_comes_later(monkeypatch):
@@ -184,7 +186,7 @@ def test_memory_in_flight_is_released_before_a_reload_fails(monkeypatch):
     allocate = type(manager.backend).empty_device_like
 
     def allocate_when_drained(self, shape, dtype):
-        if manager.transfers.num_inflight:
+        if manager.window.num_inflight:
             raise torch.OutOfMemoryError
         return allocate(self, shape, dtype)
 
@@ -387,8 +389,8 @@ def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch
     expected = torch.autograd.grad(forward(None), parameters)
     manager.begin_chunk()
     loss = forward(manager)
-    trap.error, release = KeyboardInterrupt, manager.transfers._free_source
-    monkeypatch.setattr(manager.transfers, "_free_source", trap.around(release, after=True))
+    trap.error, release = KeyboardInterrupt, manager.window._free_source
+    monkeypatch.setattr(manager.window, "_free_source", trap.around(release, after=True))
     trap.arm(position)
     with contextlib.suppress(KeyboardInterrupt):
         manager.join_offloads()

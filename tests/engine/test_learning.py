@@ -19,7 +19,7 @@ def make_measured(monkeypatch, *, waste=0, backward=0, **settings):
     """
     manager = make_manager(**settings)
     reserved, trims = [FIXED], []
-    passed = manager.transfers.pass_boundary
+    passed = manager.window.pass_boundary
 
     def pass_boundary(num_bytes):
         passed(num_bytes)
@@ -33,7 +33,7 @@ def make_measured(monkeypatch, *, waste=0, backward=0, **settings):
         trims.append(reserved[0])
         reserved[0] = FIXED
 
-    monkeypatch.setattr(manager.transfers, "pass_boundary", pass_boundary)
+    monkeypatch.setattr(manager.window, "pass_boundary", pass_boundary)
     monkeypatch.setattr(manager.backend, "trim_device", trim_device)
     monkeypatch.setattr(manager.backend, "reserved_bytes", lambda: reserved[0])
     return manager, reserved, trims
@@ -111,13 +111,13 @@ def test_a_step_that_misses_the_target_later_makes_room(monkeypatch):
     model = make_model()
     manager, reserved, trims = make_settled(monkeypatch, model)
     total, num_trims = manager.budget.total_bytes, len(trims)
-    passed = manager.transfers.pass_boundary
+    passed = manager.window.pass_boundary
 
     def fragmented(num_bytes):
         passed(num_bytes)
         reserved[0] += KIB // 4
 
-    monkeypatch.setattr(manager.transfers, "pass_boundary", fragmented)
+    monkeypatch.setattr(manager.window, "pass_boundary", fragmented)
     for _ in range(12):
         run_step(model, manager, ORDER)
     assert num_trims < len(trims) <= num_trims + 12

@@ -71,7 +71,7 @@ def test_a_program_that_never_resets_does_not_grow():
     model, manager = make_model(layers=1), make_manager()
     for _ in range(1200):
         forward(model, manager).backward()
-    assert len(manager._committed) < 2 * 1024
+    assert len(manager._step.committed) < 2 * 1024
     assert manager.last_profile is not None
     manager.reset()
     assert_nothing_left(manager)

@@ -127,13 +127,13 @@ def test_transfers_hide_behind_compute_when_the_link_is_fast_enough():
         config = manager.config.model_copy(update={"simulated": simulated})
         manager.configure(config)
         backend = manager.backend
-        tick = manager.transfers.pass_boundary
+        tick = manager.window.pass_boundary
 
         def pass_boundary(num_bytes, tick=tick, backend=backend, manager=manager):
             backend.advance_compute(10.0)
-            manager.transfers.__class__.pass_boundary(manager.transfers, num_bytes)
+            manager.window.__class__.pass_boundary(manager.window, num_bytes)
 
-        manager.transfers.pass_boundary = pass_boundary
+        manager.window.pass_boundary = pass_boundary
         for _ in range(3):
             run_step(model, manager, ORDER)
         stalls[gbps] = sum(backend.stall_us.values())

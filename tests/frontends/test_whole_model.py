@@ -54,12 +54,11 @@ def test_every_bit_is_the_same(name, timing, order):
 def test_the_stash_bounds_the_tensors_in_flight(stash, monkeypatch):
     expected = zoo.train("transformer", None)
     offload = make_offload(max_fwd_stash_size=stash)
-    transfers = offload.manager.transfers
     most, commit = [], offload.manager.commit
 
     def watched(group):
         commit(group)
-        most.append(sum(len(entry.sources) for entry in transfers._window))
+        most.append(sum(len(entry.sources) for entry in offload.manager.window._entries))
 
     monkeypatch.setattr(offload.manager, "commit", watched)
     assert_same(expected, zoo.train("transformer", lambda _: offload))
@@ -276,7 +275,7 @@ def test_a_forward_that_fails_copies_nothing_more():
     kept = []
     with pytest.raises(ZeroDivisionError), offload:
         forward()
-    assert offload.manager.transfers.num_inflight == 0
+    assert offload.manager.window.num_inflight == 0
     assert "activations" not in offload.manager.transfers.stats.by_name
 
 
@@ -346,7 +345,7 @@ def test_on_the_compute_stream_nothing_has_to_be_held_for_copies():
         y = x
         for index in range(4):
             y = y.exp()
-            assert offload.manager.transfers.num_inflight == 0
+            assert offload.manager.window.num_inflight == 0
             assert offload.manager.transfers.stats.peak_away_bytes == 400 * (index + 1)
     y.sum().backward()
 

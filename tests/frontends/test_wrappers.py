@@ -102,7 +102,7 @@ def test_what_backward_was_handed_outlives_the_release():
     for _ in range(2):
         back = saved_and_back(offload, lambda: TwoTensor(full.clone(), full.clone()))
         saved_and_back(offload, lambda: TwoTensor(full.clone(), full.clone()))
-        offload.manager.transfers.drain_window()
+        offload.manager.window.drain()
         assert torch.equal(back.a, full)
         assert torch.equal(back.b, full)
 

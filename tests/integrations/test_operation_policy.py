@@ -340,7 +340,7 @@ def test_a_mark_that_went_stale_is_not_heeded(change):
             first.add_(1.0)
         else:
             assert Save.apply(x, first) is not None  # and its graph is dropped
-            offload.manager.transfers.drain_window()
+            offload.manager.window.drain()
         backend.advance_compute(1000.0)
         y = Save.apply(x, first)
     assert backend.time_us(backend.d2h_stream) >= 1000.0

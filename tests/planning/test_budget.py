@@ -13,13 +13,13 @@ ORDER = one_forward_one_backward(8, depth=6)
 def watch(manager, monkeypatch):
     """Return a list that gets the budget's two counts at every boundary."""
     counts = []
-    passed = manager.transfers.pass_boundary
+    passed = manager.window.pass_boundary
 
     def pass_boundary(num_bytes):
         passed(num_bytes)
         counts.append((manager.budget.inflight_bytes, manager.budget.held_bytes))
 
-    monkeypatch.setattr(manager.transfers, "pass_boundary", pass_boundary)
+    monkeypatch.setattr(manager.window, "pass_boundary", pass_boundary)
     return counts
 
 
@@ -112,14 +112,14 @@ def test_residents_stay_within_their_room_and_the_total(resident_bytes, monkeypa
     everything = run_step(model, manager, ORDER) and manager.last_step.offloaded_bytes
     run_step(model, manager, ORDER)
     counts = []
-    passed = manager.transfers.pass_boundary
+    passed = manager.window.pass_boundary
 
     def pass_boundary(num_bytes):
         passed(num_bytes)
         budget = manager.budget
         counts.append((budget.resident_bytes, budget.inflight_bytes, budget.held_bytes))
 
-    monkeypatch.setattr(manager.transfers, "pass_boundary", pass_boundary)
+    monkeypatch.setattr(manager.window, "pass_boundary", pass_boundary)
     assert_same(expected, run_step(model, manager, ORDER))
     assert max(resident for resident, _, _ in counts) <= resident_bytes
     one_is_always_allowed = max(group.num_bytes for group in manager.last_profile.groups)
