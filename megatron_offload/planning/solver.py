@@ -8,7 +8,7 @@ for. Bytes come first, so that more memory never means more traffic.
 
 What is away in a row is an unknown of its own: what was away in the row before, with whatever goes
 there and without whatever comes back. So an item stands in two rows, and not in each that it is
-live in, which takes HiGHS a fiftieth of the time where rows are many.
+live in, and HiGHS is done far sooner where rows are many.
 
 Must not know how the quick choice is made that stands in where the time limit strikes.
 
