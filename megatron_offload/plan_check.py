@@ -39,8 +39,8 @@ class PlanCheck:
     Args:
         manager: follows the plan.
         policy: by which plans are made.
-        make_plan: makes a plan on all ranks together, and has the manager follow it; it is given
-            the plans that were measured to be too slow, and what they cost.
+        make_plan: makes a plan on all ranks together, and has the manager follow it. It is given
+            the most bytes that a step may move, over all ranks; None for any.
 
     Attributes:
         plan: what the manager follows. It says what it was measured to cost once that is known.
@@ -50,14 +50,13 @@ class PlanCheck:
         self,
         manager: PipelineOffloadManager,
         policy: MemoryTargetConfig | AutoConfig,
-        make_plan: Callable[[Sequence[OffloadPlan]], OffloadPlan],
+        make_plan: Callable[[int | None], OffloadPlan],
     ) -> None:
         self._manager = manager
         self._make_plan = make_plan
-        self._measured: list[OffloadPlan] = []
         self._check: CostCheck | None = None
         self._most_slowdown_percent = 0.0
-        self.plan = make_plan(())
+        self.plan = make_plan(None)
         if isinstance(policy, AutoConfig) and policy.measured_steps and self.plan.moved_bytes:
             self._most_slowdown_percent = policy.most_slowdown_percent
             self._check = CostCheck(policy.most_slowdown_percent, policy.measured_steps)
@@ -89,11 +88,6 @@ class PlanCheck:
         """
         check = self._check
         assert check is not None
-        if step_us <= 0:
-            self._finish()
-            text = "the device has no clock: what the plan costs is predicted, not measured"
-            _logger.warning("%s", text)
-            return text
         check.note(step_us)
         if check.next in (Next.WITHOUT, Next.WITH):
             return ""
@@ -104,25 +98,25 @@ class PlanCheck:
             self._finish()
             _logger.info("%s: kept", text)
             return f"{text}: kept"
-        self._measured.append(self.plan)
+        slow = self.plan
         if check.next is Next.PLAN:
-            self.plan = self._make_plan(self._measured)
+            self.plan = self._make_plan(int(check.share * slow.moved_bytes))
             if self.plan.moved_bytes:
                 check.follow_next_plan()
                 _logger.info("%s: planned again", text)
                 return f"{text}: planned again"
-        self._move_nothing(check.costs)
+        self._move_nothing(slow, check.costs)
         text += "; nothing moves from here on: no plan was fast enough"
         _logger.warning("%s", text)
         return text
 
-    def _move_nothing(self, costs: Sequence[MeasuredCost]) -> None:
+    def _move_nothing(self, slow: OffloadPlan, costs: Sequence[MeasuredCost]) -> None:
         found = ", ".join(f"{cost.slowdown_percent:+.2f}" for cost in costs)
         reason = (
             f"moving costs too much time: {found} % of the step was measured, "
             f"at most {self._most_slowdown_percent:g} % is wanted"
         )
-        self.plan = keep_all(self._measured[-1], reason)
+        self.plan = keep_all(slow, reason)
         self._manager.follow_plan(self.plan)
         self._finish()
 

@@ -134,7 +134,7 @@ def check_plan(
         schedule=schedule,
         group=group,
     )
-    return PlanCheck(manager, planned, lambda measured: make(measured=measured))
+    return PlanCheck(manager, planned, lambda most_bytes: make(most_moved_bytes=most_bytes))
 
 
 def agree_on_plan(
@@ -145,7 +145,7 @@ def agree_on_plan(
     bandwidths: Bandwidths | None = None,
     schedule: Schedule | None = None,
     group: dist.ProcessGroup | None = None,
-    measured: Sequence[OffloadPlan] = (),
+    most_moved_bytes: int | None = None,
 ) -> OffloadPlan:
     """Plan from the profiles of one step, and follow the plan from the next on; collective.
 
@@ -159,7 +159,7 @@ def agree_on_plan(
         bandwidths: what copies get; None for those of `agree_on_bandwidths`.
         schedule: what the pipeline ranks run; by default 1F1B, interleaved with virtual stages.
         group: all ranks that are to follow one plan; None for all there are.
-        measured: plans whose cost was measured, for ``auto`` to learn from.
+        most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
 
     Raises:
         ConfigError: another policy is given, or no plan can be made; on all ranks.
@@ -172,7 +172,7 @@ def agree_on_plan(
     is_distributed = dist.is_available() and dist.is_initialized()
     answer = [""]
     if not is_distributed or dist.get_rank(group) == 0:
-        answer = [_plan_or_error(texts, planned, bandwidths, schedule, measured)]
+        answer = [_plan_or_error(texts, planned, bandwidths, schedule, most_moved_bytes)]
     if is_distributed:
         first = dist.get_global_rank(group, 0) if group is not None else 0
         dist.broadcast_object_list(answer, src=first, group=group)
@@ -230,7 +230,7 @@ def make_plan(
     profiles: Sequence[StepProfile],
     policy: MemoryTargetConfig | AutoConfig,
     schedule: Schedule,
-    measured: Sequence[OffloadPlan] = (),
+    most_moved_bytes: int | None = None,
 ) -> OffloadPlan:
     """Return the plan of all pipeline ranks for a step that was profiled on each.
 
@@ -238,7 +238,7 @@ def make_plan(
         profiles: of a step without offload, one of each pipeline rank, in order.
         policy: what to aim at.
         schedule: what the ranks run; for ``auto``, which predicts.
-        measured: plans whose cost was measured, for ``auto`` to learn from.
+        most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
 
     Raises:
         ConfigError: the profiles can't be planned with.
@@ -262,7 +262,9 @@ def make_plan(
         max(0, Footprint.of(profile).peak_bytes - rank.peak_reserved_bytes)
         for profile, rank in zip(profiles, bare.ranks, strict=True)
     ]
-    return make_policy(policy, predictor_of(job(static_bytes)), measured).make_plan(profiles)
+    return make_policy(policy, predictor_of(job(static_bytes)), most_moved_bytes).make_plan(
+        profiles
+    )
 
 
 def correct_plan(
@@ -320,7 +322,7 @@ def _plan_or_error(
     policy: MemoryTargetConfig | AutoConfig,
     bandwidths: Bandwidths,
     schedule: Schedule | None,
-    measured: Sequence[OffloadPlan] = (),
+    most_moved_bytes: int | None = None,
 ) -> str:
     """Return what all ranks are told: an error on one is an error on all."""
     try:
@@ -331,7 +333,7 @@ def _plan_or_error(
         in_order = check_profiles(profiles.values())
         policy = policy.model_copy(update={"machine": bandwidths.machine})
         schedule = schedule or _usual_schedule(in_order[0].run)
-        plan = make_plan(in_order, policy, schedule, measured)
+        plan = make_plan(in_order, policy, schedule, most_moved_bytes)
         plan = replace(plan, bandwidths=bandwidths.origin)
     except ConfigError as error:
         return f"{'target' if isinstance(error, TargetError) else 'error'}\n{error}"

@@ -1,16 +1,11 @@
 """The plan that saves the most memory at no more than a small share of the step's time.
 
-Owns the search over memory targets, and the correction of predictions by what was measured. Must
-not know how a target becomes a plan, how a plan's time is predicted, nor how one is measured.
+Owns the search over memory targets. Must not know how a target becomes a plan, nor how a plan's
+time is predicted or measured.
 
 A lower target moves more, and so takes more time or as much; the search halves the range of
 targets between the lowest that can be kept and what a step takes without offload. Where a
 prediction doesn't follow that rule, the answer is the best of the plans that were looked at.
-
-What a measured plan took longer than predicted is taken to grow with the bytes that a plan moves,
-and added to every prediction. So no plan that was measured to be too slow comes out again. Where
-the gap really grows faster than the bytes, as when a link fills up, the first new plan keeps to the
-limit.
 
 Invariants: same input, same plan; a plan that is returned was predicted to be fast enough.
 Read next: `megatron_offload.planning.predict`, which predicts.
@@ -54,7 +49,8 @@ class AutoPolicy:
         predict: what tells the time of a plan.
         most_slowdown_percent: of the step's time without offload.
         resources: what the plan may use.
-        measured: plans that the run has followed, with what they were `measured` to cost.
+        most_moved_bytes: of a step, over all ranks; None for any. For a run in which a plan took
+            longer than predicted.
     """
 
     kind: ClassVar[str] = "auto"
@@ -62,7 +58,7 @@ class AutoPolicy:
     predict: Predictor
     most_slowdown_percent: float = 0.5
     resources: Resources = _RESOURCES
-    measured: tuple[OffloadPlan, ...] = ()
+    most_moved_bytes: int | None = None
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
         """Return the plan of all ranks, with what was predicted of it.
@@ -72,41 +68,27 @@ class AutoPolicy:
         """
         planner = MemoryPlanner(profiles, self.resources)
         lowest, highest = planner.lowest_bytes, planner.highest_bytes
-        us_per_byte = 0.0
 
         def look(step: int) -> tuple[OffloadPlan, Prediction]:
             target = lowest + (highest - lowest) * step // _NUM_TARGETS
             plan = planner.plan((target,) * len(planner.ranks), self.kind)
-            predicted = self.predict(plan)
-            more_us = us_per_byte * plan.moved_bytes
-            return plan, predicted._replace(step_us=predicted.step_us + more_us)
+            return plan, self.predict(plan)
 
         best = look(_NUM_TARGETS)  # nothing moves
         limit_us = best[1].step_us * (1 + self.most_slowdown_percent / 100)
-        us_per_byte = self._unpredicted_us_per_byte(best[1].step_us)
         too_low, fast = -1, _NUM_TARGETS
         while fast - too_low > 1:
             middle = (too_low + fast) // 2
             found = look(middle)
-            if found[1].step_us <= limit_us:
+            if found[1].step_us <= limit_us and self._may_move(found[0].moved_bytes):
                 fast = middle
                 best = min(found, best, key=lambda each: max(each[1].peak_bytes))
             else:
                 too_low = middle
         return with_prediction(*best)
 
-    def _unpredicted_us_per_byte(self, without_us: float) -> float:
-        """Return what measured plans took longer than predicted, at most, by the bytes they move.
-
-        Args:
-            without_us: predicted step without offload, of which measured slowdowns are taken.
-        """
-        most_us = 0.0
-        for plan in self.measured:
-            assert plan.measured is not None
-            really_us = without_us * (1 + plan.measured.slowdown_percent / 100)
-            most_us = max(most_us, (really_us - self.predict(plan).step_us) / plan.moved_bytes)
-        return most_us
+    def _may_move(self, num_bytes: int) -> bool:
+        return self.most_moved_bytes is None or num_bytes <= self.most_moved_bytes
 
 
 def with_prediction(plan: OffloadPlan, prediction: Prediction) -> OffloadPlan:

@@ -11,6 +11,12 @@ after it: the memory that the profiled step took was handed back, so the first s
 takes it anew from the device; the first with a plan pins the host memory that the plan needs, and
 what it learns of the step counts from the next on. Nothing is handed back between the others.
 
+A plan that is too slow is followed by one that moves less, not by one that is predicted to be
+quicker: a prediction that was wrong may have promised no loss at all, and a lower limit would bring
+the same plan again. Little is lost until a link is full, and then much, so the loss is taken to
+grow with the third power of the bytes; but the next plan may move no less than half of the last
+one's bytes and no more than three quarters, so that few tries find a good one.
+
 Invariants: same times, same verdict, so ranks that are told the same agree; it ends after
 `most_steps`; no plan is kept that was measured over the limit by more than the noise.
 Read next: `megatron_offload.plan_check`, which takes the steps.
@@ -30,6 +36,9 @@ __all__ = ["CostCheck", "MeasuredCost", "Next", "most_steps"]
 _MOST_PLANS = 4
 """The first, and three that are made anew."""
 
+_SHARES = (0.5, 0.75)
+"""Of the bytes that a plan moved which was too slow, what the next one may move."""
+
 _DEVIATIONS_OF_MEDIAN = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -39,7 +48,7 @@ class Next(enum.Enum):
 
     WITHOUT = "take a step that moves nothing"
     WITH = "take a step that follows the plan"
-    PLAN = "plan again, with what this plan has cost"
+    PLAN = "plan again, for fewer bytes"
     KEEP = "keep the plan"
     GIVE_UP = "move nothing: no plan was fast enough"
 
@@ -95,10 +104,12 @@ class CostCheck:
 
     Attributes:
         costs: what each plan so far was measured to cost.
+        share: of the bytes that the plan moves, what the next one may move, after `Next.PLAN`.
     """
 
     def __init__(self, most_slowdown_percent: float, num_pairs: int) -> None:
         self.costs: list[MeasuredCost] = []
+        self.share = 1.0
         self._most_slowdown_percent = most_slowdown_percent
         self._num_pairs = num_pairs
         self._steps: deque[tuple[Next, bool]] = deque()
@@ -138,7 +149,12 @@ class CostCheck:
     def _judge(self, cost: MeasuredCost) -> Next:
         if cost.slowdown_percent <= self._most_slowdown_percent + cost.noise_percent:
             return Next.KEEP
-        return Next.PLAN if len(self.costs) < _MOST_PLANS else Next.GIVE_UP
+        if len(self.costs) == _MOST_PLANS:
+            return Next.GIVE_UP
+        least, most = _SHARES
+        wanted = (self._most_slowdown_percent / cost.slowdown_percent) ** (1 / 3)
+        self.share = min(max(wanted, least), most)
+        return Next.PLAN
 
 
 def most_steps(num_pairs: int) -> int:

@@ -8,7 +8,6 @@ Read next: `megatron_offload.planning.policy`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import AutoPolicy, Predictor
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.memory_target import MemoryTargetPolicy, Resources
-from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, Policy, RatioPolicy
 from megatron_offload.strict_model import Bytes, StrictModel
 
@@ -164,14 +162,14 @@ PolicyConfig = Annotated[
 def make_policy(
     config: PolicyConfig,
     predict: Predictor | None = None,
-    measured: Sequence[OffloadPlan] = (),
+    most_moved_bytes: int | None = None,
 ) -> Policy:
     """Return the policy that a section asks for.
 
     Args:
         config: the section.
         predict: what tells the time of a plan; only ``auto`` needs it.
-        measured: plans whose cost was measured, for ``auto`` to learn from.
+        most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
 
     Raises:
         ConfigError: ``auto`` without a way to predict.
@@ -193,4 +191,4 @@ def make_policy(
         return MemoryTargetPolicy(targets, config.resources())
     if predict is None:
         raise ConfigError("the policy 'auto' needs a prediction of step times: describe the job")
-    return AutoPolicy(predict, config.most_slowdown_percent, config.resources(), tuple(measured))
+    return AutoPolicy(predict, config.most_slowdown_percent, config.resources(), most_moved_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
 from training_runs import numbers, run, words
@@ -14,6 +15,7 @@ from megatron_offload.planning.bandwidths import DEFAULTS, load_bandwidths
 from megatron_offload.planning.plan import load_plan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.records import read_steps
 
 OFFLOAD = "offload.enabled=true"
 TARGET = "offload.policy.kind=memory_target"
@@ -54,6 +56,46 @@ def test_a_target_is_kept_by_every_rank_and_no_bit_changes(tmp_path):
             rank = step["ranks"][pp_rank]
             assert 0 < rank["offloaded_bytes"] <= rank_plan.moved_bytes
             assert rank["peak_live_activation_bytes"] <= target_bytes
+
+
+def test_auto_is_measured_by_ordinary_steps_and_no_bit_changes(tmp_path):
+    plain, planned = tmp_path / "plain", tmp_path / "planned"
+    steps = "run.steps=15"
+    assert train(plain, steps)[0] == 0
+    # A limit that no machine is too busy to keep; how a plan fails is in tests/test_plan_check.py.
+    policy = ("offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")
+    link = ("offload.simulated.d2h_gbps=1000", "offload.simulated.h2d_gbps=1000")
+    traced = "run.trace_step=6"
+    status, errors = train(planned, steps, OFFLOAD, *policy, *link, traced)
+    assert status == 0, errors
+    assert numbers(planned) == numbers(plain)
+    found, _ = read_steps(planned)
+    # The third is profiled; behind it one of each kind, the traced one, and three pairs.
+    measured = [step.step for step in found if step.measured_step_us is not None]
+    assert measured == [4, 5, *range(7, 13)]
+    for step in found:
+        assert all(
+            (rank.measured_step_us is None) == (step.step not in measured) for rank in step.ranks
+        )
+        moves = step.step not in (3, 4, 7, 9, 11)
+        assert all((rank.offloaded_bytes > 0) == moves for rank in step.ranks), step.step
+    usual = [step.step for step in found if step.is_usual]
+    assert usual == [1, 2, 6, 13, 14, 15]
+    cost = load_plan(planned / "plan.json").measured
+    times = {step.step: step.measured_step_us for step in found}
+    assert cost.without_us == statistics.median(times[step] for step in (7, 9, 11))
+    assert cost.with_us == statistics.median(times[step] for step in (8, 10, 12))
+    assert times[8] == max(rank.measured_step_us for rank in found[7].ranks)
+    assert cost.num_pairs == 3
+    assert f"the plan costs {cost}, at most 1000 % is wanted: kept" in errors
+
+
+def test_a_run_that_ends_before_its_plan_is_measured_says_so(tmp_path):
+    policy = ("offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")
+    status, errors = train(tmp_path, OFFLOAD, *policy)
+    assert status == 0, errors
+    assert "the run was over before its plan was measured" in errors
+    assert load_plan(tmp_path / "plan.json").measured is None
 
 
 def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):
