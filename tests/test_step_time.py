@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from virtual_clock import RUN, VirtualJob
 
+from megatron_offload.engine.learning import Learner
 from megatron_offload.errors import StateError
 from megatron_offload.profiling import profile_step
 from megatron_offload.step_time import time_step
@@ -37,16 +38,23 @@ def test_what_comes_behind_the_step_is_no_part_of_it():
     assert timed.step_us == pytest.approx(2880.0)
 
 
-def test_nothing_is_learned_from_a_step_that_moves_nothing():
+def test_nothing_is_learned_from_a_step_that_moves_nothing(monkeypatch):
     job = VirtualJob(SLOW).warmed_up()
-    before = job.manager.last_profile
+    learned = []
+    learn = Learner.learn
+
+    def note(self, profile):
+        learned.append(len(job.moved_bytes))
+        learn(self, profile)
+
+    monkeypatch.setattr(Learner, "learn", note)
     with time_step(job.manager, moves=False):
         job.step()
     assert job.moved_bytes == [0]
-    assert job.manager.last_profile is before
     with time_step(job.manager):
         job.step()
     job.step()
+    assert learned == [1, 2]
     assert job.moved_bytes[1] == job.moved_bytes[2] > 0
 
 
