@@ -1,10 +1,10 @@
 """Stand around the boundaries of a manager's groups for a while, to look at a step from outside.
 
-Owns how the engine's entries are wrapped and unwrapped, and which groups backward has silently
-left. Must not know what is looked at.
+Owns how the engine's entries are wrapped and unwrapped, how a step is made to move nothing, and
+which groups backward has silently left. Must not know what is looked at.
 
-Invariant: the manager is left as it was found, also by an exception. Read next:
-`megatron_offload.tracing` and `megatron_offload.profiling`, which watch.
+Invariant: the manager is left as it was found, also by an exception. Read next, those who watch:
+`megatron_offload.tracing`, `megatron_offload.profiling` and `megatron_offload.step_time`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from typing import Any, Protocol
 
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.planning.profile import StepProfile
 
-__all__ = ["BoundaryWatcher", "surrounds", "watch_boundaries"]
+__all__ = ["BoundaryWatcher", "Learn", "stay", "surrounds", "watch_boundaries", "watch_ends"]
 
 Entry = Callable[..., None]
+
+Learn = Callable[[StepProfile], None]
+"""Called when a step is over, with its groups and their order."""
 
 
 class BoundaryWatcher(Protocol):
@@ -62,6 +66,38 @@ def watch_boundaries(manager: PipelineOffloadManager, watcher: BoundaryWatcher) 
             undo.callback(delattr, owner, name)
             setattr(owner, name, functools.partial(around, original))
         yield
+
+
+@contextmanager
+def watch_ends(
+    manager: PipelineOffloadManager, ended: Callable[[Learn, StepProfile], None]
+) -> Iterator[None]:
+    """Have ``ended`` called at the end of each step inside, with what would learn from the step.
+
+    Raises:
+        RuntimeError: the ends of the manager's steps are being watched already.
+    """
+    learner = manager.learner
+    if "learn" in vars(learner):
+        raise RuntimeError(
+            "a step of this manager is being profiled already, or timed: one profile_step or "
+            "time_step at a time"
+        )
+    setattr(learner, "learn", functools.partial(ended, learner.learn))  # noqa: B010
+    try:
+        yield
+    finally:
+        delattr(learner, "learn")
+
+
+@contextmanager
+def stay(manager: PipelineOffloadManager, because: str) -> Iterator[None]:
+    """Let steps inside move nothing; whoever watches them has to see that nothing is learned."""
+    manager.stays_because = because
+    try:
+        yield
+    finally:
+        manager.stays_because = ""
 
 
 def surrounds(outer: OffloadGroup, inner: OffloadGroup) -> bool:

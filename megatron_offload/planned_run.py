@@ -2,10 +2,11 @@
 
 Owns the collectives of planning, what bandwidths count, and the corrections of a plan by later
 steps. Must not know how plans are made. Nothing here happens unasked: no step holds a collective of
-its own, and what has to be measured is measured between steps.
+its own, and bandwidths are measured between steps.
 
 Invariants: all ranks follow the same plan, or all raise the same error; every step that is looked
-at is a training step like any other. Read next: `megatron_offload.planning.policy_config`.
+at is a training step like any other. Read next: `megatron_offload.plan_check`, which holds a plan
+to its promise, and `megatron_offload.planning.policy_config`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.machine.agreement import JobMachines, agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.job_ranks import gather
+from megatron_offload.plan_check import PlanCheck
 from megatron_offload.planning.adapt import Adaptation, Distances, Seen
 from megatron_offload.planning.bandwidths import (
     DEFAULTS,
@@ -45,7 +47,14 @@ from megatron_offload.planning.schedule import Schedule, make_schedule
 from megatron_offload.profiling import profile_step
 from megatron_offload.tracing import trace_step
 
-__all__ = ["agree_on_bandwidths", "agree_on_plan", "correct_plan", "make_plan", "plan_run"]
+__all__ = [
+    "agree_on_bandwidths",
+    "agree_on_plan",
+    "check_plan",
+    "correct_plan",
+    "make_plan",
+    "plan_run",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -70,6 +79,10 @@ def plan_run(
     that is profiled, so it must fit into memory as it does without offload; where it doesn't, make
     a plan from a description of the model (``megatron-offload plan --model``).
 
+    What ``auto`` has planned is measured at once: it takes as many training steps as that needs,
+    ``planning.cost_check.most_steps`` at most, and each rank has to be able to go on for so long. A
+    program that takes its steps itself makes a `check_plan`.
+
     Args:
         manager: whose groups are planned for.
         train_step: takes one training step, the manager's `reset` included.
@@ -88,7 +101,40 @@ def plan_run(
     planned = _planning_policy(policy if policy is not None else manager.config.policy)
     with profile_step(manager, run=run, moves=False) as recorded:
         train_step()
-    return agree_on_plan(manager, recorded.profile, planned, schedule=schedule, group=group)
+    check = check_plan(manager, recorded.profile, planned, schedule=schedule, group=group)
+    while not check.is_over:
+        with check.step() as timed:
+            train_step()
+        check.note(max(gather(timed.step_us, group)))
+    return check.plan
+
+
+def check_plan(
+    manager: PipelineOffloadManager,
+    profile: StepProfile,
+    policy: PolicyConfig | None,
+    *,
+    bandwidths: Bandwidths | None = None,
+    schedule: Schedule | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> PlanCheck:
+    """Do as `agree_on_plan`; return the plan with what holds it to its promise; collective.
+
+    Nothing is measured until the caller does: see `PlanCheck`.
+    """
+    planned = _planning_policy(policy)
+    if bandwidths is None:
+        bandwidths = agree_on_bandwidths(manager, planned, group=group)
+    make = functools.partial(
+        agree_on_plan,
+        manager,
+        profile,
+        planned,
+        bandwidths=bandwidths,
+        schedule=schedule,
+        group=group,
+    )
+    return PlanCheck(manager, planned, lambda most_bytes: make(most_moved_bytes=most_bytes))
 
 
 def agree_on_plan(
@@ -99,6 +145,7 @@ def agree_on_plan(
     bandwidths: Bandwidths | None = None,
     schedule: Schedule | None = None,
     group: dist.ProcessGroup | None = None,
+    most_moved_bytes: int | None = None,
 ) -> OffloadPlan:
     """Plan from the profiles of one step, and follow the plan from the next on; collective.
 
@@ -112,6 +159,7 @@ def agree_on_plan(
         bandwidths: what copies get; None for those of `agree_on_bandwidths`.
         schedule: what the pipeline ranks run; by default 1F1B, interleaved with virtual stages.
         group: all ranks that are to follow one plan; None for all there are.
+        most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
 
     Raises:
         ConfigError: another policy is given, or no plan can be made; on all ranks.
@@ -124,7 +172,7 @@ def agree_on_plan(
     is_distributed = dist.is_available() and dist.is_initialized()
     answer = [""]
     if not is_distributed or dist.get_rank(group) == 0:
-        answer = [_plan_or_error(texts, planned, bandwidths, schedule)]
+        answer = [_plan_or_error(texts, planned, bandwidths, schedule, most_moved_bytes)]
     if is_distributed:
         first = dist.get_global_rank(group, 0) if group is not None else 0
         dist.broadcast_object_list(answer, src=first, group=group)
@@ -182,6 +230,7 @@ def make_plan(
     profiles: Sequence[StepProfile],
     policy: MemoryTargetConfig | AutoConfig,
     schedule: Schedule,
+    most_moved_bytes: int | None = None,
 ) -> OffloadPlan:
     """Return the plan of all pipeline ranks for a step that was profiled on each.
 
@@ -189,6 +238,7 @@ def make_plan(
         profiles: of a step without offload, one of each pipeline rank, in order.
         policy: what to aim at.
         schedule: what the ranks run; for ``auto``, which predicts.
+        most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
 
     Raises:
         ConfigError: the profiles can't be planned with.
@@ -212,7 +262,9 @@ def make_plan(
         max(0, Footprint.of(profile).peak_bytes - rank.peak_reserved_bytes)
         for profile, rank in zip(profiles, bare.ranks, strict=True)
     ]
-    return make_policy(policy, predictor_of(job(static_bytes))).make_plan(profiles)
+    return make_policy(policy, predictor_of(job(static_bytes)), most_moved_bytes).make_plan(
+        profiles
+    )
 
 
 def correct_plan(
@@ -270,6 +322,7 @@ def _plan_or_error(
     policy: MemoryTargetConfig | AutoConfig,
     bandwidths: Bandwidths,
     schedule: Schedule | None,
+    most_moved_bytes: int | None = None,
 ) -> str:
     """Return what all ranks are told: an error on one is an error on all."""
     try:
@@ -279,7 +332,8 @@ def _plan_or_error(
             profiles.setdefault(profile.run.pp_rank, profile)
         in_order = check_profiles(profiles.values())
         policy = policy.model_copy(update={"machine": bandwidths.machine})
-        plan = make_plan(in_order, policy, schedule or _usual_schedule(in_order[0].run))
+        schedule = schedule or _usual_schedule(in_order[0].run)
+        plan = make_plan(in_order, policy, schedule, most_moved_bytes)
         plan = replace(plan, bandwidths=bandwidths.origin)
     except ConfigError as error:
         return f"{'target' if isinstance(error, TargetError) else 'error'}\n{error}"

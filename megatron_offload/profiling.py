@@ -13,7 +13,6 @@ Read next: `megatron_offload.planning.profile`.
 from __future__ import annotations
 
 import enum
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,14 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_offload.backends.base import DeviceMemory
-from megatron_offload.boundary_watch import Entry, surrounds, watch_boundaries
+from megatron_offload.boundary_watch import (
+    Entry,
+    Learn,
+    stay,
+    surrounds,
+    watch_boundaries,
+    watch_ends,
+)
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_bytes import SavedBytes
@@ -109,18 +115,16 @@ def profile_step(
     memory = _Memory(manager, takes_peaks=peaks)
     saved = SavedBytes(is_pipeline=run.pp_size > 1)
     recorder = _Recorder(manager, memory, saved, moves=moves)
-    transfers, learner = manager.transfers, manager.learner
+    transfers = manager.transfers
     with ExitStack() as undo:
         undo.enter_context(watch_boundaries(manager, recorder))
         undo.callback(memory.finish, recorded)
         undo.callback(setattr, transfers, "observer", transfers.observer)
         transfers.observer = _Observer(saved.observe, transfers.observer)
-        undo.callback(delattr, learner, "learn")
-        setattr(learner, "learn", functools.partial(recorder.learn, learner.learn))  # noqa: B010
+        undo.enter_context(watch_ends(manager, recorder.learn))
         if not moves:
             undo.callback(manager.backend.trim_device)
-            undo.callback(setattr, manager, "stays_because", "")
-            manager.stays_because = "the step is profiled without offload"
+            undo.enter_context(stay(manager, "the step is profiled without offload"))
         recorder.look()
         yield recorded
         recorded._profile = recorder.finish(run)
@@ -211,7 +215,7 @@ class _Recorder:
             self._leave(group)
         leave(group)
 
-    def learn(self, learn: Callable[[StepProfile], None], profile: StepProfile) -> None:
+    def learn(self, learn: Learn, profile: StepProfile) -> None:
         """A step is over."""
         if self._learned is None:
             self._leave_all()

@@ -6,7 +6,9 @@
 A mode is one of the names below, and for this package's own any fields of `OffloadConfig` behind a
 colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0.8``. Values behind
 one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 1 and those behind.
-``policy.kind=auto`` or ``memory_target`` plans at the third step of the warm-up:
+``policy.kind=auto`` or ``memory_target`` plans at the third step of the warm-up, which needs a
+fourth then. ``auto`` measures its plan there as well, by up to 29 more steps with the same
+microbatches, for which ``--timeout`` has to leave time; no timed step comes before that is over:
 
     none         no offload; what all others are compared with
     ours-five    this package, Megatron's five modules of a dense layer (or --modules)
@@ -62,6 +64,9 @@ KINDS = (
 )
 SINGLE_STAGE = ("te", "trl")
 WHOLE_MODEL_SETTINGS = ("max_fwd_stash_size", "min_offload_size")
+PLANNING_KINDS = ("auto", "memory_target")
+PLAN_AT_STEP = 3
+"""Of the warm-up: the steps before it are not like the rest."""
 GRACE_S = 3.0
 
 _BASE = {"vocabulary": 32000, "dtype": "bf16", "pp": 1, "vpp": 1, "min_elements": 1024 * 1024}
@@ -124,6 +129,10 @@ def parse_arguments(arguments=None):
         options.specs = [read_mode(text, options.modules) for text in options.modes]
     except ValueError as error:
         parser.error(str(error))
+    plans = {f"policy.kind={kind}" for kind in PLANNING_KINDS}
+    needed = PLAN_AT_STEP + 1  # the first with the plan takes its memory anew
+    if options.warmup < needed and any(plans & set(spec["options"]) for spec in options.specs):
+        parser.error(f"a mode that plans needs --warmup {needed} or more")
     if len(set(options.modes)) != len(options.modes):
         parser.error("a mode is listed twice")
     return options

@@ -13,12 +13,8 @@ import weakref
 from pathlib import Path
 
 import torch
-from bench_peers import options_of_rank
+from bench_peers import PLAN_AT_STEP, PLANNING_KINDS, options_of_rank
 from bench_peers_link import link_shares
-
-PLAN_AT_STEP = 3
-"""The steps before it are not like the rest."""
-PLANNING_KINDS = ("auto", "memory_target")
 
 
 class Mode:
@@ -143,12 +139,14 @@ class Ours(Marked):
         from megatron_offload.planning.plan import save_plan
         from megatron_offload.planning.profile import RunShape
 
-        taken = []
+        taken = []  # the same microbatches each time
         spec = self.spec
         run = RunShape(spec["microbatches"], spec["rank"], spec["pp"], spec["vpp"], spec["rank"])
         plan = plan_run(self.manager, lambda: taken.append(step()), run)
         if spec["rank"] == 0:
             save_plan(plan, Path(spec["results"]) / "plan.json")
+        if spec["deterministic"] and len({found[1:] for found in taken}) > 1:
+            raise RuntimeError(f"steps of planning differ in loss or gradients: {taken}")
         return taken[0]
 
     def end_step(self):

@@ -103,6 +103,7 @@ def test_flags_replace_sizes():
         (["--shape", "a", "--vpp", "2"], "vpp above 1"),
         (["--shape", "a", "--hidden", "1000", "--heads", "7"], "no multiple"),
         (["--shape", "a", "--steps", "0"], "--steps"),
+        (["--shape", "a", "--modes", "none", "ours-five:policy.kind=auto"], "needs --warmup 4"),
     ],
 )
 def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):

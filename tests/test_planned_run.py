@@ -87,7 +87,7 @@ def test_a_memory_target_is_planned_for_and_followed():
 
 def test_auto_saves_memory_where_copies_are_fast_and_predicts_it():
     job = Job().warmed_up()
-    policy = make_config(policy={"kind": "auto", "machine": FAST}).policy
+    policy = make_config(policy={"kind": "auto", "machine": FAST, "measured_steps": 0}).policy
     plan = plan_run(job.manager, job.step, RUN, policy=policy)
     assert plan.policy == "auto"
     assert plan.ranks[0].predicted_step_us > 0
@@ -181,9 +181,9 @@ def agreed(job, **keys):
 def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
     policies = []
 
-    def make(profiles, policy, schedule):
+    def make(profiles, policy, *rest):
         policies.append(policy)
-        return make_plan(profiles, policy, schedule)
+        return make_plan(profiles, policy, *rest)
 
     monkeypatch.setattr(planned_run, "make_plan", make)
     job = GpuJob(3.0, policy=UNSET).warmed_up()

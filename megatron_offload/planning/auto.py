@@ -1,7 +1,7 @@
 """The plan that saves the most memory at no more than a small share of the step's time.
 
 Owns the search over memory targets. Must not know how a target becomes a plan, nor how a plan's
-time is predicted.
+time is predicted or measured.
 
 A lower target moves more, and so takes more time or as much; the search halves the range of
 targets between the lowest that can be kept and what a step takes without offload. Where a
@@ -49,6 +49,8 @@ class AutoPolicy:
         predict: what tells the time of a plan.
         most_slowdown_percent: of the step's time without offload.
         resources: what the plan may use.
+        most_moved_bytes: of a step, over all ranks; None for any. For a run in which a plan took
+            longer than predicted.
     """
 
     kind: ClassVar[str] = "auto"
@@ -56,6 +58,7 @@ class AutoPolicy:
     predict: Predictor
     most_slowdown_percent: float = 0.5
     resources: Resources = _RESOURCES
+    most_moved_bytes: int | None = None
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
         """Return the plan of all ranks, with what was predicted of it.
@@ -77,12 +80,15 @@ class AutoPolicy:
         while fast - too_low > 1:
             middle = (too_low + fast) // 2
             found = look(middle)
-            if found[1].step_us <= limit_us:
+            if found[1].step_us <= limit_us and self._may_move(found[0].moved_bytes):
                 fast = middle
                 best = min(found, best, key=lambda each: max(each[1].peak_bytes))
             else:
                 too_low = middle
         return with_prediction(*best)
+
+    def _may_move(self, num_bytes: int) -> bool:
+        return self.most_moved_bytes is None or num_bytes <= self.most_moved_bytes
 
 
 def with_prediction(plan: OffloadPlan, prediction: Prediction) -> OffloadPlan:

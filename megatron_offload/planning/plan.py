@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -22,6 +22,7 @@ from pydantic import Field
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import parse_json, read_text, replace_text
+from megatron_offload.planning.cost_check import MeasuredCost
 from megatron_offload.planning.profile import GroupKey, StepProfile
 from megatron_offload.planning.profile_file import (
     MAX_FILE_BYTES,
@@ -40,6 +41,7 @@ __all__ = [
     "OffloadPlan",
     "RankPlan",
     "check_profiles",
+    "keep_all",
     "load_plan",
     "parse_plan",
     "plan_of",
@@ -123,6 +125,7 @@ class OffloadPlan:
         ranks: one plan for each pipeline rank, in order.
         bandwidths: where the bandwidths come from that it rests on, in words; empty where it rests
             on none, or whoever made it didn't say.
+        measured: what steps that follow it were measured to cost; None where none were.
     """
 
     policy: str
@@ -130,6 +133,12 @@ class OffloadPlan:
     vp_size: int
     ranks: tuple[RankPlan, ...]
     bandwidths: str = ""
+    measured: MeasuredCost | None = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """What a step copies to the host, and back, on all ranks together."""
+        return sum(rank.moved_bytes for rank in self.ranks)
 
     @property
     def pp_size(self) -> int:
@@ -222,6 +231,23 @@ def plan_of(
     return OffloadPlan(policy, run.num_microbatches, run.vp_size, tuple(ranks))
 
 
+def keep_all(plan: OffloadPlan, reason: str) -> OffloadPlan:
+    """Return a plan for the same run that moves nothing, for one reason; nothing is predicted."""
+    ranks = (
+        replace(
+            rank,
+            choices=tuple(
+                choice._replace(moves=False, reason=reason) if choice.moves else choice
+                for choice in rank.choices
+            ),
+            predicted_peak_bytes=None,
+            predicted_step_us=None,
+        )
+        for rank in plan.ranks
+    )
+    return replace(plan, ranks=tuple(ranks), measured=None)
+
+
 def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]:
     """Return the profiles in the order of pipeline ranks, when they are all of one run.
 
@@ -298,6 +324,17 @@ class _Rank(StrictModel):
     groups: Annotated[tuple[_Choice, ...], Field(max_length=MAX_GROUPS)]
 
 
+_Percent = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class _Measured(StrictModel):
+    without_us: Duration
+    with_us: Duration
+    slowdown_percent: _Percent
+    noise_percent: Annotated[_Percent, Field(ge=0)]
+    num_pairs: Number
+
+
 class _Plan(StrictModel):
     format: Literal["megatron_offload plan"]
     version: Literal[1]
@@ -306,7 +343,8 @@ class _Plan(StrictModel):
     vp_size: Number
     signature: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     bandwidths: Text = ""
-    """Plans of earlier versions don't say."""
+    """Plans of earlier versions don't say, nor what they were measured to cost."""
+    measured: _Measured | None = None
     ranks: Annotated[tuple[_Rank, ...], Field(min_length=1, max_length=100_000)]
 
 
@@ -376,6 +414,7 @@ def parse_plan(text: str, source: str) -> OffloadPlan:
             for rank in read.ranks
         ),
         read.bandwidths,
+        MeasuredCost(**dict(read.measured)) if read.measured is not None else None,
     )
     for pp_rank, rank in enumerate(plan.ranks):
         if len({choice.key for choice in rank.choices}) != len(rank.choices):
@@ -394,6 +433,7 @@ def _to_data(plan: OffloadPlan) -> dict[str, Any]:
         "vp_size": plan.vp_size,
         "signature": plan.signature,
         "bandwidths": plan.bandwidths,
+        "measured": plan.measured and plan.measured._asdict(),
         "ranks": [
             {
                 "max_inflight_bytes": rank.max_inflight_bytes,

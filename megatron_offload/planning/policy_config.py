@@ -138,6 +138,11 @@ class AutoConfig(_Solved):
     most_slowdown_percent: float = Field(default=0.5, ge=0.0, le=1000.0)
     """Of the step's time without offload."""
 
+    measured_steps: int = Field(default=3, ge=0, le=100)
+    """Steps with the plan, and as many without offload in turn with them, by which a run that plans
+    by itself sees whether the plan keeps to that; it plans again where not. 0 trusts the
+    prediction."""
+
 
 class PlanFileConfig(StrictModel):
     """A plan that was made before; see `megatron_offload.planning.plan.save_plan`."""
@@ -154,12 +159,17 @@ PolicyConfig = Annotated[
 """Type of a field ``policy: PolicyConfig = ModulesConfig()``."""
 
 
-def make_policy(config: PolicyConfig, predict: Predictor | None = None) -> Policy:
+def make_policy(
+    config: PolicyConfig,
+    predict: Predictor | None = None,
+    most_moved_bytes: int | None = None,
+) -> Policy:
     """Return the policy that a section asks for.
 
     Args:
         config: the section.
         predict: what tells the time of a plan; only ``auto`` needs it.
+        most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
 
     Raises:
         ConfigError: ``auto`` without a way to predict.
@@ -181,4 +191,4 @@ def make_policy(config: PolicyConfig, predict: Predictor | None = None) -> Polic
         return MemoryTargetPolicy(targets, config.resources())
     if predict is None:
         raise ConfigError("the policy 'auto' needs a prediction of step times: describe the job")
-    return AutoPolicy(predict, config.most_slowdown_percent, config.resources())
+    return AutoPolicy(predict, config.most_slowdown_percent, config.resources(), most_moved_bytes)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths
-from megatron_offload.planning.plan import save_plan
+from megatron_offload.planning.plan import OffloadPlan, save_plan
 from megatron_offload.planning.profile import RunShape, StepProfile
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
@@ -52,7 +52,9 @@ from megatron_offload.train.run_folder import (
 from megatron_offload.train.stopping import StopSignals
 
 if TYPE_CHECKING:
+    from megatron_offload.plan_check import PlanCheck
     from megatron_offload.profiling import RecordedStep
+    from megatron_offload.step_time import TimedStep
 
 __all__ = ["run_training"]
 
@@ -132,6 +134,7 @@ class _Trainer:
             config, device, parallel, self.chunks, self._optimizer, self._source.digest
         )
         self._first = 1
+        self._plan_check: PlanCheck | None = None
         self._forward_backward = get_forward_backward_func()
         self.meter: LiveActivationMeter | None = None
         if config.run.measure_live_bytes:
@@ -181,6 +184,7 @@ class _Trainer:
             report.steps.append(record)
             log.write(record)
             printer.step(record)
+            self._check_plan(record, printer)
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
                 printer.evaluation(step, report.evaluations[step])
@@ -193,6 +197,8 @@ class _Trainer:
                 printer.stopped(step, number)
                 report.stopped_by = number
                 return
+        if self._plan_check is not None and not self._plan_check.is_over:
+            printer.planned("the run was over before its plan was measured; raise run.steps")
         mine = (digest(self._parameters()), sum(p.numel() for p in self._parameters()))
         everyone = gather(mine, self._parallel.host_group)
         report.parameters = tuple(entry[0] for entry in everyone)
@@ -213,8 +219,9 @@ class _Trainer:
         run = self._config.run
         is_traced = step == self._config.traced_step
         profiling = self._profiling(session) if step == self._profiled_step() else _NOTHING
+        timing = _NOTHING if is_traced else self._timing()
         with session.trace(self._parallel.rank) if is_traced else _NOTHING as trace:
-            with profiling as recorded:
+            with profiling as recorded, timing as timed:
                 with self.meter or _NOTHING:
                     loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
                 counters = session.end_step()
@@ -246,6 +253,7 @@ class _Trainer:
             peak_reserved_bytes=peak_reserved,
             gradients=gradients,
             is_profiled=recorded is not None,
+            measured_step_us=None if timed is None else timed.step_us,
             **counters,
         )
         # Ranks receive a signal at different steps; here all of them learn of it at the same.
@@ -260,14 +268,31 @@ class _Trainer:
         return record, max(entry[1] for entry in everyone)
 
     def _plan(self, profile: StepProfile, session: OffloadSession) -> None:
-        """Plan on all ranks, and leave what was planned and with which bandwidths."""
+        """Plan on all ranks, and leave what was planned and with which bandwidths; collective."""
         folder, group = self._config.run.output, self._parallel.host_group
         bandwidths = session.bandwidths(group)
         if self._parallel.rank == 0:  # whoever plans anew for another target wants them too
             save_bandwidths(bandwidths, folder / BANDWIDTHS_NAME)
-        plan = session.plan(profile, bandwidths, group)
+        self._plan_check = session.plan(profile, bandwidths, group)
+        self._save_plan(self._plan_check.plan)
+
+    def _timing(self) -> contextlib.AbstractContextManager[TimedStep | None]:
+        """Return what times a step by which the plan is measured."""
+        check = self._plan_check
+        return _NOTHING if check is None or check.is_over else check.step()
+
+    def _check_plan(self, record: StepRecord, printer: StepPrinter) -> None:
+        """Hold the plan against a step that was measured; collective where there is a new plan."""
+        if self._plan_check is None or record.measured_step_us is None:
+            return
+        text = self._plan_check.note(record.measured_step_us)
+        if text:
+            self._save_plan(self._plan_check.plan)
+            printer.planned(text)
+
+    def _save_plan(self, plan: OffloadPlan) -> None:
         if self._parallel.rank == 0:
-            save_plan(plan, plan_path(folder))
+            save_plan(plan, plan_path(self._config.run.output))
 
     def _profiled_step(self) -> int:
         """The step that is profiled; the first steps after a start are not like the rest."""

@@ -15,12 +15,12 @@ from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.planning.bandwidths import Bandwidths
-from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profile import RunShape, StepProfile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.reporting.trace import StepTrace
 
 if TYPE_CHECKING:
+    from megatron_offload.plan_check import PlanCheck
     from megatron_offload.profiling import RecordedStep
 
 __all__ = ["OffloadSession", "open_offload"]
@@ -62,8 +62,10 @@ class OffloadSession:
 
         return agree_on_bandwidths(self._manager, self._manager.config.policy, group=group)
 
-    def plan(self, profile: StepProfile, bandwidths: Bandwidths, group: Any) -> OffloadPlan:
+    def plan(self, profile: StepProfile, bandwidths: Bandwidths, group: Any) -> PlanCheck:
         """Plan from a profiled step, and follow the plan from the next on; collective.
+
+        Returns the plan, and how it is measured by the steps that come.
 
         Args:
             profile: this rank's.
@@ -73,10 +75,10 @@ class OffloadSession:
         Raises:
             ConfigError: no plan can be made; on all ranks.
         """
-        from megatron_offload.planned_run import agree_on_plan
+        from megatron_offload.planned_run import check_plan
 
         policy = self._manager.config.policy
-        return agree_on_plan(self._manager, profile, policy, bandwidths=bandwidths, group=group)
+        return check_plan(self._manager, profile, policy, bandwidths=bandwidths, group=group)
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""

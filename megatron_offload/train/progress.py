@@ -51,6 +51,10 @@ class StepPrinter:
         """Say that a checkpoint is whole."""
         self._console.print(f"{self._title}: saved {path}", markup=False, soft_wrap=True)
 
+    def planned(self, text: str) -> None:
+        """Say what has become of the plan."""
+        self._console.print(f"{self._title}: {text}", markup=False, soft_wrap=True)
+
     def stopped(self, step: int, number: int) -> None:
         """Say that a signal ends the run."""
         name = signal.Signals(number).name

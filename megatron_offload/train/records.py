@@ -75,6 +75,9 @@ class RankStep:
     """Counters by group name, as in `megatron_offload.engine.stats.GroupStats`."""
     is_profiled: bool = False
     """Whether it was taken for a profile, so that its peaks and its time are not like others'."""
+    measured_step_us: float | None = None
+    """Forwards and backwards on the device's clock, in a step by which a plan was measured; None in
+    others. In half of them nothing moves, and the others may follow a plan that doesn't stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,17 @@ class StepRecord:
     step_time_s: float
     tokens: int
     ranks: tuple[RankStep, ...]
+
+    @property
+    def measured_step_us(self) -> float | None:
+        """What the slowest rank took, in a step by which a plan was measured; None in others."""
+        times = [rank.measured_step_us for rank in self.ranks if rank.measured_step_us is not None]
+        return max(times, default=None)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it moved what the run moves, and wasn't looked at besides."""
+        return not self.ranks[0].is_profiled and self.measured_step_us is None
 
     def to_json(self) -> str:
         """Return one line of ``steps.jsonl``."""
@@ -164,21 +178,21 @@ class RunReport:
         """Return the median time of a step; None without such.
 
         Args:
-            without: a step that was not like the others, beside the first and a profiled one, which
-                never are.
+            without: a step that was not like the others, beside the first and those that were
+                profiled or measured a plan, which never are.
         """
-        usual = [step for step in self.steps if step.step != 1 and not step.ranks[0].is_profiled]
+        usual = [step for step in self.steps if step.step != 1 and step.is_usual]
         times = [step.step_time_s for step in usual if step.step != without]
         return statistics.median(times) if times else None
 
     def peaks(self) -> list[dict[str, Any]]:
         """Return one mapping per rank: the last step's numbers with each memory peak's maximum.
 
-        There is none without a step. A profiled step is left out.
+        There is none without a step. Steps that were profiled, or measured a plan, are left out.
         """
         if not self.steps:
             return []
-        steps = [step for step in self.steps if not step.ranks[0].is_profiled] or self.steps
+        steps = [step for step in self.steps if step.is_usual] or self.steps
         ranks = [asdict(rank) for rank in steps[-1].ranks]
         for index, rank in enumerate(ranks):
             for key in rank:

@@ -61,6 +61,23 @@ def test_the_lowest_target_that_is_fast_enough_is_found():
     assert predict(lower).step_us > 101, "the next target is too slow"
 
 
+def test_bytes_that_may_move_bound_a_plan_whatever_is_predicted():
+    runs = profiles_of(slow_job())
+    predict = predictor_of(slow_job())
+    free = AutoPolicy(predict, 1000.0, SLOW).make_plan(runs)
+    assert free.moved_bytes == sum(rank.moved_bytes for rank in free.ranks) > 0
+    assert AutoPolicy(predict, 1000.0, SLOW, free.moved_bytes).make_plan(runs) == free
+    moved_bytes, peaks = [free.moved_bytes], [max(predict(free).peak_bytes)]
+    for share in (0.75, 0.6, 0.0):
+        plan = AutoPolicy(predict, 1000.0, SLOW, int(share * free.moved_bytes)).make_plan(runs)
+        assert plan.moved_bytes <= share * free.moved_bytes
+        moved_bytes.append(plan.moved_bytes)
+        peaks.append(max(predict(plan).peak_bytes))
+    assert moved_bytes == sorted(moved_bytes, reverse=True)
+    assert moved_bytes[2] > 0.5 * free.moved_bytes, "no less than has to be"
+    assert peaks == sorted(peaks)
+
+
 def test_where_nothing_is_free_nothing_moves():
     def predict(plan):
         moved_bytes = sum(rank.moved_bytes for rank in plan.ranks)

@@ -10,9 +10,11 @@ import pytest
 from problems import profiles, random_profile
 
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.cost_check import MeasuredCost
 from megatron_offload.planning.plan import (
     OffloadPlan,
     check_profiles,
+    keep_all,
     load_plan,
     parse_plan,
     plan_of,
@@ -41,7 +43,9 @@ def random_plan(rng):
         for profile in (random_profile(rng) for _ in range(rng.randint(1, 4)))
     ]
     sizes = rng.randint(1, 99), rng.randint(1, 4)
-    return OffloadPlan("auto", *sizes, tuple(ranks), rng.choice(["", "measured <now>"]))
+    cost = MeasuredCost(*(rng.uniform(0, 1e9) for _ in range(4)), rng.randint(1, 9))
+    measured = rng.choice([None, cost, cost._replace(slowdown_percent=-0.25)])
+    return OffloadPlan("auto", *sizes, tuple(ranks), rng.choice(["", "measured <now>"]), measured)
 
 
 def test_plans_survive_json(tmp_path):
@@ -54,9 +58,9 @@ def test_plans_survive_json(tmp_path):
     assert load_plan(tmp_path / "plan.json") == plan
 
 
-def test_a_plan_that_does_not_say_its_bandwidths_is_read():
+def test_a_plan_of_an_earlier_version_is_read():
     data = json.loads(plan_to_json(replace(PLAN, bandwidths="measured now")))
-    del data["bandwidths"]
+    del data["bandwidths"], data["measured"]
     assert parse_plan(json.dumps(data), "it") == replace(PLAN, bandwidths="")
 
 
@@ -162,6 +166,22 @@ def test_profiles_come_in_any_order_but_from_one_run():
         check_profiles([PROFILES[0], other])
 
 
+COST = MeasuredCost(100.0, 101.0, 1.0, 0.1, 3)._asdict()
+
+
+def test_a_plan_that_keeps_all_is_for_the_same_run_and_predicts_nothing():
+    plan = replace(random_plan(random.Random(1)), measured=MeasuredCost(**COST))
+    kept = keep_all(plan, "too slow")
+    assert kept.signature == plan.signature
+    assert (kept.moved_bytes, kept.measured) == (0, None)
+    for before, rank in zip(plan.ranks, kept.ranks, strict=True):
+        assert (rank.predicted_step_us, rank.predicted_peak_bytes) == (None, None)
+        assert rank.max_inflight_bytes == before.max_inflight_bytes
+        for old, new in zip(before.choices, rank.choices, strict=True):
+            assert new.reason == ("too slow" if old.moves else old.reason)
+    assert parse_plan(plan_to_json(kept), "it") == kept
+
+
 def changed(change):
     data = json.loads(plan_to_json(PLAN))
     change(data)
@@ -179,6 +199,9 @@ def changed(change):
         (lambda d: d.update(signature="x"), "'signature'"),
         (lambda d: d.update(vp_size=0), "'vp_size'"),
         (lambda d: d.update(bandwidths=3), "'bandwidths'"),
+        (lambda d: d.update(measured={**COST, "slowdown_percent": "fast"}), "slowdown_percent'"),
+        (lambda d: d.update(measured={**COST, "noise_percent": -1.0}), "noise_percent'"),
+        (lambda d: d.update(measured={**COST, "num_pairs": 0}), "num_pairs'"),
         (lambda d: d["ranks"][0].update(predicted_step_us="fast"), "'ranks.0.predicted_step_us'"),
     ],
 )

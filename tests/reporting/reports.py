@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_offload.planning.cost_check import MeasuredCost
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.profile import GroupKey
 from megatron_offload.reporting.report import (
@@ -81,7 +82,14 @@ def gpu_report(**changes):
         comparison=Comparison(True, (("losses of 5 steps", True),)),
         traces=[trace(0), trace(1)],
         tradeoff=TradeOff(memory="reserved memory", points=points),
-        plan=OffloadPlan(HOSTILE, 4, 1, (plan, replace(plan, predicted_step_us=None)), HOSTILE),
+        plan=OffloadPlan(
+            HOSTILE,
+            4,
+            1,
+            (plan, replace(plan, predicted_step_us=None)),
+            HOSTILE,
+            MeasuredCost(1_484_400.0, 1_490_300.0, 0.4, 0.05, 3),
+        ),
     )
     return replace(report, **changes)
 

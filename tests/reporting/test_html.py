@@ -113,6 +113,8 @@ def test_what_users_named_is_text_wherever_it_stands():
     page = Page(text)
     assert "".join(page.text).count(HOSTILE) >= 8
     assert f"Bandwidths: {HOSTILE}." in "".join(page.text)
+    cost = "+0.40 % (standard error 0.05 %) of 1484.4 ms, by 3 steps of each kind"
+    assert f"Measured by steps of the run, the plan costs {cost}." in "".join(page.text)
     assert "<script" not in text
     assert "<img" not in text
     assert {a["title"] for a in page.of("span") if "title" in a} >= {HOSTILE}

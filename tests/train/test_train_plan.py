@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
 from training_runs import numbers, run, words
@@ -11,9 +12,11 @@ from megatron_offload.commands.source import load_run
 from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.bandwidths import DEFAULTS, load_bandwidths
+from megatron_offload.planning.cost_check import most_steps
 from megatron_offload.planning.plan import load_plan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.records import read_steps
 
 OFFLOAD = "offload.enabled=true"
 TARGET = "offload.policy.kind=memory_target"
@@ -54,6 +57,68 @@ def test_a_target_is_kept_by_every_rank_and_no_bit_changes(tmp_path):
             rank = step["ranks"][pp_rank]
             assert 0 < rank["offloaded_bytes"] <= rank_plan.moved_bytes
             assert rank["peak_live_activation_bytes"] <= target_bytes
+
+
+LONG = f"run.steps={most_steps(3) + 5}"
+"""Enough for every plan that there may be."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run without offload; read-only."""
+    output = tmp_path_factory.mktemp("plain")
+    assert train(output, LONG)[0] == 0
+    return output
+
+
+def test_auto_is_measured_by_ordinary_steps_and_no_bit_changes(plain, tmp_path):
+    # A limit that no machine is too busy to keep.
+    policy = ("offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")
+    link = ("offload.simulated.d2h_gbps=1000", "offload.simulated.h2d_gbps=1000")
+    traced = "run.trace_step=6"
+    status, errors = train(tmp_path, LONG, OFFLOAD, *policy, *link, traced)
+    assert status == 0, errors
+    assert numbers(tmp_path) == numbers(plain)
+    found, _ = read_steps(tmp_path)
+    # The third is profiled; behind it one of each kind, the traced one, and three pairs.
+    measured = [step.step for step in found if step.measured_step_us is not None]
+    assert measured == [4, 5, *range(7, 13)]
+    for step in found:
+        assert all(
+            (rank.measured_step_us is None) == (step.step not in measured) for rank in step.ranks
+        )
+        moves = step.step not in (3, 4, 7, 9, 11)
+        assert all((rank.offloaded_bytes > 0) == moves for rank in step.ranks), step.step
+    usual = [step.step for step in found if step.is_usual]
+    assert usual == [1, 2, 6, *range(13, len(found) + 1)]
+    cost = load_plan(tmp_path / "plan.json").measured
+    times = {step.step: step.measured_step_us for step in found}
+    assert cost.without_us == statistics.median(times[step] for step in (7, 9, 11))
+    assert cost.with_us == statistics.median(times[step] for step in (8, 10, 12))
+    assert times[8] == max(rank.measured_step_us for rank in found[7].ranks)
+    assert cost.num_pairs == 3
+    assert f"the plan costs {cost}, at most 1000 % is wanted: kept" in errors
+
+
+def test_where_no_plan_is_fast_enough_every_rank_moves_nothing_in_the_end(plain, tmp_path):
+    # A link on which a single byte takes longer than any step.
+    planned = [f"offload.policy.machine.{key}_gbps=1000" for key in ("d2h", "h2d", "both", "node")]
+    link = ("offload.simulated.d2h_gbps=1e-9", "offload.simulated.h2d_gbps=1e-9")
+    status, errors = train(tmp_path, LONG, OFFLOAD, "offload.policy.kind=auto", *planned, *link)
+    assert status == 0, errors
+    assert numbers(tmp_path) == numbers(plain)
+    found, _ = read_steps(tmp_path)
+    measured = [step for step in found if step.measured_step_us is not None]
+    assert len(measured) in (8 + 7 * number for number in range(4))
+    assert any(rank.offloaded_bytes for rank in measured[-1].ranks)
+    assert not any(
+        rank.offloaded_bytes for step in found[3 + len(measured) :] for rank in step.ranks
+    )
+    plan = load_plan(tmp_path / "plan.json")
+    assert (plan.moved_bytes, plan.measured) == (0, None)
+    reasons = {choice.reason for rank in plan.ranks for choice in rank.choices}
+    assert any(reason.startswith("moving costs too much time: +") for reason in reasons)
+    assert "nothing moves from here on: no plan was fast enough" in errors
 
 
 def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):

@@ -11,6 +11,7 @@ from training_runs import numbers, run, words
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import Machine
+from megatron_offload.planning.plan import load_plan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_from_profiles
 from megatron_offload.planning.schedule import one_f_one_b
@@ -60,6 +61,19 @@ def test_a_new_run_leaves_no_profile_of_an_earlier_one(train, tmp_path):
         (tmp_path / name).write_text("old")
     train(tmp_path, "run.steps=1")
     assert [path.name for path in tmp_path.glob("profile_*")] == ["profile_x.json"]
+
+
+def test_a_run_that_ends_before_its_plan_is_measured_says_so(train, tmp_path, capsys):
+    policy = ("offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")
+    train(tmp_path, *policy)
+    steps = [record.ranks[0] for record in read_steps(tmp_path)[0]]
+    assert [step.measured_step_us is None for step in steps] == [True] * 3 + [False] * 2
+    assert (steps[3].offloaded_bytes, steps[4].offloaded_bytes > 0) == (0, True)
+    assert "the run was over before its plan was measured" in capsys.readouterr().err
+    assert load_plan(tmp_path / "plan.json").measured is None
+    train(tmp_path, *policy, "offload.policy.measured_steps=0")
+    assert all(record.measured_step_us is None for record in read_steps(tmp_path)[0])
+    assert "was measured" not in capsys.readouterr().err
 
 
 def test_without_offload_nothing_is_profiled(train, tmp_path):

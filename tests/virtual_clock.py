@@ -1,0 +1,96 @@
+"""A training program whose compute takes virtual time, the same in every run."""
+
+from __future__ import annotations
+
+import torch
+from programs import assert_nothing_left, assert_same, make_config, run_step
+
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.planning.profile import RunShape
+from megatron_offload.planning.schedule import make_schedule
+from megatron_offload.reporting.live_bytes import LiveActivationMeter
+
+NUM_MICROBATCHES = 6
+RUN = RunShape(num_microbatches=NUM_MICROBATCHES)
+SCHEDULE = make_schedule("gpipe", 1, NUM_MICROBATCHES)
+ORDER = [(action, microbatch) for action in "FB" for microbatch in range(NUM_MICROBATCHES)]
+
+
+class Tick(torch.autograd.Function):
+    """Takes virtual time forward and backward; changes nothing."""
+
+    @staticmethod
+    def forward(ctx, x, clock, duration_us):
+        ctx.clock, ctx.duration_us = clock, duration_us
+        clock(duration_us)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.clock(2 * ctx.duration_us)
+        return grad, None, None
+
+
+class TimedBlock(torch.nn.Module):
+    """A norm and a linear layer, each a group that takes virtual time."""
+
+    def __init__(self, width, duration_us):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.fc = torch.nn.Linear(width, width)
+        self.duration_us = duration_us
+        self.clock = lambda duration_us: None
+
+    def forward(self, x, manager):
+        for name, module in (("norm", self.norm), ("fc", self.fc)):
+            x = start_group(manager, x, name) if manager else x
+            with manager or torch.enable_grad():
+                y = module(Tick.apply(x, self.clock, self.duration_us)).square()
+            x = commit_group(manager, y, name) if manager else y
+        return x
+
+
+class VirtualJob:
+    """A program on the virtual clock; each of its steps is compared with the one without offload.
+
+    Args:
+        gbps: what copies really get, each way.
+        group_us: what the forward of a group takes; backward takes twice that.
+        settings: of the configuration.
+    """
+
+    def __init__(self, gbps, *, group_us=20.0, **settings):
+        torch.manual_seed(0)
+        blocks = [TimedBlock(32, group_us) for _ in range(4)]
+        self.model = torch.nn.ModuleList(blocks)
+        self.expected = run_step(self.model, None, ORDER)
+        config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
+        update = {"d2h_gbps": gbps, "h2d_gbps": gbps}
+        simulated = config.simulated.model_copy(update=update)
+        self.backend = SimulatedBackend(simulated)
+        config = config.model_copy(update={"simulated": simulated})
+        self.manager = PipelineOffloadManager(config, backend=self.backend)
+        self.manager.meter = LiveActivationMeter(self.model.parameters())
+        for block in blocks:
+            block.clock = self.backend.advance_compute
+        self.moved_bytes = []
+        """Of each step so far."""
+
+    def step(self):
+        assert_same(self.expected, run_step(self.model, self.manager, ORDER))
+        assert_nothing_left(self.manager)
+        self.moved_bytes.append(self.manager.last_step.offloaded_bytes)
+
+    def warmed_up(self):
+        for _ in range(2):
+            self.step()
+        self.moved_bytes.clear()
+        return self
+
+    def step_us(self):
+        """Take a step; return its virtual time."""
+        began_us = self.backend.timestamp(self.backend.compute_stream())
+        self.step()
+        return self.backend.timestamp(self.backend.compute_stream()) - began_us
