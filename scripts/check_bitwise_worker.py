@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from bench_peers_modes import MODES
 from bench_peers_worker import Program, build_chunks, versions, write
-from check_bitwise import LATE, first_difference, judge, row_line, save
+from check_bitwise import first_difference, judge, row_line, save
 
 STARTING_S = 180.0
 ENDING_S = 30.0
@@ -43,10 +43,14 @@ class Deadline:
 
     The thread needs the interpreter; where something holds on to that, faulthandler's own thread
     ends the process a little later.
+
+    Args:
+        seconds: For the body.
+        fail: Called with the reason before the process ends.
     """
 
-    def __init__(self, seconds):
-        self._seconds = seconds
+    def __init__(self, seconds, fail):
+        self._seconds, self._fail = seconds, fail
         self._timer = threading.Timer(seconds, self._expire)
         self._timer.daemon = True
 
@@ -59,9 +63,12 @@ class Deadline:
         faulthandler.cancel_dump_traceback_later()
 
     def _expire(self):
-        print(f"not done after {self._seconds:g} s", file=sys.stderr, flush=True)
+        late = f"not done after {self._seconds:g} s"
+        # Before anything else: the other ranks fail as soon as this process is gone.
+        self._fail(f"took too long, {late}")
+        print(late, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        os._exit(LATE)
+        os._exit(1)
 
 
 @contextlib.contextmanager
@@ -146,8 +153,8 @@ def expert_layer(sizes, on_gpu):
 class Check:
     """What is kept from one combination to the next: the steps without offload."""
 
-    def __init__(self, spec, device, report):
-        self.spec, self.device, self.report = spec, device, report
+    def __init__(self, spec, device, report, fail):
+        self.spec, self.device, self.report, self.fail = spec, device, report, fail
         self.on_gpu = device.type == "cuda"
         self.references = {}
 
@@ -230,7 +237,8 @@ class Check:
         """
         self.report.begin(combination, reference=modules is None)
         # The first steps of a kind of layer also load and choose its kernels.
-        with Deadline(self.spec["deadline"] * (2 if modules is None else 1)):
+        seconds = self.spec["deadline"] * (2 if modules is None else 1)
+        with Deadline(seconds, self.fail):
             try:
                 return self._train(combination, modules)
             finally:
@@ -407,13 +415,13 @@ class Report:
             save(self._data, self._path)
 
 
-def run(spec, rank):
+def run(spec, rank, fail):
     report = Report(Path(spec["report"]), rank)
     ranks = contextlib.ExitStack()
-    with Deadline(STARTING_S):
+    with Deadline(STARTING_S, fail):
         device = ranks.enter_context(open_ranks(spec))
     report.describe(device)
-    check = Check(spec, device, report)
+    check = Check(spec, device, report, fail)
     for combination in spec["todo"]:
         if exchange(time.time() > spec["stop_at"])[0]:
             break
@@ -421,7 +429,7 @@ def run(spec, rank):
         report.add(row)
         if row["status"] == "differs":
             check.repeat(combination)
-    with Deadline(ENDING_S):
+    with Deadline(ENDING_S, fail):
         ranks.close()
 
 
@@ -430,11 +438,20 @@ def main():
     rank = int(os.environ["RANK"])
     faulthandler.enable()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+
+    path, writing = Path(spec["failures"]) / f"rank{rank}.json", threading.Lock()
+
+    def fail(reason):
+        """Leave the first reason of this rank for `check_bitwise.py`."""
+        failure = {"rank": rank, "at": time.time(), "reason": reason}
+        with writing:  # the deadline's thread may fail while the main one does
+            if not path.exists():
+                write(path, failure)
+
     try:
-        run(spec, rank)
+        run(spec, rank, fail)
     except BaseException as error:  # noqa: BLE001 - the row of what ran says why
-        failure = {"rank": rank, "at": time.time(), "reason": reason_of(error)}
-        write(Path(spec["failures"]) / f"rank{rank}.json", failure)
+        fail(reason_of(error))
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
