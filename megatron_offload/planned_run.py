@@ -33,7 +33,8 @@ from megatron_offload.planning.bandwidths import (
     simulated_machine,
 )
 from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.plan import OffloadPlan, check_profiles, parse_plan, plan_to_json
+from megatron_offload.planning.plan import OffloadPlan, check_profiles
+from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.planning.policy_config import (
     AutoConfig,
     MachineConfig,

@@ -136,7 +136,7 @@ class Ours(Marked):
         if self.num_steps != PLAN_AT_STEP or getattr(policy, "kind", None) not in PLANNING_KINDS:
             return step()
         from megatron_offload.planned_run import plan_run
-        from megatron_offload.planning.plan import save_plan
+        from megatron_offload.planning.plan_file import save_plan
         from megatron_offload.planning.profile import RunShape
 
         taken = []  # the same microbatches each time

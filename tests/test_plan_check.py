@@ -11,7 +11,7 @@ from virtual_clock import RUN, SCHEDULE, VirtualJob
 from megatron_offload.plan_check import PlanCheck
 from megatron_offload.planned_run import check_plan, plan_run
 from megatron_offload.planning.cost_check import most_steps
-from megatron_offload.planning.plan import load_plan, parse_plan, plan_to_json, save_plan
+from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
 from megatron_offload.profiling import profile_step
 from megatron_offload.step_time import time_step
 

@@ -26,7 +26,8 @@ from megatron_offload.commands.source import Source, load_source
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.planning.auto import Prediction, with_prediction
 from megatron_offload.planning.memory_target import MemoryPlanner
-from megatron_offload.planning.plan import OffloadPlan, save_plan
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.policy_config import (
     AutoConfig,
     MemoryTargetConfig,

@@ -20,7 +20,7 @@ from megatron_offload.commands.output import PREDICTED, check_place, console, wr
 from megatron_offload.commands.source import Source, load_source
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.plan import load_plan
+from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.predict import settings_of
 from megatron_offload.planning.simulate import (
     PIPELINE,

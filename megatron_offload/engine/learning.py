@@ -19,7 +19,8 @@ from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.planning.host_need import HostNeed
-from megatron_offload.planning.plan import OffloadPlan, load_plan
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
 from megatron_offload.planning.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.planning.profile import GroupKey, StepProfile

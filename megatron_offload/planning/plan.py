@@ -1,11 +1,11 @@
-"""What moves on every pipeline rank, and why: the outcome of planning, as data and as a file.
+"""What moves on every pipeline rank, and why: the outcome of planning, as data.
 
-Owns `OffloadPlan`, its JSON form, the check that a run is the one it was made for, and the digest
-by which ranks agree. Must not know how choices are made.
+Owns `OffloadPlan` and the check that a run is the one it was made for. Must not know files, nor how
+choices are made.
 
 Invariants: a plan decides on every group of its run, in the order of their commits, each with a
-reason; what is read again is what was written. A plan only ever costs time or memory; exactness
-does not depend on it. Read next: `megatron_offload.planning.policy`.
+reason. A plan only ever costs time or memory; exactness does not depend on it.
+Read next: `megatron_offload.planning.policy` and `megatron_offload.planning.plan_file`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,12 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-
-from pydantic import Field
+from typing import Any, NamedTuple
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import parse_json, read_text, replace_text
+from megatron_offload.planning.adapt import Distances
 from megatron_offload.planning.cost_check import MeasuredCost
 from megatron_offload.planning.profile import GroupKey, StepProfile
-from megatron_offload.planning.profile_file import (
-    MAX_FILE_BYTES,
-    MAX_GROUPS,
-    Amount,
-    Duration,
-    Index,
-    Name,
-    Number,
-    Text,
-)
-from megatron_offload.strict_model import StrictModel, validate
 
 __all__ = [
     "GroupChoice",
@@ -42,14 +28,10 @@ __all__ = [
     "RankPlan",
     "check_profiles",
     "keep_all",
-    "load_plan",
-    "parse_plan",
     "plan_of",
-    "plan_to_json",
     "rank_plan",
-    "save_plan",
+    "with_distances",
 ]
-
 
 _SMALL_SHARE = 0.02
 """Bytes of groups may differ by this much altogether between a plan and its run."""
@@ -152,11 +134,8 @@ class OffloadPlan:
             [(*key, name, num_bytes) for key, name, num_bytes in identities]
             for identities in ([choice.identity for choice in rank.choices] for rank in self.ranks)
         ]
-        return _sha256([self.num_microbatches, self.pp_size, self.vp_size, groups])
-
-    def digest(self) -> str:
-        """Return a SHA-256 over all of the plan; ranks that have the same follow the same plan."""
-        return _sha256(_to_data(self))
+        data = [self.num_microbatches, self.pp_size, self.vp_size, groups]
+        return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     def check(self, profile: StepProfile) -> None:
         """See that the plan was made for the run of a profile, as far as its rank has seen it.
@@ -248,6 +227,15 @@ def keep_all(plan: OffloadPlan, reason: str) -> OffloadPlan:
     return replace(plan, ranks=tuple(ranks), measured=None)
 
 
+def with_distances(plan: OffloadPlan, distances: Iterable[Distances]) -> OffloadPlan:
+    """Return the plan with other distances, one pair for each pipeline rank, in order."""
+    ranks = (
+        replace(rank, max_inflight_bytes=inflight_bytes, prefetch_bytes=prefetch_bytes)
+        for rank, (inflight_bytes, prefetch_bytes) in zip(plan.ranks, distances, strict=True)
+    )
+    return replace(plan, ranks=tuple(ranks))
+
+
 def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]:
     """Return the profiles in the order of pipeline ranks, when they are all of one run.
 
@@ -297,162 +285,3 @@ def _describe(group: tuple[GroupKey, str, int] | None) -> str:
         return "missing"
     key, name, num_bytes = group
     return f"{name!r} (chunk {key.chunk}, {num_bytes} bytes)"
-
-
-def _sha256(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-# As a file.
-
-
-class _Choice(StrictModel):
-    chunk: Index
-    order: Index
-    name: Name
-    num_bytes: Amount
-    elsewhere_bytes: Amount
-    choice: Literal["offload", "keep"]
-    reason: Name
-
-
-class _Rank(StrictModel):
-    max_inflight_bytes: Amount | None
-    prefetch_bytes: Amount | None
-    predicted_peak_bytes: Amount | None
-    predicted_step_us: Duration | None
-    groups: Annotated[tuple[_Choice, ...], Field(max_length=MAX_GROUPS)]
-
-
-_Percent = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-
-
-class _Measured(StrictModel):
-    without_us: Duration
-    with_us: Duration
-    slowdown_percent: _Percent
-    noise_percent: Annotated[_Percent, Field(ge=0)]
-    num_pairs: Number
-
-
-class _Plan(StrictModel):
-    format: Literal["megatron_offload plan"]
-    version: Literal[1]
-    policy: Name
-    num_microbatches: Number
-    vp_size: Number
-    signature: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    bandwidths: Text = ""
-    """Plans of earlier versions don't say, nor what they were measured to cost."""
-    measured: _Measured | None = None
-    ranks: Annotated[tuple[_Rank, ...], Field(min_length=1, max_length=100_000)]
-
-
-def save_plan(plan: OffloadPlan, path: str | Path) -> None:
-    """Write a plan in the place of the file that is there, if any.
-
-    Raises:
-        ConfigError: it holds what `load_plan` would refuse.
-        OSError: it can't be written; the file that was there is untouched.
-    """
-    text = plan_to_json(plan)
-    parse_plan(text, str(path))
-    replace_text(path, text)
-
-
-def load_plan(path: str | Path) -> OffloadPlan:
-    """Read a plan.
-
-    Raises:
-        ConfigError: it is missing, unreadable, too large, or not what `save_plan` writes, groups
-            changed by hand included; all that is wrong, one line each.
-    """
-    return parse_plan(read_text(path, limit_bytes=MAX_FILE_BYTES), str(path))
-
-
-def plan_to_json(plan: OffloadPlan) -> str:
-    """Return the plan as JSON, the same text for the same plan."""
-    return json.dumps(_to_data(plan), indent=1) + "\n"
-
-
-def parse_plan(text: str, source: str) -> OffloadPlan:
-    """Return the plan that a JSON text holds.
-
-    Args:
-        text: the JSON.
-        source: what to call it in an error, such as the file's path.
-
-    Raises:
-        ConfigError: as for `load_plan`.
-    """
-    data = parse_json(text, source)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source} must hold a plan, got a {type(data).__name__}")
-    read = validate(_Plan, data, source)
-    plan = OffloadPlan(
-        read.policy,
-        read.num_microbatches,
-        read.vp_size,
-        tuple(
-            RankPlan(
-                tuple(
-                    GroupChoice(
-                        GroupKey(each.chunk, each.order),
-                        each.name,
-                        each.num_bytes,
-                        each.choice == "offload",
-                        each.reason,
-                        each.elsewhere_bytes,
-                    )
-                    for each in rank.groups
-                ),
-                rank.max_inflight_bytes,
-                rank.prefetch_bytes,
-                rank.predicted_peak_bytes,
-                rank.predicted_step_us,
-            )
-            for rank in read.ranks
-        ),
-        read.bandwidths,
-        MeasuredCost(**dict(read.measured)) if read.measured is not None else None,
-    )
-    for pp_rank, rank in enumerate(plan.ranks):
-        if len({choice.key for choice in rank.choices}) != len(rank.choices):
-            raise ConfigError(f"{source}: two groups of rank {pp_rank} have one chunk and order")
-    if plan.signature != read.signature:
-        raise ConfigError(f"{source}: 'signature' is not that of its groups; make the plan anew")
-    return plan
-
-
-def _to_data(plan: OffloadPlan) -> dict[str, Any]:
-    return {
-        "format": "megatron_offload plan",
-        "version": 1,
-        "policy": plan.policy,
-        "num_microbatches": plan.num_microbatches,
-        "vp_size": plan.vp_size,
-        "signature": plan.signature,
-        "bandwidths": plan.bandwidths,
-        "measured": plan.measured and plan.measured._asdict(),
-        "ranks": [
-            {
-                "max_inflight_bytes": rank.max_inflight_bytes,
-                "prefetch_bytes": rank.prefetch_bytes,
-                "predicted_peak_bytes": rank.predicted_peak_bytes,
-                "predicted_step_us": rank.predicted_step_us,
-                "groups": [
-                    {
-                        "chunk": choice.key.chunk,
-                        "order": choice.key.order,
-                        "name": choice.name,
-                        "num_bytes": choice.num_bytes,
-                        "elsewhere_bytes": choice.elsewhere_bytes,
-                        "choice": "offload" if choice.moves else "keep",
-                        "reason": choice.reason,
-                    }
-                    for choice in rank.choices
-                ],
-            }
-            for rank in plan.ranks
-        ],
-    }

@@ -20,14 +20,8 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.plan import (
-    OffloadPlan,
-    RankPlan,
-    check_profiles,
-    load_plan,
-    plan_of,
-    rank_plan,
-)
+from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
+from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.planning.resident import choose_residents
 

@@ -145,7 +145,7 @@ class AutoConfig(_Solved):
 
 
 class PlanFileConfig(StrictModel):
-    """A plan that was made before; see `megatron_offload.planning.plan.save_plan`."""
+    """A plan that was made before; see `megatron_offload.planning.plan_file.save_plan`."""
 
     kind: Literal["plan_file"]
 

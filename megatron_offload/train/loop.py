@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths
-from megatron_offload.planning.plan import OffloadPlan, save_plan
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.profile import RunShape, StepProfile
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter

@@ -23,7 +23,8 @@ from megatron_offload.config import load_yaml, validate
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import read_text
-from megatron_offload.planning.plan import OffloadPlan, load_plan
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.reporting.html import write_report
 from megatron_offload.reporting.report import (
     Comparison,

@@ -13,7 +13,7 @@ from megatron_offload.commands import plan as command
 from megatron_offload.commands.source import has_profiles, load_model, load_run
 from megatron_offload.planning.bandwidths import Bandwidths, save_bandwidths
 from megatron_offload.planning.job import Machine
-from megatron_offload.planning.plan import load_plan
+from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import RatioPolicy
 from megatron_offload.planning.policy_config import AutoConfig, MachineConfig
 from megatron_offload.planning.predict import profiles_of

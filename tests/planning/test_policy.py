@@ -6,7 +6,7 @@ import pytest
 from problems import profiles
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.plan import save_plan
+from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, RatioPolicy
 from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 

@@ -13,7 +13,7 @@ from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.bandwidths import DEFAULTS, load_bandwidths
 from megatron_offload.planning.cost_check import most_steps
-from megatron_offload.planning.plan import load_plan
+from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import read_steps

@@ -11,7 +11,7 @@ from training_runs import numbers, run, words
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import Machine
-from megatron_offload.planning.plan import load_plan
+from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_from_profiles
 from megatron_offload.planning.schedule import one_f_one_b

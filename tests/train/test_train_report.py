@@ -12,7 +12,8 @@ from training_runs import TINY
 
 from megatron_offload.config import load_yaml, validate
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan, save_plan
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
+from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.profile import GroupKey
 from megatron_offload.reporting.trace import StepTrace, read_traces, write_traces
 from megatron_offload.reporting.tradeoff import TradeOffPoint, write_tradeoff

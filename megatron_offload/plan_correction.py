@@ -1,0 +1,81 @@
+"""A plan's distances on this rank, corrected by its next steps.
+
+Owns what is done with the manager for that. Must not know which changes are tried, other ranks, nor
+how the plan was made.
+
+Nothing is exchanged: each rank corrects its own distances, for its own reasons, and no bit depends
+on them. Ranks that take the same steps are through at the same one.
+
+Invariant: both distances together never exceed those of the plan.
+Read next: `megatron_offload.planning.adapt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_offload.backends.base import Wait
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.planning.adapt import Adaptation, Distances, Seen
+from megatron_offload.tracing import trace_step
+
+__all__ = ["PlanCorrection"]
+
+
+class PlanCorrection:
+    """Corrects the distances in force, one step at a time.
+
+        while not correction.is_over:
+            with correction.step():
+                train_step()  # up to and with the manager's reset
+
+    Args:
+        manager: follows a plan; nothing else may set its limits meanwhile.
+        num_steps: to look at. The first step that is taken counts on top: what it shows is how the
+            plan's host memory gets pinned.
+    """
+
+    def __init__(self, manager: PipelineOffloadManager, num_steps: int) -> None:
+        budget = manager.budget
+        distances = Distances(budget.max_inflight_bytes, budget.prefetch_bytes)
+        largest_bytes, most_bytes = budget.bounds_bytes()[0] // 2, sum(distances)
+        self._manager = manager
+        self._search = Adaptation(distances, min(largest_bytes, most_bytes // 2), most_bytes)
+        self._num_steps_left = 1 + num_steps if num_steps else 0
+        self._is_first = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps were taken, and the best distances that they showed are in force."""
+        return self._num_steps_left == 0
+
+    @property
+    def distances(self) -> Distances:
+        """The best distances that were seen."""
+        return self._search.best
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Look at the step that is taken inside, its ``reset`` included, and correct.
+
+        Raises:
+            RuntimeError: the manager is being traced or profiled already.
+        """
+        if self._is_first or self._search.is_frozen:
+            yield
+        else:
+            with trace_step(self._manager) as trace:
+                yield
+            stall_us, stats = trace.summary().stall_us, self._manager.last_step
+            seen = Seen(
+                stats.num_late_reloads,
+                stats.num_early_returns,
+                stall_us.get(Wait.W2.name, 0.0),
+                stall_us.get(Wait.W4.name, 0.0),
+            )
+            self._manager.budget.set_limits(*self._search.follow(seen))
+        self._is_first = False
+        self._num_steps_left -= 1
+        if self.is_over:
+            self._manager.budget.set_limits(*self._search.best)
