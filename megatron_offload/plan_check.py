@@ -43,7 +43,8 @@ class PlanCheck:
             the most bytes that a step may move, over all ranks; None for any.
 
     Attributes:
-        plan: what the manager follows. It says what it was measured to cost once that is known.
+        plan: what the manager follows. It says what it was measured to cost once that is known. May
+            be replaced by the same with corrected distances before the first step.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
 """Plan a run from one of its own steps, agreed on by all of its pipeline ranks.
 
-Owns the collectives of planning, what bandwidths count, and the corrections of a plan by later
+Owns the collectives of planning, what bandwidths count, and whether a plan is corrected by later
 steps. Must not know how plans are made. Nothing here happens unasked: no step holds a collective of
 its own, and bandwidths are measured between steps.
 
 Invariants: all ranks follow the same plan, or all raise the same error; every step that is looked
-at is a training step like any other. Read next: `megatron_offload.plan_check`, which holds a plan
-to its promise, and `megatron_offload.planning.policy_config`.
+at is a training step like any other. Read next: `megatron_offload.plan_correction` and
+`megatron_offload.plan_check`, by which a plan meets the run's steps, and
+`megatron_offload.planning.policy_config`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from megatron_offload.backends.base import Wait
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.machine.agreement import JobMachines, agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.plan_check import PlanCheck
-from megatron_offload.planning.adapt import Adaptation, Distances, Seen
+from megatron_offload.plan_correction import PlanCorrection
+from megatron_offload.planning.adapt import Distances
 from megatron_offload.planning.bandwidths import (
     DEFAULTS,
     Bandwidths,
@@ -33,7 +34,7 @@ from megatron_offload.planning.bandwidths import (
     simulated_machine,
 )
 from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.plan import OffloadPlan, check_profiles
+from megatron_offload.planning.plan import OffloadPlan, check_profiles, with_distances
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.planning.policy_config import (
     AutoConfig,
@@ -46,11 +47,12 @@ from megatron_offload.planning.profile import RunShape, StepProfile
 from megatron_offload.planning.profile_file import parse_profile, profile_to_json
 from megatron_offload.planning.schedule import Schedule, make_schedule
 from megatron_offload.profiling import profile_step
-from megatron_offload.tracing import trace_step
 
 __all__ = [
     "agree_on_bandwidths",
+    "agree_on_distances",
     "agree_on_plan",
+    "begin_correction",
     "check_plan",
     "correct_plan",
     "make_plan",
@@ -80,9 +82,10 @@ def plan_run(
     that is profiled, so it must fit into memory as it does without offload; where it doesn't, make
     a plan from a description of the model (``megatron-offload plan --model``).
 
-    What ``auto`` has planned is measured at once: it takes as many training steps as that needs,
-    ``planning.cost_check.most_steps`` at most, and each rank has to be able to go on for so long. A
-    program that takes its steps itself makes a `check_plan`.
+    The plan is corrected and measured at once: it takes as many training steps as that needs,
+    ``1 + correction_steps`` and for ``auto`` ``planning.cost_check.most_steps`` at most, and each
+    rank has to be able to go on for so long. A program that takes its steps itself calls
+    `check_plan` and `begin_correction`.
 
     Args:
         manager: whose groups are planned for.
@@ -103,6 +106,10 @@ def plan_run(
     with profile_step(manager, run=run, moves=False) as recorded:
         train_step()
     check = check_plan(manager, recorded.profile, planned, schedule=schedule, group=group)
+    correction = begin_correction(manager, planned, check.plan)
+    if correction is not None:
+        _take_steps(correction, train_step)
+        check.plan = agree_on_distances(check.plan, correction, run.pp_rank, group=group)
     while not check.is_over:
         with check.step() as timed:
             train_step()
@@ -268,36 +275,72 @@ def make_plan(
     )
 
 
-def correct_plan(
-    manager: PipelineOffloadManager, train_step: Callable[[], object], *, num_steps: int = 12
-) -> None:
-    """Take training steps and let what they show correct the budgets of a plan.
+def begin_correction(
+    manager: PipelineOffloadManager, policy: PolicyConfig | None, plan: OffloadPlan
+) -> PlanCorrection | None:
+    """Return what corrects the distances of a plan that was just made; the same on all ranks.
 
-    Each step is traced. Ranks correct their own budgets, so that nothing is exchanged; but all take
-    the same steps.
+    None where nothing moves, where the policy says so or gives a distance itself, and where
+    ``device_target_bytes`` sets them.
+
+    Args:
+        manager: follows the plan; between two steps.
+        policy: ``memory_target`` or ``auto``.
+        plan: of all ranks.
+
+    Raises:
+        ConfigError: another policy is given.
+    """
+    planned = _planning_policy(policy)
+    is_given = planned.max_inflight_bytes is not None or planned.prefetch_bytes is not None
+    if is_given or manager.config.device_target_bytes is not None or not plan.moved_bytes:
+        return None
+    return PlanCorrection(manager, planned.correction_steps) if planned.correction_steps else None
+
+
+def agree_on_distances(
+    plan: OffloadPlan,
+    correction: PlanCorrection,
+    pp_rank: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> OffloadPlan:
+    """Return the plan with the corrected distances of all ranks; collective.
+
+    Those of a pipeline rank are those of its first rank in the group; each rank goes on with its
+    own.
+
+    Args:
+        plan: of all ranks.
+        correction: this rank's, once it is over.
+        pp_rank: this rank's place in the pipeline.
+        group: all ranks that follow the plan; None for all there are.
+    """
+    found: dict[int, Distances] = {}
+    for place, distances in gather((pp_rank, tuple(correction.distances)), group):
+        found.setdefault(place, Distances(*distances))
+    return with_distances(plan, [found[rank] for rank in range(plan.pp_size)])
+
+
+def correct_plan(
+    manager: PipelineOffloadManager, train_step: Callable[[], object], *, num_steps: int = 8
+) -> None:
+    """Take training steps and let what they show correct the distances of a plan.
+
+    For a plan that was made elsewhere; `plan_run` corrects its own.
 
     Args:
         manager: follows a plan.
         train_step: takes one training step, the manager's `reset` included.
-        num_steps: to take; what was best of them stays.
+        num_steps: to look at, behind a first one; what was best of them stays.
     """
-    budget = manager.budget
-    largest_bytes = budget.bounds_bytes()[0] // 2
-    distances = Distances(budget.max_inflight_bytes, budget.prefetch_bytes)
-    most_bytes = sum(distances)
-    search = Adaptation(distances, min(largest_bytes, most_bytes // 2), most_bytes)
-    for _ in range(num_steps):
-        with trace_step(manager) as trace:
+    _take_steps(PlanCorrection(manager, num_steps), train_step)
+
+
+def _take_steps(correction: PlanCorrection, train_step: Callable[[], object]) -> None:
+    while not correction.is_over:
+        with correction.step():
             train_step()
-        stall_us, stats = trace.summary().stall_us, manager.last_step
-        seen = Seen(
-            stats.num_late_reloads,
-            stats.num_early_returns,
-            stall_us.get(Wait.W2.name, 0.0),
-            stall_us.get(Wait.W4.name, 0.0),
-        )
-        budget.set_limits(*search.follow(seen))
-    budget.set_limits(*search.best)
 
 
 def _planning_policy(policy: PolicyConfig | None) -> MemoryTargetConfig | AutoConfig:

@@ -21,7 +21,7 @@ PLANNED = 1.0
 WITHOUT_US = 2880.0
 
 
-def policy(machine=None, **keys):
+def policy(machine=None, correction_steps=0, **keys):
     link = {
         "d2h_gbps": PLANNED,
         "h2d_gbps": PLANNED,
@@ -29,7 +29,14 @@ def policy(machine=None, **keys):
         "node_gbps": 2 * PLANNED,
     }
     machine = {"ranks_per_node": 1, **(machine or link)}
-    return make_config(policy={"kind": "auto", "machine": machine, **keys}).policy
+    return make_config(
+        policy={
+            "kind": "auto",
+            "machine": machine,
+            "correction_steps": correction_steps,
+            **keys,
+        }
+    ).policy
 
 
 def planned(job, **keys):
@@ -69,6 +76,13 @@ def test_a_plan_that_keeps_to_the_limit_stays(log, tmp_path):
     assert parse_plan(plan_to_json(plan), "it") == plan
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").measured == cost
+
+
+def test_a_plan_is_corrected_before_it_is_measured():
+    job = VirtualJob(PLANNED).warmed_up()
+    plan = planned(job, correction_steps=2)
+    assert job.moved_bytes == [0] + [plan.moved_bytes] * 3 + [0, plan.moved_bytes] * 4
+    assert plan.measured.num_pairs == 3
 
 
 def test_where_copies_are_slower_than_planned_the_second_plan_keeps_to_the_limit(log):

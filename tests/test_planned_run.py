@@ -23,7 +23,6 @@ from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planned_run import (
     agree_on_bandwidths,
     agree_on_plan,
-    correct_plan,
     make_plan,
     plan_run,
 )
@@ -73,8 +72,8 @@ class Job:
 def test_a_memory_target_is_planned_for_and_followed():
     job = Job(policy=TARGET).warmed_up()
     plan = plan_run(job.manager, job.step, RUN)
-    assert job.num_steps == 3
-    assert job.manager.last_step.offloaded_bytes == 0, "the profiled step moves nothing"
+    # The profiled step, the first that follows the plan, and eight that correct it.
+    assert job.num_steps == 2 + 1 + 1 + 8
     rank = plan.ranks[0]
     assert 0 < rank.moved_bytes < rank.saved_bytes
     for _ in range(3):
@@ -83,6 +82,7 @@ def test_a_memory_target_is_planned_for_and_followed():
         assert 0 < job.manager.last_step.offloaded_bytes <= rank.moved_bytes
         assert job.manager.kept == rank.kept
         assert job.manager.budget.max_inflight_bytes == rank.max_inflight_bytes
+        assert job.manager.budget.prefetch_bytes == rank.prefetch_bytes
 
 
 def test_auto_saves_memory_where_copies_are_fast_and_predicts_it():
@@ -305,47 +305,3 @@ def test_auto_predicts_with_all_gpus_of_a_rank():
     )
     assert one.moved_bytes == four.moved_bytes > 0
     assert four.predicted_step_us > 1.05 * one.predicted_step_us
-
-
-# Corrections.
-
-
-class Corrections:
-    """Stands in for the search: asks for what makes no sense, and knows better."""
-
-    seen = []  # noqa: RUF012 - one for all
-    best = (300, 400)
-
-    def __init__(self, *_):
-        self.seen.clear()
-
-    def follow(self, seen):
-        self.seen.append(seen)
-        return (100, 200)
-
-
-def test_what_was_best_stays_and_stalls_are_told(monkeypatch):
-    monkeypatch.setattr(planned_run, "Adaptation", Corrections)
-    job = Job(policy=TARGET).warmed_up()
-    plan_run(job.manager, job.step, RUN)
-    backend = job.manager.backend
-    correct_plan(job.manager, job.step, num_steps=3)
-    assert job.manager.backend is backend
-    assert len(Corrections.seen) == 3
-    # With a hundred bytes in flight at most the device waits for every copy.
-    assert Corrections.seen[-1].release_stall_us > 0
-    assert Corrections.seen[-1].reload_stall_us > 0
-    budget = job.manager.budget
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (300, 400)
-
-
-def test_later_steps_correct_the_budgets_and_nothing_else():
-    job = Job(policy=TARGET).warmed_up()
-    rank = plan_run(job.manager, job.step, RUN).ranks[0]
-    correct_plan(job.manager, job.step, num_steps=8)
-    assert job.num_steps == 11
-    budget = job.manager.budget
-    total_bytes = rank.max_inflight_bytes + rank.prefetch_bytes
-    assert 0 < budget.max_inflight_bytes + budget.prefetch_bytes <= total_bytes
-    job.step()
-    assert job.manager.kept == rank.kept

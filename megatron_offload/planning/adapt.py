@@ -80,7 +80,7 @@ class Adaptation:
 
     Args:
         distances: those of the plan.
-        least_bytes: what each has at least, such as the largest group.
+        least_bytes: what each has at least: the largest group, if there is room for two.
         most_bytes: what both have at most together; never more than that is asked for.
 
     Attributes:
@@ -130,14 +130,20 @@ class Adaptation:
         inflight, prefetch = self.distances
         least, most = self._least_bytes, self._most_bytes
         if change is _Change.REACH_AHEAD:
-            prefetch = max(prefetch, min(int(prefetch * _FACTOR), most - least))
+            prefetch = max(prefetch, min(self._farther(prefetch), most - least))
             inflight = min(inflight, most - prefetch)
         elif change is _Change.RELEASE_LATER:
-            inflight = max(inflight, min(int(inflight * _FACTOR), most - least))
+            inflight = max(inflight, min(self._farther(inflight), most - least))
             prefetch = min(prefetch, most - inflight)
         else:
             inflight = min(inflight, max(int(inflight / _FACTOR), least))
         return Distances(inflight, prefetch)
+
+    def _farther(self, distance_bytes: int) -> int:
+        """Return a larger distance, with room for one more group: less would change nothing."""
+        num_groups = distance_bytes // self._least_bytes if self._least_bytes else 0
+        # One group may go or come whatever the distance is.
+        return max(int(distance_bytes * _FACTOR), (max(num_groups, 1) + 1) * self._least_bytes)
 
 
 def _wanted(seen: Seen) -> list[_Change]:

@@ -111,6 +111,11 @@ class _Solved(StrictModel):
     gpus_per_rank: int = Field(default=1, ge=1)
     """GPUs of a node that do the same at the same time, such as a tensor-parallel group."""
 
+    correction_steps: int = Field(default=8, ge=0, le=100)
+    """Steps by which a run that plans by itself corrects how late memory is released and how far
+    ahead it comes back, where neither is given; both together stay what was planned. Each rank
+    looks at its own. 0: none."""
+
     def resources(self) -> Resources:
         """Return it as planning wants it."""
         return Resources(

@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths
-from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.profile import RunShape, StepProfile
+from megatron_offload.planning.profile import RunShape
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.train.checkpoint import Checkpoints
@@ -33,6 +30,7 @@ from megatron_offload.train.data import (
 from megatron_offload.train.digest import digest
 from megatron_offload.train.offload import OffloadSession, open_offload
 from megatron_offload.train.parallel import Device, Parallel, open_model_parallel
+from megatron_offload.train.planned import PlannedRun
 from megatron_offload.train.progress import StepPrinter
 from megatron_offload.train.records import (
     RankStep,
@@ -45,7 +43,6 @@ from megatron_offload.train.records import (
 )
 from megatron_offload.train.run_folder import (
     found_versions,
-    plan_path,
     prepare_folder,
     profile_path,
     trace_path,
@@ -53,9 +50,7 @@ from megatron_offload.train.run_folder import (
 from megatron_offload.train.stopping import StopSignals
 
 if TYPE_CHECKING:
-    from megatron_offload.plan_check import PlanCheck
     from megatron_offload.profiling import RecordedStep
-    from megatron_offload.step_time import TimedStep
 
 __all__ = ["run_training"]
 
@@ -135,7 +130,6 @@ class _Trainer:
             config, device, parallel, self.chunks, self._optimizer, self._source.digest
         )
         self._first = 1
-        self._plan_check: PlanCheck | None = None
         self._forward_backward = get_forward_backward_func()
         self.meter: LiveActivationMeter | None = None
         if config.run.measure_live_bytes:
@@ -180,12 +174,13 @@ class _Trainer:
     ) -> None:
         """Take every step that is left; adds what happened on all ranks to the report."""
         run = self._config.run
+        planned = PlannedRun(self._config, self._parallel, session)
         for step in range(self._first, run.steps + 1):
-            record, number = self._train_step(step, session, signals)
+            record, number = self._train_step(step, session, planned, signals)
             report.steps.append(record)
             log.write(record)
             printer.step(record)
-            self._check_plan(record, printer)
+            planned.look_back(record.measured_step_us, printer)
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
                 printer.evaluation(step, report.evaluations[step])
@@ -198,15 +193,15 @@ class _Trainer:
                 printer.stopped(step, number)
                 report.stopped_by = number
                 return
-        if self._plan_check is not None and not self._plan_check.is_over:
-            printer.planned("the run was over before its plan was measured; raise run.steps")
+        if planned.is_open:
+            printer.planned("the run was over before its plan was settled; raise run.steps")
         mine = (digest(self._parameters()), sum(p.numel() for p in self._parameters()))
         everyone = gather(mine, self._parallel.host_group)
         report.parameters = tuple(entry[0] for entry in everyone)
         report.num_parameters = tuple(entry[1] for entry in everyone)
 
     def _train_step(
-        self, step: int, session: OffloadSession, signals: StopSignals
+        self, step: int, session: OffloadSession, planned: PlannedRun, signals: StopSignals
     ) -> tuple[StepRecord, int]:
         """Take one step; return its record, and the signal that any rank has received, else 0."""
         self._device.synchronize()
@@ -220,9 +215,9 @@ class _Trainer:
         run = self._config.run
         is_traced = step == self._config.traced_step
         profiling = self._profiling(session) if step == self._profiled_step() else _NOTHING
-        timing = _NOTHING if is_traced else self._timing()
+        looking = _NOTHING if is_traced else planned.looking()
         with session.trace(self._parallel.rank) if is_traced else _NOTHING as trace:
-            with profiling as recorded, timing as timed:
+            with profiling as recorded, looking as timed:
                 with self.meter or _NOTHING:
                     loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
                 counters = session.end_step()
@@ -264,36 +259,9 @@ class _Trainer:
         if recorded is not None:
             save_profile(recorded.profile, profile_path(run.output, self._parallel.rank))
             if self._config.plans:
-                self._plan(recorded.profile, session)
+                planned.make(recorded.profile)
         record = merge(step, lr, self._tokens_per_step(), [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
-
-    def _plan(self, profile: StepProfile, session: OffloadSession) -> None:
-        """Plan on all ranks, and leave what was planned and with which bandwidths; collective."""
-        folder, group = self._config.run.output, self._parallel.host_group
-        bandwidths = session.bandwidths(group)
-        if self._parallel.rank == 0:  # whoever plans anew for another target wants them too
-            save_bandwidths(bandwidths, folder / BANDWIDTHS_NAME)
-        self._plan_check = session.plan(profile, bandwidths, group)
-        self._save_plan(self._plan_check.plan)
-
-    def _timing(self) -> contextlib.AbstractContextManager[TimedStep | None]:
-        """Return what times a step by which the plan is measured."""
-        check = self._plan_check
-        return _NOTHING if check is None or check.is_over else check.step()
-
-    def _check_plan(self, record: StepRecord, printer: StepPrinter) -> None:
-        """Hold the plan against a step that was measured; collective where there is a new plan."""
-        if self._plan_check is None or record.measured_step_us is None:
-            return
-        text = self._plan_check.note(record.measured_step_us)
-        if text:
-            self._save_plan(self._plan_check.plan)
-            printer.planned(text)
-
-    def _save_plan(self, plan: OffloadPlan) -> None:
-        if self._parallel.rank == 0:
-            save_plan(plan, plan_path(self._config.run.output))
 
     def _profiled_step(self) -> int:
         """The step that is profiled; the first steps after a start are not like the rest."""

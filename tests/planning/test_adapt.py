@@ -45,6 +45,14 @@ def test_late_reloads_are_fetched_farther_ahead_until_none_is_late(wanted_bytes)
     assert adaptation.distances.max_inflight_bytes == START.max_inflight_bytes
 
 
+@pytest.mark.parametrize("prefetch_bytes", [1, 40, 53])
+def test_one_trial_has_room_for_one_more_group(prefetch_bytes):
+    """A group comes back whatever the distance is; farther means two of them."""
+    group_bytes = 40
+    adaptation = Adaptation(Distances(150, prefetch_bytes), group_bytes, 200)
+    assert adaptation.follow(Seen(1, 0)) == (120, 2 * group_bytes)
+
+
 def test_what_does_not_help_is_taken_back_and_not_tried_again():
     adaptation, asked = search(lambda d: Seen(7, 0))
     assert adaptation.distances == START

@@ -1,0 +1,110 @@
+"""The plan of a run that plans by itself, from the profiled step to the files that it leaves.
+
+Owns which steps look at the plan, what becomes of it by them, and its files. Must not know the
+loop, nor how plans are made.
+
+Invariant: every rank takes the same turns at the same steps, by numbers that all of them know.
+Read next: `megatron_offload.planned_run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.plan_file import save_plan
+from megatron_offload.planning.profile import StepProfile
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.offload import OffloadSession
+from megatron_offload.train.parallel import Parallel
+from megatron_offload.train.progress import StepPrinter
+from megatron_offload.train.run_folder import plan_path
+
+if TYPE_CHECKING:
+    from megatron_offload.plan_check import PlanCheck
+    from megatron_offload.plan_correction import PlanCorrection
+    from megatron_offload.step_time import TimedStep
+
+__all__ = ["PlannedRun"]
+
+
+class PlannedRun:
+    """A run's plan: nothing before it is made, and nothing in a run that makes none.
+
+    Args:
+        config: the run.
+        parallel: this rank's place in it.
+        session: offloads.
+    """
+
+    def __init__(self, config: TrainConfig, parallel: Parallel, session: OffloadSession) -> None:
+        self._folder = config.run.output
+        self._parallel = parallel
+        self._session = session
+        self._check: PlanCheck | None = None
+        self._correction: PlanCorrection | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more steps have to tell what becomes of the plan."""
+        return self._correction is not None or not (self._check is None or self._check.is_over)
+
+    def make(self, profile: StepProfile) -> None:
+        """Plan on all ranks, and leave what was planned and with which bandwidths; collective.
+
+        Raises:
+            ConfigError: no plan can be made; on all ranks.
+        """
+        group = self._parallel.host_group
+        bandwidths = self._session.bandwidths(group)
+        if self._parallel.rank == 0:  # whoever plans anew for another target wants them too
+            save_bandwidths(bandwidths, self._folder / BANDWIDTHS_NAME)
+        self._check = self._session.plan(profile, bandwidths, group)
+        self._save(self._check.plan)
+        self._correction = self._session.begin_correction(self._check.plan)
+
+    def looking(self) -> contextlib.AbstractContextManager[TimedStep | None]:
+        """Look at the step that is taken inside: first to correct the plan, then to measure it."""
+        if self._correction is not None:
+            return self._correction.step()
+        if self._check is not None and not self._check.is_over:
+            return self._check.step()
+        return contextlib.nullcontext()
+
+    def look_back(self, measured_step_us: float | None, printer: StepPrinter) -> None:
+        """Do what follows from the step that is over; collective where the plan changes.
+
+        Args:
+            measured_step_us: what the slowest rank took; None for a step that wasn't measured.
+            printer: told what has become of the plan.
+        """
+        if self._correction is not None:
+            if self._correction.is_over:
+                self._end_correction(self._correction, printer)
+        elif self._check is not None and measured_step_us is not None:
+            text = self._check.note(measured_step_us)
+            if text:
+                self._save(self._check.plan)
+                printer.planned(text)
+
+    def _end_correction(self, correction: PlanCorrection, printer: StepPrinter) -> None:
+        from megatron_offload.planned_run import agree_on_distances
+
+        self._correction = None
+        check, parallel = self._check, self._parallel
+        assert check is not None
+        before = check.plan
+        check.plan = agree_on_distances(
+            before, correction, parallel.pp_rank, group=parallel.host_group
+        )
+        pairs = zip(before.ranks, check.plan.ranks, strict=True)
+        changed = [str(rank) for rank, (old, new) in enumerate(pairs) if old != new]
+        if changed:
+            self._save(check.plan)
+            printer.planned(f"distances corrected on pipeline ranks {', '.join(changed)}")
+
+    def _save(self, plan: OffloadPlan) -> None:
+        if self._parallel.rank == 0:
+            save_plan(plan, plan_path(self._folder))
