@@ -1,12 +1,11 @@
 """Plan a run from one of its own steps, agreed on by all of its pipeline ranks.
 
-Owns the collectives of planning, what bandwidths count, and whether a plan is corrected by later
+Owns the collectives of planning, what bandwidths count, and by what a plan is held against later
 steps. Must not know how plans are made. Nothing here happens unasked: no step holds a collective of
 its own, and bandwidths are measured between steps.
 
 Invariants: all ranks follow the same plan, or all raise the same error; every step that is looked
-at is a training step like any other. Read next: `megatron_offload.plan_correction` and
-`megatron_offload.plan_check`, by which a plan meets the run's steps, and
+at is a training step like any other. Read next: `megatron_offload.plan_check.check` and
 `megatron_offload.planning.policy_config`.
 """
 
@@ -16,6 +15,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -24,8 +24,10 @@ from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.machine.agreement import JobMachines, agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.job_ranks import gather
-from megatron_offload.plan_check import PlanCheck
-from megatron_offload.plan_correction import PlanCorrection
+from megatron_offload.plan_check.check import PlanCheck
+from megatron_offload.plan_check.cost import TimeCheck
+from megatron_offload.plan_check.distances import DistanceCheck, PlanCorrection
+from megatron_offload.plan_check.memory import MemoryCheck
 from megatron_offload.planning.adapt import Distances
 from megatron_offload.planning.bandwidths import (
     DEFAULTS,
@@ -34,7 +36,7 @@ from megatron_offload.planning.bandwidths import (
     simulated_machine,
 )
 from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.plan import OffloadPlan, check_profiles, with_distances
+from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.planning.policy_config import (
     AutoConfig,
@@ -48,11 +50,11 @@ from megatron_offload.planning.profile_file import parse_profile, profile_to_jso
 from megatron_offload.planning.schedule import Schedule, make_schedule
 from megatron_offload.profiling import profile_step
 
+_Said = TypeVar("_Said")
+
 __all__ = [
     "agree_on_bandwidths",
-    "agree_on_distances",
     "agree_on_plan",
-    "begin_correction",
     "check_plan",
     "correct_plan",
     "make_plan",
@@ -83,9 +85,9 @@ def plan_run(
     a plan from a description of the model (``megatron-offload plan --model``).
 
     The plan is corrected and measured at once: it takes as many training steps as that needs,
-    ``1 + correction_steps`` and for ``auto`` ``planning.cost_check.most_steps`` at most, and each
-    rank has to be able to go on for so long. A program that takes its steps itself calls
-    `check_plan` and `begin_correction`.
+    ``1 + correction_steps`` and ``3 measured_plans`` (for ``auto`` `cost_check.most_steps`) at
+    most, and each rank has to be able to go on for so long. A program that takes its steps itself
+    makes a `check_plan`.
 
     Args:
         manager: whose groups are planned for.
@@ -106,14 +108,10 @@ def plan_run(
     with profile_step(manager, run=run, moves=False) as recorded:
         train_step()
     check = check_plan(manager, recorded.profile, planned, schedule=schedule, group=group)
-    correction = begin_correction(manager, planned, check.plan)
-    if correction is not None:
-        _take_steps(correction, train_step)
-        check.plan = agree_on_distances(check.plan, correction, run.pp_rank, group=group)
     while not check.is_over:
-        with check.step() as timed:
+        with check.step():
             train_step()
-        check.note(max(gather(timed.step_us, group)))
+        check.note()
     return check.plan
 
 
@@ -126,23 +124,65 @@ def check_plan(
     schedule: Schedule | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PlanCheck:
-    """Do as `agree_on_plan`; return the plan with what holds it to its promise; collective.
+    """Do as `agree_on_plan`; return the plan with what holds it against later steps; collective.
 
-    Nothing is measured until the caller does: see `PlanCheck`.
+    Nothing is looked at until the caller does: see `PlanCheck`. The plan's distances are corrected,
+    unless the policy gives one or ``device_target_bytes`` sets them. For ``memory_target`` what
+    ranks reserve comes before that, as another plan has other distances; for ``auto`` what the plan
+    costs comes after, so that no plan is too slow for its distances alone.
     """
     planned = _planning_policy(policy)
     if bandwidths is None:
         bandwidths = agree_on_bandwidths(manager, planned, group=group)
-    make = functools.partial(
-        agree_on_plan,
+
+    def make(
+        policy: MemoryTargetConfig | AutoConfig, most_moved_bytes: int | None = None
+    ) -> OffloadPlan:
+        return agree_on_plan(
+            *(manager, profile, policy),
+            bandwidths=bandwidths,
+            schedule=schedule,
+            group=group,
+            most_moved_bytes=most_moved_bytes,
+        )
+
+    plan, pp_rank = make(planned), profile.run.pp_rank
+    is_given = planned.max_inflight_bytes is not None or planned.prefetch_bytes is not None
+    is_fixed = is_given or manager.config.device_target_bytes is not None
+    distances = DistanceCheck(
         manager,
-        profile,
-        planned,
-        bandwidths=bandwidths,
-        schedule=schedule,
-        group=group,
+        0 if is_fixed else planned.correction_steps,
+        lambda mine: [
+            Distances(*found[0]) for found in _gather_by_place(tuple(mine), pp_rank, group)
+        ],
     )
-    return PlanCheck(manager, planned, lambda most_bytes: make(most_moved_bytes=most_bytes))
+    if isinstance(planned, AutoConfig):
+        cost = TimeCheck(
+            manager,
+            planned.most_slowdown_percent,
+            planned.measured_steps,
+            lambda most_bytes: make(planned, most_bytes),
+            lambda mine: max(gather(mine, group)),
+        )
+        return PlanCheck(plan, (distances, cost))
+    memory = MemoryCheck(
+        manager,
+        planned.targets(plan.pp_size),
+        planned.measured_plans,
+        lambda targets: make(planned.model_copy(update={"target_bytes": tuple(targets)})),
+        lambda mine: [max(found) for found in _gather_by_place(mine, pp_rank, group)],
+    )
+    return PlanCheck(plan, (memory, distances))
+
+
+def _gather_by_place(
+    mine: _Said, pp_rank: int, group: dist.ProcessGroup | None
+) -> list[list[_Said]]:
+    """Return what the ranks of each place in the pipeline say, in the order of places and ranks."""
+    found: dict[int, list[_Said]] = {}
+    for place, said in gather((pp_rank, mine), group):
+        found.setdefault(place, []).append(said)
+    return [found[place] for place in sorted(found)]
 
 
 def agree_on_plan(
@@ -275,53 +315,6 @@ def make_plan(
     )
 
 
-def begin_correction(
-    manager: PipelineOffloadManager, policy: PolicyConfig | None, plan: OffloadPlan
-) -> PlanCorrection | None:
-    """Return what corrects the distances of a plan that was just made; the same on all ranks.
-
-    None where nothing moves, where the policy says so or gives a distance itself, and where
-    ``device_target_bytes`` sets them.
-
-    Args:
-        manager: follows the plan; between two steps.
-        policy: ``memory_target`` or ``auto``.
-        plan: of all ranks.
-
-    Raises:
-        ConfigError: another policy is given.
-    """
-    planned = _planning_policy(policy)
-    is_given = planned.max_inflight_bytes is not None or planned.prefetch_bytes is not None
-    if is_given or manager.config.device_target_bytes is not None or not plan.moved_bytes:
-        return None
-    return PlanCorrection(manager, planned.correction_steps) if planned.correction_steps else None
-
-
-def agree_on_distances(
-    plan: OffloadPlan,
-    correction: PlanCorrection,
-    pp_rank: int,
-    *,
-    group: dist.ProcessGroup | None = None,
-) -> OffloadPlan:
-    """Return the plan with the corrected distances of all ranks; collective.
-
-    Those of a pipeline rank are those of its first rank in the group; each rank goes on with its
-    own.
-
-    Args:
-        plan: of all ranks.
-        correction: this rank's, once it is over.
-        pp_rank: this rank's place in the pipeline.
-        group: all ranks that follow the plan; None for all there are.
-    """
-    found: dict[int, Distances] = {}
-    for place, distances in gather((pp_rank, tuple(correction.distances)), group):
-        found.setdefault(place, Distances(*distances))
-    return with_distances(plan, [found[rank] for rank in range(plan.pp_size)])
-
-
 def correct_plan(
     manager: PipelineOffloadManager, train_step: Callable[[], object], *, num_steps: int = 8
 ) -> None:
@@ -334,10 +327,7 @@ def correct_plan(
         train_step: takes one training step, the manager's `reset` included.
         num_steps: to look at, behind a first one; what was best of them stays.
     """
-    _take_steps(PlanCorrection(manager, num_steps), train_step)
-
-
-def _take_steps(correction: PlanCorrection, train_step: Callable[[], object]) -> None:
+    correction = PlanCorrection(manager, num_steps)
     while not correction.is_over:
         with correction.step():
             train_step()

@@ -41,7 +41,8 @@ ORDER = one_forward_one_backward(6, depth=3)
 RUN = RunShape(num_microbatches=6)
 FAST = {"node_gbps": 2.0, "d2h_gbps": 1.0, "h2d_gbps": 1.0, "both_gbps": 1.0}
 DAY = timedelta(days=1)
-TARGET = {"kind": "memory_target", "target_bytes": 100 * KIB, "machine": FAST}
+UNSET = {"kind": "memory_target", "target_bytes": 100 * KIB, "measured_plans": 0}
+TARGET = {**UNSET, "machine": FAST}
 
 ANY_COST = {"kind": "auto", "most_slowdown_percent": 1000}
 
@@ -168,9 +169,6 @@ def cache(tmp_path, monkeypatch):
     copy_little(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "megatron-offload"
-
-
-UNSET = {"kind": "memory_target", "target_bytes": 100 * KIB}
 
 
 def agreed(job, **keys):

@@ -71,6 +71,7 @@ class RankPlan:
             released. None leaves it to the engine, as in ``OffloadConfig``.
         prefetch_bytes: the same for groups that are back ahead of their use.
         predicted_peak_bytes: most device memory at one time; None where nothing was predicted.
+        measured_peak_bytes: most that the rank was seen to reserve; None where nobody looked.
         predicted_step_us: length of a step.
     """
 
@@ -79,6 +80,7 @@ class RankPlan:
     prefetch_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     predicted_step_us: float | None = None
+    measured_peak_bytes: int | None = None
 
     @property
     def kept(self) -> dict[GroupKey, str]:
@@ -221,6 +223,7 @@ def keep_all(plan: OffloadPlan, reason: str) -> OffloadPlan:
             ),
             predicted_peak_bytes=None,
             predicted_step_us=None,
+            measured_peak_bytes=None,
         )
         for rank in plan.ranks
     )

@@ -51,6 +51,8 @@ class _Rank(StrictModel):
     prefetch_bytes: Amount | None
     predicted_peak_bytes: Amount | None
     predicted_step_us: Duration | None
+    measured_peak_bytes: Amount | None = None
+    """Plans of earlier versions don't say."""
     groups: Annotated[tuple[_Choice, ...], Field(max_length=MAX_GROUPS)]
 
 
@@ -145,6 +147,7 @@ def parse_plan(text: str, source: str) -> OffloadPlan:
                 rank.prefetch_bytes,
                 rank.predicted_peak_bytes,
                 rank.predicted_step_us,
+                rank.measured_peak_bytes,
             )
             for rank in read.ranks
         ),
@@ -175,6 +178,7 @@ def _to_data(plan: OffloadPlan) -> dict[str, Any]:
                 "prefetch_bytes": rank.prefetch_bytes,
                 "predicted_peak_bytes": rank.predicted_peak_bytes,
                 "predicted_step_us": rank.predicted_step_us,
+                "measured_peak_bytes": rank.measured_peak_bytes,
                 "groups": [
                     {
                         "chunk": choice.key.chunk,

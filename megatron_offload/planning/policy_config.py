@@ -134,6 +134,15 @@ class MemoryTargetConfig(_Solved):
     target_bytes: Bytes | Annotated[tuple[Bytes, ...], Field(min_length=1)]
     """Most device memory that a rank reserves: one size for all pipeline ranks, or a list."""
 
+    measured_plans: int = Field(default=4, ge=0, le=20)
+    """Plans that a run which plans by itself measures at most, by three steps each, until every
+    rank reserves no more than its target, nor far less. 0 trusts the prediction."""
+
+    def targets(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the target of each pipeline rank."""
+        target = self.target_bytes
+        return (int(target),) * num_ranks if isinstance(target, int) else tuple(map(int, target))
+
 
 class AutoConfig(_Solved):
     """The most memory that costs (almost) no time."""

@@ -180,7 +180,7 @@ class _Trainer:
             report.steps.append(record)
             log.write(record)
             printer.step(record)
-            planned.look_back(record.measured_step_us, printer)
+            planned.look_back(printer)
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
                 printer.evaluation(step, report.evaluations[step])

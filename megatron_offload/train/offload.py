@@ -15,14 +15,12 @@ from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.planning.bandwidths import Bandwidths
-from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profile import RunShape, StepProfile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.reporting.trace import StepTrace
 
 if TYPE_CHECKING:
-    from megatron_offload.plan_check import PlanCheck
-    from megatron_offload.plan_correction import PlanCorrection
+    from megatron_offload.plan_check.check import PlanCheck
     from megatron_offload.profiling import RecordedStep
 
 __all__ = ["OffloadSession", "open_offload"]
@@ -67,7 +65,7 @@ class OffloadSession:
     def plan(self, profile: StepProfile, bandwidths: Bandwidths, group: Any) -> PlanCheck:
         """Plan from a profiled step, and follow the plan from the next on; collective.
 
-        Returns the plan, and how it is measured by the steps that come.
+        Returns the plan, and how it is held against the steps that come.
 
         Args:
             profile: this rank's.
@@ -81,12 +79,6 @@ class OffloadSession:
 
         policy = self._manager.config.policy
         return check_plan(self._manager, profile, policy, bandwidths=bandwidths, group=group)
-
-    def begin_correction(self, plan: OffloadPlan) -> PlanCorrection | None:
-        """Return what corrects the distances of a plan by the next steps; None for nothing."""
-        from megatron_offload.planned_run import begin_correction
-
-        return begin_correction(self._manager, self._manager.config.policy, plan)
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""

@@ -10,6 +10,7 @@ Read next: `megatron_offload.planned_run`.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths
@@ -23,8 +24,7 @@ from megatron_offload.train.progress import StepPrinter
 from megatron_offload.train.run_folder import plan_path
 
 if TYPE_CHECKING:
-    from megatron_offload.plan_check import PlanCheck
-    from megatron_offload.plan_correction import PlanCorrection
+    from megatron_offload.plan_check.check import PlanCheck
     from megatron_offload.step_time import TimedStep
 
 __all__ = ["PlannedRun"]
@@ -44,12 +44,12 @@ class PlannedRun:
         self._parallel = parallel
         self._session = session
         self._check: PlanCheck | None = None
-        self._correction: PlanCorrection | None = None
+        self._is_looked_at = False
 
     @property
     def is_open(self) -> bool:
         """Whether more steps have to tell what becomes of the plan."""
-        return self._correction is not None or not (self._check is None or self._check.is_over)
+        return self._check is not None and not self._check.is_over
 
     def make(self, profile: StepProfile) -> None:
         """Plan on all ranks, and leave what was planned and with which bandwidths; collective.
@@ -63,47 +63,33 @@ class PlannedRun:
             save_bandwidths(bandwidths, self._folder / BANDWIDTHS_NAME)
         self._check = self._session.plan(profile, bandwidths, group)
         self._save(self._check.plan)
-        self._correction = self._session.begin_correction(self._check.plan)
 
-    def looking(self) -> contextlib.AbstractContextManager[TimedStep | None]:
-        """Look at the step that is taken inside: first to correct the plan, then to measure it."""
-        if self._correction is not None:
-            return self._correction.step()
-        if self._check is not None and not self._check.is_over:
-            return self._check.step()
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[TimedStep | None]:
+        """Look at the step that is taken inside; its time, where that is what is looked at."""
+        self._is_looked_at = False
+        if self._check is None or self._check.is_over:
+            yield None
+            return
+        with self._check.step() as timed:
+            yield timed
+        self._is_looked_at = True
 
-    def look_back(self, measured_step_us: float | None, printer: StepPrinter) -> None:
-        """Do what follows from the step that is over; collective where the plan changes.
+    def look_back(self, printer: StepPrinter) -> None:
+        """Do what follows from the step that is over; collective where it was looked at.
 
         Args:
-            measured_step_us: what the slowest rank took; None for a step that wasn't measured.
             printer: told what has become of the plan.
         """
-        if self._correction is not None:
-            if self._correction.is_over:
-                self._end_correction(self._correction, printer)
-        elif self._check is not None and measured_step_us is not None:
-            text = self._check.note(measured_step_us)
-            if text:
-                self._save(self._check.plan)
-                printer.planned(text)
-
-    def _end_correction(self, correction: PlanCorrection, printer: StepPrinter) -> None:
-        from megatron_offload.planned_run import agree_on_distances
-
-        self._correction = None
-        check, parallel = self._check, self._parallel
-        assert check is not None
-        before = check.plan
-        check.plan = agree_on_distances(
-            before, correction, parallel.pp_rank, group=parallel.host_group
-        )
-        pairs = zip(before.ranks, check.plan.ranks, strict=True)
-        changed = [str(rank) for rank, (old, new) in enumerate(pairs) if old != new]
-        if changed:
-            self._save(check.plan)
-            printer.planned(f"distances corrected on pipeline ranks {', '.join(changed)}")
+        if self._check is None or not self._is_looked_at:
+            return
+        self._is_looked_at = False
+        before = self._check.plan
+        text = self._check.note()
+        if self._check.plan != before:
+            self._save(self._check.plan)
+        if text:
+            printer.planned(text)
 
     def _save(self, plan: OffloadPlan) -> None:
         if self._parallel.rank == 0:

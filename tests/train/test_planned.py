@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from virtual_clock import RUN, VirtualJob
 
-from megatron_offload import plan_correction
+from megatron_offload.plan_check import distances as distance_check
 from megatron_offload.planning.adapt import Distances
 from megatron_offload.planning.bandwidths import load_bandwidths
 from megatron_offload.planning.plan_file import load_plan
@@ -54,15 +54,14 @@ class Rig:
         with profile_step(self.job.manager, run=RUN, moves=False) as recorded:
             self.job.step()
         self.planned.make(recorded.profile)
-        self.planned.look_back(None, self.printer)
+        self.planned.look_back(self.printer)
 
     def step(self):
         """Take a step; return whether it was measured, and whether it moved anything."""
         with self.planned.looking() as timed:
             self.job.step()
-        step_us = None if timed is None else timed.step_us
-        self.planned.look_back(step_us, self.printer)
-        return step_us is not None, self.job.moved_bytes[-1] > 0
+        self.planned.look_back(self.printer)
+        return timed is not None, self.job.moved_bytes[-1] > 0
 
     def distances(self):
         rank = load_plan(self.output / "plan.json").ranks[0]
@@ -74,7 +73,7 @@ class Rig:
 
 
 def test_the_plan_is_corrected_then_measured_and_its_file_follows(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_correction, "Adaptation", Search)
+    monkeypatch.setattr(distance_check, "Adaptation", Search)
     rig = Rig(tmp_path)
     assert not rig.planned.is_open
     assert rig.step() == (False, True), "before there is a plan nobody looks"

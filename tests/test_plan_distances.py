@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from programs import make_config
 from virtual_clock import RUN, SCHEDULE, VirtualJob
 
-from megatron_offload import plan_correction, planned_run
-from megatron_offload.plan_correction import PlanCorrection
+from megatron_offload import planned_run
+from megatron_offload.plan_check import distances as distance_check
+from megatron_offload.plan_check.distances import PlanCorrection
 from megatron_offload.planned_run import (
-    agree_on_distances,
     agree_on_plan,
-    begin_correction,
     correct_plan,
     plan_run,
 )
 from megatron_offload.planning.adapt import Distances
-from megatron_offload.planning.plan import keep_all, with_distances
+from megatron_offload.planning.plan import with_distances
 from megatron_offload.profiling import profile_step
 
 GBPS = 1.0
@@ -63,7 +60,7 @@ class Search:
 
 
 def test_what_was_best_stays_and_stalls_are_told(monkeypatch):
-    monkeypatch.setattr(plan_correction, "Adaptation", Search)
+    monkeypatch.setattr(distance_check, "Adaptation", Search)
     job, _ = planned_job()
     backend = job.manager.backend
     correct_plan(job.manager, job.step, num_steps=3)
@@ -98,13 +95,13 @@ def test_once_frozen_it_looks_no_more_and_takes_its_steps_all_the_same(monkeypat
     job, plan = planned_job()
     follow(job, plan, 2**30, 2**30)  # room for everything: nothing is late
     traced = []
-    original = plan_correction.trace_step
+    original = distance_check.trace_step
 
     def trace_step(manager):
         traced.append(len(job.moved_bytes))
         return original(manager)
 
-    monkeypatch.setattr(plan_correction, "trace_step", trace_step)
+    monkeypatch.setattr(distance_check, "trace_step", trace_step)
     correction = PlanCorrection(job.manager, 7)
     while not correction.is_over:
         with correction.step():
@@ -126,7 +123,7 @@ def test_a_step_that_fails_may_be_taken_again():
 
 
 def test_a_run_that_plans_goes_on_with_what_its_steps_have_corrected(monkeypatch):
-    monkeypatch.setattr(plan_correction, "Adaptation", Search)
+    monkeypatch.setattr(distance_check, "Adaptation", Search)
     job = VirtualJob(GBPS).warmed_up()
     policy = policy_of(correction_steps=2, measured_steps=0)
     plan = plan_run(job.manager, job.step, RUN, policy=policy, schedule=SCHEDULE)
@@ -139,32 +136,31 @@ def test_a_run_that_plans_goes_on_with_what_its_steps_have_corrected(monkeypatch
 
 
 def test_each_pipeline_rank_gets_what_its_first_rank_has_found(monkeypatch):
-    _, plan = planned_job()
-    plan = plan.__class__("auto", 6, 1, plan.ranks * 2)
     answers = [(1, (5, 6)), (0, (1, 2)), (1, (7, 8)), (0, (3, 4))]
     monkeypatch.setattr(planned_run, "gather", lambda mine, group: answers)
-    correction = SimpleNamespace(distances=Distances(5, 6))
-    found = agree_on_distances(plan, correction, 1)
-    assert [(rank.max_inflight_bytes, rank.prefetch_bytes) for rank in found.ranks] == [
-        (1, 2),
-        (5, 6),
-    ]
-    assert [rank.choices for rank in found.ranks] == [rank.choices for rank in plan.ranks]
+    found = planned_run._gather_by_place((5, 6), 1, None)
+    assert found == [[(1, 2), (3, 4)], [(5, 6), (7, 8)]]
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [{"correction_steps": 0}, {"max_inflight_bytes": "1MiB"}, {"prefetch_bytes": "1MiB"}],
+    ("keys", "num_steps"),
+    [
+        ({}, 1 + 8),
+        ({"correction_steps": 3}, 1 + 3),
+        ({"correction_steps": 0}, 0),
+        ({"max_inflight_bytes": "1MiB"}, 0),
+        ({"prefetch_bytes": "1MiB"}, 0),
+    ],
 )
-def test_what_somebody_has_set_is_not_corrected(keys):
-    job, plan = planned_job()
-    assert begin_correction(job.manager, policy_of(), plan) is not None
-    assert begin_correction(job.manager, policy_of(), keep_all(plan, "no")) is None
-    assert begin_correction(job.manager, policy_of(**keys), plan) is None
+def test_what_somebody_has_set_is_not_corrected(keys, num_steps):
+    job = VirtualJob(GBPS).warmed_up()
+    policy = policy_of(measured_steps=0, **keys)
+    plan_run(job.manager, job.step, RUN, policy=policy, schedule=SCHEDULE)
+    assert len(job.moved_bytes) == 1 + num_steps
 
 
 def test_where_a_target_sets_the_distances_a_plan_does_not():
-    job, plan = planned_job()
-    config = job.manager.config.model_copy(update={"device_target_bytes": 2**30})
-    manager = SimpleNamespace(config=config, budget=job.manager.budget)
-    assert begin_correction(manager, policy_of(), plan) is None
+    job = VirtualJob(GBPS, device_target_bytes=2**30).warmed_up()
+    policy = policy_of(measured_steps=0)
+    plan_run(job.manager, job.step, RUN, policy=policy, schedule=SCHEDULE)
+    assert len(job.moved_bytes) == 1

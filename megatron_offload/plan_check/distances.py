@@ -1,10 +1,10 @@
-"""A plan's distances on this rank, corrected by its next steps.
+"""A plan's distances, corrected on each rank by its next steps.
 
-Owns what is done with the manager for that. Must not know which changes are tried, other ranks, nor
-how the plan was made.
+Owns what is done with the manager for that. Must not know which changes are tried, how ranks talk,
+nor how the plan was made.
 
-Nothing is exchanged: each rank corrects its own distances, for its own reasons, and no bit depends
-on them. Ranks that take the same steps are through at the same one.
+Each rank corrects its own distances, for its own reasons, and no bit depends on them. Only at the
+end, which is at the same step on all ranks, do they tell each other what they have found.
 
 Invariant: both distances together never exceed those of the plan.
 Read next: `megatron_offload.planning.adapt`.
@@ -12,15 +12,16 @@ Read next: `megatron_offload.planning.adapt`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.planning.adapt import Adaptation, Distances, Seen
+from megatron_offload.planning.plan import OffloadPlan, with_distances
 from megatron_offload.tracing import trace_step
 
-__all__ = ["PlanCorrection"]
+__all__ = ["DistanceCheck", "PlanCorrection"]
 
 
 class PlanCorrection:
@@ -79,3 +80,54 @@ class PlanCorrection:
         self._num_steps_left -= 1
         if self.is_over:
             self._manager.budget.set_limits(*self._search.best)
+
+
+class DistanceCheck:
+    """Corrects the distances of a plan, and has it say so.
+
+    Args:
+        manager: follows the plan.
+        num_steps: as for `PlanCorrection`.
+        gather: tells every pipeline rank's distances to all, in order; collective.
+
+    Attributes:
+        plan: what the manager follows, on this rank with the distances in force once it is over.
+    """
+
+    plan: OffloadPlan
+
+    def __init__(
+        self,
+        manager: PipelineOffloadManager,
+        num_steps: int,
+        gather: Callable[[Distances], Sequence[Distances]],
+    ) -> None:
+        self._manager = manager
+        self._num_steps = num_steps
+        self._gather = gather
+        self._correction: PlanCorrection | None = None
+
+    def begin(self, plan: OffloadPlan) -> bool:
+        """Take a plan; return whether there is a step to take."""
+        self.plan = plan
+        self._correction = PlanCorrection(self._manager, self._num_steps)
+        return not self._correction.is_over
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Look at the step that is taken inside, and correct."""
+        assert self._correction is not None
+        with self._correction.step():
+            yield
+
+    def note(self) -> tuple[bool, str]:
+        """Return whether it is over, and which ranks have other distances then; collective then."""
+        correction, before = self._correction, self.plan
+        assert correction is not None
+        if not correction.is_over:
+            return False, ""
+        self.plan = with_distances(before, self._gather(correction.distances))
+        pairs = zip(before.ranks, self.plan.ranks, strict=True)
+        changed = [str(rank) for rank, (old, new) in enumerate(pairs) if old != new]
+        text = f"distances corrected on pipeline ranks {', '.join(changed)}" if changed else ""
+        return True, text
