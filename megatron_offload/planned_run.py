@@ -66,6 +66,9 @@ _logger = logging.getLogger(__name__)
 _MOST_REASON = 1000
 """Letters of an error that a plan repeats."""
 
+_ERROR_MARK = "error: "
+"""Begins what a rank says that has no profile; JSON begins otherwise."""
+
 _ERRORS: dict[str, type[ConfigError]] = {"error": ConfigError, "target": TargetError}
 
 
@@ -216,7 +219,7 @@ def agree_on_plan(
     planned = _planning_policy(policy)
     if bandwidths is None:
         bandwidths = agree_on_bandwidths(manager, planned, group=group)
-    texts = gather(profile_to_json(profile), group)
+    texts = gather(_profile_or_error(manager, profile), group)
     is_distributed = dist.is_available() and dist.is_initialized()
     answer = [""]
     if not is_distributed or dist.get_rank(group) == 0:
@@ -351,6 +354,17 @@ def _origin_of(machines: JobMachines) -> str:
     return f"{when}, {whose}, {place}"
 
 
+def _profile_or_error(manager: PipelineOffloadManager, profile: StepProfile) -> str:
+    """Return what this rank says of itself; one that would follow another's part has an error."""
+    found, said = manager.learner.pp_rank, profile.run.pp_rank
+    if found is not None and found != said:
+        return (
+            f"{_ERROR_MARK}its profile is of pipeline rank {said}, and its groups are marked as "
+            f"those of pipeline rank {found}; give the front door that marks them pp_rank={said}"
+        )
+    return profile_to_json(profile)
+
+
 def _plan_or_error(
     texts: Sequence[str],
     policy: MemoryTargetConfig | AutoConfig,
@@ -362,6 +376,8 @@ def _plan_or_error(
     try:
         profiles: dict[int, StepProfile] = {}
         for rank, text in enumerate(texts):
+            if text.startswith(_ERROR_MARK):
+                raise ConfigError(f"rank {rank}: {text.removeprefix(_ERROR_MARK)}")
             profile = parse_profile(text, f"the profile of rank {rank}")
             profiles.setdefault(profile.run.pp_rank, profile)
         in_order = check_profiles(profiles.values())

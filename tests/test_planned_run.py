@@ -150,6 +150,13 @@ def test_the_first_profile_of_each_pipeline_rank_counts():
     assert alone.startswith("plan\n")
 
 
+def test_a_rank_that_would_follow_the_part_of_another_is_refused():
+    job = Job(policy=TARGET).warmed_up()
+    with pytest.raises(ConfigError, match="rank 0: its profile is of pipeline rank 1, and its gro"):
+        plan_run(job.manager, job.step, RunShape(num_microbatches=6, pp_rank=1, pp_size=2))
+    job.step()
+
+
 # Bandwidths.
 
 

@@ -39,9 +39,10 @@ from megatron_offload.planning.policy_config import (
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.solver import solve
 from megatron_offload.reporting.plan_tables import plan_list, plan_table
-from megatron_offload.reporting.summary import format_bytes, plain_table
+from megatron_offload.reporting.summary import plain_table
 from megatron_offload.reporting.tradeoff import TradeOffPoint, write_tradeoff
 from megatron_offload.strict_model import Bytes, StrictModel, validate
+from megatron_offload.units import format_bytes
 
 __all__ = [
     "ABOUT",

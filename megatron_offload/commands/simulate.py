@@ -31,8 +31,9 @@ from megatron_offload.planning.simulate import (
     simulate,
 )
 from megatron_offload.reporting.plots import MOST_TIMELINES, plot_timeline
-from megatron_offload.reporting.summary import format_bytes, plain_table
+from megatron_offload.reporting.summary import plain_table
 from megatron_offload.reporting.trace import write_traces
+from megatron_offload.units import format_bytes
 
 __all__ = ["ABOUT", "add_arguments", "run"]
 

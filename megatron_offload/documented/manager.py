@@ -117,6 +117,8 @@ class PipelineOffloadManager(engine_manager.PipelineOffloadManager):
         Three bare positions fit both; the form is taken whose stage lies within its size, the first
         where both do.
 
+        The first form doesn't say the pipeline rank: there it is what `pipeline_rank` says.
+
         Args:
             *args: see the forms.
             **kwargs: see the forms. ``min_offloaded_tensor_size`` is in elements;
@@ -130,7 +132,7 @@ class PipelineOffloadManager(engine_manager.PipelineOffloadManager):
         chunk = read_chunk_arguments("init_model_chunk_offload_handler", args, kwargs)
         self.begin_chunk(
             vp_stage=chunk["vp_stage"],
-            pp_rank=chunk.get("pp_rank", 0),
+            pp_rank=chunk.get("pp_rank"),
             min_tensor_elements=chunk["min_offloaded_tensor_size"],
             fraction=chunk.get("activation_offload_fraction"),
             delta_bytes_across_pp_ranks=chunk.get("delta_offload_bytes_across_pp_ranks"),

@@ -86,6 +86,11 @@ class Learner:
         elif isinstance(config.policy, RatioConfig):
             self._ratio = RatioPolicy(config.policy.ratio)
 
+    @property
+    def pp_rank(self) -> int | None:
+        """The pipeline rank whose rules count; None before the first chunk."""
+        return self._pp_rank
+
     def follow(
         self,
         pp_rank: int = 0,

@@ -148,7 +148,7 @@ class PipelineOffloadManager:
         self,
         *,
         vp_stage: int | None = None,
-        pp_rank: int = 0,
+        pp_rank: int | None = None,
         min_tensor_elements: int | None = None,
         fraction: float | None = None,
         delta_bytes_across_pp_ranks: int | None = None,
@@ -158,7 +158,8 @@ class PipelineOffloadManager:
 
         Args:
             vp_stage: virtual pipeline stage; None is 0.
-            pp_rank: pipeline rank, for ``delta_bytes_across_pp_ranks``.
+            pp_rank: pipeline rank, whose part of a plan and whose ``delta_bytes_across_pp_ranks``
+                count; None is what `pipeline_rank` says.
             min_tensor_elements: smallest tensor that moves, in elements, where a caller has its
                 own limit. The default of ``min_tensor_bytes`` does not apply then, a value that
                 was set does.
@@ -176,7 +177,8 @@ class PipelineOffloadManager:
             self._hooks.clear()
         for prepare in before_chunk:
             prepare()
-        self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
+        place = self.pipeline_rank() if pp_rank is None else pp_rank
+        self.learner.follow(place, fraction, delta_bytes_across_pp_ranks)
         config = self.config
         min_tensor_bytes = int(config.min_tensor_bytes)
         if min_tensor_elements is None:
@@ -186,6 +188,14 @@ class PipelineOffloadManager:
         self._chunk = self._make_chunk(vp_stage or 0, min_tensor_bytes, min_tensor_elements)
         self._chunk.max_inflight_groups = max_inflight_groups
         return self._chunk
+
+    @staticmethod
+    def pipeline_rank() -> int:
+        """Return this process's pipeline rank, for callers that don't say.
+
+        0 here; an integration that knows better puts its own in place.
+        """
+        return 0
 
     def _make_chunk(
         self, vp_stage: int, min_tensor_bytes: int, min_tensor_elements: int

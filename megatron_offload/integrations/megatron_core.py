@@ -93,6 +93,8 @@ class _Exchange:
                     self._replace(module, name, self._ours[id(value)])
         self._forward_interface()
         self._opt_out_discarded_outputs()
+        # The calls of megatron-core 0.16 don't say it.
+        self._replace(facade.PipelineOffloadManager, "pipeline_rank", staticmethod(_pipeline_rank))
 
     def revert(self) -> None:
         """Put everything back, where it was found and where it was copied to since."""
@@ -145,6 +147,15 @@ class _Exchange:
             return outputs
 
         self._replace(CheckpointWithoutOutput, "checkpoint", checkpoint)
+
+
+def _pipeline_rank() -> int:
+    """Return the pipeline rank by Megatron's global state; 0 where a job has none."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def _import_target() -> types.ModuleType:

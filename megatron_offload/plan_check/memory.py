@@ -24,6 +24,7 @@ from megatron_offload.errors import TargetError
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.target_check import TargetCheck
 from megatron_offload.step_memory import can_weigh, weigh_step
+from megatron_offload.units import format_bytes
 
 __all__ = ["MemoryCheck"]
 
@@ -98,7 +99,7 @@ class MemoryCheck:
         self.plan = _with_measured(self.plan, reserved)
         missed_bytes = check.missed_bytes(reserved)
         self._measured.append((missed_bytes, self.plan.moved_bytes, self.plan))
-        text = f"ranks reserve {_gib(reserved)}, at most {_gib(self._target_bytes)} is wanted"
+        text = f"ranks reserve {_sizes(reserved)}, at most {_sizes(self._target_bytes)} is wanted"
         moved = [rank.moved_bytes for rank in self.plan.ranks]
         if check.wants_another(reserved, moved) and self._plan_again(check):
             _logger.info("%s: planned again", text)
@@ -127,7 +128,7 @@ class MemoryCheck:
         self.plan = best
         self._manager.follow_plan(best)
         if missed_bytes:
-            text += f"; {_gib([missed_bytes])} more than wanted stay reserved"
+            text += f"; {format_bytes(missed_bytes, 2)} more than wanted stay reserved"
             _logger.warning("%s", text)
         else:
             text += ": kept"
@@ -143,5 +144,8 @@ def _with_measured(plan: OffloadPlan, reserved_bytes: Sequence[int] | None) -> O
     )
 
 
-def _gib(sizes: Sequence[int]) -> str:
-    return "/".join(f"{size / 2**30:.2f}" for size in sizes) + " GiB"
+def _sizes(sizes: Sequence[int]) -> str:
+    """Return one size where all are the same."""
+    return ", ".join(
+        format_bytes(size, 2) for size in (sizes if len(set(sizes)) > 1 else sizes[:1])
+    )

@@ -33,6 +33,7 @@ from megatron_offload.planning.job import Machine
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
 from megatron_offload.planning.profile import GroupKey, StepProfile
 from megatron_offload.planning.solver import solve
+from megatron_offload.units import format_bytes
 
 __all__ = ["MemoryPlanner", "MemoryTargetPolicy", "Resources"]
 
@@ -159,11 +160,12 @@ class MemoryPlanner:
             if problem.least_peak_bytes() <= problem.target_bytes:
                 raise
             least_bytes = problem.least_peak_bytes() + rank.waste_bytes
+            sizes = (target_bytes, least_bytes, least_bytes - target_bytes)
+            target, least, more = (format_bytes(size, 2) for size in sizes)
             raise TargetError(
-                f"pipeline rank {index} can't be brought under {_gib(target_bytes)}: with all that "
-                f"can move in time it still takes {_gib(least_bytes)}, "
-                f"{_gib(least_bytes - target_bytes)} more; raise the target, mark more modules, or "
-                "lower the microbatch"
+                f"pipeline rank {index} can't be brought under {target}: with all that can move in "
+                f"time it still takes {least}, {more} more; raise the target, mark more modules, "
+                "or lower the microbatch"
             ) from error
         moved = {rank.keys[position] for position in solution.moved}
         prefetch_bytes = room.prefetch_bytes(device_bytes)
@@ -261,7 +263,3 @@ def _moved_reasons(rank: Footprint, link_gbps: float) -> dict[GroupKey, str]:
 
 def _ms(us: float) -> str:
     return f"{us / 1e3:.1f} ms"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_offload.reporting.summary import format_bytes
 from megatron_offload.reporting.trace import (
     HELD_BYTES,
     INFLIGHT_BYTES,
@@ -24,6 +23,7 @@ from megatron_offload.reporting.trace import (
     StepTrace,
 )
 from megatron_offload.reporting.tradeoff import TradeOff, TradeOffPoint, frontier
+from megatron_offload.units import format_bytes
 
 __all__ = [
     "WIDTH",

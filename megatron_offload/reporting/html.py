@@ -18,7 +18,7 @@ from megatron_offload.files import replace_text
 from megatron_offload.reporting import charts
 from megatron_offload.reporting.plots import MOST_TIMELINES
 from megatron_offload.reporting.report import Report, format_percent
-from megatron_offload.reporting.summary import format_bytes
+from megatron_offload.units import format_bytes
 
 __all__ = ["render_report", "write_report"]
 

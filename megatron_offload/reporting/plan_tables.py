@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.reporting.plan_rows import plan_rows
-from megatron_offload.reporting.summary import format_bytes
+from megatron_offload.units import format_bytes
 
 __all__ = ["plan_list", "plan_table"]
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.reporting.plan_rows import PlanRow, plan_rows
-from megatron_offload.reporting.summary import format_bytes
 from megatron_offload.reporting.trace import StepTrace
 from megatron_offload.reporting.tradeoff import TradeOff
+from megatron_offload.units import format_bytes
 
 __all__ = ["Comparison", "GroupRow", "MemoryKind", "Pair", "RankRow", "Report"]
 

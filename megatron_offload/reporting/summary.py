@@ -14,28 +14,15 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_offload.units import format_bytes
+
 __all__ = [
     "compare_table",
-    "format_bytes",
     "group_table",
     "memory_table",
     "plain_table",
     "rank_table",
 ]
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def format_bytes(size_bytes: float | None) -> str:
-    """Return a size with a unit that keeps it short; ``-`` for None."""
-    if size_bytes is None:
-        return "-"
-    value = float(size_bytes)
-    for unit in _UNITS[:-1]:
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} {_UNITS[-1]}"
 
 
 def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:

@@ -12,9 +12,9 @@ from megatron_offload.commands.source import load_model, load_run
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.simulate import simulate
-from megatron_offload.reporting.summary import format_bytes
 from megatron_offload.reporting.trace import read_traces
 from megatron_offload.train.cli import main
+from megatron_offload.units import format_bytes
 
 pytest.importorskip("simpy")
 

@@ -219,3 +219,29 @@ def test_what_megatron_core_itself_lacks_is_not_hidden(monkeypatch):
 def test_uninstall_alone_does_nothing():
     megatron_core.uninstall()
     assert not megatron_core.is_installed()
+
+
+def test_calls_that_dont_say_their_pipeline_rank_get_megatrons(monkeypatch):
+    """The first form of the call, which megatron-core 0.16 uses, doesn't say it."""
+    from megatron.core import parallel_state
+
+    from megatron_offload.fine_grained_activation_offload import PipelineOffloadManager
+
+    def rank_of(*arguments):
+        manager = PipelineOffloadManager()
+        manager.init_model_chunk_offload_handler(*arguments)
+        found = manager.learner.pp_rank
+        manager.abort()
+        return found
+
+    assert rank_of(1, None) == 0
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 3)
+    megatron_core.install()
+    try:
+        assert rank_of(1, None) == 0, "no parallel state"
+        monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+        assert rank_of(1, None) == 3
+        assert rank_of(2, 1, None, 0, 0, 1.0) == 2, "whoever says it is believed"
+    finally:
+        megatron_core.uninstall()
+    assert rank_of(1, None) == 0
