@@ -62,7 +62,7 @@ def gpu_report(**changes):
     choices = tuple(
         GroupChoice(GroupKey(0, order), HOSTILE, GIB, order < 2, HOSTILE) for order in range(3)
     )
-    plan = RankPlan(choices, GIB, 2 * GIB, 30 * GIB, 1_490_000.0)
+    plan = RankPlan(choices, GIB, 2 * GIB, 30 * GIB, 1_490_000.0, 29 * GIB + GIB // 4)
     report = Report(
         title=HOSTILE,
         num_steps=5,

@@ -115,6 +115,7 @@ def test_what_users_named_is_text_wherever_it_stands():
     assert f"Bandwidths: {HOSTILE}." in "".join(page.text)
     cost = "+0.40 % (standard error 0.05 %) of 1484.4 ms, by 3 steps of each kind"
     assert f"Measured by steps of the run, the plan costs {cost}." in "".join(page.text)
+    assert "<td>30.0 GiB</td><td>29.2 GiB</td><td>1490.0 ms</td>" in text, "predicted, and measured"
     assert "<script" not in text
     assert "<img" not in text
     assert {a["title"] for a in page.of("span") if "title" in a} >= {HOSTILE}
