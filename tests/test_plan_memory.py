@@ -168,12 +168,40 @@ def test_of_those_that_keep_the_target_the_plan_that_moves_least_stays(three):
     # The second has a lot of room, and the third, which was to use it, misses the target.
     weights = [13 * TARGET // 10, TARGET // 2, TARGET + 2]
     check, asked, said = checked(job, weights, [three[1], three[2], three[0]])
-    assert len(asked) == 3, "the last found no plan"
+    # For the third and less and less of it no plan was found.
+    assert asked[2] < asked[3] < asked[4] < asked[1]
+    assert len(asked) == 5
     assert check.plan.ranks[0].kept == three[2].ranks[0].kept == job.manager.learner._plan.kept
     assert check.plan.ranks[0].measured_peak_bytes == TARGET // 2
     assert said[-1].endswith("; an earlier plan is followed again: kept")
     job.step()
     assert job.moved_bytes[-1] == three[2].moved_bytes
+
+
+def test_where_the_lower_target_cannot_be_kept_one_between_is_tried(three):
+    """A rank misses its target by little, and hardly more can move."""
+    job = WeighedJob(1.0).warmed_up()
+    asked, lowest = [], TARGET - TARGET // 50
+
+    def make(targets):
+        asked.append(*targets)
+        if targets[0] < lowest:
+            raise TargetError("too low")
+        job.manager.follow_plan(three[2])
+        return three[2]
+
+    job.manager.follow_plan(three[1])
+    weights = [TARGET + TARGET // 50, TARGET]
+    check = MemoryCheck(job.manager, [TARGET], 4, make, lambda _: [weights.pop(0)])
+    check = PlanCheck(three[1], [check])
+    while not check.is_over:
+        with check.step():
+            job.step()
+        check.note()
+    assert len(asked) == 2
+    assert asked[0] < lowest <= asked[1] < TARGET
+    assert check.plan.ranks[0].measured_peak_bytes == TARGET
+    assert check.plan.moved_bytes == three[2].moved_bytes
 
 
 def test_a_plan_that_was_measured_is_not_measured_again(three):

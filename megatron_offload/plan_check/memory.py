@@ -109,11 +109,13 @@ class MemoryCheck:
     def _plan_again(self, check: TargetCheck) -> bool:
         """Return whether there is a plan that wasn't measured yet; the manager follows it then."""
         before = self.plan
-        try:
-            self.plan = self._make_plan(check.planned_bytes)
-        except TargetError as error:
-            _logger.info("no other plan: %s", error)
-            return False
+        while self.plan is before:
+            try:
+                self.plan = self._make_plan(check.planned_bytes)
+            except TargetError as error:
+                if not check.give_way():
+                    _logger.info("no other plan: %s", error)
+                    return False
         known = [_with_measured(plan, None) for _, _, plan in self._measured]
         if self.plan not in known:
             return True

@@ -45,6 +45,7 @@ class TargetCheck:
         self._target_bytes = tuple(target_bytes)
         self._num_plans_left = most_plans
         self._least_missed: list[int | None] = [None] * len(target_bytes)
+        self._measured_bytes = self.planned_bytes
 
     def missed_bytes(self, reserved_bytes: Sequence[int]) -> int:
         """Return what ranks reserve above their targets, all together."""
@@ -62,12 +63,28 @@ class TargetCheck:
             Whether another plan is wanted, for what is in `planned_bytes` then.
         """
         self._num_plans_left -= 1
-        before = self.planned_bytes
+        before = self._measured_bytes = self.planned_bytes
         self.planned_bytes = tuple(
             self._next(rank, reserved, moves=moved > 0)
             for rank, (reserved, moved) in enumerate(zip(reserved_bytes, moved_bytes, strict=True))
         )
         return self.planned_bytes != before and self._num_plans_left > 0
+
+    def give_way(self) -> bool:
+        """Ask for less, where no plan can be made; return whether there is less to ask for.
+
+        Ranks that were to come down come down by half of that only.
+        """
+        before = self.planned_bytes
+        self.planned_bytes = tuple(
+            planned if planned >= measured else (planned + measured) // 2
+            for planned, measured in zip(before, self._measured_bytes, strict=True)
+        )
+        least_step = min(self._target_bytes) // (4 * _MARGIN_SHARE)
+        return any(
+            measured - planned > least_step
+            for planned, measured in zip(self.planned_bytes, self._measured_bytes, strict=True)
+        )
 
     def _next(self, rank: int, reserved_bytes: int, *, moves: bool) -> int:
         planned, target = self.planned_bytes[rank], self._target_bytes[rank]

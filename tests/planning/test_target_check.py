@@ -45,6 +45,18 @@ def test_close_to_what_missed_it_ends():
     assert not check.wants_another([T - 30_000], [1])
 
 
+def test_where_no_plan_can_be_made_less_is_asked_for_down_to_next_to_nothing():
+    check = TargetCheck([T, T, T], 9)
+    assert check.wants_another([T + 3000, T - 30_000, T], [1, 1, 1])
+    down, up, same = check.planned_bytes
+    assert (down, same) == (T - 4000, T)
+    assert up > T
+    asked = []
+    while check.give_way():
+        asked.append(check.planned_bytes)
+    assert asked == [(T - less, up, T) for less in (2000, 1000, 500)]
+
+
 @pytest.mark.parametrize("most_plans", [1, 2, 5])
 def test_it_ends_after_so_many_plans(most_plans):
     check = TargetCheck([T], most_plans)
