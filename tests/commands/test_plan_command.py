@@ -106,8 +106,11 @@ def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path,
     output.write_text("old")
     assert plan("--model", model, "--device-target", "1MiB", "--output", output) == 1
     error = capsys.readouterr().err
-    assert re.search(r"can't be brought under 0.00 GiB: .* it still takes 0.\d+ GiB", error)
-    assert re.search(r"0.\d+ GiB more", error)
+    found = re.search(
+        r"can't be brought under 1.00 MiB: .* it still takes (\S+) MiB, (\S+) MiB more", error
+    )
+    least_mib, missing_mib = map(float, found.groups())
+    assert least_mib == pytest.approx(1 + missing_mib, abs=0.02)
     assert output.read_text() == "old"
 
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from problems import MIB, make_job, profiles
+from pydantic import ByteSize, TypeAdapter
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.greedy import solve_greedy
@@ -104,13 +105,13 @@ def test_a_target_that_is_too_low_is_refused_with_rank_and_distance(planner):
     with pytest.raises(ConfigError) as caught:
         planner.plan((planner.lowest_bytes - 2**30,) * 4, "memory_target")
     found = re.fullmatch(
-        r"pipeline rank 0 can't be brought under (\S+) GiB: with all that can move in time it "
-        r"still takes (\S+) GiB, (\S+) GiB more; raise the target, .*",
+        r"pipeline rank 0 can't be brought under (.+): with all that can move in time it still "
+        r"takes (.+), (.+) more; raise the target, .*",
         str(caught.value),
     )
-    target_gib, least_gib, missing_gib = map(float, found.groups())
-    assert least_gib == pytest.approx(target_gib + missing_gib, abs=0.02)
-    assert 0.5 < missing_gib <= 1.0
+    target, least, missing = map(TypeAdapter(ByteSize).validate_python, found.groups())
+    assert least == pytest.approx(target + missing, abs=20 * MIB)
+    assert 2**29 < missing <= 2**30
 
 
 def test_a_given_room_is_kept_to():
