@@ -10,7 +10,7 @@ from virtual_clock import RUN, SCHEDULE, VirtualJob
 
 from megatron_offload.plan_check.check import PlanCheck
 from megatron_offload.plan_check.cost import TimeCheck
-from megatron_offload.planned_run import check_plan, plan_run
+from megatron_offload.planned_run import agree_on_plan, check_plan, plan_run
 from megatron_offload.planning.cost_check import most_steps
 from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
 from megatron_offload.profiling import profile_step
@@ -86,20 +86,64 @@ def test_a_plan_is_corrected_before_it_is_measured():
     assert plan.measured.num_pairs == 3
 
 
-def test_where_copies_are_slower_than_planned_the_second_plan_keeps_to_the_limit(log):
+def test_where_copies_are_slower_than_planned_a_later_plan_keeps_to_the_limit(log):
     job = VirtualJob(0.135 * PLANNED).warmed_up()
     trusting = VirtualJob(0.135 * PLANNED).warmed_up()
     first = planned(trusting, measured_steps=0)
     assert first.measured is None
     assert usual_slowdown_percent(trusting) > 0.5, "the prediction was wrong"
     plan = planned(job)
-    assert [text.rpartition(": ")[2] for text in log.messages] == ["planned again", "kept"]
-    first_bytes, second_bytes = first.moved_bytes, plan.moved_bytes
-    assert 0.4 * first_bytes < second_bytes <= 0.75 * first_bytes
-    assert job.moved_bytes == [0] + [0, first_bytes] * 4 + [second_bytes] + [0, second_bytes] * 3
+    said = [text.rpartition("again, for ")[2] for text in log.messages]
+    assert said[:3] == ["fewer bytes", "more bytes", "fewer bytes"]
+    assert said[3].endswith(": kept")
+    moved = [num_bytes for num_bytes in job.moved_bytes if num_bytes]
+    first_bytes, second_bytes, third_bytes, last_bytes = moved[::4]
+    assert (first_bytes, last_bytes) == (first.moved_bytes, plan.moved_bytes)
+    assert 0.4 * first_bytes < second_bytes < last_bytes < third_bytes <= 0.75 * first_bytes
+    expected = [0] + [0, first_bytes] * 4
+    for later_bytes in (second_bytes, third_bytes, last_bytes):
+        expected += [later_bytes] + [0, later_bytes] * 3
+    assert job.moved_bytes == expected
     assert plan.measured.slowdown_percent <= 0.5
     assert usual_slowdown_percent(job) <= 0.5
-    assert job.moved_bytes[-1] == second_bytes
+    assert job.moved_bytes[-1] == last_bytes
+
+
+@pytest.mark.parametrize("makes_last", [True, False])
+def test_where_those_that_move_more_are_too_slow_an_earlier_plan_is_followed_again(makes_last):
+    job = VirtualJob(PLANNED).warmed_up()
+    with profile_step(job.manager, run=RUN, moves=False) as recorded:
+        job.step()
+    plans = [
+        agree_on_plan(
+            job.manager, recorded.profile, policy(), schedule=SCHEDULE, most_moved_bytes=most_bytes
+        )
+        for most_bytes in (None, 94_000, 140_000, 117_000)
+    ]
+    followed = iter(plans)
+    slow = {plans[0].moved_bytes, plans[2].moved_bytes}
+
+    def make(most_bytes):
+        plan = next(followed)
+        if plan is plans[3] and not makes_last:
+            plan = plans[1]  # there is none between
+        job.manager.follow_plan(plan)
+        return plan
+
+    def step_us(_):
+        return 1100.0 if job.moved_bytes[-1] in slow else 1000.0
+
+    slow.add(plans[3].moved_bytes)
+    check = PlanCheck(make(None), [TimeCheck(job.manager, 0.5, 1, make, step_us)])
+    said = []
+    while not check.is_over:
+        with check.step():
+            job.step()
+        said.append(check.note())
+    assert "an earlier plan is followed again, which costs +0.00 %" in said[-1]
+    job.step()
+    assert job.moved_bytes[-1] == check.plan.moved_bytes == plans[1].moved_bytes
+    assert check.plan.measured.slowdown_percent == 0.0
 
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.08, 0.1, 0.12, 0.15, 0.18, 0.2, 0.3])

@@ -225,6 +225,24 @@ def test_memory_is_handed_back_between_the_first_step_and_the_second(three):
     trim()
 
 
+def test_what_either_of_the_two_steps_reserves_counts(three):
+    for shares in ([9.0, 1.5, 1.0], [9.0, 1.0, 1.5]):
+        job, told = WeighedJob(1.0).warmed_up(), []
+        job.manager.follow_plan(three[0])
+        memory = MemoryCheck(
+            job.manager, [TARGET], 1, None, lambda most, told=told: told.append(most) or [most]
+        )
+        check = PlanCheck(three[0], [memory])
+        for share in shares:
+            with check.step():
+                job.share = share
+                job.step()
+            job.share = 0.0  # what the next step begins with
+            check.note()
+        assert check.is_over
+        assert told == [int(1.5 * job.meter.peak_bytes)]
+
+
 def test_ranks_of_one_place_count_by_the_fullest(monkeypatch):
     job = WeighedJob(1.0).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:

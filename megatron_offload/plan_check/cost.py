@@ -27,6 +27,9 @@ _logger = logging.getLogger(__name__)
 class TimeCheck:
     """Keeps a plan that costs no more than it should, or has a lesser one made.
 
+    Of the plans that were measured and cost no more the one stays that moves most; where all cost
+    more, nothing moves from then on, with a warning.
+
     Args:
         manager: follows the plan.
         most_slowdown_percent: of the step's time without offload.
@@ -55,13 +58,14 @@ class TimeCheck:
         self._make_plan = make_plan
         self._slowest = slowest
         self._check: CostCheck | None = None
+        self._measured: list[OffloadPlan] = []
         self._timed: TimedStep | None = None
 
     def begin(self, plan: OffloadPlan) -> bool:
         """Take a plan; return whether there is a step to take."""
         self.plan = plan
         if self._num_pairs:
-            self._check = CostCheck(self._most_slowdown_percent, self._num_pairs)
+            self._check = CostCheck(self._most_slowdown_percent, self._num_pairs, plan.moved_bytes)
         return self._check is not None
 
     @contextmanager
@@ -86,21 +90,33 @@ class TimeCheck:
         cost = check.costs[-1]
         text = f"the plan costs {cost}, at most {self._most_slowdown_percent:g} % is wanted"
         self.plan = replace(self.plan, measured=cost)
-        if check.next is Next.KEEP:
-            self._finish()
-            _logger.info("%s: kept", text)
-            return True, f"{text}: kept"
-        slow = self.plan
+        self._measured.append(self.plan)
         if check.next is Next.PLAN:
-            self.plan = self._make_plan(int(check.share * slow.moved_bytes))
-            if self.plan.moved_bytes:
-                check.follow_next_plan()
-                _logger.info("%s: planned again", text)
-                return False, f"{text}: planned again"
-        self._move_nothing(slow, check.costs)
-        text += "; nothing moves from here on: no plan was fast enough"
-        _logger.warning("%s", text)
+            again = self._make_plan(check.most_bytes)
+            if check.follow_next_plan(again.moved_bytes):
+                fewer = "fewer" if again.moved_bytes < self.plan.moved_bytes else "more"
+                self.plan = again
+                _logger.info("%s: planned again, for %s bytes", text, fewer)
+                return False, f"{text}: planned again, for {fewer} bytes"
+            self._manager.follow_plan(self.plan)
+        if check.best is None:
+            self._move_nothing(self.plan, check.costs)
+            text += "; nothing moves from here on: no plan was fast enough"
+            _logger.warning("%s", text)
+        else:
+            text += self._keep(self._measured[check.best])
+            _logger.info("%s", text)
+        self._check = None
+        self._manager.backend.trim_device()  # what only the steps without offload needed
         return True, text
+
+    def _keep(self, best: OffloadPlan) -> str:
+        """Follow a plan that was measured; return what there is to say."""
+        if best is self.plan:
+            return ": kept"
+        self.plan = best
+        self._manager.follow_plan(best)
+        return f"; an earlier plan is followed again, which costs {best.measured}: kept"
 
     def _move_nothing(self, slow: OffloadPlan, costs: Sequence[MeasuredCost]) -> None:
         found = ", ".join(f"{cost.slowdown_percent:+.2f}" for cost in costs)
@@ -110,9 +126,3 @@ class TimeCheck:
         )
         self.plan = keep_all(slow, reason)
         self._manager.follow_plan(self.plan)
-        self._finish()
-
-    def _finish(self) -> None:
-        """Hand back what only the steps without offload needed."""
-        self._check = None
-        self._manager.backend.trim_device()

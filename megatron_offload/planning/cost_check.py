@@ -15,10 +15,12 @@ A plan that is too slow is followed by one that moves less, not by one that is p
 quicker: a prediction that was wrong may have promised no loss at all, and a lower limit would bring
 the same plan again. Little is lost until a link is full, and then much, so the loss is taken to
 grow with the third power of the bytes; but the next plan may move no less than half of the last
-one's bytes and no more than three quarters, so that few tries find a good one.
+one's bytes and no more than three quarters, so that few tries find a good one. One that is quick
+enough but moves far less than one that wasn't is followed by one between the two.
 
-Invariants: same times, same verdict, so ranks that are told the same agree; it ends after
-`most_steps`; no plan is kept that was measured over the limit by more than the noise.
+Invariants: same times and bytes, same verdict, so ranks that are told the same agree; it ends after
+`most_steps`; no plan is kept that was measured over the limit by more than the noise, and of the
+others the one that moves most is.
 Read next: `megatron_offload.plan_check`, which takes the steps.
 """
 
@@ -39,6 +41,9 @@ _MOST_PLANS = 4
 _SHARES = (0.5, 0.75)
 """Of the bytes that a plan moved which was too slow, what the next one may move."""
 
+_CLOSE_SHARE = 0.8
+"""A plan that is quick enough stays where it moves this share of what a slow one moved, or more."""
+
 _DEVIATIONS_OF_MEDIAN = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -48,8 +53,8 @@ class Next(enum.Enum):
 
     WITHOUT = "take a step that moves nothing"
     WITH = "take a step that follows the plan"
-    PLAN = "plan again, for fewer bytes"
-    KEEP = "keep the plan"
+    PLAN = "plan again, for other bytes"
+    KEEP = "keep the best plan"
     GIVE_UP = "move nothing: no plan was fast enough"
 
 
@@ -96,22 +101,28 @@ class MeasuredCost(NamedTuple):
 
 
 class CostCheck:
-    """Says which step to take next, and in the end whether the plan stays.
+    """Says which step to take next, and in the end which plan stays.
 
     Args:
         most_slowdown_percent: of the step's time without offload.
         num_pairs: steps of each kind that count, for each plan; at least 1.
+        moved_bytes: of the first plan; more than 0.
 
     Attributes:
         costs: what each plan so far was measured to cost.
-        share: of the bytes that the plan moves, what the next one may move, after `Next.PLAN`.
+        best: place in ``costs`` of the plan to keep; None while all were too slow.
+        most_bytes: what the next plan may move, after `Next.PLAN`.
     """
 
-    def __init__(self, most_slowdown_percent: float, num_pairs: int) -> None:
+    def __init__(self, most_slowdown_percent: float, num_pairs: int, moved_bytes: int) -> None:
         self.costs: list[MeasuredCost] = []
-        self.share = 1.0
+        self.best: int | None = None
+        self.most_bytes = moved_bytes
         self._most_slowdown_percent = most_slowdown_percent
         self._num_pairs = num_pairs
+        self._moved_bytes = moved_bytes
+        self._quick_bytes = 0
+        self._slow_bytes: int | None = None
         self._steps: deque[tuple[Next, bool]] = deque()
         self._times: dict[Next, list[float]] = {}
         self._verdict = Next.KEEP
@@ -136,9 +147,24 @@ class CostCheck:
             self.costs.append(MeasuredCost.of(self._times[Next.WITHOUT], self._times[Next.WITH]))
             self._verdict = self._judge(self.costs[-1])
 
-    def follow_next_plan(self) -> None:
-        """Begin anew with the plan that was made after `Next.PLAN`."""
+    def follow_next_plan(self, moved_bytes: int) -> bool:
+        """Begin anew with the plan that was made after `Next.PLAN`, if it is worth that.
+
+        It isn't where it moves no more than one that is quick enough, or nothing: then `next` is
+        the verdict.
+
+        Args:
+            moved_bytes: of that plan.
+
+        Returns:
+            Whether steps have to be taken.
+        """
+        if moved_bytes <= self._quick_bytes:
+            self._verdict = self._final()
+            return False
+        self._moved_bytes = moved_bytes
         self._begin(skipped=(Next.WITH,))
+        return True
 
     def _begin(self, skipped: Sequence[Next]) -> None:
         kinds = (Next.WITHOUT, Next.WITH)
@@ -148,13 +174,23 @@ class CostCheck:
 
     def _judge(self, cost: MeasuredCost) -> Next:
         if cost.slowdown_percent <= self._most_slowdown_percent + cost.noise_percent:
-            return Next.KEEP
-        if len(self.costs) == _MOST_PLANS:
-            return Next.GIVE_UP
-        least, most = _SHARES
-        wanted = (self._most_slowdown_percent / cost.slowdown_percent) ** (1 / 3)
-        self.share = min(max(wanted, least), most)
+            self.best, self._quick_bytes = len(self.costs) - 1, self._moved_bytes
+        else:
+            self._slow_bytes = self._moved_bytes
+        if len(self.costs) == _MOST_PLANS or self._slow_bytes is None:
+            return self._final()
+        if self.best is None:
+            least, most = _SHARES
+            wanted = (self._most_slowdown_percent / cost.slowdown_percent) ** (1 / 3)
+            self.most_bytes = int(min(max(wanted, least), most) * self._moved_bytes)
+        elif self._quick_bytes >= _CLOSE_SHARE * self._slow_bytes:
+            return self._final()
+        else:
+            self.most_bytes = (self._quick_bytes + self._slow_bytes) // 2
         return Next.PLAN
+
+    def _final(self) -> Next:
+        return Next.GIVE_UP if self.best is None else Next.KEEP
 
 
 def most_steps(num_pairs: int) -> int:

@@ -10,6 +10,8 @@ import pytest
 from megatron_offload.planning.cost_check import CostCheck, MeasuredCost, Next, most_steps
 
 STEPS = (Next.WITHOUT, Next.WITH)
+MOVED = 1_000_000
+"""Bytes that the first plan moves; each later one moves what it may."""
 
 
 def run(check, plans, step_us):
@@ -26,7 +28,7 @@ def run(check, plans, step_us):
     followed = [[]]
     while check.next in (*STEPS, Next.PLAN):
         if check.next is Next.PLAN:
-            check.follow_next_plan()
+            assert check.follow_next_plan(check.most_bytes)
             followed.append([])
             continue
         kind = check.next
@@ -34,6 +36,12 @@ def run(check, plans, step_us):
         followed[-1].append((kind, time_us))
         check.note(time_us)
     return followed
+
+
+def run_one(check, percent):
+    """Take the steps of one plan."""
+    while check.next in STEPS:
+        check.note(exact(percent if check.next is Next.WITH else 0.0))
 
 
 def counted(steps, num_pairs):
@@ -48,7 +56,7 @@ def exact(percent):
 
 
 def test_a_plan_that_is_fast_enough_is_kept_at_once():
-    check = CostCheck(0.5, 3)
+    check = CostCheck(0.5, 3, MOVED)
     (steps,) = run(check, [0.4], exact)
     assert check.next is Next.KEEP
     assert [kind for kind, _ in steps] == [*STEPS] * 4
@@ -60,18 +68,53 @@ def test_a_plan_that_is_fast_enough_is_kept_at_once():
 
 def test_the_limit_itself_is_kept_and_a_hair_above_is_not():
     for percent, verdict in ((25.0, Next.KEEP), (25.1, Next.GIVE_UP)):
-        check = CostCheck(25.0, 1)
+        check = CostCheck(25.0, 1, MOVED)
         run(check, [percent] * 4, exact)
         assert check.next is verdict
 
 
 def test_plans_that_are_too_slow_are_made_again_until_one_is_fast_enough():
-    check = CostCheck(0.5, 2)
-    steps = run(check, [3.0, 1.0, 0.49, 0.0], exact)
+    check = CostCheck(0.5, 2, MOVED)
+    steps = run(check, [3.0, 0.7, 0.49, 0.6], exact)
     assert check.next is Next.KEEP
-    assert [cost.slowdown_percent for cost in check.costs] == pytest.approx([3.0, 1.0, 0.49])
+    assert check.best == 2
+    assert [cost.slowdown_percent for cost in check.costs] == pytest.approx([3.0, 0.7, 0.49, 0.6])
     kinds = [[kind for kind, _ in each] for each in steps]
-    assert kinds == [[*STEPS] * 3, [Next.WITH, *STEPS * 2], [Next.WITH, *STEPS * 2]]
+    assert kinds == [[*STEPS] * 3, *[[Next.WITH, *STEPS * 2]] * 3]
+
+
+def test_between_a_slow_plan_and_a_quick_one_there_may_be_a_better_one():
+    check, asked = CostCheck(0.5, 1, MOVED), []
+    for percent in (9.0, 0.1, 0.2, 0.6):
+        while check.next in STEPS:
+            check.note(exact(percent if check.next is Next.WITH else 0.0))
+        asked.append(check.most_bytes)
+        if check.next is Next.PLAN:
+            assert check.follow_next_plan(check.most_bytes)
+    assert asked == [MOVED // 2, 3 * MOVED // 4, 7 * MOVED // 8, 7 * MOVED // 8]
+    assert (check.next, check.best) == (Next.KEEP, 2)
+
+
+def test_a_quick_plan_that_moves_nearly_as_much_as_a_slow_one_stays():
+    check = CostCheck(0.5, 1, MOVED)
+    run_one(check, 0.6)
+    assert check.follow_next_plan(8 * MOVED // 10)
+    run_one(check, 0.1)
+    assert (check.next, check.best) == (Next.KEEP, 1)
+
+
+@pytest.mark.parametrize(("percents", "verdict"), [((0.6,), Next.GIVE_UP), ((9, 0.1), Next.KEEP)])
+def test_a_plan_that_moves_no_more_than_a_quick_one_is_not_measured(percents, verdict):
+    check = CostCheck(0.5, 1, MOVED)
+    moved_bytes = 0
+    for percent in percents:
+        run_one(check, percent)
+        assert check.next is Next.PLAN
+        if percent != percents[-1]:
+            moved_bytes = check.most_bytes
+            assert check.follow_next_plan(moved_bytes)
+    assert not check.follow_next_plan(moved_bytes)
+    assert check.next is verdict
 
 
 @pytest.mark.parametrize(
@@ -85,16 +128,14 @@ def test_plans_that_are_too_slow_are_made_again_until_one_is_fast_enough():
     ],
 )
 def test_a_next_plan_moves_less_the_more_so_the_slower_the_last_was(limit, slowdown, share):
-    check = CostCheck(limit, 1)
-    assert check.share == 1.0
-    for _ in range(4):
-        check.note(exact(slowdown if check.next is Next.WITH else 0.0))
+    check = CostCheck(limit, 1, MOVED)
+    run_one(check, slowdown)
     assert check.next is Next.PLAN
-    assert check.share == pytest.approx(share, rel=1e-4)
+    assert check.most_bytes == pytest.approx(share * MOVED, rel=1e-4)
 
 
 def test_after_the_fourth_plan_nothing_moves():
-    check = CostCheck(0.5, 3)
+    check = CostCheck(0.5, 3, MOVED)
     steps = run(check, [3.0, 2.0, 1.0, 0.6], exact)
     assert check.next is Next.GIVE_UP
     assert sum(map(len, steps)) == most_steps(3) == 29
@@ -102,21 +143,21 @@ def test_after_the_fourth_plan_nothing_moves():
 
 
 def test_first_steps_behind_a_change_do_not_count():
-    check = CostCheck(0.5, 3)
+    check = CostCheck(0.5, 3, MOVED)
     slow = iter([True, True] + [False] * 99)  # the memory of both kinds is taken anew
     run(check, [0.1], lambda percent: 9e9 if next(slow) else exact(percent))
     assert check.next is Next.KEEP
-    check = CostCheck(0.5, 3)
+    check = CostCheck(0.5, 3, MOVED)
     slow = iter([False] * 8 + [True] + [False] * 99)  # the second plan's first step
-    run(check, [3.0, 0.1], lambda percent: 9e9 if next(slow) else exact(percent))
-    assert (check.next, len(check.costs)) == (Next.KEEP, 2)
+    run(check, [3.0, 0.1, 9, 9], lambda percent: 9e9 if next(slow) else exact(percent))
+    assert (check.next, check.best) == (Next.KEEP, 1)
 
 
 def test_one_step_that_something_else_delays_changes_nothing():
     for number in range(2, 8):
         for true_percent, verdict in ((0.4, Next.KEEP), (0.8, Next.GIVE_UP)):
             times = iter([4.0 if each % 8 == number else 1.0 for each in range(99)])
-            check = CostCheck(0.5, 3)
+            check = CostCheck(0.5, 3, MOVED)
 
             def late(percent, times=times):
                 return next(times) * exact(percent)
@@ -157,17 +198,20 @@ def test_random_plans_end_in_time_and_never_over_the_limit(seed):
     limit, num_pairs = rng.choice([0.0, 0.5, 5.0]), rng.randint(1, 6)
     noise = rng.choice([0.0, 0.0, 0.1, 3.0])
     plans = [rng.choice([-1.0, 0.0, rng.uniform(0, 2), rng.uniform(0, 20)]) for _ in range(4)]
-    check = CostCheck(limit, num_pairs)
+    check = CostCheck(limit, num_pairs, MOVED)
     steps = run(check, plans, lambda percent: exact(percent) * rng.uniform(1, 1 + noise / 100))
     assert sum(map(len, steps)) <= most_steps(num_pairs)
     assert len(check.costs) == len(steps) <= 4
     costs = [MeasuredCost.of(*counted(each, num_pairs)) for each in steps]
     assert costs == check.costs, "what was measured, and nothing else"
     fast = [cost.slowdown_percent - cost.noise_percent <= limit for cost in costs]
-    assert fast[:-1] == [False] * (len(costs) - 1), "a plan that is fast enough stays"
-    assert check.next is (Next.KEEP if fast[-1] else Next.GIVE_UP)
-    assert fast[-1] or len(costs) == 4
+    assert check.next is (Next.KEEP if any(fast) else Next.GIVE_UP)
+    if any(fast):
+        assert check.best == max(index for index, each in enumerate(fast) if each)
+        assert not fast[0] or len(costs) == 1, "one that is fast enough at once stays"
+    else:
+        assert check.best is None
+        assert len(costs) == 4
     if noise == 0.0:
         first = next((index for index, each in enumerate(plans) if each <= limit), None)
         assert (check.next is Next.KEEP) == (first is not None)
-        assert first is None or len(costs) == first + 1
