@@ -152,13 +152,11 @@ def check_plan(
     plan, pp_rank = make(planned), profile.run.pp_rank
     is_given = planned.max_inflight_bytes is not None or planned.prefetch_bytes is not None
     is_fixed = is_given or manager.config.device_target_bytes is not None
-    distances = DistanceCheck(
-        manager,
-        0 if is_fixed else planned.correction_steps,
-        lambda mine: [
-            Distances(*found[0]) for found in _gather_by_place(tuple(mine), pp_rank, group)
-        ],
-    )
+    num_steps = 0 if is_fixed else planned.correction_steps
+
+    def gather_distances(mine: Distances) -> list[Distances]:
+        return [Distances(*found[0]) for found in _gather_by_place(tuple(mine), pp_rank, group)]
+
     if isinstance(planned, AutoConfig):
         cost = TimeCheck(
             manager,
@@ -167,14 +165,16 @@ def check_plan(
             lambda most_bytes: make(planned, most_bytes),
             lambda mine: max(gather(mine, group)),
         )
-        return PlanCheck(plan, (distances, cost))
+        return PlanCheck(plan, (DistanceCheck(manager, num_steps, None, gather_distances), cost))
+    targets = planned.targets(plan.pp_size)
     memory = MemoryCheck(
         manager,
-        planned.targets(plan.pp_size),
+        targets,
         planned.measured_plans,
         lambda targets: make(planned.model_copy(update={"target_bytes": tuple(targets)})),
         lambda mine: [max(found) for found in _gather_by_place(mine, pp_rank, group)],
     )
+    distances = DistanceCheck(manager, num_steps, targets[pp_rank], gather_distances)
     return PlanCheck(plan, (memory, distances))
 
 

@@ -74,15 +74,42 @@ def test_what_was_best_stays_and_stalls_are_told(monkeypatch):
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == Search.best
 
 
-@pytest.mark.parametrize("inflight_share", [0.8, 0.95])
-def test_groups_that_come_late_are_fetched_earlier_within_the_same_memory(inflight_share):
+@pytest.mark.parametrize(
+    ("target_bytes", "changes"), [(None, True), (10**6, True), (103_200, False)]
+)
+def test_a_change_that_misses_the_target_is_taken_back(target_bytes, changes):
+    """The plan allows more than the rank should reserve: it was seen to reserve less."""
+    job, plan = planned_job()
+    budget = job.manager.budget
+    job.backend.reserved_bytes = lambda: 10**5 + budget.prefetch_bytes
+    follow(job, plan, 60_000, 3_200)  # room for one group that comes back ahead: others are late
+    correction = PlanCorrection(job.manager, 8, target_bytes)
+    while not correction.is_over:
+        with correction.step():
+            job.step()
+    assert (correction.distances != (60_000, 3_200)) == changes
+    assert correction.distances == (budget.max_inflight_bytes, budget.prefetch_bytes)
+
+
+def test_where_nobody_tells_what_is_reserved_no_target_counts():
+    job, plan = planned_job()
+    job.manager.meter = None
+    follow(job, plan, 60_000, 3_200)
+    correct = PlanCorrection(job.manager, 1, 1)
+    while not correct.is_over:
+        with correct.step():
+            job.step()
+
+
+@pytest.mark.parametrize(("inflight_share", "cost"), [(0.8, 1.064), (0.95, 1.065)])
+def test_groups_that_come_late_are_fetched_earlier_within_the_same_memory(inflight_share, cost):
     job, plan = planned_job()
     rank = plan.ranks[0]
     total_bytes = rank.max_inflight_bytes + rank.prefetch_bytes
     prefetch_bytes = int((1 - inflight_share) * total_bytes)
     follow(job, plan, total_bytes - prefetch_bytes, prefetch_bytes)
     job.step()
-    assert job.step_us() > 1.05 * WITHOUT_US
+    assert job.step_us() == pytest.approx(cost * WITHOUT_US, rel=1e-3)
     correct_plan(job.manager, job.step)
     budget = job.manager.budget
     assert budget.max_inflight_bytes + budget.prefetch_bytes <= total_bytes

@@ -6,19 +6,24 @@ nor how the plan was made.
 Each rank corrects its own distances, for its own reasons, and no bit depends on them. Only at the
 end, which is at the same step on all ranks, do they tell each other what they have found.
 
-Invariant: both distances together never exceed those of the plan.
+Both distances together never exceed those of the plan. But a plan may have been made for more than
+a rank should reserve, because it was seen to reserve less; so where there is a target, a change
+after which it is missed is taken back, whatever else it brought.
+
+Invariant: no distances stay that have missed a target which those before them kept.
 Read next: `megatron_offload.planning.adapt`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.planning.adapt import Adaptation, Distances, Seen
 from megatron_offload.planning.plan import OffloadPlan, with_distances
+from megatron_offload.step_memory import WeighedStep, can_weigh, weigh_step
 from megatron_offload.tracing import trace_step
 
 __all__ = ["DistanceCheck", "PlanCorrection"]
@@ -35,14 +40,19 @@ class PlanCorrection:
         manager: follows a plan; nothing else may set its limits meanwhile.
         num_steps: to look at. The first step that is taken counts on top: what it shows is how the
             plan's host memory gets pinned.
+        target_bytes: most that this process should reserve; None for any, and where nobody can
+            tell.
     """
 
-    def __init__(self, manager: PipelineOffloadManager, num_steps: int) -> None:
+    def __init__(
+        self, manager: PipelineOffloadManager, num_steps: int, target_bytes: int | None = None
+    ) -> None:
         budget = manager.budget
         distances = Distances(budget.max_inflight_bytes, budget.prefetch_bytes)
         largest_bytes, most_bytes = budget.bounds_bytes()[0] // 2, sum(distances)
         self._manager = manager
         self._search = Adaptation(distances, min(largest_bytes, most_bytes // 2), most_bytes)
+        self._target_bytes = target_bytes if can_weigh(manager) else None
         self._num_steps_left = 1 + num_steps if num_steps else 0
         self._is_first = True
 
@@ -66,7 +76,7 @@ class PlanCorrection:
         if self._is_first or self._search.is_frozen:
             yield
         else:
-            with trace_step(self._manager) as trace:
+            with self._weighing() as weighed, trace_step(self._manager) as trace:
                 yield
             stall_us, stats = trace.summary().stall_us, self._manager.last_step
             seen = Seen(
@@ -74,12 +84,18 @@ class PlanCorrection:
                 stats.num_early_returns,
                 stall_us.get(Wait.W2.name, 0.0),
                 stall_us.get(Wait.W4.name, 0.0),
+                max(0, weighed.reserved_bytes - (self._target_bytes or 0)) if weighed else 0,
             )
             self._manager.budget.set_limits(*self._search.follow(seen))
         self._is_first = False
         self._num_steps_left -= 1
         if self.is_over:
             self._manager.budget.set_limits(*self._search.best)
+
+    def _weighing(self) -> AbstractContextManager[WeighedStep | None]:
+        if self._target_bytes is None:
+            return nullcontext()
+        return weigh_step(self._manager, empties=True)
 
 
 class DistanceCheck:
@@ -88,6 +104,7 @@ class DistanceCheck:
     Args:
         manager: follows the plan.
         num_steps: as for `PlanCorrection`.
+        target_bytes: likewise.
         gather: tells every pipeline rank's distances to all, in order; collective.
 
     Attributes:
@@ -100,17 +117,19 @@ class DistanceCheck:
         self,
         manager: PipelineOffloadManager,
         num_steps: int,
+        target_bytes: int | None,
         gather: Callable[[Distances], Sequence[Distances]],
     ) -> None:
         self._manager = manager
         self._num_steps = num_steps
+        self._target_bytes = target_bytes
         self._gather = gather
         self._correction: PlanCorrection | None = None
 
     def begin(self, plan: OffloadPlan) -> bool:
         """Take a plan; return whether there is a step to take."""
         self.plan = plan
-        self._correction = PlanCorrection(self._manager, self._num_steps)
+        self._correction = PlanCorrection(self._manager, self._num_steps, self._target_bytes)
         return not self._correction.is_over
 
     @contextmanager

@@ -99,8 +99,11 @@ class MemoryCheck:
         self.plan = _with_measured(self.plan, reserved)
         missed_bytes = check.missed_bytes(reserved)
         self._measured.append((missed_bytes, self.plan.moved_bytes, self.plan))
-        text = f"ranks reserve {_sizes(reserved)}, at most {_sizes(self._target_bytes)} is wanted"
         moved = [rank.moved_bytes for rank in self.plan.ranks]
+        text = (
+            f"ranks reserve {_sizes(reserved)} where {_sizes(moved)} move, "
+            f"at most {_sizes(self._target_bytes)} is wanted"
+        )
         if check.wants_another(reserved, moved) and self._plan_again(check):
             _logger.info("%s: planned again", text)
             return False, f"{text}: planned again"

@@ -40,9 +40,16 @@ class Seen(NamedTuple):
     """How long the compute stream waited for copies to the host; 0 where that isn't measured."""
     reload_stall_us: float = 0.0
     """The same for copies back."""
+    missed_bytes: int = 0
+    """What the step reserved above what it should have, at most."""
 
     def is_better_than(self, other: Seen) -> bool:
-        """Whether less came late; or else less was waited for; or else less came back early."""
+        """Whether more is right, the first of these that differs.
+
+        No more memory than wanted; nothing late; nothing waited for; nothing back early.
+        """
+        if self.missed_bytes != other.missed_bytes:
+            return self.missed_bytes < other.missed_bytes
         if self.num_late_reloads != other.num_late_reloads:
             return self.num_late_reloads < other.num_late_reloads
         own_us = self.release_stall_us + self.reload_stall_us

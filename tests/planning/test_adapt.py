@@ -53,6 +53,13 @@ def test_one_trial_has_room_for_one_more_group(prefetch_bytes):
     assert adaptation.follow(Seen(1, 0)) == (120, 2 * group_bytes)
 
 
+def test_what_takes_more_memory_than_wanted_is_taken_back_however_good_it_is():
+    adaptation = Adaptation(START, LEAST, MOST)
+    assert adaptation.follow(Seen(7, 0)) != START
+    assert adaptation.follow(Seen(0, 0, missed_bytes=1)) == START
+    assert adaptation.best == START
+
+
 def test_what_does_not_help_is_taken_back_and_not_tried_again():
     adaptation, asked = search(lambda d: Seen(7, 0))
     assert adaptation.distances == START
