@@ -146,6 +146,35 @@ def test_where_those_that_move_more_are_too_slow_an_earlier_plan_is_followed_aga
     assert check.plan.measured.slowdown_percent == 0.0
 
 
+def test_where_there_is_none_between_the_one_that_is_quick_enough_is_followed_again():
+    job = VirtualJob(PLANNED).warmed_up()
+    with profile_step(job.manager, run=RUN, moves=False) as recorded:
+        job.step()
+    first, second, lesser = (
+        agree_on_plan(
+            job.manager, recorded.profile, policy(), schedule=SCHEDULE, most_moved_bytes=most_bytes
+        )
+        for most_bytes in (None, 94_000, 50_000)
+    )
+    plans = [first, second, lesser]
+
+    def make(most_bytes):
+        job.manager.follow_plan(plans[0])
+        return plans.pop(0)
+
+    def step_us(_):
+        return 1100.0 if job.moved_bytes[-1] == first.moved_bytes else 1000.0
+
+    check = PlanCheck(make(None), [TimeCheck(job.manager, 0.5, 1, make, step_us)])
+    while not check.is_over:
+        with check.step():
+            job.step()
+        check.note()
+    assert plans == []
+    job.step()
+    assert job.moved_bytes[-1] == check.plan.moved_bytes == second.moved_bytes
+
+
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.08, 0.1, 0.12, 0.15, 0.18, 0.2, 0.3])
 @pytest.mark.parametrize("percent", [0.0, 0.5, 10.0])
 def test_the_limit_holds_whatever_the_link_gives(share, percent):

@@ -243,6 +243,18 @@ def test_what_either_of_the_two_steps_reserves_counts(three):
         assert told == [int(1.5 * job.meter.peak_bytes)]
 
 
+def test_distances_are_corrected_behind_that_and_weighed_as_well(monkeypatch):
+    job, trims = WeighedJob(1.0).warmed_up(), []
+    trim = job.backend.trim_device
+    monkeypatch.setattr(
+        job.backend, "trim_device", lambda: (trims.append(len(job.moved_bytes)), trim())
+    )
+    planned(job, correction_steps=3)
+    assert len(job.moved_bytes) == 1 + 3 + 1 + 3
+    # Behind the profiled step; before the second that is weighed, and before each that corrects.
+    assert trims == [1, 2, 5, 6, 7]
+
+
 def test_ranks_of_one_place_count_by_the_fullest(monkeypatch):
     job = WeighedJob(1.0).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
