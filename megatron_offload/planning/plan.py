@@ -231,9 +231,14 @@ def keep_all(plan: OffloadPlan, reason: str) -> OffloadPlan:
 
 
 def with_distances(plan: OffloadPlan, distances: Iterable[Distances]) -> OffloadPlan:
-    """Return the plan with other distances, one pair for each pipeline rank, in order."""
+    """Return the plan with other distances, one pair for each pipeline rank, in order.
+
+    A rank that moves nothing has none, whatever is given for it.
+    """
     ranks = (
         replace(rank, max_inflight_bytes=inflight_bytes, prefetch_bytes=prefetch_bytes)
+        if rank.moved_bytes
+        else rank
         for rank, (inflight_bytes, prefetch_bytes) in zip(plan.ranks, distances, strict=True)
     )
     return replace(plan, ranks=tuple(ranks))
