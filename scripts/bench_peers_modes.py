@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
 import weakref
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Mode:
         self.spec = spec
         self.link_gbps = None
         self.examination = {}
+        self.planning = {}
         self.held_bytes = 0
         self.d2h_bytes = None
         self.h2d_bytes = None
@@ -142,7 +144,12 @@ class Ours(Marked):
         taken = []  # the same microbatches each time
         spec = self.spec
         run = RunShape(spec["microbatches"], spec["rank"], spec["pp"], spec["vpp"], spec["rank"])
+        started = time.perf_counter()
         plan = plan_run(self.manager, lambda: taken.append(step()), run)
+        planning_s = time.perf_counter() - started
+        steps_ms = [found[0] for found in taken]
+        self.planning = {"planning_s": planning_s, "planning_steps_ms": steps_ms}
+        print(f"planning has taken {planning_s:.1f} s, {sum(steps_ms) / 1e3:.1f} s of it in steps")
         if spec["rank"] == 0:
             save_plan(plan, Path(spec["results"]) / "plan.json")
         if spec["deterministic"] and len({found[1:] for found in taken}) > 1:
@@ -211,6 +218,7 @@ class Ours(Marked):
             "num_groups": stats.num_groups,
             "max_inflight_bytes": self.manager.budget.max_inflight_bytes,
             "prefetch_bytes": self.manager.budget.prefetch_bytes,
+            **self.planning,
         }
 
 

@@ -16,6 +16,7 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import statistics
@@ -279,6 +280,8 @@ def versions():
 def main():
     spec = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ["RANK"])
+    logging.basicConfig(format="%(relativeCreated)8d ms %(name)s: %(message)s")
+    logging.getLogger("megatron_offload").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     # A hang leaves in the log where it was.
     faulthandler.dump_traceback_later(max(1.0, spec["timeout_s"] - 5))
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

@@ -8,9 +8,10 @@ import pytest
 from programs import make_config
 from virtual_clock import RUN, SCHEDULE, VirtualJob
 
+from megatron_offload.joint_planning import JointPlanner
 from megatron_offload.plan_check.check import PlanCheck
 from megatron_offload.plan_check.cost import TimeCheck
-from megatron_offload.planned_run import agree_on_plan, check_plan, plan_run
+from megatron_offload.planned_run import check_plan, plan_run
 from megatron_offload.planning.cost_check import most_steps
 from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
 from megatron_offload.profiling import profile_step
@@ -114,10 +115,9 @@ def test_where_those_that_move_more_are_too_slow_an_earlier_plan_is_followed_aga
     job = VirtualJob(PLANNED).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
+    planner = JointPlanner(job.manager, recorded.profile, policy(), schedule=SCHEDULE)
     plans = [
-        agree_on_plan(
-            job.manager, recorded.profile, policy(), schedule=SCHEDULE, most_moved_bytes=most_bytes
-        )
+        planner.follow(most_moved_bytes=most_bytes)
         for most_bytes in (None, 94_000, 140_000, 117_000)
     ]
     followed = iter(plans)
@@ -150,11 +150,9 @@ def test_where_there_is_none_between_the_one_that_is_quick_enough_is_followed_ag
     job = VirtualJob(PLANNED).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
+    planner = JointPlanner(job.manager, recorded.profile, policy(), schedule=SCHEDULE)
     first, second, lesser = (
-        agree_on_plan(
-            job.manager, recorded.profile, policy(), schedule=SCHEDULE, most_moved_bytes=most_bytes
-        )
-        for most_bytes in (None, 94_000, 50_000)
+        planner.follow(most_moved_bytes=most_bytes) for most_bytes in (None, 94_000, 50_000)
     )
     plans = [first, second, lesser]
 

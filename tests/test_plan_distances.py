@@ -7,13 +7,10 @@ from programs import make_config
 from virtual_clock import RUN, SCHEDULE, VirtualJob
 
 from megatron_offload import planned_run
+from megatron_offload.joint_planning import JointPlanner
 from megatron_offload.plan_check import distances as distance_check
 from megatron_offload.plan_check.distances import PlanCorrection
-from megatron_offload.planned_run import (
-    agree_on_plan,
-    correct_plan,
-    plan_run,
-)
+from megatron_offload.planned_run import correct_plan, plan_run
 from megatron_offload.planning.adapt import Distances
 from megatron_offload.planning.plan import with_distances
 from megatron_offload.profiling import profile_step
@@ -33,7 +30,7 @@ def planned_job():
     job = VirtualJob(GBPS).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
-    plan = agree_on_plan(job.manager, recorded.profile, policy_of(), schedule=SCHEDULE)
+    plan = JointPlanner(job.manager, recorded.profile, policy_of(), schedule=SCHEDULE).follow()
     job.moved_bytes.clear()
     return job, plan
 

@@ -10,9 +10,10 @@ from virtual_clock import RUN, SCHEDULE, VirtualJob
 
 from megatron_offload import planned_run
 from megatron_offload.errors import TargetError
+from megatron_offload.joint_planning import JointPlanner
 from megatron_offload.plan_check.check import PlanCheck
 from megatron_offload.plan_check.memory import MemoryCheck
-from megatron_offload.planned_run import agree_on_plan, plan_run
+from megatron_offload.planned_run import plan_run
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.profiling import profile_step
 from megatron_offload.step_memory import can_weigh, weigh_step
@@ -155,10 +156,8 @@ def three():
     job = VirtualJob(GBPS).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
-    make = [
-        agree_on_plan(job.manager, recorded.profile, policy_of(target_bytes=share * TARGET // 100))
-        for share in (120, 100, 80)
-    ]
+    planner = JointPlanner(job.manager, recorded.profile, policy_of())
+    make = [planner.follow(target_bytes=(share * TARGET // 100,)) for share in (120, 100, 80)]
     assert make[0].moved_bytes < make[1].moved_bytes < make[2].moved_bytes
     return make
 

@@ -17,15 +17,11 @@ from programs import (
     run_step,
 )
 
-from megatron_offload import planned_run
+from megatron_offload import joint_planning
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, TargetError
-from megatron_offload.planned_run import (
-    agree_on_bandwidths,
-    agree_on_plan,
-    make_plan,
-    plan_run,
-)
+from megatron_offload.joint_planning import JointPlanner, agree_on_bandwidths
+from megatron_offload.planned_run import plan_run
 from megatron_offload.planning.bandwidths import DEFAULTS, Bandwidths, simulated_machine
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.model_cost import ModelDescription, job_from_model
@@ -33,6 +29,7 @@ from megatron_offload.planning.policy_config import AutoConfig, MachineConfig
 from megatron_offload.planning.predict import profiles_of
 from megatron_offload.planning.profile import RunShape
 from megatron_offload.planning.profile_file import profile_to_json
+from megatron_offload.planning.run_planner import RunPlanner
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.profiling import profile_step
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
@@ -129,7 +126,8 @@ def test_what_no_group_saves_counts_in_the_prediction():
             )
             for sample in recorded.profile.memory
         )
-        plan = make_plan([replace(recorded.profile, memory=memory)], policy, schedule)
+        profile = replace(recorded.profile, memory=memory)
+        plan = RunPlanner([profile], policy, schedule).plan()
         peaks.append(plan.ranks[0].predicted_peak_bytes)
     segment_bytes = 2 * 1024 * KIB
     assert peaks[1] - peaks[0] == pytest.approx(64 * 1024 * KIB, abs=segment_bytes)
@@ -143,11 +141,10 @@ def test_the_first_profile_of_each_pipeline_rank_counts():
     policy = make_config(policy=TARGET).policy
     bandwidths = Bandwidths(machine=policy.machine, gpus_per_rank=1, origin="a guess")
     alone, twice = (
-        planned_run._plan_or_error(texts, policy, bandwidths, None)
+        joint_planning._planner_of(texts, policy, bandwidths, None).plan()
         for texts in ([text], [text] * 2)
     )
     assert alone == twice
-    assert alone.startswith("plan\n")
 
 
 def test_a_rank_that_would_follow_the_part_of_another_is_refused():
@@ -186,11 +183,11 @@ def agreed(job, **keys):
 def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
     policies = []
 
-    def make(profiles, policy, *rest):
+    def make(profiles, policy, schedule):
         policies.append(policy)
-        return make_plan(profiles, policy, *rest)
+        return RunPlanner(profiles, policy, schedule)
 
-    monkeypatch.setattr(planned_run, "make_plan", make)
+    monkeypatch.setattr(joint_planning, "RunPlanner", make)
     job = GpuJob(3.0, policy=UNSET).warmed_up()
     plan = plan_run(job.manager, job.step, RUN)
     (path,) = cache.iterdir()
@@ -285,7 +282,7 @@ def test_bandwidths_that_are_given_are_taken():
         job.step()
     given = Bandwidths(machine=MachineConfig(), gpus_per_rank=1, origin="a guess")
     policy = job.manager.config.policy
-    plan = agree_on_plan(job.manager, recorded.profile, policy, bandwidths=given)
+    plan = JointPlanner(job.manager, recorded.profile, policy, bandwidths=given).follow()
     assert plan.bandwidths == "a guess"
 
 
@@ -305,7 +302,7 @@ def test_auto_predicts_with_all_gpus_of_a_rank():
     profiles = profiles_of(job_from_model(model))
     schedule = make_schedule("1f1b", 1, 4)
     one, four = (
-        make_plan(profiles, AutoConfig(**ANY_COST, gpus_per_rank=number), schedule).ranks[0]
+        RunPlanner(profiles, AutoConfig(**ANY_COST, gpus_per_rank=number), schedule).plan().ranks[0]
         for number in (1, 4)
     )
     assert one.moved_bytes == four.moved_bytes > 0

@@ -7,7 +7,8 @@ A lower target moves more, and so takes more time or as much; the search halves 
 targets between the lowest that can be kept and what a step takes without offload. Where a
 prediction doesn't follow that rule, the answer is the best of the plans that were looked at.
 
-Invariants: same input, same plan; a plan that is returned was predicted to be fast enough.
+Invariants: same input, same plan; a plan that is returned was predicted to be fast enough; no
+target is planned for twice by the same search, however often it is asked.
 Read next: `megatron_offload.planning.predict`, which predicts.
 """
 
@@ -21,7 +22,7 @@ from megatron_offload.planning.memory_target import MemoryPlanner, Resources
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profile import StepProfile
 
-__all__ = ["AutoPolicy", "Prediction", "Predictor"]
+__all__ = ["AutoPolicy", "AutoSearch", "Prediction", "Predictor"]
 
 _NUM_TARGETS = 256
 """The range of targets is cut into so many: a search predicts about eight plans."""
@@ -49,8 +50,6 @@ class AutoPolicy:
         predict: what tells the time of a plan.
         most_slowdown_percent: of the step's time without offload.
         resources: what the plan may use.
-        most_moved_bytes: of a step, over all ranks; None for any. For a run in which a plan took
-            longer than predicted.
     """
 
     kind: ClassVar[str] = "auto"
@@ -58,7 +57,6 @@ class AutoPolicy:
     predict: Predictor
     most_slowdown_percent: float = 0.5
     resources: Resources = _RESOURCES
-    most_moved_bytes: int | None = None
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
         """Return the plan of all ranks, with what was predicted of it.
@@ -66,29 +64,63 @@ class AutoPolicy:
         Raises:
             ConfigError: a profile is missing, or lacks times.
         """
+        return self.search(profiles).best()
+
+    def search(self, profiles: Collection[StepProfile]) -> AutoSearch:
+        """Return what finds plans for these profiles, for one bound of bytes after another.
+
+        Raises:
+            ConfigError: as for `make_plan`.
+        """
         planner = MemoryPlanner(profiles, self.resources)
-        lowest, highest = planner.lowest_bytes, planner.highest_bytes
+        return AutoSearch(planner, self.predict, self.most_slowdown_percent)
 
-        def look(step: int) -> tuple[OffloadPlan, Prediction]:
-            target = lowest + (highest - lowest) * step // _NUM_TARGETS
-            plan = planner.plan((target,) * len(planner.ranks), self.kind)
-            return plan, self.predict(plan)
 
-        best = look(_NUM_TARGETS)  # nothing moves
-        limit_us = best[1].step_us * (1 + self.most_slowdown_percent / 100)
+class AutoSearch:
+    """Looks for the best plan of one job.
+
+    Args:
+        planner: makes a plan of a target.
+        predict: what tells the time of a plan.
+        most_slowdown_percent: of the step's time without offload.
+    """
+
+    def __init__(
+        self, planner: MemoryPlanner, predict: Predictor, most_slowdown_percent: float
+    ) -> None:
+        self._planner = planner
+        self._predict = predict
+        self._most_slowdown_percent = most_slowdown_percent
+        self._found: dict[int, tuple[OffloadPlan, Prediction]] = {}
+
+    def best(self, most_moved_bytes: int | None = None) -> OffloadPlan:
+        """Return the plan of all ranks, with what was predicted of it.
+
+        Args:
+            most_moved_bytes: of a step, over all ranks; None for any. For a run in which a plan
+                took longer than predicted.
+        """
+        best = self._look(_NUM_TARGETS)  # nothing moves
+        limit_us = best[1].step_us * (1 + self._most_slowdown_percent / 100)
         too_low, fast = -1, _NUM_TARGETS
         while fast - too_low > 1:
             middle = (too_low + fast) // 2
-            found = look(middle)
-            if found[1].step_us <= limit_us and self._may_move(found[0].moved_bytes):
+            plan, prediction = found = self._look(middle)
+            may_move = most_moved_bytes is None or plan.moved_bytes <= most_moved_bytes
+            if prediction.step_us <= limit_us and may_move:
                 fast = middle
                 best = min(found, best, key=lambda each: max(each[1].peak_bytes))
             else:
                 too_low = middle
         return with_prediction(*best)
 
-    def _may_move(self, num_bytes: int) -> bool:
-        return self.most_moved_bytes is None or num_bytes <= self.most_moved_bytes
+    def _look(self, step: int) -> tuple[OffloadPlan, Prediction]:
+        if step not in self._found:
+            lowest, highest = self._planner.lowest_bytes, self._planner.highest_bytes
+            target = lowest + (highest - lowest) * step // _NUM_TARGETS
+            plan = self._planner.plan((target,) * len(self._planner.ranks), AutoPolicy.kind)
+            self._found[step] = plan, self._predict(plan)
+        return self._found[step]
 
 
 def with_prediction(plan: OffloadPlan, prediction: Prediction) -> OffloadPlan:

@@ -21,7 +21,9 @@ Read next: `megatron_offload.planning.solver`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -144,10 +146,10 @@ class MemoryPlanner:
                 "ranks; give one for all, or one for each"
             )
         links_gbps = self._links_gbps(target_bytes)
-        plans = [
-            self._plan_rank(index, target, link)
-            for index, (target, link) in enumerate(zip(target_bytes, links_gbps, strict=True))
-        ]
+        num_ranks = len(self.ranks)
+        # The solver leaves other threads alone while it searches, which is nearly all of the time.
+        with ThreadPoolExecutor(min(num_ranks, os.cpu_count() or 1)) as threads:
+            plans = list(threads.map(self._plan_rank, range(num_ranks), target_bytes, links_gbps))
         return plan_of(kind, [rank.profile for rank in self.ranks], plans)
 
     def _plan_rank(self, index: int, target_bytes: int, link_gbps: float) -> RankPlan:

@@ -173,17 +173,12 @@ PolicyConfig = Annotated[
 """Type of a field ``policy: PolicyConfig = ModulesConfig()``."""
 
 
-def make_policy(
-    config: PolicyConfig,
-    predict: Predictor | None = None,
-    most_moved_bytes: int | None = None,
-) -> Policy:
+def make_policy(config: PolicyConfig, predict: Predictor | None = None) -> Policy:
     """Return the policy that a section asks for.
 
     Args:
         config: the section.
         predict: what tells the time of a plan; only ``auto`` needs it.
-        most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
 
     Raises:
         ConfigError: ``auto`` without a way to predict.
@@ -205,4 +200,4 @@ def make_policy(
         return MemoryTargetPolicy(targets, config.resources())
     if predict is None:
         raise ConfigError("the policy 'auto' needs a prediction of step times: describe the job")
-    return AutoPolicy(predict, config.most_slowdown_percent, config.resources(), most_moved_bytes)
+    return AutoPolicy(predict, config.most_slowdown_percent, config.resources())

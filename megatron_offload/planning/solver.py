@@ -106,6 +106,7 @@ class _Program:
         self._integer = highspy.HighsVarType.kInteger
         self._highs = highspy.Highs()
         self._highs.silent()
+        self._highs.setOptionValue("threads", 1)  # ranks are planned for side by side
         self._highs.setOptionValue("time_limit", time_limit_s)
         self._problem = problem
         self._items = [problem.items[position] for position in problem.movable]

@@ -58,7 +58,7 @@ class OffloadSession:
 
     def bandwidths(self, group: Any) -> Bandwidths:
         """Return what the run plans with, measured if need be; collective over all ranks."""
-        from megatron_offload.planned_run import agree_on_bandwidths
+        from megatron_offload.joint_planning import agree_on_bandwidths
 
         return agree_on_bandwidths(self._manager, self._manager.config.policy, group=group)
 

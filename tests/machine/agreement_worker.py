@@ -12,9 +12,9 @@ from fake_gpus import KIB, FakeGpu
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.joint_planning import agree_on_bandwidths
 from megatron_offload.machine import agreement
 from megatron_offload.machine.bandwidth import BandwidthError
-from megatron_offload.planned_run import agree_on_bandwidths
 from megatron_offload.planning.policy_config import AutoConfig
 
 GBPS = (25.0, 10.0)

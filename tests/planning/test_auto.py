@@ -64,12 +64,13 @@ def test_the_lowest_target_that_is_fast_enough_is_found():
 def test_bytes_that_may_move_bound_a_plan_whatever_is_predicted():
     runs = profiles_of(slow_job())
     predict = predictor_of(slow_job())
-    free = AutoPolicy(predict, 1000.0, SLOW).make_plan(runs)
+    search = AutoPolicy(predict, 1000.0, SLOW).search(runs)
+    free = search.best()
     assert free.moved_bytes == sum(rank.moved_bytes for rank in free.ranks) > 0
-    assert AutoPolicy(predict, 1000.0, SLOW, free.moved_bytes).make_plan(runs) == free
+    assert search.best(free.moved_bytes) == free
     moved_bytes, peaks = [free.moved_bytes], [max(predict(free).peak_bytes)]
     for share in (0.75, 0.6, 0.0):
-        plan = AutoPolicy(predict, 1000.0, SLOW, int(share * free.moved_bytes)).make_plan(runs)
+        plan = search.best(int(share * free.moved_bytes))
         assert plan.moved_bytes <= share * free.moved_bytes
         moved_bytes.append(plan.moved_bytes)
         peaks.append(max(predict(plan).peak_bytes))
@@ -85,3 +86,21 @@ def test_where_nothing_is_free_nothing_moves():
 
     plan = AutoPolicy(predict).make_plan(profiles(ranks=2, microbatches=2))
     assert all(rank.moved_bytes == 0 for rank in plan.ranks)
+
+
+def test_no_plan_is_predicted_twice_by_one_search():
+    predict, seen = predictor_of(slow_job()), []
+
+    def count(plan):
+        seen.append(plan)
+        return predict(plan)
+
+    policy, runs = AutoPolicy(count, 1000.0, SLOW), profiles_of(slow_job())
+    search = policy.search(runs)
+    free = search.best()
+    num_first = len(seen)
+    assert search.best() == free
+    assert len(seen) == num_first
+    bounded = search.best(free.moved_bytes // 2)
+    assert num_first < len(seen) < 2 * num_first
+    assert bounded == policy.search(runs).best(free.moved_bytes // 2), "as a search of its own"

@@ -1,0 +1,99 @@
+"""Plans of a run that plans for itself: from the profiles of one step, one after another.
+
+Owns what `auto` and `memory_target` need besides profiles, and what is found only once. Must not
+know ranks that talk, nor what asks for another plan.
+
+Invariant: the plans of one planner are those that planners of their own would make.
+Read next: `megatron_offload.planned_run`, whose first rank has one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+
+from megatron_offload.planning.auto import AutoPolicy, AutoSearch
+from megatron_offload.planning.footprint import Footprint
+from megatron_offload.planning.memory_target import MemoryPlanner
+from megatron_offload.planning.plan import OffloadPlan, check_profiles
+from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig
+from megatron_offload.planning.profile import StepProfile
+from megatron_offload.planning.schedule import Schedule
+
+__all__ = ["RunPlanner"]
+
+
+class RunPlanner:
+    """Makes plans for all pipeline ranks of a run.
+
+    Args:
+        profiles: of a step without offload, one of each pipeline rank.
+        policy: what to aim at.
+        schedule: what the ranks run; for ``auto``, which predicts.
+
+    Raises:
+        ConfigError: the profiles can't be planned with.
+    """
+
+    def __init__(
+        self,
+        profiles: Collection[StepProfile],
+        policy: MemoryTargetConfig | AutoConfig,
+        schedule: Schedule,
+    ) -> None:
+        self._profiles = check_profiles(profiles)
+        self._policy = policy
+        self._schedule = schedule
+
+    def plan(
+        self,
+        *,
+        target_bytes: Sequence[int] | None = None,
+        most_moved_bytes: int | None = None,
+    ) -> OffloadPlan:
+        """Return a plan of all pipeline ranks.
+
+        Args:
+            target_bytes: of each rank, for ``memory_target``; None for the policy's own.
+            most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
+
+        Raises:
+            ConfigError: the targets are not as many as the ranks.
+            TargetError: a rank can't be brought under its target.
+        """
+        if isinstance(self._policy, AutoConfig):
+            return self._search.best(most_moved_bytes)
+        targets = target_bytes or self._policy.targets(len(self._profiles))
+        return self._planner.plan(targets, self._policy.kind)
+
+    @functools.cached_property
+    def _planner(self) -> MemoryPlanner:
+        return MemoryPlanner(self._profiles, self._policy.resources())
+
+    @functools.cached_property
+    def _search(self) -> AutoSearch:
+        assert isinstance(self._policy, AutoConfig)
+        # They need the simulator's library, which nothing else here does.
+        from megatron_offload.planning.predict import predictor_of
+        from megatron_offload.planning.profiled_job import job_from_profiles
+        from megatron_offload.planning.simulate import simulate
+
+        job = functools.partial(
+            job_from_profiles,
+            self._profiles,
+            self._schedule,
+            self._policy.resources().machine,
+            gpus_per_rank=self._policy.gpus_per_rank,
+        )
+        # What isn't saved by groups (weights, temporaries) is the rest of what was measured.
+        bare = simulate(job([0] * len(self._profiles)), None)
+        static_bytes = [
+            max(0, Footprint.of(profile).peak_bytes - rank.peak_reserved_bytes)
+            for profile, rank in zip(self._profiles, bare.ranks, strict=True)
+        ]
+        policy = AutoPolicy(
+            predictor_of(job(static_bytes)),
+            self._policy.most_slowdown_percent,
+            self._policy.resources(),
+        )
+        return policy.search(self._profiles)
