@@ -3,6 +3,10 @@
 Owns the predicted order of group backwards. Must not know streams or tensors: it looks at groups'
 states and asks for moves, so that the engine and the simulator of a step run the same code.
 
+What backward has been in and may come to once more, as where a schedule takes the gradients of
+inputs and of weights in two passes, stays where it is and counts for nothing here: the budget is
+for what is ahead.
+
 Order is only a hint. A wrong prediction costs a late reload or an idle byte, never correctness.
 
 Invariant: what comes back is near, in place, and within the budget.
@@ -87,6 +91,7 @@ class Prefetcher(Generic[Group]):
         self.backward_at_bytes: list[int] = []
         """By the step's clock; see `StepProfile`."""
         self._groups: dict[GroupKey, Group] = {}
+        self._in_use: Group | None = None
         self._profile: StepProfile | None = None
         self._learned: tuple[GroupKey, ...] = ()
         self._learned_position: dict[GroupKey, int] = {}
@@ -101,6 +106,7 @@ class Prefetcher(Generic[Group]):
         for group in self._groups.values():
             group.held_bytes = 0
         self._groups.clear()
+        self._in_use = None
         self.backward_order = []
         self.backward_at_bytes = []
         if profile is not None and profile is self._profile:
@@ -147,19 +153,23 @@ class Prefetcher(Generic[Group]):
         """Backward has reached the end of ``group``: its data is needed from here on.
 
         Returns:
-            Whether what comes next is another than it was.
+            Whether what comes next is another than it was, or has more room.
         """
+        behind, self._in_use = self._in_use, group
+        has_more_room = behind is not None and behind.held_bytes > 0
+        if behind is not None:
+            behind.let_go()
         self.backward_order.append(group.key)
         self.backward_at_bytes.append(self.window.step_bytes)
         if group.key not in self._position:
             self._follow([other.key for other in reversed(group.chunk.committed)])
         position = self._position.get(group.key)
         if position is None:
-            return False
+            return has_more_room
         was_foreseen = position < self._next and group.state is not GroupState.ON_HOST
         if not was_foreseen:
             self._next = position + 1
-        return not was_foreseen
+        return has_more_room or not was_foreseen
 
     def advance(self) -> None:
         """Bring back along the order what is near, while the budget lasts."""

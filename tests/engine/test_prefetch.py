@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from programs import (
     KIB,
     TIMINGS,
@@ -13,7 +14,9 @@ from programs import (
     one_forward_one_backward,
     run_step,
 )
+from torch import nn
 
+from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.group import GroupState
 
 ORDER = one_forward_one_backward(6, depth=3)
@@ -140,3 +143,33 @@ def test_transfers_hide_behind_compute_when_the_link_is_fast_enough():
         total = backend.time_us(backend.compute_stream())
         assert total == pytest.approx(stalls[gbps] + 10.0 * 3 * 2 * 6 * len(model) * 2)
     assert stalls[1000.0] < 10.0 < stalls[0.001]
+
+
+def test_what_a_second_pass_will_need_again_leaves_the_room_to_what_is_ahead():
+    """As a zero-bubble schedule goes: the gradients of inputs first, those of weights later."""
+    manager = make_manager(prefetch_bytes=8 * KIB)
+    groups = AutomaticGroups(manager, "layer", max_inflight_tensors=1, finds_steps=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12)))
+    for parameter in model.parameters():
+        manager.mark_not_offload(parameter)
+    x = torch.randn(32, 32, requires_grad=True)
+
+    def two_passes(offloads):
+        if offloads:
+            groups.begin()
+        loss = model(x).square().sum()
+        if offloads:
+            groups.end()
+        inputs = torch.autograd.grad(loss, [x], retain_graph=True)
+        return [*inputs, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = two_passes(offloads=False)
+    late = []
+    for _ in range(3):
+        with manager.step():
+            assert all(map(torch.equal, two_passes(offloads=True), expected))
+        late.append(manager.last_step.num_late_reloads)
+        assert manager.last_step.reloaded_bytes > 4 * manager.budget.prefetch_bytes
+    assert late == [0, 0, 0]
+    assert_nothing_left(manager)
