@@ -14,7 +14,8 @@ Read next: `megatron_offload.engine.manager`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,7 @@ class AutomaticGroups:
             that to the manager's budgets.
         chooses: is asked for each block of memory in turn, with its bytes, whether it moves; by
             default all do.
-        finds_steps: end steps; False where the program does that.
+        finds_steps: end steps; False where the program takes each in `step`.
         on_step: called when a step was found to be over.
     """
 
@@ -139,6 +140,13 @@ class AutomaticGroups:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             if self._forwards:
                 self._forwards.pop()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one training step inside, as in the manager's `step`; for a program that knows it."""
+        with self.manager.step():
+            yield
+            self.leave_spent()  # else the last groups would be left in the next step
 
     def end_step_if_over(self) -> bool:
         """End the step if something was saved in it and nothing of that is left; return whether."""

@@ -209,7 +209,7 @@ class Step:
                 self._budget.drop_saved(group.num_bytes)
                 if group.is_resident:
                     self._budget.resident_bytes -= group.num_bytes
-            self._window.pass_boundary(group.num_bytes)
+                self._window.pass_boundary(group.num_bytes)
         self._prefetcher.advance()
 
 

@@ -83,7 +83,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
         def offloaded_step(*args: Any, **kwargs: Any) -> Any:
             if not schedule._has_backward:
                 return step(*args, **kwargs)
-            with self.manager.step():
+            with self._groups.step():
                 return step(*args, **kwargs)
 
         return offloaded_step

@@ -99,6 +99,7 @@ class Prefetcher(Generic[Group]):
         self._position: dict[GroupKey, int] = {}
         self._bytes_before: list[int] = []
         self._needed_at_bytes: dict[GroupKey, int] = {}
+        self._reached_at_bytes = 0
         self._next = 0
 
     def begin_step(self, profile: StepProfile | None) -> None:
@@ -107,6 +108,7 @@ class Prefetcher(Generic[Group]):
             group.held_bytes = 0
         self._groups.clear()
         self._in_use = None
+        self._reached_at_bytes = 0
         self.backward_order = []
         self.backward_at_bytes = []
         if profile is not None and profile is self._profile:
@@ -167,7 +169,9 @@ class Prefetcher(Generic[Group]):
         if position is None:
             return has_more_room
         was_foreseen = position < self._next and group.state is not GroupState.ON_HOST
-        if not was_foreseen:
+        if was_foreseen:
+            self._reached_at_bytes = self._needed_at_bytes.get(group.key, 0)
+        else:
             self._next = position + 1
         return has_more_room or not was_foreseen
 
@@ -209,7 +213,9 @@ class Prefetcher(Generic[Group]):
         needed_at_bytes = self._needed_at_bytes.get(key)
         if needed_at_bytes is None:
             return True
-        return needed_at_bytes - self.window.step_bytes <= distance_bytes
+        # Where backward is tells more than the clock, which sizes that differ can put back.
+        now_bytes = max(self.window.step_bytes, self._reached_at_bytes)
+        return needed_at_bytes - now_bytes <= distance_bytes
 
     def _follow(self, order: Sequence[GroupKey]) -> None:
         self._order = tuple(order)
