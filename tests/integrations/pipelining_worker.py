@@ -111,15 +111,18 @@ def train(name, device, options, config):
 
 def config_of(timing, options):
     if options.device == "cuda":
-        budgets = {"max_inflight_bytes": options.inflight, "prefetch_bytes": options.prefetch}
+        budgets = {
+            "max_inflight_bytes": options.inflight,
+            "prefetch_bytes": options.prefetch or "128MiB",
+        }
         return OffloadConfig(backend="cuda", min_tensor_bytes=0, **budgets)
     return OffloadConfig(
         backend="simulated",
         simulated=SimulatedConfig(copy_timing=timing),
         min_tensor_bytes=0,
         max_inflight_bytes=0,
-        prefetch_bytes="16KiB",
-        host_memory_bytes="64MiB",
+        prefetch_bytes=options.prefetch or "16KiB",
+        host_memory_bytes="1GiB",
         host_slab_bytes="1MiB",
     )
 
@@ -135,7 +138,7 @@ def main():
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=6)
     parser.add_argument("--inflight", default="64MiB")
-    parser.add_argument("--prefetch", default="128MiB")
+    parser.add_argument("--prefetch")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
     options.dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -31,12 +31,10 @@ SCHEDULES = (
 CASES = [f"{name}/{timing}" for name in SCHEDULES for timing in TIMINGS]
 
 
-@pytest.fixture(scope="module")
-def findings(tmp_path_factory):
-    output = tmp_path_factory.mktemp("pipelining") / "findings.json"
+def run_worker(output, *words):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *launcher, str(WORKER), str(output), *CASES],
+        [sys.executable, "-W", "ignore", *launcher, str(WORKER), str(output), *words],
         capture_output=True,
         text=True,
         timeout=250,
@@ -45,6 +43,11 @@ def findings(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(output.read_text())
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory):
+    return run_worker(tmp_path_factory.mktemp("pipelining") / "findings.json", *CASES)
 
 
 @pytest.mark.slow
@@ -57,6 +60,18 @@ def test_every_bit_is_the_same(findings, case):
         assert rank["num_results"] > 0
         assert rank["gradients_are_real"]
         assert rank["reloaded_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_a_learned_order_leaves_no_late_reload_where_backward_is_split(tmp_path):
+    """Each layer's tensors are groups of their own here, and prefetched are two of the largest."""
+    sizes = {"width": 256, "rows": 512, "layers": 1, "microbatches": 4, "prefetch": "8MiB"}
+    options = [f"--{name}={value}" for name, value in sizes.items()]
+    found = run_worker(tmp_path / "found.json", "ScheduleZBVZeroBubble", *options)
+    for rank in found["ScheduleZBVZeroBubble"]:
+        assert rank["same"]
+        assert rank["reloaded_bytes"] > 4 * 5 * 2**23
+        assert rank["late_in_last_step"] == 0
 
 
 @pytest.fixture
