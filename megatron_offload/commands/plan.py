@@ -63,9 +63,8 @@ TRADEOFF_NAME = "tradeoff.json"
 ABOUT = """\
 Choose what moves to the host, from the profiles of a run or from a described model, with no GPU.
 
-reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leave (of a comparison,
-         its run with offload), and bandwidths.json, which a run that plans by itself leaves; or the
-         YAML of --model
+reads    RUN_FOLDER/profile_<rank>.json and bandwidths.json, which run.profile_step makes a run
+         leave (of a comparison, its run with offload); or the YAML of --model
 prints   for every pipeline rank what moves, what stays, peak memory and step time; for every kind
          of group why; all predicted, not measured
 writes   the plan to --output (RUN_FOLDER/plan.json unless given, in the place of one that is there;

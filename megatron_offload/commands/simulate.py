@@ -40,10 +40,10 @@ __all__ = ["ABOUT", "add_arguments", "run"]
 ABOUT = """\
 Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.
 
-reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run
-         leave (of a comparison, its run with offload), and bandwidths.json, which a run that plans
-         by itself leaves; --plan, a file of 'megatron-offload plan': without it everything that can
-         move does, within the budgets of the section 'offload'
+reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json and bandwidths.json, which
+         run.profile_step makes a run leave (of a comparison, its run with offload); --plan, a file
+         of 'megatron-offload plan': without it everything that can move does, within the budgets of
+         the section 'offload'
 prints   the step's time, and for every pipeline rank: compute, what it waits for other stages
          (pipeline), for copies to the host whose memory is wanted (W2) and for reloads (W4), peak
          device and host bytes, and what moved; all predicted, not measured

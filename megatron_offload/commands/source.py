@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="bandwidths: the JSON of 'doctor --output FILE', or YAML with keys of the section "
-        "'machine'; else those of the description or that the run has planned with, else those "
+        "'machine'; else those of the description or that the run has left, else those "
         "measured with four H200s",
     )
     parser.add_argument(
@@ -289,7 +289,7 @@ def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
 
 
 def _recorded(place: Path) -> Bandwidths | None:
-    """Return the bandwidths that a run has planned with, if it has planned."""
+    """Return the bandwidths that a run has left beside its profiles, if it has."""
     path = place / BANDWIDTHS_NAME
     return load_bandwidths(path) if path.exists() else None
 

@@ -258,8 +258,7 @@ class _Trainer:
             trace.write_chrome(trace_path(run.output, trace.rank))
         if recorded is not None:
             save_profile(recorded.profile, profile_path(run.output, self._parallel.rank))
-            if self._config.plans:
-                planned.make(recorded.profile)
+            planned.take(recorded.profile, plans=self._config.plans)
         record = merge(step, lr, self._tokens_per_step(), [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
 

@@ -57,10 +57,17 @@ class OffloadSession:
         return profile_step(self._manager, run=run, moves=moves)
 
     def bandwidths(self, group: Any) -> Bandwidths:
-        """Return what the run plans with, measured if need be; collective over all ranks."""
-        from megatron_offload.joint_planning import agree_on_bandwidths
+        """Return what to plan with, measured if need be; collective over all ranks.
 
-        return agree_on_bandwidths(self._manager, self._manager.config.policy, group=group)
+        Where the policy is one that needs none, it is what `AutoConfig` would plan with.
+        """
+        from megatron_offload.joint_planning import agree_on_bandwidths
+        from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig
+
+        policy = self._manager.config.policy
+        if not isinstance(policy, (AutoConfig, MemoryTargetConfig)):
+            policy = AutoConfig(kind="auto")
+        return agree_on_bandwidths(self._manager, policy, group=group)
 
     def plan(self, profile: StepProfile, bandwidths: Bandwidths, group: Any) -> PlanCheck:
         """Plan from a profiled step, and follow the plan from the next on; collective.

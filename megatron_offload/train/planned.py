@@ -51,18 +51,23 @@ class PlannedRun:
         """Whether more steps have to tell what becomes of the plan."""
         return self._check is not None and not self._check.is_over
 
-    def make(self, profile: StepProfile) -> None:
-        """Plan on all ranks, and leave what was planned and with which bandwidths; collective.
+    def take(self, profile: StepProfile, *, plans: bool) -> None:
+        """Leave with which bandwidths a profiled step is planned for, and plan if asked; collective.
+
+        Args:
+            profile: this rank's.
+            plans: whether this run follows a plan of its own; else whoever plans later needs them.
 
         Raises:
             ConfigError: no plan can be made; on all ranks.
         """
         group = self._parallel.host_group
         bandwidths = self._session.bandwidths(group)
-        if self._parallel.rank == 0:  # whoever plans anew for another target wants them too
+        if self._parallel.rank == 0:
             save_bandwidths(bandwidths, self._folder / BANDWIDTHS_NAME)
-        self._check = self._session.plan(profile, bandwidths, group)
-        self._save(self._check.plan)
+        if plans:
+            self._check = self._session.plan(profile, bandwidths, group)
+            self._save(self._check.plan)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[TimedStep | None]:

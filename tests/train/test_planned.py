@@ -53,7 +53,7 @@ class Rig:
     def profile(self):
         with profile_step(self.job.manager, run=RUN, moves=False) as recorded:
             self.job.step()
-        self.planned.make(recorded.profile)
+        self.planned.take(recorded.profile, plans=True)
         self.planned.look_back(self.printer)
 
     def step(self):

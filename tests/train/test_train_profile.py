@@ -9,6 +9,7 @@ import torch
 from training_runs import numbers, run, words
 
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.bandwidths import load_bandwidths
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.plan_file import load_plan
@@ -31,6 +32,10 @@ def test_a_profiled_step_changes_no_bit_and_moves_nothing(train, tmp_path):
     train(tmp_path / "profiled", "run.profile_step=3")
     assert numbers(tmp_path / "profiled") == numbers(tmp_path / "plain")
     assert not list((tmp_path / "plain").glob("profile_*"))
+    assert not (tmp_path / "plain/bandwidths.json").exists()
+    assert not (tmp_path / "profiled/plan.json").exists()
+    bandwidths = load_bandwidths(tmp_path / "profiled/bandwidths.json")
+    assert bandwidths.origin == "the simulated device's own"
     steps = [record.ranks[0] for record in read_steps(tmp_path / "profiled")[0]]
     assert [step.is_profiled for step in steps] == [False, False, True, False, False]
     assert steps[2].offloaded_bytes == 0
