@@ -52,11 +52,11 @@ class PlannedRun:
         return self._check is not None and not self._check.is_over
 
     def take(self, profile: StepProfile, *, plans: bool) -> None:
-        """Leave with which bandwidths a profiled step is planned for, and plan if asked; collective.
+        """Leave the bandwidths that count beside a profiled step, and plan if asked; collective.
 
         Args:
             profile: this rank's.
-            plans: whether this run follows a plan of its own; else whoever plans later needs them.
+            plans: whether this run follows a plan of its own; whoever plans later needs them too.
 
         Raises:
             ConfigError: no plan can be made; on all ranks.
