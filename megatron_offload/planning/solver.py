@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import NamedTuple
 
@@ -69,6 +70,12 @@ def solve(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> Solution:
     problem.check()
     if not problem.demand_bytes.any():
         return Solution.of(problem, (), "exact")
+    # HiGHS takes another number of threads only where none of its programs has run before.
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(_solve, problem, time_limit_s).result()
+
+
+def _solve(problem: Problem, time_limit_s: float) -> Solution:
     program = _Program(problem, time_limit_s)
     fewest, is_proven = program.fewest_bytes()
     if fewest is None or not is_proven:

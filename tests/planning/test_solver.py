@@ -7,10 +7,11 @@ import math
 import random
 import sys
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from highspy import HighsModelStatus
+from highspy import Highs, HighsModelStatus
 from problems import MIB, pipeline_problem, random_problem
 
 from megatron_offload.errors import ConfigError
@@ -303,3 +304,22 @@ def test_a_first_in_first_out_device_room_keeps_the_target(seed):
             back.add(position)
         away_bytes = sum(items[position].num_bytes for position in away)
         assert without_bytes - away_bytes <= target_bytes
+
+
+def test_a_program_that_uses_highs_with_threads_of_its_own_takes_nothing_from_it():
+    """HiGHS keeps the number of threads of its first run in each thread of the host's."""
+    problem = pipeline_problem(random.Random(0))
+
+    def another_then_this():
+        other = Highs()
+        other.silent()
+        other.setOptionValue("threads", 2)
+        other.addBinary(obj=1.0)
+        other.run()
+        assert other.getModelStatus() == HighsModelStatus.kOptimal
+        return solve(problem)
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(another_then_this).result()
+    assert found.method == "exact"
+    assert found == solve(problem)
