@@ -10,8 +10,8 @@ from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import highspy
 import pytest
-from highspy import Highs, HighsModelStatus
 from problems import MIB, pipeline_problem, random_problem
 
 from megatron_offload.errors import ConfigError
@@ -220,7 +220,7 @@ def test_what_was_found_when_time_ran_out_is_no_proof():
     program = solver._Program(problem, 10.0)
     fewest, is_proven = program.fewest_bytes()
     assert is_proven
-    program._highs = Highs(program._highs, getModelStatus=HighsModelStatus.kTimeLimit)
+    program._highs = Highs(program._highs, getModelStatus=highspy.HighsModelStatus.kTimeLimit)
     assert program.fewest_bytes() == (fewest, False)
 
 
@@ -308,15 +308,15 @@ def test_a_first_in_first_out_device_room_keeps_the_target(seed):
 
 def test_a_program_that_uses_highs_with_threads_of_its_own_takes_nothing_from_it():
     """HiGHS keeps the number of threads of its first run in each thread of the host's."""
-    problem = pipeline_problem(random.Random(0))
+    problem = random_problem(0)
 
     def another_then_this():
-        other = Highs()
+        other = highspy.Highs()
         other.silent()
         other.setOptionValue("threads", 2)
         other.addBinary(obj=1.0)
         other.run()
-        assert other.getModelStatus() == HighsModelStatus.kOptimal
+        assert other.getModelStatus() == highspy.HighsModelStatus.kOptimal
         return solve(problem)
 
     with ThreadPoolExecutor(1) as thread:
