@@ -48,12 +48,13 @@ def plan_run(
     schedule: Schedule | None = None,
     policy: PolicyConfig | None = None,
     group: dist.ProcessGroup | None = None,
+    moves: bool = False,
 ) -> OffloadPlan:
     """Profile one training step, plan, and follow the plan from then on; collective.
 
     To be called once the steps look alike, after the second or third. Nothing moves in the step
-    that is profiled, so it must fit into memory as it does without offload; where it doesn't, make
-    a plan from a description of the model (``megatron-offload plan --model``).
+    that is profiled, so it must fit into memory as it does without offload; where it doesn't, give
+    ``moves=True`` for a ``memory_target``.
 
     The plan is corrected and measured at once: it takes as many training steps as that needs,
     ``1 + correction_steps`` and ``3 measured_plans`` (for ``auto`` `cost_check.most_steps`) at
@@ -67,6 +68,7 @@ def plan_run(
         schedule: what the pipeline ranks run; by default 1F1B, interleaved with virtual stages.
         policy: ``memory_target`` or ``auto``; by default the manager's own.
         group: all ranks that are to follow one plan; None for all there are.
+        moves: whether the profiled step moves what those before it have moved; not for ``auto``.
 
     Returns:
         The plan of all pipeline ranks.
@@ -76,7 +78,7 @@ def plan_run(
         TargetError: a rank can't be brought under its target; on all ranks.
     """
     planned = planning_policy(policy if policy is not None else manager.config.policy)
-    with profile_step(manager, run=run, moves=False) as recorded:
+    with profile_step(manager, run=run, moves=moves) as recorded:
         train_step()
     check = check_plan(manager, recorded.profile, planned, schedule=schedule, group=group)
     while not check.is_over:

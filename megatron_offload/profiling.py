@@ -6,6 +6,10 @@ profile is used for.
 At each boundary one event is put on the compute stream and the allocator's numbers are read; when
 the step is over the times are read, and the host waits for the device for the first time.
 
+Of a step that moves something, memory is told as it would be if nothing had moved: what lies on
+the host alone just then is added. The engine counts it to the byte, and changes it at boundaries
+and where a reload is late; so between two looks the larger count is added to the peak.
+
 Invariant: the manager is left as it was found, also by an exception; no result changes by a bit.
 Read next: `megatron_offload.planning.profile`.
 """
@@ -98,8 +102,9 @@ def profile_step(
     Args:
         manager: whose groups are recorded.
         run: which part of which run the step is of.
-        moves: whether the step moves what others would. Planning for memory wants one that moves
-            nothing; then nothing is learned from it either, and what it reserved is given back.
+        moves: whether the step moves what others would. One that moves nothing tells more: its
+            times hold no waits for copies. Nothing is learned from it, and what it reserved is
+            given back. But it takes the memory of a step without offload.
         peaks: whether the most between two boundaries is looked at. A device has one peak for all
             who ask, which has to be reset for that: what it was is in the recorded step. A meter's
             is put back.
@@ -144,6 +149,10 @@ class _Look(NamedTuple):
     """Of the compute stream, to be read when the step is over."""
     host_us: float
     memory: DeviceMemory | None
+    away_bytes: int
+    """On the host alone."""
+    most_away_bytes: int
+    """The most of that since the engine last changed it at a boundary."""
 
 
 class _Recorder:
@@ -169,13 +178,27 @@ class _Recorder:
         self._learned: StepProfile | None = None
         self._groups: dict[GroupKey, OffloadGroup] = {}
         self._offloaded_bytes = 0
+        self._settled_away_bytes = 0
 
     def look(self) -> None:
         """Look at clock and memory."""
         backend = self._backend
         with backend.uncounted():
             passed = backend.timestamp(backend.compute_stream())
-            self._looks.append(_Look(passed, time.perf_counter() * 1e6, self._memory.look()))
+            now_us, found, away_bytes = time.perf_counter() * 1e6, self._memory.look(), self._away()
+            most_bytes = max(away_bytes, self._settled_away_bytes)
+            self._looks.append(_Look(passed, now_us, found, away_bytes, most_bytes))
+            self._settled_away_bytes = away_bytes
+
+    def _away(self) -> int:
+        return self._manager.transfers.host_copies.away_bytes if self._moves else 0
+
+    def _settle(self) -> None:
+        """Forget the peak of what the engine does at a boundary, which counts at either end."""
+        away_bytes = self._away()
+        if away_bytes != self._settled_away_bytes:
+            self._memory.look()
+            self._settled_away_bytes = away_bytes
 
     # Boundaries
 
@@ -195,6 +218,7 @@ class _Recorder:
             with self._backend.uncounted():
                 self._saved.commit(group)
         commit(group, *args, **kw)
+        self._settle()
 
     def enter_backward(self, enter: Entry, group: OffloadGroup) -> None:
         """A backward enters a group."""
@@ -204,6 +228,7 @@ class _Recorder:
             self._mark(_Boundary.BACKWARD, group)
         self._open.append(group)
         enter(group)
+        self._settle()
         # A graph of an earlier step may have groups of the same keys.
         if self._learned is None and self._manager.prefetcher.knows(group):
             with self._backend.uncounted():
@@ -214,6 +239,7 @@ class _Recorder:
         if group in self._open:
             self._leave(group)
         leave(group)
+        self._settle()
 
     def learn(self, learn: Learn, profile: StepProfile) -> None:
         """A step is over."""
@@ -283,6 +309,7 @@ class _Recorder:
             memory=self._samples(marks.values(), at_us),
             run=run,
             offloaded_bytes=self._offloaded_bytes,
+            counts_what_moved=self._moves,
         )
 
     def _group(self, group: GroupProfile) -> GroupProfile:
@@ -307,21 +334,34 @@ class _Recorder:
         samples = []
         began_us = self._looks[0].host_us
         peak_bytes = 0  # of what lies between two of these looks, with those that don't count
+        most_bytes = most_with_away_bytes = 0
         for place, look in enumerate(self._looks[1:], start=1):
             if look.memory is None:
                 return ()
-            peak_bytes = max(peak_bytes, look.memory.peak_allocated_bytes)
+            allocated_bytes, peak = look.memory.allocated_bytes, look.memory.peak_allocated_bytes
+            most_bytes = max(most_bytes, allocated_bytes, peak)
+            allocated_bytes += look.away_bytes
+            if peak:
+                peak_bytes = max(peak_bytes, peak + look.most_away_bytes)
+            most_with_away_bytes = max(most_with_away_bytes, allocated_bytes, peak_bytes)
             if place in counts:
                 samples.append(
                     MemorySample(
                         look.host_us - began_us if self._memory.is_of_device else at_us[place],
-                        look.memory.allocated_bytes,
+                        allocated_bytes,
                         look.memory.reserved_bytes,
                         peak_bytes,
                     )
                 )
                 peak_bytes = 0
-        return tuple(samples)
+        # What the allocator can't use is taken to be as much.
+        more_bytes = most_with_away_bytes - most_bytes
+        return tuple(
+            each._replace(
+                reserved_bytes=max(each.reserved_bytes + more_bytes, each.allocated_bytes)
+            )
+            for each in samples
+        )
 
 
 def _times_of(mark: Mapping[_Boundary, int], at_us: Sequence[float]) -> GroupTimes:

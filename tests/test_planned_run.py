@@ -67,9 +67,10 @@ class Job:
         return self
 
 
-def test_a_memory_target_is_planned_for_and_followed():
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_memory_target_is_planned_for_and_followed(moves):
     job = Job(policy=TARGET).warmed_up()
-    plan = plan_run(job.manager, job.step, RUN)
+    plan = plan_run(job.manager, job.step, RUN, moves=moves)
     # The profiled step, the first that follows the plan, and eight that correct it.
     assert job.num_steps == 2 + 1 + 1 + 8
     rank = plan.ranks[0]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 import torch
 from programs import (
+    KIB,
+    TIMINGS,
     assert_nothing_left,
     assert_same,
     make_config,
@@ -328,8 +331,52 @@ def test_a_recorded_step_can_be_planned_with():
     assert plan.ranks[0].moved_bytes == 0
     with profile_step(program.manager) as moved:
         program.step()
-    with pytest.raises(ConfigError, match="moved"):
-        Footprint.of(moved.profile)
+    with pytest.raises(ConfigError, match="moved 6000 bytes, which its memory doesn't count"):
+        Footprint.of(replace(moved.profile, counts_what_moved=False))
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("budget_bytes", [0, 2500, None])
+@pytest.mark.parametrize("takes_peaks", [True, False])
+def test_memory_is_told_as_if_nothing_had_moved(timing, budget_bytes, takes_peaks):
+    limits = {"max_inflight_bytes": budget_bytes, "prefetch_bytes": budget_bytes}
+    program = Program(timing=timing, **limits)
+    for _ in range(3):
+        program.step()
+    with profile_step(program.manager, moves=False, peaks=takes_peaks) as stayed:
+        program.step()
+    program.step()
+    with profile_step(program.manager, peaks=takes_peaks) as moved:
+        program.step()
+    assert moved.profile.offloaded_bytes > 0
+    assert moved.profile.counts_what_moved
+    expected, found = Footprint.of(stayed.profile), Footprint.of(moved.profile)
+    assert found.keys == expected.keys
+    assert [item.num_bytes for item in found.items] == [item.num_bytes for item in expected.items]
+    assert found.memory_bytes == expected.memory_bytes
+    assert found.waste_bytes == expected.waste_bytes == 0
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 24 * KIB, None])
+def test_so_it_is_with_a_model_whose_tensors_share_memory(prefetch_bytes):
+    model = make_model()
+    config = make_config(max_inflight_bytes=12 * KIB, prefetch_bytes=prefetch_bytes)
+    simulated = config.simulated.model_copy(update={"host_time": True})
+    manager = PipelineOffloadManager(config.model_copy(update={"simulated": simulated}))
+    manager.meter = LiveActivationMeter(model.parameters())
+    order = one_forward_one_backward(6, depth=3)
+    for _ in range(3):
+        run_step(model, manager, order)
+    with profile_step(manager, moves=False) as stayed:
+        run_step(model, manager, order)
+    run_step(model, manager, order)
+    with profile_step(manager) as moved:
+        run_step(model, manager, order)
+    assert moved.profile.offloaded_bytes > 100 * KIB
+    expected, found = Footprint.of(stayed.profile), Footprint.of(moved.profile)
+    assert found.keys == expected.keys
+    assert [item.num_bytes for item in found.items] == [item.num_bytes for item in expected.items]
+    assert found.memory_bytes == expected.memory_bytes
 
 
 def test_passes_without_a_backward_never_count():

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.memory_target import MemoryPlanner, Resources
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profile import StepProfile
@@ -62,7 +63,7 @@ class AutoPolicy:
         """Return the plan of all ranks, with what was predicted of it.
 
         Raises:
-            ConfigError: a profile is missing, or lacks times.
+            ConfigError: a profile is missing, lacks times, or is of a step that moved something.
         """
         return self.search(profiles).best()
 
@@ -72,6 +73,12 @@ class AutoPolicy:
         Raises:
             ConfigError: as for `make_plan`.
         """
+        moved_bytes = sum(profile.offloaded_bytes for profile in profiles)
+        if moved_bytes:
+            raise ConfigError(
+                f"the profiled step moved {moved_bytes} bytes, and its times hold what it waited "
+                "for them; policy 'auto' needs one that moves nothing, 'memory_target' doesn't"
+            )
         planner = MemoryPlanner(profiles, self.resources)
         return AutoSearch(planner, self.predict, self.most_slowdown_percent)
 

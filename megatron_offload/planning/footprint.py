@@ -50,19 +50,19 @@ class Footprint:
 
     @classmethod
     def of(cls, profile: StepProfile) -> Footprint:
-        """Return the footprint of a step in which nothing moved.
+        """Return the footprint of a step as it is without offload.
 
         Raises:
-            ConfigError: the step wasn't timed, something moved in it, or its memory was looked at
-                elsewhere than at the boundaries of its groups.
+            ConfigError: the step wasn't timed, something moved in it and wasn't counted, or its
+                memory was looked at elsewhere than at the boundaries of its groups.
         """
         who = f"the profile of pipeline rank {profile.run.pp_rank}"
         if profile.groups and not (profile.times and profile.step_us > 0):
             raise ConfigError(f"{who} holds no times; profile a step with times and memory")
-        if profile.offloaded_bytes:
+        if profile.offloaded_bytes and not profile.counts_what_moved:
             raise ConfigError(
-                f"{who} is of a step that moved {profile.offloaded_bytes} bytes; planning for "
-                "memory needs one that moved nothing: profile with a fraction of 0"
+                f"{who} is of a step that moved {profile.offloaded_bytes} bytes, which its memory "
+                "doesn't count; profile another"
             )
         boundaries = [(index, kind) for _, _, index, kind in sorted(_boundaries(profile))]
         samples = profile.memory or _saved_bytes(profile, boundaries)

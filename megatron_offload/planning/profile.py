@@ -125,7 +125,10 @@ class StepProfile:
     run: RunShape = field(default=RunShape(), compare=False)
 
     offloaded_bytes: int = field(default=0, compare=False)
-    """What the step copied to the host. Above 0, ``memory`` isn't what it would be without."""
+    """What the step copied to the host. Above 0, times hold what it waited for copies."""
+
+    counts_what_moved: bool = field(default=False, compare=False)
+    """Whether ``memory`` counts what was on the host as if it had stayed on the device."""
 
     def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.

@@ -113,6 +113,7 @@ class _Profile(StrictModel):
     run: _Run
     step_us: Duration
     offloaded_bytes: Amount
+    counts_what_moved: bool = False
     groups: Annotated[tuple[_Group, ...], Field(max_length=MAX_GROUPS)]
     backward: Annotated[tuple[_Backward, ...], Field(max_length=MAX_GROUPS)]
     times: Annotated[tuple[_Times, ...], Field(max_length=MAX_GROUPS)]
@@ -151,6 +152,7 @@ def profile_to_json(profile: StepProfile) -> str:
         "run": run._asdict() | {"versions": dict(run.versions)},
         "step_us": profile.step_us,
         "offloaded_bytes": profile.offloaded_bytes,
+        "counts_what_moved": profile.counts_what_moved,
         "groups": [_flat(group) for group in profile.groups],
         "backward": [
             key._asdict() | {"at_bytes": at}
@@ -204,6 +206,7 @@ def parse_profile(text: str, source: str) -> StepProfile:
         memory=tuple(MemorySample(**dict(each)) for each in read.memory),
         run=RunShape(**(dict(read.run) | {"versions": tuple(read.run.versions.items())})),
         offloaded_bytes=read.offloaded_bytes,
+        counts_what_moved=read.counts_what_moved,
     )
     _check(profile, source)
     return profile

@@ -58,7 +58,8 @@ class RunPlanner:
             most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
 
         Raises:
-            ConfigError: the targets are not as many as the ranks.
+            ConfigError: the targets are not as many as the ranks, or ``auto`` is to plan from a
+                step that moved something.
             TargetError: a rank can't be brought under its target.
         """
         if isinstance(self._policy, AutoConfig):

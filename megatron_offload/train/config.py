@@ -257,8 +257,9 @@ class RunConfig(StrictModel):
     the third step after that."""
 
     profile_moves: bool = False
-    """Move in the profiled step what others move, where there is no memory for it otherwise. Such a
-    profile has times, but can't be planned with for memory."""
+    """Move in the profiled step what others move, where there is no memory for it otherwise. Its
+    memory is told as if nothing had moved, but its times hold what it waited for copies, so that it
+    serves ``memory_target`` and not ``auto``."""
 
     hash_gradients: Literal["last", "every"] = "last"
     """Whether gradients are hashed in the last step only or in every step."""
@@ -309,10 +310,10 @@ class TrainConfig(StrictModel):
             )
         if self.run.device == "cpu" and self.run.dtype == "bfloat16":
             raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
-        if self.plans and self.run.profile_moves:
+        if self.plans and self.run.profile_moves and isinstance(self.offload.policy, AutoConfig):
             raise ConfigError(
-                "offload.policy plans from a step that moves nothing; leave out run.profile_moves, "
-                "or plan from a description of the model and follow a plan_file"
+                "offload.policy 'auto' plans from a step that moves nothing; leave out "
+                "run.profile_moves, or give a memory_target"
             )
         step = self.profiled_step
         if step >= self.run.steps and step:

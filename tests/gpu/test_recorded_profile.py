@@ -104,6 +104,32 @@ def test_a_resident_step_shows_what_groups_save_and_the_device_really_has():
     manager.close()
 
 
+def test_memory_is_told_as_if_nothing_had_moved():
+    model = make_model(layers=4, width=2048)
+    inputs = make_inputs(model, rows=8192)
+    manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
+    for _ in range(4):
+        run_step(model, manager, inputs)
+    found = {}
+    for moves in (False, True):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        with profile_step(manager, moves=moves) as recorded:
+            results = run_step(model, manager, inputs)
+        found[moves] = Footprint.of(recorded.profile)
+        print(moves, found[moves].peak_bytes, found[moves].waste_bytes, recorded.profile.step_us)  # noqa: T201
+        del results
+        run_step(model, manager, inputs)
+    moved_bytes = found[True].profile.offloaded_bytes
+    assert moved_bytes > found[False].peak_bytes / 4
+    assert found[True].keys == found[False].keys
+    assert [item.num_bytes for item in found[True].items] == [
+        item.num_bytes for item in found[False].items
+    ]
+    assert found[True].peak_bytes == pytest.approx(found[False].peak_bytes, rel=0.05)
+    manager.close()
+
+
 @pytest.mark.parametrize("moves", [True, False])
 def test_the_host_never_waits_inside(moves, tmp_path):
     model = make_model()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from problems import make_job, profiles
 
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import AutoPolicy, Prediction
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.memory_target import MemoryPlanner, Resources
@@ -86,6 +89,14 @@ def test_where_nothing_is_free_nothing_moves():
 
     plan = AutoPolicy(predict).make_plan(profiles(ranks=2, microbatches=2))
     assert all(rank.moved_bytes == 0 for rank in plan.ranks)
+
+
+def test_times_with_waits_for_copies_are_no_ground_for_a_promise():
+    runs = [
+        replace(run, offloaded_bytes=7, counts_what_moved=True) for run in profiles_of(slow_job())
+    ]
+    with pytest.raises(ConfigError, match="moved 14 bytes, and its times hold what it waited"):
+        AutoPolicy(predictor_of(slow_job())).make_plan(runs)
 
 
 def test_no_plan_is_predicted_twice_by_one_search():

@@ -45,12 +45,14 @@ def plain(tmp_path_factory):
     return output
 
 
-def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, tmp_path):
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, moves, tmp_path):
     last = steps_of(plain)[-1]
     live_bytes = [rank["peak_live_activation_bytes"] for rank in last["ranks"]]
     target_bytes = int(0.8 * min(live_bytes))
     settings = (OFFLOAD, TARGET, f"offload.policy.target_bytes={target_bytes}")
     settings += ("offload.simulated.d2h_gbps=7.5", "offload.policy.correction_steps=2")
+    settings += (f"run.profile_moves={str(moves).lower()}",)
     status, errors = train(tmp_path, LONG, *settings)
     assert status == 0, errors
     assert numbers(tmp_path) == numbers(plain)
@@ -64,6 +66,10 @@ def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, tmp_path):
     found = steps_of(tmp_path)
     assert [step["ranks"][0]["is_profiled"] for step in found].index(True) == 2
     assert f"at most {format_bytes(target_bytes, 2)} is wanted: kept" in errors
+    # With a step that moves something no step takes what it takes without offload.
+    peaks = [[rank["peak_live_activation_bytes"] for rank in step["ranks"]] for step in found]
+    most_bytes = [max(of_rank) for of_rank in zip(*peaks, strict=True)]
+    assert [most < live for most, live in zip(most_bytes, live_bytes, strict=True)] == [moves] * 2
     settled = 3 + 3 * (1 + errors.count("planned again")) + 1 + 2
     assert settled < len(found)
     for pp_rank, rank_plan in enumerate(plan.ranks):
@@ -141,7 +147,7 @@ def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):
     ("run", "message"),
     [
         ({"steps": 3}, "run.profile_step 3 does not come before the last of 3"),
-        ({"steps": 6, "profile_moves": True}, "plans from a step that moves nothing"),
+        ({"steps": 6, "profile_moves": True}, "'auto' plans from a step that moves nothing"),
         ({"steps": 2}, "run.profile_step 3 does not come before the last of 2"),
     ],
 )
