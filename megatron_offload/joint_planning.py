@@ -61,7 +61,7 @@ class JointPlanner:
 
     Args:
         manager: follows the plans.
-        profile: this rank's, of a step without offload.
+        profile: this rank's, of one step.
         policy: what to aim at.
         bandwidths: what copies get; None for those of `agree_on_bandwidths`.
         schedule: what the pipeline ranks run; None for 1F1B, interleaved with virtual stages.

@@ -357,6 +357,27 @@ def test_memory_is_told_as_if_nothing_had_moved(timing, budget_bytes, takes_peak
     assert found.waste_bytes == expected.waste_bytes == 0
 
 
+def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
+    program = Program(max_inflight_bytes=0, prefetch_bytes=0)
+    meter, most = program.manager.meter, []
+
+    def memory():
+        most.append(max(meter.live_bytes, meter.peak_bytes))
+        return DeviceMemory(meter.live_bytes, max(most) + 500, meter.peak_bytes, max(most) + 500)
+
+    monkeypatch.setattr(program.backend, "memory", memory)
+    monkeypatch.setattr(program.backend, "reset_memory_peaks", meter.reset_peak)
+    for _ in range(3):
+        program.step()
+    for moves in (True, False):
+        most.clear()
+        with profile_step(program.manager, moves=moves) as recorded:
+            program.step()
+        assert (recorded.profile.offloaded_bytes > 0) == moves
+        footprint = Footprint.of(recorded.profile)
+        assert (footprint.waste_bytes, footprint.peak_bytes) == (500, 6500)
+
+
 @pytest.mark.parametrize("prefetch_bytes", [0, 24 * KIB, None])
 def test_so_it_is_with_a_model_whose_tensors_share_memory(prefetch_bytes):
     model = make_model()
