@@ -61,7 +61,7 @@ class Step:
         self.committed = []
         self.num_chunks = 0
         self._transfers.begin_step(StepStats())
-        self._budget.begin_step()
+        self._budget.begin_step(is_learned=self._learner.profile is not None)
         self._prefetcher.begin_step(self._learner.profile)
 
     def add_chunk(self) -> int:

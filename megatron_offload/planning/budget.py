@@ -30,6 +30,7 @@ class DeviceBudget:
         held_bytes: what is held for a backward that is near.
         resident_bytes: what stays by plan.
         warmup_extra_bytes: what a step may hold above the total until its first backward.
+        is_warming_up: whether a step that is known has not come to its first backward.
     """
 
     def __init__(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
@@ -42,7 +43,7 @@ class DeviceBudget:
         self.held_bytes = 0
         self.resident_bytes = 0
         self.warmup_extra_bytes = 0
-        self._is_warming_up = False
+        self.is_warming_up = False
         self._saved_bytes = 0
         self._peak_saved_bytes = 0
         self._largest_bytes = 0
@@ -55,7 +56,7 @@ class DeviceBudget:
     @property
     def limit_bytes(self) -> int:
         """The most of all kinds that may be there now."""
-        return self.total_bytes + (self.warmup_extra_bytes if self._is_warming_up else 0)
+        return self.total_bytes + (self.warmup_extra_bytes if self.is_warming_up else 0)
 
     @property
     def lookahead_bytes(self) -> int:
@@ -114,16 +115,21 @@ class DeviceBudget:
 
     # What the step could offload
 
-    def begin_step(self) -> None:
-        """Count what a step saves from zero."""
+    def begin_step(self, *, is_learned: bool = True) -> None:
+        """Count what a step saves from zero.
+
+        Args:
+            is_learned: a step was seen to its end, so that this one's first backward will be known
+                as such.
+        """
         self.held_bytes = 0
         self.resident_bytes = 0
-        self._is_warming_up = True
+        self.is_warming_up = is_learned
         self._saved_bytes = 0
 
     def end_warmup(self) -> bool:
         """Note a backward; return whether it is the first of the step."""
-        was_warming_up, self._is_warming_up = self._is_warming_up, False
+        was_warming_up, self.is_warming_up = self.is_warming_up, False
         return was_warming_up
 
     def add_saved(self, num_bytes: int, *, is_learned: bool) -> None:

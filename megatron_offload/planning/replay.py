@@ -119,8 +119,9 @@ class _Transfers:
     def pass_boundary(self, num_bytes: int) -> None:
         self.step_bytes += num_bytes
         window = self.window
-        while window and window[0][1] < self.step_bytes:
-            self._release_oldest()
+        if not self.budget.is_warming_up:
+            while window and window[0][1] < self.step_bytes:
+                self._release_oldest()
         self.release_over_budget()
 
     def release_over_budget(self) -> None:

@@ -65,6 +65,15 @@ def test_until_the_first_backward_of_a_step_there_may_be_more():
         assert budget.is_exceeded()
 
 
+def test_of_a_step_that_nobody_knows_no_backward_is_the_first():
+    budget = DeviceBudget(60, 40)
+    budget.warmup_extra_bytes = 30
+    budget.begin_step(is_learned=False)
+    assert not budget.is_warming_up
+    assert budget.limit_bytes == 100
+    assert not budget.end_warmup()
+
+
 @pytest.mark.parametrize("inflight_bytes", [8 * KIB, 24 * KIB])
 def test_both_kinds_stay_within_the_total(inflight_bytes, monkeypatch):
     model = make_model()

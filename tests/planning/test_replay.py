@@ -78,6 +78,19 @@ def test_more_may_be_held_until_the_first_backward():
     assert (peak, more) == (40, 70)
 
 
+def test_until_the_first_backward_bytes_alone_say_when_a_copy_is_waited_for():
+    """Half of the groups stay: what moves takes the room half as fast, and is waited for later."""
+    job = one_rank(*[work(10)] * 12)
+    kept = frozenset(GroupKey(0, order) for order in range(1, 12, 2))
+    limits = {"max_inflight_bytes": 20, "prefetch_bytes": 10}
+    everything = replay(job, 0, RankSettings(**limits))
+    half = replay(job, 0, RankSettings(kept, **limits))
+    begins = [kinds(program).partition("A")[0] for program in (everything, half)]
+    assert begins == ["COCOCOCO", "COCCOCCOCCO"], "the fourth is one too many"
+    assert everything.peak_device_bytes == 30 + 10
+    assert half.peak_device_bytes == 60 + 30
+
+
 def test_a_split_backward_needs_its_memory_until_the_weights_are_done():
     stages = (StageWork((work(100, weight_us=1.0),)),) * 3
     schedule = zero_bubble_h1(3, 4)
