@@ -38,7 +38,7 @@ from megatron_offload.planning.description import Surroundings, load_description
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import Job, Machine
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
-from megatron_offload.planning.predict import profiles_of, settings_of
+from megatron_offload.planning.predict import predictor_of, profiles_of
 from megatron_offload.planning.profile import StepProfile
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_from_profiles
@@ -85,8 +85,7 @@ class Source:
 
     def predict(self, plan: OffloadPlan) -> Prediction:
         """Return what a plan would bring, by simulating a step."""
-        step = simulate(self.job, settings_of(plan))
-        return Prediction(step.step_us, tuple(map(self.peak_bytes, step.ranks)))
+        return predictor_of(self.job, self.peak_bytes)(plan)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,9 @@ A lower target moves more, and so takes more time or as much; the search halves 
 targets between the lowest that can be kept and what a step takes without offload. Where a
 prediction doesn't follow that rule, the answer is the best of the plans that were looked at.
 
+A plan on the edge of what the link can do is no good: a little less bandwidth, and compute waits.
+So where the prediction says what a slower link would bring, that has to be fast enough as well.
+
 Invariants: same input, same plan; a plan that is returned was predicted to be fast enough; no
 target is planned for twice by the same search, however often it is asked.
 Read next: `megatron_offload.planning.predict`, which predicts.
@@ -35,6 +38,13 @@ class Prediction(NamedTuple):
     step_us: float
     peak_bytes: tuple[int, ...]
     """Most device memory of each pipeline rank, reserved."""
+    slow_link_step_us: float | None = None
+    """What ``step_us`` would be with less bandwidth than was measured; None where nobody looked."""
+
+    @property
+    def cautious_step_us(self) -> float:
+        """The longer of both times."""
+        return max(self.step_us, self.slow_link_step_us or 0.0)
 
 
 Predictor = Callable[[OffloadPlan], Prediction]
@@ -114,7 +124,7 @@ class AutoSearch:
             middle = (too_low + fast) // 2
             plan, prediction = found = self._look(middle)
             may_move = most_moved_bytes is None or plan.moved_bytes <= most_moved_bytes
-            if prediction.step_us <= limit_us and may_move:
+            if prediction.cautious_step_us <= limit_us and may_move:
                 fast = middle
                 best = min(found, best, key=lambda each: max(each[1].peak_bytes))
             else:

@@ -8,11 +8,13 @@ plan for a model that was only described. Read next: `megatron_offload.planning.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import Prediction, Predictor
-from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings
+from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, Machine, RankSettings
 from megatron_offload.planning.pending import PendingMessages
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profile import (
@@ -27,6 +29,10 @@ from megatron_offload.planning.schedule import Pass, PassKind
 from megatron_offload.planning.simulate import RankResult, simulate
 
 __all__ = ["predictor_of", "profiles_of", "settings_of"]
+
+_SLOW_LINK_SHARE = 0.8
+"""Of the bandwidth of copies, what a plan has to do with. One that was predicted to cost four H200s
+nothing cost them 1.7 % (docs/planning.md)."""
 
 
 def settings_of(plan: OffloadPlan) -> list[RankSettings]:
@@ -43,8 +49,16 @@ def settings_of(plan: OffloadPlan) -> list[RankSettings]:
     ]
 
 
-def predictor_of(job: Job) -> Predictor:
-    """Return what predicts plans for a job, by simulating a step."""
+def predictor_of(
+    job: Job, peak_bytes_of: Callable[[RankResult], int] = attrgetter("peak_reserved_bytes")
+) -> Predictor:
+    """Return what predicts plans for a job: it simulates a step, and one with a slower link.
+
+    Args:
+        job: the step.
+        peak_bytes_of: which peak of a rank counts.
+    """
+    slow_job = replace(job, machine=_with_slow_link(job.machine))
 
     def predict(plan: OffloadPlan) -> Prediction:
         if plan.pp_size != job.schedule.num_ranks:
@@ -52,10 +66,21 @@ def predictor_of(job: Job) -> Predictor:
                 f"the plan is for {plan.pp_size} pipeline ranks, the job has "
                 f"{job.schedule.num_ranks}"
             )
-        step = simulate(job, settings_of(plan))
-        return Prediction(step.step_us, tuple(rank.peak_reserved_bytes for rank in step.ranks))
+        settings = settings_of(plan)
+        step, slow_step = simulate(job, settings), simulate(slow_job, settings)
+        return Prediction(step.step_us, tuple(map(peak_bytes_of, step.ranks)), slow_step.step_us)
 
     return predict
+
+
+def _with_slow_link(machine: Machine) -> Machine:
+    """Return a machine whose copies have less; messages between ranks keep what they have."""
+    copies = ("d2h_gbps", "h2d_gbps", "both_gbps", "node_gbps", "node_d2h_gbps", "node_h2d_gbps")
+    rates = {name: getattr(machine, name) for name in copies}
+    return replace(
+        machine,
+        **{name: rate and rate * _SLOW_LINK_SHARE for name, rate in rates.items()},
+    )
 
 
 def profiles_of(job: Job) -> list[StepProfile]:

@@ -82,6 +82,22 @@ def test_bytes_that_may_move_bound_a_plan_whatever_is_predicted():
     assert peaks == sorted(peaks)
 
 
+def test_a_plan_has_to_be_fast_with_a_slower_link_too():
+    job, runs = slow_job(), profiles_of(slow_job())
+    predict = predictor_of(job)
+    slower = replace(job, machine=replace(job.machine, node_gbps=0.8 * job.machine.node_gbps))
+    without = predict(MemoryPlanner(runs).plan((2**60,) * 2, "auto"))
+    limit_us = without.step_us * 1.005
+
+    def bold(plan):
+        return predict(plan)._replace(slow_link_step_us=None)
+
+    fast, robust = (AutoPolicy(one, 0.5, SLOW).make_plan(runs) for one in (bold, predict))
+    assert 0 < robust.moved_bytes < fast.moved_bytes
+    assert predictor_of(slower)(robust).step_us <= limit_us < predictor_of(slower)(fast).step_us
+    assert predict(robust).slow_link_step_us == predictor_of(slower)(robust).step_us
+
+
 def test_where_nothing_is_free_nothing_moves():
     def predict(plan):
         moved_bytes = sum(rank.moved_bytes for rank in plan.ranks)
