@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,13 @@ from megatron_offload.planning.bandwidths import (
     simulated_machine,
 )
 from megatron_offload.planning.description import Surroundings, load_description
-from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import Job, Machine
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
-from megatron_offload.planning.predict import predictor_of, profiles_of
+from megatron_offload.planning.predict import job_of, predictor_of, profiles_of
 from megatron_offload.planning.profile import StepProfile
 from megatron_offload.planning.profile_file import load_profile
-from megatron_offload.planning.profiled_job import job_from_profiles
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import RankResult, simulate
+from megatron_offload.planning.simulate import RankResult
 from megatron_offload.strict_model import validate
 
 __all__ = [
@@ -312,9 +310,4 @@ def _job_of(
     run = profiles[0].run
     name = schedule or ("interleaved" if run.vp_size > 1 else "1f1b")
     passes = make_schedule(name, run.pp_size, run.num_microbatches, run.vp_size)
-    measured = [Footprint.of(profile).peak_bytes for profile in profiles]
-    static = [0] * run.pp_size
-    job = job_from_profiles(profiles, passes, machine, static, gpus_per_rank=gpus_per_rank)
-    explained = [rank.peak_device_bytes for rank in simulate(job).ranks]
-    static = [max(0, peak - own) for peak, own in zip(measured, explained, strict=True)]
-    return replace(job, static_bytes=tuple(static), unused_bytes=0)
+    return job_of(profiles, passes, machine, gpus_per_rank=gpus_per_rank)

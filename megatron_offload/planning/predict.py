@@ -8,12 +8,13 @@ plan for a model that was only described. Read next: `megatron_offload.planning.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import Prediction, Predictor
+from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, Machine, RankSettings
 from megatron_offload.planning.pending import PendingMessages
 from megatron_offload.planning.plan import OffloadPlan
@@ -24,15 +25,16 @@ from megatron_offload.planning.profile import (
     RunShape,
     StepProfile,
 )
+from megatron_offload.planning.profiled_job import job_from_profiles
 from megatron_offload.planning.replay import step_profile
-from megatron_offload.planning.schedule import Pass, PassKind
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 from megatron_offload.planning.simulate import RankResult, simulate
 
-__all__ = ["predictor_of", "profiles_of", "settings_of"]
+__all__ = ["job_of", "predictor_of", "profiles_of", "settings_of"]
 
 _SLOW_LINK_SHARE = 0.8
-"""Of the bandwidth of copies, what a plan has to do with. One that was predicted to cost four H200s
-nothing cost them 1.7 % (docs/planning.md)."""
+"""Of the bandwidth of copies, what a plan has to do with. One that was to cost four H200s 0.5 % at
+most, with all of it, cost them 3.6 % (docs/planning.md)."""
 
 
 def settings_of(plan: OffloadPlan) -> list[RankSettings]:
@@ -81,6 +83,28 @@ def _with_slow_link(machine: Machine) -> Machine:
         machine,
         **{name: rate and rate * _SLOW_LINK_SHARE for name, rate in rates.items()},
     )
+
+
+def job_of(
+    profiles: Sequence[StepProfile],
+    schedule: Schedule,
+    machine: Machine,
+    *,
+    gpus_per_rank: int = 1,
+) -> Job:
+    """Return the step of the profiles, with peaks without offload as they were measured.
+
+    What groups don't save (weights, temporaries, what the allocator can't use) is always there.
+
+    Raises:
+        ConfigError: as for `Footprint.of` and `job_from_profiles`.
+    """
+    peaks = [Footprint.of(profile).peak_bytes for profile in profiles]
+    static = [0] * len(profiles)
+    job = job_from_profiles(profiles, schedule, machine, static, gpus_per_rank=gpus_per_rank)
+    explained = [rank.peak_device_bytes for rank in simulate(job).ranks]
+    static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
+    return replace(job, static_bytes=tuple(static), unused_bytes=0)
 
 
 def profiles_of(job: Job) -> list[StepProfile]:

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Collection, Sequence
 
 from megatron_offload.planning.auto import AutoPolicy, AutoSearch
-from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.memory_target import MemoryPlanner
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig
@@ -74,27 +73,16 @@ class RunPlanner:
     @functools.cached_property
     def _search(self) -> AutoSearch:
         assert isinstance(self._policy, AutoConfig)
-        # They need the simulator's library, which nothing else here does.
-        from megatron_offload.planning.predict import predictor_of
-        from megatron_offload.planning.profiled_job import job_from_profiles
-        from megatron_offload.planning.simulate import simulate
+        # It needs the simulator's library, which nothing else here does.
+        from megatron_offload.planning.predict import job_of, predictor_of
 
-        job = functools.partial(
-            job_from_profiles,
+        policy = self._policy
+        resources = policy.resources()
+        job = job_of(
             self._profiles,
             self._schedule,
-            self._policy.resources().machine,
-            gpus_per_rank=self._policy.gpus_per_rank,
+            resources.machine,
+            gpus_per_rank=resources.gpus_per_rank,
         )
-        # What isn't saved by groups (weights, temporaries) is the rest of what was measured.
-        bare = simulate(job([0] * len(self._profiles)), None)
-        static_bytes = [
-            max(0, Footprint.of(profile).peak_bytes - rank.peak_reserved_bytes)
-            for profile, rank in zip(self._profiles, bare.ranks, strict=True)
-        ]
-        policy = AutoPolicy(
-            predictor_of(job(static_bytes)),
-            self._policy.most_slowdown_percent,
-            self._policy.resources(),
-        )
-        return policy.search(self._profiles)
+        auto = AutoPolicy(predictor_of(job), policy.most_slowdown_percent, resources)
+        return auto.search(self._profiles)

@@ -1,0 +1,67 @@
+"""Plans for a job that four H200s ran, and what they predict beside what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_offload.planning.job import Machine
+from megatron_offload.planning.memory_target import MemoryPlanner, Resources
+from megatron_offload.planning.predict import job_of, predictor_of
+from megatron_offload.planning.profile_file import load_profile
+from megatron_offload.planning.schedule import make_schedule
+from megatron_offload.planning.simulate import simulate
+from megatron_offload.reporting.tradeoff import read_tradeoff
+
+GIB = 2**30
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+MEASURED = json.loads((BENCHMARKS / "h200" / "planned_c.json").read_text())
+PROFILES = [
+    load_profile(BENCHMARKS / "h200" / "profiles_c" / f"profile_{rank}.json") for rank in range(4)
+]
+MACHINE = Machine(node_gbps=160.0, node_d2h_gbps=None)
+"""What all four GPUs got in the measured run."""
+
+
+def rows(option):
+    """Return the ranks of the measured mode with this option."""
+    return [row for row in MEASURED["rows"] if row["mode"].endswith(option)]
+
+
+@pytest.mark.parametrize("target", [34, 30, 26, 22])
+def test_plans_for_a_recorded_step_are_near_what_was_measured(target):
+    ranks = rows(f"policy.target_bytes={target}GiB")
+    assert len(ranks) == 4
+    planner = MemoryPlanner(PROFILES, Resources(MACHINE))
+    plan = planner.plan((target * GIB,) * 4, "memory_target")
+    job = job_of(PROFILES, make_schedule("interleaved", 4, 8, 2), MACHINE)
+    found, bare_us = predictor_of(job)(plan), simulate(job).step_us
+    assert found.step_us / bare_us == pytest.approx(max(row["ratio"] for row in ranks), rel=0.05)
+    measured = [row["peak_reserved_bytes"] for row in ranks]
+    assert max(measured) <= (target + 0.5) * GIB, "the run kept its target"
+    assert max(found.peak_bytes) == pytest.approx(max(measured), rel=0.05)
+    for rank, row in zip(plan.ranks, ranks, strict=True):
+        assert rank.predicted_peak_bytes <= target * GIB
+        assert abs(rank.moved_bytes - row["d2h_bytes"]) <= 0.06 * 47 * GIB, "of all that is saved"
+
+
+def test_auto_has_kept_its_promise():
+    ranks = rows("policy.most_slowdown_percent=0.8")
+    assert max(row["ratio"] for row in ranks) <= 1.01
+    assert max(row["peak_reserved_bytes"] for row in ranks) <= 26 * GIB
+    assert all(row["early_returns"] == row["late_reloads"] == 0 for row in ranks)
+    assert min(row["d2h_bytes"] for row in ranks) > 0
+
+
+def test_the_documented_curve_is_the_measured_one():
+    points = read_tradeoff(BENCHMARKS / "tradeoff.json").points
+    documented = {point.label: point for point in points if not point.is_predicted}
+    assert len(documented) == len(MEASURED["rows"]) // 4
+    for target in (34, 30, 26, 22):
+        ranks = rows(f"policy.target_bytes={target}GiB")
+        point = documented[f"target {target} GiB"]
+        assert point.peak_bytes == max(row["peak_reserved_bytes"] for row in ranks)
+        percent = 100 * (max(row["ratio"] for row in ranks) - 1)
+        assert point.step_time_percent == pytest.approx(percent, abs=1e-3)
