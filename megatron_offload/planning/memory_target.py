@@ -15,7 +15,8 @@ order, ``ranks_per_node`` to each.
 largest groups. What a target has above that goes to it first, until it is what the engine would
 take without a plan; only then do groups stay.
 
-Invariant: a higher target never makes a rank move more bytes, as long as the solver keeps its time.
+Invariant: a higher target never makes a rank move more bytes, as long as the solver proves that its
+choice moves the fewest.
 Read next: `megatron_offload.planning.solver`.
 """
 

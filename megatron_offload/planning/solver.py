@@ -41,8 +41,8 @@ _MOST_UNITS = 2**14
 
 _FEWEST_NODES = 100
 """The most that the search for the fewest bytes branches. In the four profiles of the benchmark job
-(160 items, 150 to 250 rows) what is found by then is within 0.7 % of the bound and within 0.05 % of
-what ten seconds find; small problems are solved to their end."""
+(160 items, 150 to 250 rows) what is found by then is within 1 % of the bound; small problems are
+solved to their end."""
 
 _WAITING_GAP = 0.05
 """Waiting within a twentieth of the least is as good: the times are estimates."""

@@ -232,19 +232,22 @@ def test_what_was_found_at_a_limit_is_no_proof(limit):
     assert program.fewest_bytes(quick) == (fewest, False)
 
 
-def test_the_search_begins_with_the_greedy_choice_and_branches_no_more_than_it_may():
-    """On a profile of four H200s ten seconds prove nothing and find 0.05 % less than the first."""
-    rank = Footprint.of(load_profile(PROFILES / "profile_1.json"))
-    problem = rank.problem(24 * 2**30, 3 * 2**30, 25.0)
+@pytest.mark.parametrize("pp_rank", [0, 1, 2])
+@pytest.mark.parametrize("target", [22, 24, 26])
+def test_the_search_begins_with_the_greedy_choice_and_ends_near_the_fewest_bytes(pp_rank, target):
+    """Of a step of four H200s, whose fewest bytes ten seconds don't always prove."""
+    rank = Footprint.of(load_profile(PROFILES / f"profile_{pp_rank}.json"))
+    problem = rank.problem(target * 2**30, 3 * 2**30, 25.0)
     quick = solve_greedy(problem).moved
     program = solver._Program(problem, 10.0)
     fewest, is_proven = program.fewest_bytes(quick)
-    assert not is_proven, "too easy for this test"
-    assert program._highs.getInfo().mip_node_count <= solver._FEWEST_NODES
+    info = program._highs.getInfo()
+    assert info.mip_node_count <= solver._FEWEST_NODES
+    assert info.mip_gap <= 0.01
     assert problem.bytes_of(fewest) <= problem.bytes_of(quick)
     found = solve(problem)
-    assert found.method == "best found"
-    assert found.moved_bytes <= problem.bytes_of(quick)
+    assert found.method == ("exact" if is_proven else "best found")
+    assert found.moved_bytes <= problem.bytes_of(fewest)
     assert peak_when_replayed(problem, found.moved) <= problem.target_bytes
 
 
