@@ -74,6 +74,19 @@ def test_of_a_step_that_nobody_knows_no_backward_is_the_first():
     assert not budget.end_warmup()
 
 
+def test_the_first_step_which_nobody_knows_holds_no_more_than_the_total(monkeypatch):
+    model = make_model()
+    manager = make_manager(max_inflight_bytes=8 * KIB, prefetch_bytes=16 * KIB)
+    manager.budget.warmup_extra_bytes = 64 * KIB
+    counts = watch(manager, monkeypatch)
+    peaks = []
+    for _ in range(3):
+        counts.clear()
+        run_step(model, manager, ORDER)
+        peaks.append(max(inflight + held for inflight, held in counts))
+    assert peaks[0] <= 24 * KIB < peaks[2]
+
+
 @pytest.mark.parametrize("inflight_bytes", [8 * KIB, 24 * KIB])
 def test_both_kinds_stay_within_the_total(inflight_bytes, monkeypatch):
     model = make_model()
