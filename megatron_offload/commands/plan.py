@@ -13,7 +13,6 @@ import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from megatron_offload.planning.policy_config import (
     make_policy,
 )
 from megatron_offload.planning.simulate import simulate
-from megatron_offload.planning.solver import solve
 from megatron_offload.reporting.plan_tables import plan_list, plan_table
 from megatron_offload.reporting.summary import plain_table
 from megatron_offload.reporting.tradeoff import TradeOffPoint, write_tradeoff
@@ -102,9 +100,6 @@ _FLAGS = {
 _NEEDED = {"memory_target": "device_target", "ratio": "ratio"}
 
 _MOST_TARGETS = 64
-
-_CURVE_LIMIT_S = 1.0
-"""Time for each search of a point of the curve; the best that was found stands in."""
 
 
 class _Numbers(StrictModel):
@@ -315,8 +310,7 @@ def policy_config(
 def _targets(source: Source, without: Prediction, num_targets: int) -> Iterator[TradeOffPoint]:
     """Yield what plans for memory targets bring, from the lowest that can be kept up."""
     resources = source.around.resources(source.job.gpus_per_rank)
-    solver = partial(solve, time_limit_s=_CURVE_LIMIT_S)
-    planner = MemoryPlanner(source.profiles, resources, solver)
+    planner = MemoryPlanner(source.profiles, resources)
     lowest, highest = planner.lowest_bytes, planner.highest_bytes
     if lowest >= highest:
         return  # nothing can move
