@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from compare_simulation import FOLDER, ROOT, machine_of
 from rich.console import Console
@@ -24,6 +23,7 @@ from megatron_offload.planning.job import Machine
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.policy_config import AutoConfig, MachineConfig, MemoryTargetConfig
 from megatron_offload.planning.predict import job_of, predictor_of
+from megatron_offload.planning.profile import StepProfile
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.run_planner import RunPlanner
 from megatron_offload.planning.schedule import make_schedule
@@ -52,9 +52,8 @@ def measured(data: dict) -> Iterator[tuple[str, list[dict]]]:
             yield f"auto, {percent[1]} %" if percent else "no offload", ranks
 
 
-def plans(machine: Machine) -> Iterator[tuple[str, OffloadPlan]]:
+def plans(profiles: list[StepProfile], machine: Machine) -> Iterator[tuple[str, OffloadPlan]]:
     """Yield plans of the recorded step, and what to call them."""
-    profiles = [load_profile(FOLDER / "profiles_c" / f"profile_{rank}.json") for rank in range(4)]
     limits = {name: getattr(machine, name) for name in MachineConfig.model_fields}
     given = {"machine": MachineConfig(**limits)}
     auto = AutoConfig(kind="auto", most_slowdown_percent=0.8, **given)
@@ -93,7 +92,7 @@ def main() -> None:
     job = job_of(profiles, SCHEDULE, machine)
     predict = predictor_of(job)
     bare_us = simulate(job).step_us
-    for label, plan in sorted(plans(machine), key=lambda pair: pair[1].moved_bytes):
+    for label, plan in sorted(plans(profiles, machine), key=lambda pair: pair[1].moved_bytes):
         found = predict(plan)
         percent = 100 * (found.step_us / bare_us - 1)
         moved = [rank.moved_bytes for rank in plan.ranks]
@@ -102,8 +101,7 @@ def main() -> None:
     write_tradeoff(ROOT / "docs" / "benchmarks" / "tradeoff.json", MEMORY, points)
     tradeoff = TradeOff(memory=MEMORY, points=tuple(points))
     title = "GPT, 16 layers, hidden 8192, PP=4, VPP=2, 8 microbatches, four H200s"
-    path = Path(ROOT / "docs" / "images" / "tradeoff_h200.png")
-    if not plot_tradeoff(tradeoff, path, title):
+    if not plot_tradeoff(tradeoff, ROOT / "docs" / "images" / "tradeoff_h200.png", title):
         print("no picture: matplotlib is not installed")
 
 

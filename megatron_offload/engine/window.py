@@ -1,8 +1,8 @@
 """The in-flight window: sources whose copy to the host is issued, and when they are released.
 
 Owns the aliases of these sources, the wait before their memory is reused (W2), and the step's
-clock, which says when a release is due: the bytes of all groups that the program has passed. Must
-not know autograd, how copies are issued, or why a group moves.
+clock, the bytes of all groups that the program has passed: from the first backward on it says when
+a release is due. Must not know autograd, how copies are issued, or why a group moves.
 
 Release without ``record_stream``: a source is held until a known later point of the program, where
 the compute stream waits for its copy and the last reference is dropped. The caching allocator can

@@ -128,7 +128,8 @@ class Solution(NamedTuple):
     Attributes:
         moved: positions of the items that move.
         moved_bytes: what they hold together, which is copied out and back.
-        method: ``"exact"``, ``"greedy"``, or ``"best found"`` of an exact search whose time was up.
+        method: ``"exact"``, ``"greedy"``, or ``"best found"`` of an exact search that came
+            to no end.
     """
 
     moved: frozenset[int]
