@@ -40,6 +40,11 @@ class OpKind(IntEnum):
     """This message leaves; see `message_of`."""
     RECEIVE = 5
     """Waits for this message."""
+    HAND_OVER = 6
+    """As `SEND`, but it leaves when the other rank has asked for it, and what comes behind it, but
+    for a `RECEIVE`, waits until it is there."""
+    ASK = 7
+    """Asks for this message; whoever hasn't by then does so where it waits for it."""
 
 
 def message_of(one: Pass, num_stages: int) -> int:

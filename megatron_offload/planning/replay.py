@@ -20,7 +20,8 @@ Read next: `megatron_offload.planning.streams`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from megatron_offload.planning.budget import DeviceBudget
 from megatron_offload.planning.job import GroupWork, Job, RankSettings
@@ -173,6 +174,7 @@ class _Replay:
         self._own_stages = frozenset(job.schedule.stages_of(rank))
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._num_chunks = 0
+        self._has_gone_back = False
         self.budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
         self.pending = PendingMessages(job, rank)
         self.writer = ProgramWriter(
@@ -189,8 +191,12 @@ class _Replay:
             self.budget.warmup_extra_bytes = self.settings.warmup_extra_bytes
             self.budget.begin_step()
             self.prefetcher.begin_step(profile)
+        asked = _asked_ahead(self.job.schedule.ranks[self.rank])
         for one in self.job.schedule.ranks[self.rank]:
+            self._has_gone_back |= one.kind is not PassKind.FORWARD
             self._exchange(OpKind.RECEIVE, one)
+            if one in asked:
+                self._exchange(OpKind.ASK, asked[one])
             if one.kind is PassKind.FORWARD:
                 self._forward(one)
             else:
@@ -296,7 +302,12 @@ class _Replay:
         self.prefetcher.advance()
 
     def _exchange(self, kind: OpKind, one: Pass) -> None:
-        """Receive from the stage before, or send to the one behind, as a pass goes."""
+        """Receive from the stage before, or send to the one behind, as a pass goes.
+
+        As megatron-core's interleaved schedule does (0.16 to 0.19): until its first backward a rank
+        sends an output and asks for the next input in one, and goes on when both are there. Later
+        messages are under way beside compute, and inputs are asked for a forward ahead.
+        """
         if one.kind is PassKind.WEIGHT:
             return
         num_stages = self.job.schedule.num_stages
@@ -304,7 +315,20 @@ class _Replay:
         other = one.stage + (1 if goes_up else -1)
         if 0 <= other < num_stages and other not in self._own_stages:
             sender = one if kind is OpKind.SEND else Pass(other, one.kind, one.microbatch)
+            if kind is OpKind.SEND and not self._has_gone_back:
+                kind = OpKind.HAND_OVER
             self.writer.add(kind, message_of(sender, num_stages))
+
+
+def _asked_ahead(passes: Sequence[Pass]) -> dict[Pass, Pass]:
+    """Return the forwards at whose begin a rank asks for the input of another, and of which.
+
+    It is that of the next forward, from the last one before the first backward on.
+    """
+    is_back = [one.kind is not PassKind.FORWARD for one in passes]
+    first_back = is_back.index(True) if True in is_back else len(passes)
+    forwards = [one for one in passes if one.kind is PassKind.FORWARD]
+    return dict(pairwise(forwards[max(0, first_back - 1) :]))
 
 
 def _groups_of(

@@ -6,8 +6,10 @@ rank's compute stream, and copies whose end moves whenever the node's bandwidth 
 
 A copy begins when the compute stream has come to where it was issued and the copies before it in
 its queue are over; one to the host whose place another group had, when that has left it (W5).
-Messages between stages take their latency and their bytes over ``p2p_gbps``; who sends goes on at
-once. Host time plays no part.
+Messages between stages take their latency and their bytes over ``p2p_gbps``. Who sends goes on at
+once, but for the outputs that a rank hands over before its first backward: these leave when they
+are asked for, so that a rank which waits for its copies makes others wait, as on GPUs. Host time
+plays no part.
 
 simpy was held against a heap of our own that gave the same results to the last bit: a whole
 simulation, replay and all, took up to half as long again with simpy, which is no reason for a
@@ -78,6 +80,7 @@ class RankStreams:
         end_us: when the compute stream was done.
         compute_us: how long it worked.
         stall_us: what it lost, by cause.
+        is_done: whether it has come to the program's end.
         began_us: when it came to each op of the program; only with a trace.
         trace: the spans of all streams, where they are kept.
     """
@@ -85,6 +88,7 @@ class RankStreams:
     def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
         self.program = program
         self.end_us = self.compute_us = 0.0
+        self.is_done = False
         self.stall_us = {PIPELINE: 0.0, RELEASE: 0.0, RELOAD: 0.0}
         self.began_us: list[float] = []
         self.trace = StepTrace(index) if records else None
@@ -119,6 +123,12 @@ def run_streams(
     ranks = [RankStreams(index, program, records=records) for index, program in enumerate(programs)]
     step = _Step(job, ranks)
     step.environment.run()
+    stuck = [rank for rank, one in enumerate(ranks) if not one.is_done]
+    if stuck:
+        raise ConfigError(
+            f"pipeline ranks {', '.join(map(str, stuck))} wait for each other: until its first "
+            "backward a rank hands its outputs over, and the schedule takes them in other order"
+        )
     return ranks, step.num_events
 
 
@@ -138,6 +148,7 @@ class _Step:
             us for stage in range(len(output_us)) for us in (output_us[stage - 1], output_us[stage])
         ]
         self._arrivals: dict[int, simpy.Event] = {}
+        self._requests: dict[int, simpy.Event] = {}
         for first in range(0, len(ranks), machine.ranks_per_node):
             node = ranks[first : first + machine.ranks_per_node]
             for rank in node:
@@ -148,7 +159,14 @@ class _Step:
     ) -> Generator[simpy.Event, None, None]:
         """Go through one rank's program."""
         environment, program = self.environment, rank.program
+        handed_over: simpy.Event | None = None
         for position, kind in enumerate(program.kinds):
+            if handed_over is not None and kind not in (OpKind.RECEIVE, OpKind.ASK):
+                if not handed_over.processed:
+                    since_us = environment.now
+                    yield handed_over
+                    rank.stalled(PIPELINE, position, since_us, environment.now)
+                handed_over = None
             now_us, argument = environment.now, program.arguments[position]
             if rank.trace is not None:
                 rank.began_us.append(now_us)
@@ -169,22 +187,47 @@ class _Step:
                     rank.awaited = None
                     rank.stalled(RELEASE if is_d2h else RELOAD, position, now_us, environment.now)
             elif kind == OpKind.RECEIVE:
-                arrival = self._arrivals.setdefault(number, environment.event())
+                self._ask(number)
+                arrival = self._event_of(self._arrivals, number)
                 if not arrival.processed:
                     yield arrival
                     rank.stalled(PIPELINE, position, now_us, environment.now)
-                del self._arrivals[number]
+                del self._arrivals[number], self._requests[number]
             elif kind == OpKind.SEND:
                 self._send(number)
+            elif kind == OpKind.ASK:
+                self._ask(number)
+            elif kind == OpKind.HAND_OVER:
+                handed_over = self._hand_over(number)
             else:
                 queue = rank.d2h if kind == OpKind.OFFLOAD else rank.h2d
                 queue.waiting.append(number)
                 if queue.busy is None and self._begin_copy(queue):
                     self._share_anew(node)
         rank.end_us = environment.now
+        rank.is_done = True
+
+    def _event_of(self, events: dict[int, simpy.Event], message: int) -> simpy.Event:
+        return events.setdefault(message, self.environment.event())
+
+    def _ask(self, message: int) -> None:
+        request = self._event_of(self._requests, message)
+        if not request.triggered:
+            request.succeed()
+
+    def _hand_over(self, message: int) -> simpy.Event:
+        """Send a message as soon as it is asked for; return its arrival."""
+        arrival = self._event_of(self._arrivals, message)
+        request = self._event_of(self._requests, message)
+        if request.triggered:
+            self._send(message)
+        else:
+            assert request.callbacks is not None
+            request.callbacks.append(lambda _: self._send(message))
+        return arrival
 
     def _send(self, message: int) -> None:
-        arrival = self._arrivals.setdefault(message, self.environment.event())
+        arrival = self._event_of(self._arrivals, message)
         flight = self.environment.timeout(self._transfer_us[message % len(self._transfer_us)])
         self.num_events += 1
         assert flight.callbacks is not None
