@@ -101,7 +101,8 @@ def simulate(
         record: keep the spans of all streams and the bytes over time; see `RankResult.trace`.
 
     Raises:
-        ConfigError: there are not as many settings as ranks.
+        ConfigError: there are not as many settings as ranks; or ranks would wait for each other, as
+            the schedule takes outputs in another order than they are handed over in.
     """
     num_ranks = job.schedule.num_ranks
     if settings is None or isinstance(settings, RankSettings):
