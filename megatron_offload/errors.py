@@ -8,6 +8,7 @@ Invariant: the text says what happened, the numbers, and what to do about it.
 
 from __future__ import annotations
 
+import bisect
 import difflib
 from collections.abc import Iterable
 
@@ -23,6 +24,11 @@ __all__ = [
     "UnsupportedCallError",
     "did_you_mean",
 ]
+
+
+_MOST_COMPARED = 500
+_LONGEST_COMPARED = 200
+_MOST_LISTED = 50
 
 
 class OffloadError(Exception):
@@ -64,12 +70,22 @@ class UnsupportedCallError(OffloadError, RuntimeError):
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest valid name, or the list of all of them.
 
+    Of very many names, those are looked at that begin like ``name``, and the first are listed.
+
     Args:
         name: what the user wrote.
         valid: the names that would have been right.
     """
     names = sorted({str(v) for v in valid})
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = names
+    if len(names) > _MOST_COMPARED:
+        first = max(0, bisect.bisect(names, name) - _MOST_COMPARED // 2)
+        near = names[first : first + _MOST_COMPARED]
+    # Comparing takes the product of both lengths.
+    compared = [one for one in near if max(len(one), len(name)) <= _LONGEST_COMPARED]
+    nearest = difflib.get_close_matches(name, compared, n=1, cutoff=0.5)
     if nearest:
         return f"; did you mean {nearest[0]!r}?"
-    return f"; valid names are {', '.join(names)}" if names else ""
+    listed = ", ".join(one[:_LONGEST_COMPARED] for one in names[:_MOST_LISTED])
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return f"; valid names are {listed}{more}" if names else ""

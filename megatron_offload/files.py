@@ -10,6 +10,7 @@ writer that fails or is killed leaves the file that was there. Read next: `megat
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import tempfile
@@ -75,16 +76,18 @@ def open_regular(path: str | Path, *, follow_link: bool = True) -> BinaryIO:
 
 
 def read_json(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Any:
-    """Return what a JSON file holds; a key given twice and ``NaN`` are refused.
+    """Return what a JSON file holds, as `parse_json` reads it.
 
     Raises:
-        ConfigError: as for `read_text`, or it isn't JSON, or nested deeper than `MAX_DEPTH`.
+        ConfigError: as for `read_text` and `parse_json`.
     """
     return parse_json(read_text(path, limit_bytes=limit_bytes), str(path))
 
 
 def parse_json(text: str, source: str, *, allow_nan: bool = False) -> Any:
-    """Return what a JSON text holds; a key given twice is refused.
+    """Return what a JSON text holds, in time that grows with its length alone.
+
+    A key given twice and a number that no float holds are refused.
 
     Args:
         text: the JSON.
@@ -96,7 +99,9 @@ def parse_json(text: str, source: str, *, allow_nan: bool = False) -> Any:
     """
     constant = float if allow_nan else _no_constant
     try:
-        data = json.loads(text, object_pairs_hook=_mapping, parse_constant=constant)
+        data = json.loads(
+            text, object_pairs_hook=_mapping, parse_constant=constant, parse_float=_finite
+        )
     except RecursionError as error:
         raise ConfigError(f"{source} is nested too deep") from error
     except ValueError as error:
@@ -145,12 +150,23 @@ def _umask() -> int:
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} is given twice")
+    mapping: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise ValueError(f"key {_short(key)!r} is given twice")
+        mapping[key] = value
     return mapping
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{_short(text)} is more than a number can be")
+    return number
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _no_constant(name: str) -> Any:

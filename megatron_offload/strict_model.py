@@ -106,7 +106,9 @@ def _explain(model: type[BaseModel], issue: Any) -> str:
     message = issue["msg"].removeprefix("Value error, ")
     given = shorten(repr(issue["input"]), 81)
     got = "" if given in message or len(given) > 80 else f" (got {given})"
-    return f"{where!r}: {message[0].lower()}{message[1:]}{got}"
+    # What is wrong with all of it together stands at no key.
+    key = f"{where!r}: " if issue["loc"] else ""
+    return f"{key}{message[0].lower()}{message[1:]}{got}"
 
 
 def _section_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel] | None:

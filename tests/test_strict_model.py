@@ -56,3 +56,9 @@ def test_what_is_right_passes():
     read = validate(Root, data, "it")
     assert read.leaves[0].size_bytes == 1024
     assert read.either == Two(kind="two", weight=3)
+
+
+def test_what_is_wrong_with_all_of_it_names_no_key():
+    with pytest.raises(ConfigError) as error:
+        validate(Root, [1], "it")  # type: ignore[arg-type]
+    assert str(error.value).startswith("it: input should be a valid dictionary")
