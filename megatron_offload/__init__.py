@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megatron_offload.fine_grained_activation_offload import (
         fine_grained_offloading_group_start as group_start,
     )
+    from megatron_offload.frontends.modules import offload_modules
     from megatron_offload.frontends.ratio import CPUOffload, get_tensor_memory
     from megatron_offload.frontends.whole_model import (
         NoOpManager,
@@ -52,6 +53,7 @@ __all__ = [
     "get_tensor_memory",
     "group_commit",
     "group_start",
+    "offload_modules",
 ]
 
 _HOMES = {
@@ -63,6 +65,7 @@ _HOMES = {
     "get_tensor_memory": ("frontends.ratio", "get_tensor_memory"),
     "group_commit": ("fine_grained_activation_offload", "fine_grained_offloading_group_commit"),
     "group_start": ("fine_grained_activation_offload", "fine_grained_offloading_group_start"),
+    "offload_modules": ("frontends.modules", "offload_modules"),
 }
 """Module and name of what is imported late."""
 

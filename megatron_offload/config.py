@@ -94,8 +94,8 @@ class SimulatedConfig(StrictModel):
 class OffloadConfig(StrictModel):
     """What moves, how late memory is released, and how far ahead it comes back. Sizes in bytes."""
 
-    enabled: bool = False
-    """Whether anything is offloaded at all (``--fine-grained-activation-offloading``)."""
+    enabled: bool = True
+    """Whether anything is offloaded at all. Without, nothing is recorded and nothing moves."""
 
     modules: tuple[str, ...] = ("core_attn", "attn_proj")
     """Which groups move: names out of `MODULES`, or module name patterns holding a dot or ``*``."""

@@ -40,7 +40,8 @@ class _Forward:
     """What lies between one `AutomaticGroups.begin` and its `end`."""
 
     chunk: ChunkOffloadHandler
-    hooks: saved_tensors_hooks
+    hooks: saved_tensors_hooks | None
+    """None where the manager records nothing: what surrounds this goes on as without it."""
     name: str
     group: OffloadGroup | None = None
     num_tensors: int = 0
@@ -116,8 +117,9 @@ class AutomaticGroups:
             chunk.min_tensor_bytes = self._min_tensor_bytes
         chunk.max_inflight_blocks = self._max_inflight_tensors
         chunk.chooses = self._chooses
-        hooks = saved_tensors_hooks(self.pack, _unpack)
-        hooks.__enter__()
+        hooks = saved_tensors_hooks(self.pack, _unpack) if self.manager.do_offload else None
+        if hooks is not None:
+            hooks.__enter__()
         self._forwards.append(_Forward(chunk, hooks, name or self._name))
 
     def end(self, *, has_failed: bool = False) -> None:
@@ -125,7 +127,8 @@ class AutomaticGroups:
         if not self._forwards:
             return
         forward = self._forwards.pop()
-        forward.hooks.__exit__()
+        if forward.hooks is not None:
+            forward.hooks.__exit__()
         if not has_failed:
             self._commit(forward)
 
@@ -167,6 +170,8 @@ class AutomaticGroups:
             # Between two lines of `begin`; or a recompute inside a backward, needed at once.
             return SavedTensor(tensor, None, self._name)
         forward = self._forwards[-1]
+        if forward.hooks is None:  # called by who runs operations as one, not by autograd
+            return SavedTensor(tensor, None, self._name)
         if is_wrapper(tensor) and not is_opted_out(tensor):
             return SavedWrapper(tensor, self.pack)
         group = forward.group

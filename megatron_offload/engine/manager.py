@@ -135,7 +135,7 @@ class PipelineOffloadManager:
             self.transfers, self.window, self.budget
         )
         self.learner = Learner(config, self.backend, self.host_pool, self.transfers)
-        self.do_offload = True
+        self.do_offload = config.enabled
         self._hooks = HookStack(self.transfers)
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
@@ -175,11 +175,12 @@ class PipelineOffloadManager:
             self.abort()
         elif self._hooks:  # of a forward that an exception has ended
             self._hooks.clear()
-        for prepare in before_chunk:
-            prepare()
-        place = self.pipeline_rank() if pp_rank is None else pp_rank
-        self.learner.follow(place, fraction, delta_bytes_across_pp_ranks)
         config = self.config
+        if config.enabled:
+            for prepare in before_chunk:
+                prepare()
+            place = self.pipeline_rank() if pp_rank is None else pp_rank
+            self.learner.follow(place, fraction, delta_bytes_across_pp_ranks)
         min_tensor_bytes = int(config.min_tensor_bytes)
         if min_tensor_elements is None:
             min_tensor_elements = config.min_tensor_elements
@@ -363,7 +364,8 @@ class PipelineOffloadManager:
     @guarded
     def offload(self, group: OffloadGroup) -> None:
         """Issue the copies of a group that belongs to no step."""
-        self.transfers.offload(group)
+        if self.config.enabled:
+            self.transfers.offload(group)
 
     @guarded
     def join_offloads(self) -> None:
@@ -398,8 +400,8 @@ class PipelineOffloadManager:
         self.do_offload = False
 
     def enable_offload(self) -> None:
-        """Record groups again."""
-        self.do_offload = True
+        """Record groups again, unless the configuration says ``enabled=False``."""
+        self.do_offload = self.config.enabled
 
     def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
         """Keep a tensor, and all that shares its storage, on the device."""

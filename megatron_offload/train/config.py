@@ -299,7 +299,9 @@ class TrainConfig(StrictModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     run: RunConfig = RunConfig()
-    offload: OffloadConfig = OffloadConfig()
+    offload: OffloadConfig = OffloadConfig(enabled=False)
+    """Off where it is left out; a section, or a flag or ``--set`` for one of its keys, is on unless
+    it says ``enabled: false``."""
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse sections that don't fit one another."""

@@ -50,7 +50,7 @@ def test_flags_win_over_the_file(file):
 
 def test_without_flags_the_file_counts(file):
     config = config_of("train", "--config", str(file))
-    assert not config.offload.enabled
+    assert config.offload.enabled
     assert config.offload.modules == ("mlp_act",)
     assert config.offload.fraction == 0.25
 

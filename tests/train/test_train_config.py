@@ -121,3 +121,16 @@ def test_every_field_says_what_it_is():
     for section in TrainConfig.model_fields.values():
         for name, field in section.annotation.model_fields.items():
             assert field.description or re.fullmatch("simulated", name), name
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_on"),
+    [
+        ({}, False),
+        ({"offload": {}}, True),
+        ({"offload": {"fraction": 0.5}}, True),
+        ({"offload": {"fraction": 0.5, "enabled": False}}, False),
+    ],
+)
+def test_a_section_for_offload_means_on(sections, is_on):
+    assert build(**sections).offload.enabled is is_on
