@@ -14,12 +14,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, field_validator
+from pydantic import Field, field_validator
 
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files import MAX_DEPTH, read_text
 from megatron_offload.planning.policy_config import PolicyConfig
-from megatron_offload.strict_model import Bytes, StrictModel, validate
+from megatron_offload.strict_model import (
+    BytesField,
+    Converted,
+    NamesField,
+    OptionalBytesField,
+    StrictModel,
+    default,
+    validate,
+)
 from megatron_offload.strict_yaml import MAX_YAML_BYTES, parse_yaml, shorten
 
 __all__ = [
@@ -97,46 +105,46 @@ class OffloadConfig(StrictModel):
     enabled: bool = True
     """Whether anything is offloaded at all. Without, nothing is recorded and nothing moves."""
 
-    modules: tuple[str, ...] = ("core_attn", "attn_proj")
+    modules: NamesField = default(("core_attn", "attn_proj"))
     """Which groups move: names out of `MODULES`, or module name patterns holding a dot or ``*``."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of each chunk's groups that moves, earliest first."""
 
-    min_tensor_bytes: Bytes = ByteSize(1024 * 1024)
+    min_tensor_bytes: BytesField = default(1024 * 1024)
     """Blocks smaller than this stay on the device."""
 
     min_tensor_elements: int = Field(default=0, ge=0)
     """The same in elements: Megatron's ``--min-offloaded-tensor-size``. Both must hold."""
 
-    delta_bytes_across_pp_ranks: Bytes = ByteSize(0)
+    delta_bytes_across_pp_ranks: BytesField = default(0)
     """Pipeline rank r keeps r times this many bytes on the device: later ranks need less relief."""
 
-    max_inflight_bytes: Bytes | None = None
+    max_inflight_bytes: OptionalBytesField = default(None)
     """Device memory for groups whose copy to the host is issued. Larger hides slower copies;
     smaller frees memory sooner. What of ``prefetch_bytes`` is not in use is added. None: an eighth
     of what the step could offload at its peak, and at least its largest group."""
 
-    prefetch_bytes: Bytes | None = None
+    prefetch_bytes: OptionalBytesField = default(None)
     """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
     None: as for ``max_inflight_bytes``, and at least twice its largest group."""
 
-    resident_bytes: Bytes | None = None
+    resident_bytes: OptionalBytesField = default(None)
     """The part of both that groups may take which never move: those whose backward follows their
     forward soonest. It saves traffic and costs no memory, as long as the rest hides the copies.
     None: nothing, and with ``device_target_bytes`` half of both."""
 
-    resident_delta_bytes_across_pp_ranks: Bytes = ByteSize(0)
+    resident_delta_bytes_across_pp_ranks: BytesField = default(0)
     """Pipeline rank r may keep r times this many bytes more of that kind: later ranks hold fewer
     microbatches, and what they don't copy leaves the node's bandwidth to the first."""
 
-    device_target_bytes: Bytes | None = None
+    device_target_bytes: OptionalBytesField = default(None)
     """Most device memory that this process should reserve, weights and all. The two limits above
     are the start of a search over the first dozen steps, each of which gives cached memory back; it
     ends with the largest total that was seen to keep the target, and with what may be held above it
     until a step's first backward."""
 
-    host_memory_bytes: Bytes | None = None
+    host_memory_bytes: OptionalBytesField = default(None)
     """Cap of pinned host memory in this process; over it tensors stay on the device. None: what
     ``host_memory_share`` says."""
 
@@ -144,10 +152,10 @@ class OffloadConfig(StrictModel):
     """The same as a share of what the machine and its control groups have free at the start, for
     all local ranks (``LOCAL_WORLD_SIZE``) together. ``host_memory_bytes`` wins where it is set."""
 
-    host_slab_bytes: Annotated[Bytes, Field(ge=4096)] = ByteSize(256 * 1024**2)
+    host_slab_bytes: Annotated[BytesField, Field(ge=4096)] = default(256 * 1024**2)
     """Pinned host memory is taken in slabs of at least this size."""
 
-    retained_device_bytes: Bytes = ByteSize(0)
+    retained_device_bytes: BytesField = default(0)
     """Reload targets kept for reuse instead of handed back to the allocator (CUDA graphs need fixed
     addresses)."""
 
@@ -157,7 +165,7 @@ class OffloadConfig(StrictModel):
     copy_streams: bool = True
     """Copy on streams of their own. Without, on the compute stream, where nothing overlaps."""
 
-    policy: PolicyConfig | None = None
+    policy: Converted[PolicyConfig | None, PolicyConfig | Mapping[str, Any] | None] = default(None)
     """What decides about marked groups, in place of ``fraction`` and the keys of residents above:
     ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
     ``auto`` plan once a step was profiled (docs/planning.md). None: those keys."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -26,7 +26,16 @@ from pydantic import (
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.strict_yaml import shorten
 
-__all__ = ["Bytes", "StrictModel", "validate"]
+__all__ = [
+    "Bytes",
+    "BytesField",
+    "Converted",
+    "NamesField",
+    "OptionalBytesField",
+    "StrictModel",
+    "default",
+    "validate",
+]
 
 _MAX_SIZE_LENGTH = 64
 
@@ -52,6 +61,34 @@ def _not_absurd(value: ByteSize) -> ByteSize:
 
 Bytes = Annotated[ByteSize, BeforeValidator(_plain_size), AfterValidator(_not_absurd)]
 """A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
+
+if TYPE_CHECKING:
+    _Read = TypeVar("_Read")
+    _Given = TypeVar("_Given")
+
+    class Converted(Generic[_Read, _Given]):
+        """A field that is read as the first type, and may be given as the second."""
+
+        def __get__(self, instance: object, owner: object) -> _Read: ...
+
+        def __set__(self, instance: object, value: _Given) -> None: ...
+else:
+
+    class Converted:
+        """For pydantic, which converts by itself, the first type alone."""
+
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[0]
+
+
+BytesField = Converted[Bytes, int | str]
+OptionalBytesField = Converted[Bytes | None, int | str | None]
+NamesField = Converted[tuple[str, ...], list[str] | tuple[str, ...]]
+
+
+def default(value: Any) -> Any:
+    """Return the default of a `Converted` field, for whose sake its type is hidden."""
+    return value
 
 
 class StrictModel(BaseModel):

@@ -11,14 +11,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field
+from pydantic import BeforeValidator, Field
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import AutoPolicy, Predictor
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.memory_target import MemoryTargetPolicy, Resources
 from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, Policy, RatioPolicy
-from megatron_offload.strict_model import Bytes, StrictModel
+from megatron_offload.strict_model import (
+    Bytes,
+    BytesField,
+    Converted,
+    NamesField,
+    OptionalBytesField,
+    StrictModel,
+    default,
+)
 
 __all__ = [
     "AutoConfig",
@@ -66,16 +74,16 @@ class ModulesConfig(StrictModel):
 
     kind: Literal["modules"] = "modules"
 
-    modules: tuple[str, ...] = ()
+    modules: NamesField = default(())
     """Names or patterns of groups; empty: all that were marked."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of each chunk's groups that moves, earliest first."""
 
-    delta_bytes_across_pp_ranks: Bytes = ByteSize(0)
+    delta_bytes_across_pp_ranks: BytesField = default(0)
     """Pipeline rank r keeps r times this many bytes."""
 
-    resident_bytes: Bytes = ByteSize(0)
+    resident_bytes: BytesField = default(0)
     """Room for groups that never move: those whose backward comes soonest."""
 
 
@@ -97,10 +105,10 @@ def _default_in_full(value: Any) -> Any:
 
 
 class _Solved(StrictModel):
-    max_inflight_bytes: Bytes | None = None
+    max_inflight_bytes: OptionalBytesField = default(None)
     """Device memory for groups on their way out. None follows the target."""
 
-    prefetch_bytes: Bytes | None = None
+    prefetch_bytes: OptionalBytesField = default(None)
     """Device memory for groups that are back ahead of their use. None follows the target."""
 
     machine: Annotated[MachineConfig | None, BeforeValidator(_default_in_full)] = None
@@ -131,7 +139,10 @@ class MemoryTargetConfig(_Solved):
 
     kind: Literal["memory_target"]
 
-    target_bytes: Bytes | Annotated[tuple[Bytes, ...], Field(min_length=1)]
+    target_bytes: Converted[
+        Bytes | Annotated[tuple[Bytes, ...], Field(min_length=1)],
+        int | str | list[int | str] | tuple[int | str, ...],
+    ]
     """Most device memory that a rank reserves: one size for all pipeline ranks, or a list."""
 
     measured_plans: int = Field(default=4, ge=0, le=20)

@@ -1,0 +1,73 @@
+"""A type checker in a user's project accepts what the package accepts, with no plugin.
+
+mypy takes some 15 s over torch's own annotations, hence slow; both of its tests share what it found.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mypy import api
+
+ROOT = Path(__file__).parent.parent
+
+ACCEPTED = """
+from megatron_offload import OffloadConfig
+from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig
+
+OffloadConfig(max_inflight_bytes="1GiB", min_tensor_bytes=1024, prefetch_bytes=None)
+OffloadConfig(modules=["mlp_fc1", "layers.*.mlp"], policy=AutoConfig(kind="auto"))
+OffloadConfig(modules=("mlp_fc1",), policy={"kind": "ratio", "ratio": 0.5})
+MemoryTargetConfig(kind="memory_target", target_bytes=["20GiB", 21 << 30])
+total: int | None = OffloadConfig().max_inflight_bytes
+names: tuple[str, ...] = OffloadConfig().modules
+"""
+
+REFUSED = """
+from megatron_offload import OffloadConfig
+
+OffloadConfig(max_inflight_bites="1GiB")
+OffloadConfig(modules="mlp_fc1")
+OffloadConfig(min_tensor_bytes=None)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("typing")
+
+
+def errors_in(folder, text):
+    """Return the lines in which mypy finds an error, in a project that knows nothing of ours."""
+    path = folder / "program.py"
+    path.write_text(text)
+    (folder / "mypy.ini").write_text(f"[mypy]\nstrict = true\nmypy_path = {ROOT}\n")
+    words = [str(path), "--config-file", str(folder / "mypy.ini"), "--follow-imports=silent"]
+    printed, complaints, _ = api.run([*words, "--cache-dir", str(folder / "cache")])
+    assert not complaints
+    errors = [line for line in printed.splitlines() if ": error:" in line]
+    assert all(line.startswith(str(path)) for line in errors), printed
+    return [int(line.split(":")[1]) for line in errors]
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (ROOT / "megatron_offload" / "py.typed").is_file()
+
+
+@pytest.mark.slow
+def test_mypy_accepts_the_forms_that_settings_take(folder):
+    assert errors_in(folder, ACCEPTED) == []
+
+
+@pytest.mark.slow
+def test_mypy_refuses_unknown_settings_and_wrong_forms(folder):
+    assert errors_in(folder, REFUSED) == [4, 5, 6]
+
+
+def test_what_type_checkers_accept_is_accepted(tmp_path):
+    program = [sys.executable, "-c", ACCEPTED]
+    subprocess.run(program, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
