@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 from megatron_offload.backends.base import Event, Stream
@@ -34,6 +33,7 @@ from megatron_offload.engine.boundary import (
     start_group_of,
 )
 from megatron_offload.memory.tensor_pool import GPUTensorPool, OffloadTensorPool
+from megatron_offload.reporting.console import console, plain_table
 
 __all__ = [
     "DEBUG",
@@ -98,18 +98,16 @@ def print_offload_summary_table(
         if dist.get_rank(process_group) != 0:
             return
         everyone = gathered
-    console = Console()
-    console.print(_bytes_table("Activations offloaded (MiB)", [entry[0] for entry in everyone]))
+    out = console()
+    out.print(_bytes_table("Activations offloaded (MiB)", [entry[0] for entry in everyone]))
     if any(entry[1] for entry in everyone):
         title = "Shared with another group, moved once (MiB)"
-        console.print(_bytes_table(title, [entry[1] for entry in everyone]))
+        out.print(_bytes_table(title, [entry[1] for entry in everyone]))
 
 
 def _bytes_table(title: str, ranks: Sequence[Mapping[str, int]]) -> Table:
     names = sorted({name for rank in ranks for name in rank})
-    table = Table("rank", title=title, title_justify="left")
-    for name in [*names, "total"]:
-        table.add_column(name, justify="right")
+    table = plain_table(title, ["rank", *names, "total"], 1)
     sums = {name: sum(rank.get(name, 0) for rank in ranks) for name in names}
     for label, row in [*((str(i), rank) for i, rank in enumerate(ranks)), ("all", sums)]:
         cells = [*(row.get(name, 0) for name in names), sum(row.values())]

@@ -16,8 +16,6 @@ import re
 from collections.abc import Iterator
 
 from compare_simulation import FOLDER, ROOT, machine_of
-from rich.console import Console
-from rich.table import Table
 
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.plan import OffloadPlan
@@ -28,6 +26,7 @@ from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.run_planner import RunPlanner
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
+from megatron_offload.reporting.console import console, plain_table
 from megatron_offload.reporting.plots import plot_tradeoff
 from megatron_offload.reporting.tradeoff import TradeOff, TradeOffPoint, write_tradeoff
 
@@ -72,7 +71,8 @@ def main() -> None:
     data = json.loads((FOLDER / "planned_c.json").read_text())
     none = next(run for run in data["runs"] if run["mode"] == "none")
     machine = machine_of(none["ranks"])
-    table = Table("setting", "", "reserved, GiB of ranks 0 to 3", "moved, GiB", "step time")
+    columns = ["setting", "", "reserved, GiB of ranks 0 to 3", "moved, GiB", "step time"]
+    table = plain_table("", columns, 5)
     points = []
 
     def add(label: str, peaks: list[int], moved: list[int], percent: float, **kind: bool) -> None:
@@ -97,7 +97,7 @@ def main() -> None:
         percent = 100 * (found.step_us / bare_us - 1)
         moved = [rank.moved_bytes for rank in plan.ranks]
         add(label, list(found.peak_bytes), moved, percent, is_predicted=True)
-    Console(width=120).print(table)
+    console().print(table)
     write_tradeoff(ROOT / "docs" / "benchmarks" / "tradeoff.json", MEMORY, points)
     tradeoff = TradeOff(memory=MEMORY, points=tuple(points))
     title = "GPT, 16 layers, hidden 8192, PP=4, VPP=2, 8 microbatches, four H200s"

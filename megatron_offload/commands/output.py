@@ -1,7 +1,6 @@
-"""Where the commands print and write.
+"""Where the commands write.
 
-Owns the console for results, and what becomes of a file that can't be written. Must not know what
-is written.
+Owns what becomes of a file that can't be written. Must not know what is written.
 
 Invariant: a folder that isn't there fails before anything long begins.
 """
@@ -12,18 +11,11 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron_offload.errors import ConfigError
 
-__all__ = ["PREDICTED", "check_place", "console", "writing"]
+__all__ = ["PREDICTED", "check_place", "writing"]
 
 PREDICTED = "predicted by simulation, not measured: hold it against a run before you rely on it"
-
-
-def console() -> Console:
-    """Return a console that takes no text for markup, and breaks no path."""
-    return Console(markup=False, highlight=False, soft_wrap=True)
 
 
 def check_place(flag: str, path: Path | None) -> None:

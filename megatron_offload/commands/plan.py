@@ -20,7 +20,7 @@ from pydantic import Field
 from rich.console import Console
 
 from megatron_offload.commands import source as sources
-from megatron_offload.commands.output import PREDICTED, check_place, console, writing
+from megatron_offload.commands.output import PREDICTED, check_place, writing
 from megatron_offload.commands.source import Source, load_source
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.planning.auto import Prediction, with_prediction
@@ -36,8 +36,8 @@ from megatron_offload.planning.policy_config import (
     make_policy,
 )
 from megatron_offload.planning.simulate import simulate
+from megatron_offload.reporting.console import console, plain_table
 from megatron_offload.reporting.plan_tables import plan_list, plan_table
-from megatron_offload.reporting.summary import plain_table
 from megatron_offload.reporting.tradeoff import TradeOffPoint, write_tradeoff
 from megatron_offload.strict_model import Bytes, StrictModel, validate
 from megatron_offload.units import format_bytes
@@ -172,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
     check_place("--output", options.output)
     kind, keys, num_targets = _read_flags(options)
     source = load_source(options)
-    with Console(stderr=True).status("planning"):
+    with console(stderr=True).status("planning", spinner="line"):
         outcome = make(source, policy_config(source, kind, keys), num_targets)
     show(outcome, console(), lists_groups=options.groups)
     if output is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_offload.commands import source as sources
-from megatron_offload.commands.output import PREDICTED, check_place, console, writing
+from megatron_offload.commands.output import PREDICTED, check_place, writing
 from megatron_offload.commands.source import Source, load_source
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import RankSettings
@@ -30,8 +30,8 @@ from megatron_offload.planning.simulate import (
     Simulation,
     simulate,
 )
+from megatron_offload.reporting.console import console, plain_table
 from megatron_offload.reporting.plots import MOST_TIMELINES, plot_timeline
-from megatron_offload.reporting.summary import plain_table
 from megatron_offload.reporting.trace import write_traces
 from megatron_offload.units import format_bytes
 

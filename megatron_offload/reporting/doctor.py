@@ -2,8 +2,8 @@
 
 Owns its flags, tables and JSON. Must not know how anything is found out.
 
-Invariants: the exit status is 1 exactly where a finding is an error; text from outside is never
-taken for markup. Read next: `megatron_offload.machine.examine`.
+Invariants: the exit status is 1 exactly where a finding is an error; text from outside stays a
+string. Read next: `megatron_offload.machine.examine`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +25,7 @@ from megatron_offload.machine.examine import Examination, examine
 from megatron_offload.machine.finding import Finding
 from megatron_offload.machine.host_syncs import HostSyncs
 from megatron_offload.machine.profile import MachineProfile
+from megatron_offload.reporting.console import console, plain_table
 
 __all__ = [
     "ABOUT",
@@ -100,22 +100,18 @@ def as_json(examination: Examination) -> dict[str, Any]:
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Return one line for each finding, in their order."""
-    table = Table(title="This machine", title_justify="left")
-    for column in ("", "looked at", "found", "what to do"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("This machine", ["", "looked at", "found", "what to do"], 4)
     for finding in findings:
-        cells = (Text(text) for text in (finding.title, finding.found, finding.advice))
-        table.add_row(Text(finding.level, style=_STYLES[finding.level]), *cells)
+        level = Text(finding.level, style=_STYLES[finding.level])
+        table.add_row(level, finding.title, finding.found, finding.advice)
     return table
 
 
 def rates_table(profile: MachineProfile) -> Table:
     """Return one line for each GPU: what its copies reach alone, both ways, and among all."""
     when = f"{profile.measured_at:%Y-%m-%d %H:%M} UTC"
-    table = Table(title=f"Copies, GB/s (10^9 bytes), measured {when}", title_justify="left")
-    columns = ("GPU", "D2H alone", "H2D alone", "D2H, both", "H2D, both", "D2H, all", "H2D, all")
-    for column in columns:
-        table.add_column(column, justify="right")
+    columns = ["GPU", "D2H alone", "H2D alone", "D2H, both", "H2D, both", "D2H, all", "H2D, all"]
+    table = plain_table(f"Copies, GB/s (10^9 bytes), measured {when}", columns)
     for index, gpu in enumerate(profile.gpus):
         rates = gpu.rates.model_dump().values()
         table.add_row(str(index), *(f"{rate:.1f}" for rate in rates))
@@ -124,18 +120,16 @@ def rates_table(profile: MachineProfile) -> Table:
 
 def sync_table(syncs: HostSyncs) -> Table:
     """Return one line for each place where the host waits, most often first."""
-    table = Table(title="Where the host waits for the device", title_justify="left")
-    for column in ("place", "call", "kind"):
-        table.add_column(column, overflow="fold")
-    table.add_column("times a step", justify="right")
+    columns = ["place", "call", "kind", "times a step"]
+    table = plain_table("Where the host waits for the device", columns, 3)
     for sync, per_step in syncs.per_step():
         place = f"{sync.file}:{sync.line}" if sync.file else "no Python code"
-        table.add_row(Text(place), Text(sync.call), Text(sync.kind), f"{per_step:g}")
+        table.add_row(place, sync.call, sync.kind, f"{per_step:g}")
     return table
 
 
 def _print(examination: Examination) -> None:
-    tables = [findings_table(examination.findings)]
+    out = console()
     if examination.profile is not None:
-        tables.insert(0, rates_table(examination.profile))
-    Console().print(Group(*tables))
+        out.print(rates_table(examination.profile))
+    out.print(findings_table(examination.findings))

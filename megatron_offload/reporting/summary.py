@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
+from megatron_offload.reporting.console import plain_table
 from megatron_offload.units import format_bytes
 
 __all__ = [
     "compare_table",
     "group_table",
     "memory_table",
-    "plain_table",
     "rank_table",
 ]
 
@@ -96,7 +97,7 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             str(row["step"]),
             *(f"{value:.9g}" for value in (*row["loss"], *row["grad_norm"])),
-            "[green]yes[/green]" if row["equal"] else "[bold red]no[/bold red]",
+            Text("yes", "green") if row["equal"] else Text("no", "bold red"),
         )
     return table
 
@@ -122,12 +123,4 @@ def memory_table(
             ratio = f"{moved[key] / plain[key]:.2f}" if plain[key] else "-"
             cells += [format_bytes(plain[key]), format_bytes(moved[key]), ratio]
         table.add_row(*cells)
-    return table
-
-
-def plain_table(title: str, columns: Sequence[str], num_left: int = 0) -> Table:
-    """Return a table without rows, its first columns to the left and the others to the right."""
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < num_left else "right")
     return table

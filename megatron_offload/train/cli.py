@@ -19,9 +19,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
-from rich.console import Console
-
 from megatron_offload.errors import ConfigError, OffloadError, TargetError
+from megatron_offload.reporting.console import console, printable
 from megatron_offload.train.stopping import StoppedError, exit_status
 
 __all__ = ["COMMANDS", "main"]
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after the program's name; None for those of this process.
     """
-    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    errors = console(stderr=True)
     try:
         options = _parser().parse_args(arguments)
         status: int = options.run(options)
@@ -74,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, printable(f"{self.prog}: {message}; see {self.prog} --help\n"))
 
 
 class _CommandParser(_Parser):

@@ -15,6 +15,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.policy import PlanFilePolicy
 from megatron_offload.planning.policy_config import PlanFileConfig, PolicyConfig
 from megatron_offload.planning.profile import StepProfile
+from megatron_offload.reporting.console import console
 from megatron_offload.reporting.plots import plot_comparison
 from megatron_offload.reporting.summary import (
     compare_table,
@@ -57,14 +58,14 @@ def compare(config: TrainConfig) -> int:
     if reports is None:
         return 0
     result = compare_reports(*reports)
-    console = Console()
-    _print(console, config, reports, result)
+    out = console()
+    _print(out, config, reports, result)
     folder = config.run.output
     write_config(config, folder)
     numbers = write_comparison(config, reports, result, folder)
     plot = f"plot: {_plot(config, reports)}"
     for line in (f"numbers: {numbers}", plot, *_plan(folder), _report(folder)):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        out.print(line)
     return 0 if result.identical else 1
 
 
@@ -88,9 +89,7 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     )
 
 
-def _print(
-    console: Console, config: TrainConfig, reports: list[RunReport], result: Comparison
-) -> None:
+def _print(out: Console, config: TrainConfig, reports: list[RunReport], result: Comparison) -> None:
     without, offloaded = reports
     rows = [
         {
@@ -101,23 +100,23 @@ def _print(
         }
         for index, (a, b) in enumerate(zip(without.steps, offloaded.steps, strict=True))
     ]
-    console.print(compare_table(rows))
+    out.print(compare_table(rows))
     ranks = offloaded.peaks()
-    console.print(rank_table(ranks, "With offload: bytes of the last step, peaks over all steps"))
-    console.print(group_table(ranks, "Groups of the last step"))
+    out.print(rank_table(ranks, "With offload: bytes of the last step, peaks over all steps"))
+    out.print(group_table(ranks, "Groups of the last step"))
     if ranks[0]["peak_live_activation_bytes"] is not None:
-        console.print(memory_table(without.peaks(), ranks))
+        out.print(memory_table(without.peaks(), ranks))
     on_gpu = ranks[0]["peak_reserved_bytes"] is not None
     times = [report.median_step_time_s(without=config.traced_step) for report in reports]
     if times[0] and times[1]:
-        console.print(
+        out.print(
             f"median step time: {1e3 * times[0]:.1f} ms without, {1e3 * times[1]:.1f} ms with "
             f"offload ({100 * (times[1] / times[0] - 1):+.1f} %)"
             + ("" if on_gpu else "; on a CPU the device is simulated and its speed means nothing")
         )
     for name, equal in result.findings.items():
-        console.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
-    console.print(f"bitwise identical: {'yes' if result.identical else 'no'}", style="bold")
+        out.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
+    out.print(f"bitwise identical: {'yes' if result.identical else 'no'}", style="bold")
 
 
 def _plot(config: TrainConfig, reports: list[RunReport]) -> str:

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_offload.reporting.console import console
 from megatron_offload.train.records import StepRecord
 
 __all__ = ["StepPrinter"]
@@ -26,9 +26,9 @@ class StepPrinter:
         self._title = title
         self._steps = steps
         self._interval = interval
-        self._console = Console(stderr=True, quiet=not owner, highlight=False)
+        self._console = console(stderr=True, quiet=not owner)
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -45,20 +45,20 @@ class StepPrinter:
             text = "no checkpoint to resume from; starting with the first step"
         else:
             text = f"resumed from {path}; going on after step {step}"
-        self._console.print(f"{self._title}: {text}", markup=False, soft_wrap=True)
+        self._console.print(f"{self._title}: {text}")
 
     def saved(self, path: Path) -> None:
         """Say that a checkpoint is whole."""
-        self._console.print(f"{self._title}: saved {path}", markup=False, soft_wrap=True)
+        self._console.print(f"{self._title}: saved {path}")
 
     def planned(self, text: str) -> None:
         """Say what has become of the plan."""
-        self._console.print(f"{self._title}: {text}", markup=False, soft_wrap=True)
+        self._console.print(f"{self._title}: {text}")
 
     def stopped(self, step: int, number: int) -> None:
         """Say that a signal ends the run."""
         name = signal.Signals(number).name
-        self._console.print(f"{self._title}: {name}; stopping after step {step}", soft_wrap=True)
+        self._console.print(f"{self._title}: {name}; stopping after step {step}")
 
     def step(self, record: StepRecord) -> None:
         """Show one finished step."""
@@ -69,8 +69,7 @@ class StepPrinter:
             f"{self._title}: step {record.step}/{self._steps}  loss {record.loss:.6f}  "
             f"grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}  "
             f"{1e3 * record.step_time_s:.0f} ms  "
-            f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s",
-            soft_wrap=True,
+            f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
         )
 
     def evaluation(self, step: int, loss: float) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-from rich.console import Console
 
 from megatron_offload.config import load_yaml, validate
 from megatron_offload.engine.stats import GroupStats
@@ -25,6 +24,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files import read_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
+from megatron_offload.reporting.console import console
 from megatron_offload.reporting.html import write_report
 from megatron_offload.reporting.report import (
     Comparison,
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: the folder holds no run, something in it is damaged, or jinja2 is missing.
     """
     path = write(options.folder, options.output)
-    Console().print(f"report: {path}", soft_wrap=True, markup=False, highlight=False)
+    console().print(f"report: {path}")
     return 0
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron_offload.errors import ConfigError
+from megatron_offload.reporting.console import console
 from megatron_offload.reporting.plots import MOST_TIMELINES, plot_timeline
 from megatron_offload.reporting.trace import StepTrace, write_traces
 from megatron_offload.train.run_folder import main_folder, trace_paths
@@ -53,15 +52,15 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"{folder} holds no timelines; set run.trace_step: 4, with offload on, and run again"
         )
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    out = console()
     try:
         write_traces(folder / TRACE_NAME, traces)
-        console.print(f"trace: {folder / TRACE_NAME}, for https://ui.perfetto.dev")
+        out.print(f"trace: {folder / TRACE_NAME}, for https://ui.perfetto.dev")
         if options.png is not None:
             if not plot_timeline(traces[:MOST_TIMELINES], options.png, folder.resolve().name):
                 raise ConfigError("--png needs matplotlib; install megatron-offload[plots]")
             drawn = min(len(traces), MOST_TIMELINES)
-            console.print(f"picture: {options.png}, {drawn} of {len(traces)} ranks")
+            out.print(f"picture: {options.png}, {drawn} of {len(traces)} ranks")
     except OSError as error:
         raise ConfigError(f"can't write {error.filename}: {error.strerror}") from error
     return 0

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.console import Console
-
 from megatron_offload.config import apply_overrides, load_yaml, validate
 from megatron_offload.errors import ConfigError
+from megatron_offload.reporting.console import console
 from megatron_offload.train.config import TrainConfig
 
 __all__ = ["ABOUT", "add_arguments", "add_run_arguments", "read_config", "run"]
@@ -119,10 +118,10 @@ def run(options: argparse.Namespace) -> int:
     if reports is None:
         return 0
     ranks = reports[0].peaks()
-    console = Console()
+    out = console()
     if ranks:
-        console.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over all steps"))
+        out.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over all steps"))
         if config.offload.enabled:
-            console.print(group_table(ranks, "Groups of the last step"))
-    console.print(f"steps: {config.run.output / 'steps.jsonl'}", soft_wrap=True)
+            out.print(group_table(ranks, "Groups of the last step"))
+    out.print(f"steps: {config.run.output / 'steps.jsonl'}")
     return 0

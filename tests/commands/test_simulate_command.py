@@ -27,8 +27,9 @@ def run(*words):
 
 def rows(printed):
     """Return the cells of all rows, tables one after the other."""
-    lines = [line for line in printed.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if row[0].isdigit()]
 
 
 def test_what_is_printed_is_what_was_simulated(model, capsys):

@@ -7,7 +7,6 @@ import json
 from datetime import UTC, datetime
 
 import pytest
-from rich.console import Console
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.examine import Examination
@@ -21,6 +20,7 @@ from megatron_offload.machine.profile import (
     MachineProfile,
 )
 from megatron_offload.reporting import doctor
+from megatron_offload.reporting.console import console
 from megatron_offload.reporting.doctor import findings_table, sync_table
 
 FINE = Finding("ok", "swap", "0.0 GiB in use")
@@ -67,9 +67,9 @@ class Machine:
 
 
 def show(table):
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(table)
+    out = console()
+    with out.capture() as capture:
+        out.print(table)
     return capture.get()
 
 
@@ -150,10 +150,10 @@ def test_the_table_of_waits_shows_place_call_and_number():
     syncs.counts[HostSync("", 0, "", "CUDA operation")] = 8
     lines = [line for line in show(sync_table(syncs)).splitlines() if "CUDA operation" in line]
     assert "no Python code" in lines[0]
-    assert lines[0].split("│")[4].strip() == "2"
+    assert lines[0].split("|")[4].strip() == "2"
     assert "train[b].py:12" in lines[1]
     assert "losses[i].item()" in lines[1]
-    assert lines[1].split("│")[4].strip() == "1.5"
+    assert lines[1].split("|")[4].strip() == "1.5"
 
 
 def test_a_table_of_nothing_is_still_a_table():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.profile import GroupKey
+from megatron_offload.reporting.console import console
 from megatron_offload.reporting.plan_rows import PlanRow, plan_rows
 from megatron_offload.reporting.plan_tables import plan_list, plan_table
 
@@ -56,8 +55,7 @@ def test_rows_of_a_name_stand_together_and_what_moves_comes_first():
 
 def test_tables_take_nothing_of_a_plan_for_markup(capsys):
     plan = plan_of([("[red]a", 1, False, "[bold]why")])
-    console = Console(width=200)
     for table in (plan_table(plan), plan_list(plan)):
-        console.print(table)
+        console().print(table)
     printed = capsys.readouterr().out
     assert printed.count("[red]a") == printed.count("[bold]why") == 2

@@ -1,5 +1,7 @@
 """Flags keep Megatron's names and win over the file; bad input is exit status 2."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_offload.errors import ConfigError
@@ -100,3 +102,16 @@ def test_compare_takes_whole_runs_whatever_the_file_says(file):
     for folder in ("without_offload", "with_offload"):
         run = _variant(config, folder).run
         assert (run.resume, run.checkpoint_interval, run.max_restarts) == (False, 0, 0)
+
+
+def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, capsys):
+    report = SimpleNamespace(peaks=list)
+    monkeypatch.setattr("megatron_offload.train.launch.launch", lambda runs: [report])
+    output = f'run.output="{tmp_path}/out/[/x]\\x1b[31m"'  # an escape, in YAML
+    assert cli.main(["train", "--config", str(file), "--set", output]) == 0
+    printed = capsys.readouterr().out
+    assert r"/out/[/x]\x1b[31m/steps.jsonl" in printed
+    assert "\x1b" not in printed
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--\x1b[31m"])
+    assert r"--\x1b[31m" in capsys.readouterr().err
