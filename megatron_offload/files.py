@@ -14,8 +14,9 @@ import math
 import os
 import stat
 import tempfile
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_offload.errors import ConfigError
 
@@ -53,7 +54,7 @@ def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
             raise ConfigError(f"can't read {path}: {error}") from error
 
 
-def open_regular(path: str | Path, *, follow_link: bool = True) -> BinaryIO:
+def open_regular(path: str | Path, *, follow_link: bool = True) -> BufferedReader:
     """Open a regular file for reading bytes; the caller closes it.
 
     Args:

@@ -21,7 +21,7 @@ TINY = {
     "parallel": {"pipeline": 2, "virtual": 2},
     "data": {"micro_batch_size": 1, "microbatches": 2},
     "run": {"steps": 6, "device": "cpu", "hash_gradients": "every"},
-    "offload": {"modules": ["core_attn", "mlp_act"], "min_tensor_bytes": 0},
+    "offload": {"enabled": False, "modules": ["core_attn", "mlp_act"], "min_tensor_bytes": 0},
 }
 
 

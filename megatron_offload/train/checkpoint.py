@@ -43,6 +43,8 @@ from megatron_offload.train.checkpoint_folder import (
     CheckpointFolder,
     Manifest,
     StoredTensor,
+    check_files,
+    digest_of_file,
     read_checkpoint,
     write_config,
     write_manifest,
@@ -120,7 +122,7 @@ class Checkpoints:
             part = self._folder.part_of(step)
             self._on_owner(lambda: self._folder.begin(step))
             manifest = Manifest(
-                format=1,
+                format=2,
                 step=step,
                 ranks=self._parallel.world_size,
                 device=self._device.device.type,
@@ -128,16 +130,23 @@ class Checkpoints:
                 evaluations={key: float(loss).hex() for key, loss in evaluations.items()},
                 versions={name: _version(name) for name in ("torch", "megatron-core")},
                 tensors={},
+                files={},
             )
+            writer = _Writer(part)
             self._device.synchronize()
             dcp.save(
                 self._state(),
-                storage_writer=_Writer(part, manifest),
+                storage_writer=writer,
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self._parallel.host_group,
             )
-            self._on_owner(lambda: self._publish(part, step))
-        except (OSError, CheckpointException) as error:
+            mine = self.agreed(lambda: {name: digest_of_file(part / name) for name in writer.files})
+            files = {
+                k: v for each in gather(mine, self._parallel.host_group) for k, v in each.items()
+            }
+            manifest = manifest.model_copy(update={"tensors": writer.tensors, "files": files})
+            self._on_owner(lambda: self._publish(part, manifest))
+        except (OSError, ConfigError, CheckpointException) as error:
             if self._owner:
                 with contextlib.suppress(OSError):
                     self._folder.discard(step)
@@ -163,6 +172,8 @@ class Checkpoints:
         if path is None:
             return None
         manifest = self.agreed(lambda: self._examined(path))
+        place, places = self._parallel.rank, self._parallel.world_size
+        self.agreed(lambda: check_files(path, manifest, part=place, parts=places))
         _make_optimizer_states(self._optimizer)
         state = self._state()
         self.agreed(lambda: _check_tensors(path, manifest, state, self._prefixes()))
@@ -215,9 +226,10 @@ class Checkpoints:
             )
         return manifest
 
-    def _publish(self, part: Path, step: int) -> None:
+    def _publish(self, part: Path, manifest: Manifest) -> None:
+        write_manifest(part, manifest)
         write_config(part, self._config)
-        self._folder.publish(step)
+        self._folder.publish(manifest.step)
         self._folder.prune(self._config.run.keep_checkpoints)
 
     def _prefixes(self) -> tuple[str, str]:
@@ -372,27 +384,34 @@ def _check_tensors(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, which also says what lies where in ``checkpoint.json``."""
+    """DCP's writer, which also knows what lies where, for ``checkpoint.json``."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._manifest = manifest
+        self.files: list[str] = []
+        """Names of the files that this rank has written."""
+        self.tensors: dict[str, StoredTensor] = {}
+        """Places of the tensors of all ranks; on the rank that finishes."""
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
+        """Write this rank's files."""
+        written = super().write_data(plan, planner)
+        self.files = sorted({result.storage_data.relative_path for result in written.wait()})
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Write both descriptions; on one rank, after all ranks have written."""
+        """Write DCP's own description; on one rank, after all ranks have written."""
         super().finish(metadata, results)
-        tensors = {}
         for result in (result for rank in results for result in rank):
             stored: Any = metadata.state_dict_metadata[result.index.fqn]
             place = result.storage_data
-            tensors[result.index.fqn] = StoredTensor(
+            self.tensors[result.index.fqn] = StoredTensor(
                 dtype=_dtype_name(stored.properties.dtype),
                 shape=tuple(stored.size),
                 file=place.relative_path,
                 offset=place.offset,
                 length=place.length,
             )
-        write_manifest(Path(self.path), self._manifest.model_copy(update={"tensors": tensors}))
 
 
 class _Reader(dcp.FileSystemReader):

@@ -12,6 +12,7 @@ read is data: nothing in it is imported, called or unpickled. Read next:
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from pydantic import Field
 
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import read_json, replace_text, sync_folder
+from megatron_offload.files import open_regular, read_json, replace_text, sync_folder
 from megatron_offload.train.config import TrainConfig
 
 __all__ = [
@@ -32,7 +33,9 @@ __all__ = [
     "DType",
     "Manifest",
     "StoredTensor",
+    "check_files",
     "check_same_run",
+    "digest_of_file",
     "read_checkpoint",
     "write_config",
     "write_manifest",
@@ -45,6 +48,8 @@ _MAX_MANIFEST_BYTES = 256 * 1024**2
 
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
 
+_FileName = Annotated[str, Field(pattern=r"^__[0-9]{1,9}_[0-9]{1,9}\.distcp$")]
+
 DType = Literal["bfloat16", "float16", "float32", "float64", "int32", "int64", "uint8"]
 """Types of stored elements, under torch's names."""
 
@@ -54,7 +59,7 @@ class StoredTensor(StrictModel):
 
     dtype: DType
     shape: tuple[_Count, ...]
-    file: str = Field(pattern=r"^__[0-9]{1,9}_[0-9]{1,9}\.distcp$")
+    file: _FileName
     offset: _Count
     length: _Count
 
@@ -62,7 +67,7 @@ class StoredTensor(StrictModel):
 class Manifest(StrictModel):
     """What a checkpoint holds."""
 
-    format: Literal[1]
+    format: Literal[2]
     step: Annotated[int, Field(ge=1, lt=10**15)]
     """Training steps that were done."""
 
@@ -81,8 +86,14 @@ class Manifest(StrictModel):
 
     tensors: dict[str, StoredTensor]
 
+    files: dict[_FileName, str]
+    """Digest of every file that holds tensors, by `digest_of_file`."""
+
     def model_post_init(self, _: Any, /) -> None:
-        """Refuse losses that are no numbers."""
+        """Refuse losses that are no numbers, and tensors in files without a digest."""
+        for name, tensor in self.tensors.items():
+            if tensor.file not in self.files:
+                raise ConfigError(f"{name[:200]!r} lies in {tensor.file}, which has no digest")
         for step, loss in self.evaluations.items():
             try:
                 float.fromhex(loss)
@@ -228,6 +239,39 @@ def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifes
             f"{manifest.step} or more"
         )
     return manifest
+
+
+def digest_of_file(path: Path) -> str:
+    """Return a digest of 128 bits of a file's bytes. It tells accidents, not intent.
+
+    Raises:
+        ConfigError: it is missing, a link or no regular file, or can't be read.
+    """
+    with open_regular(path, follow_link=False) as file:
+        try:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        except OSError as error:
+            raise ConfigError(f"can't read {path}: {error.strerror}") from error
+
+
+def check_files(path: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
+    """Check that a checkpoint's files are those that were written with its description.
+
+    Args:
+        path: the checkpoint's folder.
+        manifest: its description.
+        part: which of ``parts`` equal shares of the files to read; ranks share them.
+        parts: how many shares there are.
+
+    Raises:
+        ConfigError: a file is another one, or can't be read.
+    """
+    for name in sorted(manifest.files)[part::parts]:
+        if digest_of_file(path / name) != manifest.files[name]:
+            raise ConfigError(
+                f"{path / name} is damaged, or the file of another checkpoint: its digest is not "
+                f"that in {_MANIFEST}; remove {path} to go on from the checkpoint before"
+            )
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -17,6 +17,7 @@ import torch
 from training_runs import environment_of_one_rank, numbers, stored, whole, words
 
 from megatron_offload.train import checkpoint, cli, loop
+from megatron_offload.train.checkpoint_folder import digest_of_file
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the bridges to a CPU are for machines without a CUDA device"
@@ -304,7 +305,8 @@ def test_a_hostile_pickle_in_a_tensors_archive_is_never_opened(
         content += changed.getvalue()
         place["length"] = len(changed.getvalue())
     (folder / "__0_0.distcp").write_bytes(content)
-    rewrite(folder, lambda data: data.update(tensors=places))
+    files = {"__0_0.distcp": digest_of_file(folder / "__0_0.distcp")}
+    rewrite(folder, lambda data: data.update(tensors=places, files=files))
     assert train(stopped, resume=True)[0] == 0
     assert numbers(stopped) == numbers(undisturbed)
     assert not (tmp_path / "harm").exists()
@@ -328,7 +330,7 @@ def one_added(data):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda data: data.update(format=2), "format"),
+        (lambda data: data.update(format=1), "format"),
         (lambda data: data.update(more=1), "unknown key 'more'"),
         (lambda data: data.update(step=3), "is of step 3"),
         (lambda data: data.update(step=10**30), "step"),
@@ -341,7 +343,10 @@ def one_added(data):
         (tensor_changed(file="../../../../etc/passwd"), "file"),
         (tensor_changed(file="/etc/passwd"), "file"),
         (tensor_changed(file="__0_0.distcp\n"), "file"),
-        (tensor_changed(file="__1_0.distcp"), "No such file or directory: '"),
+        (tensor_changed(file="__1_0.distcp"), "lies in __1_0.distcp, which has no digest"),
+        (lambda data: data["files"].update({"__1_0.distcp": "0"}), "No such file or directory: '"),
+        (lambda data: data["files"].update({"../x": "0"}), "files"),
+        (lambda data: data.pop("files"), "'files' is required"),
         (tensor_changed(dtype="object"), "dtype"),
         (tensor_changed(dtype="float64"), "is float64 of shape"),
         (tensor_changed(shape=[3, 16]), "of shape [3, 16]"),
@@ -393,7 +398,15 @@ def test_missing_files_are_named(train, stopped, folder):
 
 def test_a_shard_that_was_cut_off_is_refused(train, stopped, folder):
     os.truncate(folder / "__0_0.distcp", 1000)
-    refused(train, stopped, "the file is cut off")
+    refused(train, stopped, "__0_0.distcp is damaged")
+
+
+def test_a_shard_of_another_steps_checkpoint_is_refused(train, undisturbed, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(undisturbed, output)
+    places = [output / f"checkpoints/step_00000{step}/__0_0.distcp" for step in (2, 4)]
+    shutil.copy(*places)
+    refused(train, output, "step_000004/__0_0.distcp is damaged, or the file of another checkpoint")
 
 
 def test_a_shard_with_one_flipped_bit_is_refused(train, stopped, folder):
