@@ -1,4 +1,10 @@
-"""What many tests share: where helpers lie, what a GPU test needs, how much is tried at random."""
+"""What many tests share: where helpers lie, what a GPU test needs, and the two tiers.
+
+Plain ``pytest`` runs everything. ``pytest --quick`` (``make test``) leaves out what is marked
+``slow`` and the repetitions that rarely find anything new: of random seeds it runs the first tenth,
+of copy timings the two that differ most (but for the hazards, which every timing has to name), and
+of a test that is marked ``sampled`` the first case.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +19,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_num_threads(1)
 
+QUICK_TIMINGS = ("late", "random")
+LEAST_SEEDS = 3
+
 
 def pytest_addoption(parser):
-    parser.addoption("--fuzz", type=int, default=300, help="how many random programs to run")
-    parser.addoption(
-        "--every-line", type=int, default=151, help="interrupt a step at each n-th of its lines"
-    )
+    parser.addoption("--quick", action="store_true", help="leave out slow tests and repetitions")
+    parser.addoption("--fuzz", type=int, help="how many random programs to run; 300, quick 60")
+    parser.addoption("--every-line", type=int, help="interrupt a step at each n-th of its lines")
     parser.addoption("--fuzz-first-seed", type=int, default=0, help="seed of the first of them")
     parser.addoption("--faults", type=int, default=2, help="how many training runs to kill")
+
+
+def pytest_configure(config):
+    options = config.option
+    if options.fuzz is None:
+        options.fuzz = 60 if options.quick else 300
+    if options.every_line is None:
+        options.every_line = 1511 if options.quick else 151
 
 
 def pytest_generate_tests(metafunc):
@@ -32,13 +48,39 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("fuzz_seed", seeds)
 
 
-def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device and torch sees none")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device and torch sees none")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+    if config.getoption("--quick"):
+        leave_out = [item for item in items if not is_quick(item)]
+        if leave_out:
+            config.hook.pytest_deselected(items=leave_out)
+            items[:] = [item for item in items if is_quick(item)]
+
+
+def is_quick(item) -> bool:
+    """Whether a test belongs to the quick tier."""
+    if "slow" in item.keywords:
+        return False
+    if not hasattr(item, "callspec"):
+        return True
+    given, places = item.callspec.params, item.callspec.indices
+    if "sampled" in item.keywords:
+        return not any(places.values())
+    if "timing" in given and item.path.name != "test_hazards.py":
+        if given["timing"] not in QUICK_TIMINGS:
+            return False
+    return "seed" not in given or places["seed"] < num_quick_seeds(item)
+
+
+def num_quick_seeds(item) -> int:
+    """How many of a test's seeds the quick tier runs."""
+    marks = item.iter_markers("parametrize")
+    seeds = next(mark.args[1] for mark in marks if mark.args[0] == "seed")
+    return max(LEAST_SEEDS, len(seeds) // 10)
 
 
 @pytest.fixture

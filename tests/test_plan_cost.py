@@ -87,6 +87,7 @@ def test_a_plan_is_corrected_before_it_is_measured():
     assert plan.measured.num_pairs == 3
 
 
+@pytest.mark.slow
 def test_where_copies_are_slower_than_planned_a_later_plan_keeps_to_the_limit(log):
     job = VirtualJob(0.135 * PLANNED).warmed_up()
     trusting = VirtualJob(0.135 * PLANNED).warmed_up()
@@ -110,6 +111,7 @@ def test_where_copies_are_slower_than_planned_a_later_plan_keeps_to_the_limit(lo
     assert job.moved_bytes[-1] == last_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("makes_last", [True, False])
 def test_where_those_that_move_more_are_too_slow_an_earlier_plan_is_followed_again(makes_last):
     job = VirtualJob(PLANNED).warmed_up()
@@ -146,6 +148,7 @@ def test_where_those_that_move_more_are_too_slow_an_earlier_plan_is_followed_aga
     assert check.plan.measured.slowdown_percent == 0.0
 
 
+@pytest.mark.slow
 def test_where_there_is_none_between_the_one_that_is_quick_enough_is_followed_again():
     job = VirtualJob(PLANNED).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
@@ -173,6 +176,7 @@ def test_where_there_is_none_between_the_one_that_is_quick_enough_is_followed_ag
     assert job.moved_bytes[-1] == check.plan.moved_bytes == second.moved_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.08, 0.1, 0.12, 0.15, 0.18, 0.2, 0.3])
 @pytest.mark.parametrize("percent", [0.0, 0.5, 10.0])
 def test_the_limit_holds_whatever_the_link_gives(share, percent):

@@ -71,6 +71,7 @@ def test_what_was_best_stays_and_stalls_are_told(monkeypatch):
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == Search.best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target_bytes", "changes"), [(None, True), (10**6, True), (103_200, False)]
 )
@@ -88,6 +89,7 @@ def test_a_change_that_misses_the_target_is_taken_back(target_bytes, changes):
     assert correction.distances == (budget.max_inflight_bytes, budget.prefetch_bytes)
 
 
+@pytest.mark.slow
 def test_where_nobody_tells_what_is_reserved_no_target_counts():
     job, plan = planned_job()
     job.manager.meter = None
@@ -98,6 +100,7 @@ def test_where_nobody_tells_what_is_reserved_no_target_counts():
             job.step()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("inflight_share", "cost"), [(0.8, 1.064), (0.95, 1.065)])
 def test_groups_that_come_late_are_fetched_earlier_within_the_same_memory(inflight_share, cost):
     job, plan = planned_job()
@@ -166,6 +169,7 @@ def test_each_pipeline_rank_gets_what_its_first_rank_has_found(monkeypatch):
     assert found == [[(1, 2), (3, 4)], [(5, 6), (7, 8)]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("keys", "num_steps"),
     [

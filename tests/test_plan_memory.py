@@ -105,6 +105,7 @@ def test_where_far_less_is_reserved_the_next_plan_moves_less():
     assert 15 / 16 * TARGET <= job.most_reserved_bytes() <= TARGET
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3])
 def test_the_target_holds_whatever_the_allocator_takes(share):
     job = WeighedJob(share).warmed_up()

@@ -335,6 +335,7 @@ def test_a_recorded_step_can_be_planned_with():
         Footprint.of(replace(moved.profile, counts_what_moved=False))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("budget_bytes", [0, 2500, None])
 @pytest.mark.parametrize("takes_peaks", [True, False])
@@ -575,6 +576,7 @@ class InjectedError(Exception):
     pass
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("at", range(1, 9))
 def test_an_error_anywhere_leaves_the_manager_whole(at, moves):

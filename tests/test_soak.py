@@ -23,6 +23,7 @@ def load_script(name):
     return module
 
 
+@pytest.mark.slow
 def test_a_short_soak_finds_nothing(tmp_path):
     options = ["--device", "cpu", "--steps", "150", "--error-share", "0.3", "--output", tmp_path]
     result = subprocess.run(

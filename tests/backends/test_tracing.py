@@ -127,6 +127,7 @@ def test_reading_the_times_runs_nothing():
     assert backend.inner.compute_stream().time_us == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("timing", ["eager", "late", "random"])
 @pytest.mark.parametrize("checks", [True, False])
 def test_results_and_counts_are_the_same(timing, checks):

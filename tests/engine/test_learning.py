@@ -52,6 +52,7 @@ def make_settled(monkeypatch, model):
     return manager, reserved, trims
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("room", [40 * KIB, 64 * KIB, 96 * KIB])
 @pytest.mark.parametrize("waste", [0, 7 * KIB])
 @pytest.mark.parametrize("backward", [0, 11 * KIB])
@@ -79,6 +80,7 @@ def test_steps_come_to_the_target_and_stay_there(room, waste, backward, monkeypa
     assert manager.last_step.offloaded_bytes == moved > 0
 
 
+@pytest.mark.slow
 def test_a_warm_up_takes_what_no_backward_needs_yet(monkeypatch):
     model = make_model()
     expected = run_step(model, None, ORDER)
@@ -205,6 +207,7 @@ def watch_pins(manager, monkeypatch):
     return pinned, unpinned
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("timing", ["eager", "late", "random"])
 def test_pinned_memory_follows_when_shapes_change_for_good(monkeypatch, timing):
     model = make_model()
@@ -237,6 +240,7 @@ def test_pinned_memory_comes_down_within_a_few_steps_of_a_change():
     assert manager.host_pool.stats.slab_bytes_total < 0.6 * before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", [(16, 8), (16, 8, 8, 4, 8)], ids=str)
 def test_alternating_shapes_unpin_nothing(monkeypatch, shapes):
     model = make_model()

@@ -58,6 +58,7 @@ def check_every_position(offload, trap, positions=range):
     return num_positions
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_an_error_at_every_call_of_the_backend(monkeypatch, timing, after):
@@ -68,6 +69,7 @@ def test_an_error_at_every_call_of_the_backend(monkeypatch, timing, after):
     assert check_every_position(offload, trap) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_keyboard_interrupt_at_every_line(request):
     stride = request.config.getoption("--every-line")

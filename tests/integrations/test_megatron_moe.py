@@ -307,6 +307,7 @@ def test_without_megatron_core_the_error_says_how_to_get_it(monkeypatch):
         megatron_moe.install()
 
 
+@pytest.mark.slow
 def test_all_of_this_holds_for_the_later_megatron_core():
     if str(LATER) in token_dispatcher.__file__:
         pytest.skip("this is the later one")

@@ -117,6 +117,7 @@ SITUATIONS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_all_ranks_learn_the_same_and_keep_no_memory(seen, situation):
     first, second = (rank[situation] for rank in seen)

@@ -22,6 +22,7 @@ def children():
         return set(file.read().split())
 
 
+@pytest.mark.slow
 def test_every_gpu_has_a_process_and_a_result():
     gpus = measure_gpus([None, "0000:00:00.0"], config=SIMULATED, block_bytes=1 << 16)
     assert len(gpus) == 2
@@ -31,6 +32,7 @@ def test_every_gpu_has_a_process_and_a_result():
         assert gpu.pci is None
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_told_with_its_reason():
     with pytest.raises(BandwidthError, match=r"measuring GPU 0 failed: .*must be positive, got 0"):
         measure_gpus([None], config=SIMULATED, block_bytes=0)

@@ -15,15 +15,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worker_runs import case_names, check, compare
+from worker_runs import case_names, cases_of, check, compare
+
+QUICK = ("pp1-mlp", "pp2-vpp4-one-layer-a-chunk", "tied", "dropout", "recompute-core-attention")
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory):
-    return compare(case_names(), tmp_path_factory)
+def findings(request, tmp_path_factory):
+    return compare(request, tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", case_names())
+@cases_of(case_names(), QUICK)
 def test_losses_and_gradients_are_those_without_offload(name, findings):
     # With full recompute layers run without grad, and again inside backward: nothing to move.
     check(findings[name], moves=name != "full-recompute")

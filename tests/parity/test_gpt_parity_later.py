@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worker_runs import check, compare
+from worker_runs import cases_of, check, compare
 
 CASES = [
     "pp2",
@@ -25,10 +25,10 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory):
-    return compare(CASES, tmp_path_factory, later=True)
+def findings(request, tmp_path_factory):
+    return compare(request, tmp_path_factory, later=True)
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases_of(CASES, ("pp2-vpp4-one-layer-a-chunk", "recompute-norms"))
 def test_losses_and_gradients_are_those_without_offload(name, findings):
     check(findings[name], moves=True)

@@ -23,7 +23,16 @@ def case_names():
     raise AssertionError("the worker has no CASES")
 
 
-def compare(cases, tmp_path_factory, *, later=False):
+def cases_of(names, quick):
+    """Parametrise by case; those that are not in ``quick`` are slow."""
+    cases = [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names]
+    return pytest.mark.parametrize("name", cases)
+
+
+def compare(request, tmp_path_factory, *, later=False):
+    """Run the cases of this file that were selected; return what each rank found, by case."""
+    mine = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params["name"] for item in mine]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if later:
         folder = os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later")

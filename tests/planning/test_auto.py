@@ -20,6 +20,7 @@ def slow_job():
     return make_job(ranks=2, microbatches=6, machine=SLOW.machine)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("percent", [0.0, 0.5, 5.0, 1000.0])
 def test_a_plan_is_never_predicted_to_be_slower_than_allowed(percent):
     predict = predictor_of(slow_job())
@@ -32,6 +33,7 @@ def test_a_plan_is_never_predicted_to_be_slower_than_allowed(percent):
     assert plan.policy == "auto"
 
 
+@pytest.mark.slow
 def test_more_time_never_gives_more_memory():
     predict = predictor_of(slow_job())
     peaks = [
@@ -64,6 +66,7 @@ def test_the_lowest_target_that_is_fast_enough_is_found():
     assert predict(lower).step_us > 101, "the next target is too slow"
 
 
+@pytest.mark.slow
 def test_bytes_that_may_move_bound_a_plan_whatever_is_predicted():
     runs = profiles_of(slow_job())
     predict = predictor_of(slow_job())
@@ -82,6 +85,7 @@ def test_bytes_that_may_move_bound_a_plan_whatever_is_predicted():
     assert peaks == sorted(peaks)
 
 
+@pytest.mark.slow
 def test_a_plan_has_to_be_fast_with_a_slower_link_too():
     job, runs = slow_job(), profiles_of(slow_job())
     predict = predictor_of(job)
@@ -115,6 +119,7 @@ def test_times_with_waits_for_copies_are_no_ground_for_a_promise():
         AutoPolicy(predictor_of(slow_job())).make_plan(runs)
 
 
+@pytest.mark.slow
 def test_no_plan_is_predicted_twice_by_one_search():
     predict, seen = predictor_of(slow_job()), []
 

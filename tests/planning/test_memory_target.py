@@ -40,6 +40,7 @@ def test_no_rank_exceeds_its_target_when_simulated(planner):
             assert simulated <= own <= target_bytes
 
 
+@pytest.mark.slow
 def test_a_higher_target_never_moves_more_and_never_gives_less_room(planner):
     plans = [planner.plan((target,) * 4, "memory_target") for target in targets(planner, 8)]
     for rank in range(4):
@@ -133,6 +134,7 @@ def test_reasons_tell_why(planner):
     assert any(reason.startswith("needed again after") for reason in reasons)
 
 
+@pytest.mark.slow
 def test_the_greedy_choice_serves_as_well(planner):
     quick = MemoryPlanner(PROFILES, solver=solve_greedy)
     for target_bytes in targets(planner, 4):

@@ -30,6 +30,7 @@ def rows(option):
     return [row for row in MEASURED["rows"] if row["mode"].endswith(option)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("target", [34, 30, 26, 22])
 def test_plans_for_a_recorded_step_are_near_what_was_measured(target):
     ranks = rows(f"policy.target_bytes={target}GiB")

@@ -45,6 +45,7 @@ def bytes_of(problem, moved):
     return sum(problem.items[position].num_bytes for position in moved)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, CHUNK))
 def test_both_keep_the_target_and_the_greedy_one_moves_little_more(first_seed):
     for seed in range(first_seed, first_seed + CHUNK):
@@ -232,6 +233,7 @@ def test_what_was_found_at_a_limit_is_no_proof(limit):
     assert program.fewest_bytes(quick) == (fewest, False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pp_rank", [0, 1, 2])
 @pytest.mark.parametrize("target", [22, 24, 26])
 def test_the_search_begins_with_the_greedy_choice_and_ends_near_the_fewest_bytes(pp_rank, target):

@@ -45,7 +45,6 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_compare_finds_every_step_equal_and_memory_lower(tmp_path):
     status, out, err = command(tmp_path, "compare")
     assert status == 0, out + err

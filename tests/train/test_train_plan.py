@@ -45,6 +45,7 @@ def plain(tmp_path_factory):
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, moves, tmp_path):
     last = steps_of(plain)[-1]
@@ -82,6 +83,7 @@ def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, moves, tmp_pat
             assert rank["peak_live_activation_bytes"] <= target_bytes
 
 
+@pytest.mark.slow
 def test_auto_is_measured_by_ordinary_steps_and_no_bit_changes(plain, tmp_path):
     # A limit that no machine is too busy to keep.
     policy = (*MEASURED, "offload.policy.most_slowdown_percent=1000")
@@ -111,6 +113,7 @@ def test_auto_is_measured_by_ordinary_steps_and_no_bit_changes(plain, tmp_path):
     assert f"the plan costs {cost}, at most 1000 % is wanted: kept" in errors
 
 
+@pytest.mark.slow
 def test_where_no_plan_is_fast_enough_every_rank_moves_nothing_in_the_end(plain, tmp_path):
     # A link on which a single byte takes longer than any step.
     planned = [f"offload.policy.machine.{key}_gbps=1000" for key in ("d2h", "h2d", "both", "node")]
@@ -132,6 +135,7 @@ def test_where_no_plan_is_fast_enough_every_rank_moves_nothing_in_the_end(plain,
     assert "nothing moves from here on: no plan was fast enough" in errors
 
 
+@pytest.mark.slow
 def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):
     settings = (OFFLOAD, TARGET, "offload.policy.target_bytes=1")
     status, errors = train(tmp_path, *settings, "offload.policy.machine=default")

@@ -69,6 +69,7 @@ def test_a_new_run_leaves_no_profile_of_an_earlier_one(train, tmp_path):
     assert [path.name for path in tmp_path.glob("profile_*")] == ["profile_x.json"]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_its_plan_is_measured_says_so(train, tmp_path, capsys):
     policy = ("offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")
     policy += ("offload.policy.correction_steps=0",)
@@ -105,6 +106,7 @@ def test_a_step_that_can_not_be_profiled_is_refused(settings, reason):
         TrainConfig.model_validate({"run": settings})
 
 
+@pytest.mark.slow
 def test_the_profiles_of_two_ranks_can_be_planned_and_simulated_with(tmp_path):
     sizes = ("model.hidden=128", "model.heads=4", "model.sequence_length=128", "model.layers=4")
     status, errors = run(
