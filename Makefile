@@ -10,14 +10,14 @@ MEGATRON_LATER ?= megatron-core==0.19.2
 VENV := .venv
 BIN := $(VENV)/bin
 LATER := $(VENV)/megatron-core-later
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: quickstart test test-all lint format clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install '$(TORCH)'
-	$(PIP) install '$(MEGATRON)' -e '.[plan,plots,report]'
+	$(PIP) install '$(MEGATRON)' -e '.[megatron,plan,plots,report]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

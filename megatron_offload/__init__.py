@@ -15,6 +15,8 @@ manager catches what autograd saves in between:
             x = group_commit(x, "mlp")
             loss(x).backward()
 
+`offload_modules` makes groups of any module by its name instead.
+
 What needs torch is imported when it is first asked for, so that a command that only plans, or finds
 its input wrong, starts at once. Read next: `megatron_offload.engine.manager`.
 """
@@ -26,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.extensions import before_chunk
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megatron_offload.fine_grained_activation_offload import PipelineOffloadManager

@@ -1,6 +1,6 @@
 """A type checker in a user's project accepts what the package accepts, with no plugin.
 
-mypy takes some 15 s over torch's own annotations, hence slow; both of its tests share what it found.
+mypy takes some 15 s over torch's own annotations, hence slow; both tests share its cache.
 """
 
 from __future__ import annotations

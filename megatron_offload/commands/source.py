@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_offload.config import OffloadConfig, SimulatedConfig, apply_overrides, load_yaml
 from megatron_offload.errors import ConfigError
+from megatron_offload.example_configs import find_config
 from megatron_offload.files import read_json
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.auto import Prediction
@@ -96,7 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run.output of a train or compare run that had run.profile_step",
     )
     parser.add_argument(
-        "--model", type=Path, metavar="FILE", help="a described job instead (configs/models/)"
+        "--model",
+        type=Path,
+        metavar="FILE",
+        help="a described job instead: a file, or the name of one in configs/models/",
     )
     parser.add_argument(
         "--schedule",
@@ -132,7 +136,7 @@ def load_source(options: argparse.Namespace) -> Source:
     if (options.folder is None) == (options.model is None):
         raise ConfigError("give either a run's folder or --model FILE")
     load = load_run if options.model is None else load_model
-    path = options.folder if options.model is None else options.model
+    path = options.folder if options.model is None else find_config(options.model, kind="models")
     return load(path, options.schedule, options.machine, options.set)
 
 

@@ -37,7 +37,7 @@ __all__ = ["install", "is_installed", "uninstall"]
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _OLDEST = (0, 16)
-_GET_IT = "pip install 'megatron-core>=0.16.1'"
+_GET_IT = "pip install 'megatron-offload[megatron]'"
 
 _installed: _Exchange | None = None
 

@@ -65,7 +65,7 @@ def check_versions(
                 "pip install megatron-offload, or pip install -e its folder",
             )
         ]
-    findings = []
+    findings: dict[str, Finding] = {}  # an extra that names others repeats what they ask for
     for text in requirements:
         try:
             requirement = Requirement(text)
@@ -73,8 +73,9 @@ def check_versions(
             continue
         if requirement.name in NEWEST_SEEN:
             is_extra = requirement.marker is not None and "extra" in str(requirement.marker)
-            findings.append(_check_version(requirement, is_extra, version_of))
-    return findings
+            finding = _check_version(requirement, is_extra, version_of)
+            findings.setdefault(requirement.name, finding)
+    return list(findings.values())
 
 
 def _check_version(

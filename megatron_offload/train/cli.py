@@ -19,6 +19,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
+from megatron_offload import __version__
 from megatron_offload.errors import ConfigError, OffloadError, TargetError
 from megatron_offload.reporting.console import console, printable
 from megatron_offload.train.stopping import StoppedError, exit_status
@@ -93,6 +94,11 @@ def _load(module: str) -> ModuleType:
     return import_module(f"megatron_offload.{module}")
 
 
+def _print_help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
@@ -101,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=layout,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.set_defaults(run=lambda _: _print_help(parser))
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=_CommandParser)
     for name, (module, summary) in COMMANDS.items():
         one = commands.add_parser(name, help=summary, formatter_class=layout)
         one.module = module

@@ -14,8 +14,8 @@ __all__ = ["ABOUT", "add_arguments", "run"]
 ABOUT = """\
 Train twice from the same seed, without and then with offload, and compare every step's bits.
 
-reads    --config, a YAML file (configs/); flags win over the file, and whether offload is enabled
-         there makes no difference
+reads    --config, a YAML file (or the name of one in configs/); flags win over the file, and
+         whether offload is enabled there makes no difference
 prints   losses and gradient norms of every step, what moved, peak memory, and in the end
          'bitwise identical: yes' or 'no'
 writes   run.output: both runs in without_offload/ and with_offload/, compare.json, compare.png
@@ -25,7 +25,7 @@ writes   run.output: both runs in without_offload/ and with_offload/, compare.js
 exit status: 0 the same bits, 1 they differ or a rank failed, 2 bad input (nothing was started), 143
 or 130 stopped by SIGTERM or SIGINT
 
-example: megatron-offload compare --config configs/quickstart.yaml
+example: megatron-offload compare --config quickstart
 """
 
 

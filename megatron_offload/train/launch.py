@@ -15,6 +15,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def launch(runs: Runs) -> list[RunReport] | None:
         StoppedError: SIGTERM or SIGINT ended the run; its ranks finished their step. Torchrun's
             ranks end with `exit_status` instead.
     """
+    _check_megatron()
     from megatron_offload.train.parallel import check_device
 
     first = runs[0][1]
@@ -71,6 +73,19 @@ def launch(runs: Runs) -> list[RunReport] | None:
         _make_output(config)
     kind = check_device(first, first.default_ranks, can_hide=True)
     return _start_ranks(list(runs), kind, first.default_ranks)
+
+
+def _check_megatron() -> None:
+    """Check that megatron-core is there, whose model and schedules are trained."""
+    try:
+        is_there = find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        is_there = False
+    if not is_there:
+        raise ConfigError(
+            "training needs megatron-core, which is not installed: "
+            "pip install 'megatron-offload[megatron]'"
+        )
 
 
 def _resumes(config: TrainConfig) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_offload.config import apply_overrides, load_yaml, validate
 from megatron_offload.errors import ConfigError
+from megatron_offload.example_configs import find_config
 from megatron_offload.reporting.console import console
 from megatron_offload.train.config import TrainConfig
 
@@ -19,8 +20,8 @@ __all__ = ["ABOUT", "add_arguments", "add_run_arguments", "read_config", "run"]
 ABOUT = """\
 Train a GPT with pipeline parallelism, megatron-core's own model and schedules, on GPUs or on CPUs.
 
-reads    --config, a YAML file (configs/), and the text or the indexed dataset that it names; flags
-         win over the file
+reads    --config, a YAML file (or the name of one in configs/), and the text or the indexed dataset
+         that it names; flags win over the file
 prints   a line for each step, and in the end what moved on each rank and in each group
 writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with
          run.trace_step, checkpoints with run.checkpoint_interval
@@ -30,7 +31,7 @@ starts its own processes, one for each rank; under torchrun it is one of them
 exit status: 0 trained, 1 a rank failed, 2 bad input (nothing was started), 143 or 130 stopped by
 SIGTERM or SIGINT after a whole step
 
-example: megatron-offload train --config configs/quickstart.yaml --set run.steps=5 \\
+example: megatron-offload train --config quickstart --set run.steps=5 \\
              --fine-grained-activation-offloading --offload-modules core_attn mlp_act
 """
 
@@ -47,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what says how a run is configured."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file (see configs/)")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file, or the name of one that comes with the package, such as quickstart",
+    )
     parser.add_argument(
         "--fine-grained-activation-offloading",
         action="store_true",
@@ -84,7 +89,7 @@ def read_config(options: argparse.Namespace) -> TrainConfig:
     Raises:
         ConfigError: everything that is wrong with the input.
     """
-    data = load_yaml(options.config) if options.config else {}
+    data = load_yaml(find_config(options.config)) if options.config else {}
     data = apply_overrides(data, options.set)
     flags: dict[str, Any] = {
         "enabled": True if options.fine_grained_activation_offloading else None,

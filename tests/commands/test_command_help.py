@@ -60,7 +60,6 @@ def test_flags_that_the_help_names_exist(name, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), "required: COMMAND"),
         (("plann",), "invalid choice: 'plann'"),
         (("report",), "required: folder"),
         (("trace", "x", "--pmg", "y"), "unrecognized arguments: --pmg y"),

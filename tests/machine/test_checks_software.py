@@ -20,7 +20,8 @@ from megatron_offload.machine.checks_software import (
 REQUIREMENTS = [
     "numpy>=1.26",
     "torch>=2.6",
-    "megatron-core>=0.16.1",
+    "megatron-core>=0.16.1; extra == 'megatron'",
+    "megatron-core>=0.16.1; extra == 'dev'",
     "transformer-engine[pytorch]>=2.9; extra == 'te'",
     "pytest>=8.3; extra == 'dev'",
 ]
@@ -53,8 +54,9 @@ def test_versions_that_were_run_with_are_fine():
         ({"torch": "2.99"}, "note", "compare"),
         ({"torch": "3.0"}, "note", "compare"),
         ({"torch": "of my own"}, "note", "wanted: torch>=2.6"),
-        ({"megatron_core": "0.16.0"}, "error", "pip install 'megatron-core>=0.16.1'"),
+        ({"megatron_core": "0.16.0"}, "warning", "pip install 'megatron-core>=0.16.1'"),
         ({"megatron_core": "0.16.1"}, "ok", ""),
+        ({"megatron_core": None}, "ok", ""),
         ({"megatron_core": "0.20.0rc1"}, "note", "compare"),
         ({"transformer_engine": "2.8"}, "warning", "pip install 'transformer-engine>=2.9'"),
         ({"transformer_engine": None}, "ok", ""),
@@ -66,6 +68,11 @@ def test_versions_outside_are_told(changed, level, advised):
     assert finding.level == level
     assert advised in finding.advice
     assert bool(finding.advice) == (level != "ok")
+
+
+def test_what_two_extras_ask_for_is_told_once():
+    names = [finding.title for finding in check_versions(REQUIREMENTS, lambda name: FINE[name])]
+    assert sorted(names) == sorted(FINE)
 
 
 def test_the_package_s_own_requirements_name_all_that_was_seen():

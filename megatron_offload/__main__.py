@@ -1,0 +1,8 @@
+"""``python -m megatron_offload`` is the command ``megatron-offload``."""
+
+import sys
+
+from megatron_offload.train.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

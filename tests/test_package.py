@@ -1,0 +1,191 @@
+"""What a user gets who installs the wheel: names, version, licence, types, configurations."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import megatron_offload
+from megatron_offload.config import load_yaml, validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.example_configs import find_config
+from megatron_offload.planning.description import load_description
+from megatron_offload.train import cli, launch
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.train_command import read_config
+
+ROOT = Path(__file__).parent.parent
+RUN_CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml"))
+
+WITHOUT_MEGATRON = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("megatron", "transformer_engine"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("hatchling", reason="the extra 'dev' brings it")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as file:
+        file.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def run_python(*words, at=ROOT, cwd=None):
+    environment = {**os.environ, "PYTHONPATH": str(at)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def metadata_of(wheel):
+    (folder,) = wheel.glob("*.dist-info")
+    return folder, email.message_from_string((folder / "METADATA").read_text())
+
+
+def test_the_wheel_holds_licence_types_and_every_configuration(wheel):
+    folder, metadata = metadata_of(wheel)
+    assert metadata["Version"] == megatron_offload.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert (folder / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert (wheel / "megatron_offload" / "py.typed").is_file()
+    for path in (ROOT / "configs").rglob("*.yaml"):
+        inside = wheel / "megatron_offload" / path.relative_to(ROOT)
+        assert inside.read_text() == path.read_text()
+    assert {path.name for path in wheel.iterdir()} == {"megatron_offload", folder.name}
+
+
+def test_a_plain_pytorch_user_installs_neither_megatron_nor_a_solver(wheel):
+    needed = [r for r in metadata_of(wheel)[1].get_all("Requires-Dist") if "extra ==" not in r]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
+    assert names <= {
+        *("torch", "numpy", "pydantic", "pyyaml", "rich", "packaging", "platformdirs", "filelock")
+    }
+
+
+def test_an_installed_package_finds_its_configurations_from_any_folder(wheel, tmp_path):
+    program = (
+        "from megatron_offload.example_configs import find_config as f; print(f('quickstart'))"
+    )
+    result = run_python("-c", program, at=wheel, cwd=tmp_path)
+    assert result.stdout.strip() == str(wheel / "megatron_offload/configs/quickstart.yaml")
+
+
+@pytest.mark.parametrize("name", RUN_CONFIGS)
+def test_a_configuration_is_found_by_its_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = find_config(name)
+    assert path.samefile(ROOT / "configs" / f"{name}.yaml")
+    validate(TrainConfig, load_yaml(path), name)
+    options = cli._parser().parse_args(["train", "--config", name])
+    assert read_config(options) == validate(TrainConfig, load_yaml(path), name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_described_job_is_found_by_its_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = find_config(name, kind="models")
+    assert path.samefile(ROOT / "configs" / "models" / f"{name}.yaml")
+    load_description(path)
+
+
+def test_a_file_of_ones_own_wins_over_a_name_and_a_folder_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    assert find_config("quickstart").is_file()
+    (tmp_path / "quickstart").rmdir()
+    (tmp_path / "quickstart").write_text("run: {steps: 1}\n")
+    assert find_config("quickstart") == Path("quickstart")
+    assert find_config("here/quickstart") == Path("here/quickstart")
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["train", "--config", "quickstrat"], RUN_CONFIGS),
+        (["simulate", "--model", "lama3"], MODELS),
+        (["plan", "--model", "lama3"], MODELS),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_that_exist(words, names, capsys):
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert "no configuration of that name" in error
+    assert all(name in error for name in names)
+
+
+def test_the_version_is_one(capsys):
+    with pytest.raises(SystemExit) as exit_error:
+        cli.main(["--version"])
+    assert exit_error.value.code == 0
+    assert capsys.readouterr().out == f"megatron-offload {megatron_offload.__version__}\n"
+    assert version("megatron-offload") == megatron_offload.__version__
+
+
+def test_the_package_runs_as_a_module(tmp_path):
+    result = run_python("-m", "megatron_offload", "--version", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"megatron-offload {megatron_offload.__version__}\n"
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: megatron-offload")
+    assert all(name in printed for name in cli.COMMANDS)
+
+
+def test_offload_modules_is_a_public_name():
+    from megatron_offload.frontends.modules import offload_modules
+
+    assert "offload_modules" in megatron_offload.__all__
+    assert megatron_offload.offload_modules is offload_modules
+
+
+def test_training_says_in_one_line_what_to_install_where_megatron_is_missing(tmp_path):
+    program = (
+        f"{WITHOUT_MEGATRON}from megatron_offload.train.cli import main\n"
+        "sys.exit(main(['train', '--config', 'quickstart']))\n"
+    )
+    result = run_python("-c", program, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "pip install 'megatron-offload[megatron]'" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_megatron_is_looked_for_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs megatron-core"):
+        launch.launch([("train", TrainConfig())])
+
+
+def test_every_module_but_the_trainers_own_imports_without_megatron():
+    program = f"""{WITHOUT_MEGATRON}
+import importlib, pkgutil
+import megatron_offload
+for found in pkgutil.walk_packages(megatron_offload.__path__, "megatron_offload."):
+    if not found.name.startswith("megatron_offload.train.") and not found.name.endswith("__"):
+        importlib.import_module(found.name)
+import megatron_offload.train.cli, megatron_offload.train.launch, megatron_offload.train.config
+"""
+    result = run_python("-W", "error::ImportWarning", "-c", program)
+    assert result.returncode == 0, result.stderr
