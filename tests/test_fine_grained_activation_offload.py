@@ -562,6 +562,21 @@ def test_tensor_group_keeps_tensors_events_and_totals():
         group.pop_tensor((1, 0))
 
 
+def test_events_go_on_the_managers_streams_without_a_device(manager):
+    group = OffloadTensorGroup("core_attn")
+    compute = manager.backend.compute_stream()
+    group.record_offload_event(manager.d2h_stream)
+    group.wait_offload_event(manager.h2d_stream)
+    group.record_reload_event(manager.h2d_stream)
+    group.wait_reload_event(compute)
+    source, host = torch.ones(8), torch.zeros(8)
+    manager.backend.copy([(host, source)], manager.d2h_stream, "by hand")
+    group.record_offload_event(manager.d2h_stream)
+    assert host.sum() == 0, "late, as any copy"
+    group.wait_offload_event(compute)
+    assert host.sum() == 8
+
+
 # Tables and messages
 
 

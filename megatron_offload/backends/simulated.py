@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
@@ -34,7 +35,7 @@ import torch
 from megatron_offload.backends.base import Backend, Pair, Wait
 from megatron_offload.backends.shadow import Access, Hazard, Shadow
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.errors import HazardError
+from megatron_offload.errors import HazardError, StateError
 
 __all__ = ["SimulatedBackend", "SimulatedEvent", "SimulatedStream"]
 
@@ -67,6 +68,7 @@ class SimulatedStream:
     """
 
     __slots__ = (
+        "_backend",
         "_clock",
         "_executed",
         "_index",
@@ -79,8 +81,17 @@ class SimulatedStream:
         "time_us",
     )
 
-    def __init__(self, name: str, index: int, *, is_lazy: bool, us_per_byte: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        backend: SimulatedBackend,
+        *,
+        is_lazy: bool,
+        us_per_byte: float,
+    ) -> None:
         self.name = name
+        self._backend = weakref.ref(backend)  # which holds it: no circle to be collected
         self.time_us = 0.0
         self.copied_bytes = 0
         self.num_copies = 0
@@ -96,6 +107,20 @@ class SimulatedStream:
 
     def __repr__(self) -> str:
         return f"<{self.name} stream, {len(self._queue)} operations pending>"
+
+    def record_event(self) -> SimulatedEvent:
+        """Return a new event behind all work queued so far, as a CUDA stream's method does."""
+        return self._owner().record(self)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Make later work run after ``event``, as a CUDA stream's method does."""
+        self._owner().order(self, event)
+
+    def _owner(self) -> SimulatedBackend:
+        backend = self._backend()
+        if backend is None:
+            raise StateError(f"{self!r} outlives its device; make a manager and take its streams")
+        return backend
 
     @property
     def num_pending(self) -> int:
@@ -126,16 +151,18 @@ class SimulatedBackend(Backend):
             raise ValueError(f"on_hazard is 'raise' or 'collect', got {on_hazard!r}")
         self.config = config = config if config is not None else SimulatedConfig()
         timing = config.copy_timing
-        self._compute = SimulatedStream("compute", _COMPUTE, is_lazy=False, us_per_byte=0.0)
+        self._compute = SimulatedStream("compute", _COMPUTE, self, is_lazy=False, us_per_byte=0.0)
         self.d2h_stream = self._d2h = SimulatedStream(
             "d2h",
             _D2H,
+            self,
             is_lazy=timing in ("late", "late_d2h_eager_h2d", "random"),
             us_per_byte=1e-3 / config.d2h_gbps,
         )
         self.h2d_stream = self._h2d = SimulatedStream(
             "h2d",
             _H2D,
+            self,
             is_lazy=timing in ("late", "eager_d2h_late_h2d", "random"),
             us_per_byte=1e-3 / config.h2d_gbps,
         )
@@ -218,13 +245,16 @@ class SimulatedBackend(Backend):
         """
         if self._removed_waits and why in self._removed_waits:
             return
+        lost_us = event.time_us - stream.time_us
+        if lost_us > 0 and stream._index == _COMPUTE:
+            self.stall_us[why] += lost_us
+        self.order(stream, event)
+
+    def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        """Do what `wait` does for a wait that is none of the engine's own."""
         if self._check:
             _merge(stream, event)
-        lost_us = event.time_us - stream.time_us
-        if lost_us > 0:
-            stream.time_us = event.time_us
-            if stream._index == _COMPUTE:
-                self.stall_us[why] += lost_us
+        stream.time_us = max(stream.time_us, event.time_us)
         if event._stream._executed < event._position:
             if stream._is_lazy:
                 stream._queue.append((event, None, None))

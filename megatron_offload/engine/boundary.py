@@ -9,6 +9,7 @@ tensor with several consumers are summed, and with it the last bit of the result
 when the sum is complete, and returns nothing.
 
 Outside a chunk, without grad, and inside a checkpoint or its recompute both functions do nothing.
+Inside `PipelineOffloadManager.step` a group that has no chunk begins one.
 Read next: `megatron_offload.engine.manager`.
 """
 
@@ -35,7 +36,7 @@ __all__ = [
     "start_group_of",
 ]
 
-Tensors = TypeVar("Tensors", bound=torch.Tensor | Sequence[Any])
+Tensors = TypeVar("Tensors", bound=torch.Tensor | Sequence[Any] | None)
 
 
 def is_in_backward() -> bool:
@@ -60,20 +61,20 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
 
     Args:
         manager: whose current chunk gets the group.
-        tensors: the group's inputs: one tensor, or a tuple or list of anything.
+        tensors: the group's inputs: one tensor, a tuple or list of anything, or None.
         name: the group's name.
 
     Returns:
         ``tensors`` itself.
     """
-    chunk = manager.cur_forward_chunk()
+    chunk = manager.chunk_to_record(name)
     if chunk is not None:
         start_group_of(chunk, tensors, name)
     return tensors
 
 
 def start_group_of(
-    chunk: ChunkOffloadHandler, tensors: torch.Tensor | Sequence[Any], name: str
+    chunk: ChunkOffloadHandler, tensors: torch.Tensor | Sequence[Any] | None, name: str
 ) -> OffloadGroup | None:
     """Open a group of a given chunk; see `start_group`. Returns None where nothing is recorded."""
     if not chunk.manager.records():
@@ -101,7 +102,7 @@ def commit_group(
 
     Args:
         manager: whose current chunk holds the group.
-        tensors: the group's outputs: one tensor, or a tuple or list of anything.
+        tensors: the group's outputs: one tensor, a tuple or list of anything, or None.
         name: the group's name; None closes the group that was started last.
         forced_released_tensors: tensors that something else keeps alive and that no one reads
             again: their storage is emptied at the release, if this manager has copied it.
@@ -118,7 +119,7 @@ def commit_group(
 
 def commit_group_of(
     chunk: ChunkOffloadHandler,
-    tensors: torch.Tensor | Sequence[Any],
+    tensors: torch.Tensor | Sequence[Any] | None,
     name: str | None,
     forced_released_tensors: Iterable[torch.Tensor] | None = None,
     *,
@@ -145,9 +146,9 @@ def _leave(group: OffloadGroup, grad: torch.Tensor) -> None:
     group.chunk.manager.leave_backward(group)
 
 
-def _first_with_grad(tensors: torch.Tensor | Sequence[Any]) -> torch.Tensor | None:
+def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tensor | None:
     """Return the first activation that needs a gradient; parameters outlive every graph."""
-    for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+    for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors or ():
         if (
             isinstance(tensor, torch.Tensor)
             and tensor.requires_grad

@@ -15,6 +15,7 @@ Read next: `megatron_offload.engine.step`, then `megatron_offload.engine.transfe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -48,8 +49,19 @@ from megatron_offload.planning.profile import GroupKey, StepProfile
 
 __all__ = ["PipelineOffloadManager"]
 
+_logger = logging.getLogger(__name__)
+
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
+
+_NO_CHUNK = (
+    "group %r was started outside a chunk, so nothing of it moves: take the step inside "
+    "`with manager.step():`, or call begin_chunk() before each forward. This is said once"
+)
+_NO_END = (
+    "%d forwards and no end of a step, so nothing was learned from them: take each training step "
+    "inside `with manager.step():`, or call reset() after it. This is said once"
+)
 
 
 class PipelineOffloadManager:
@@ -90,8 +102,7 @@ class PipelineOffloadManager:
     def __init__(
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
     ) -> None:
-        self.last_step = StepStats()
-        """Counters of the last finished step."""
+        self._last_step: StepStats | None = None
         self.stays_because = ""
         """Why no group moves from here on; empty where groups may."""
         self.marks = Marks()
@@ -139,6 +150,9 @@ class PipelineOffloadManager:
         self._hooks = HookStack(self.transfers)
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
+        self._is_in_step = False
+        self._begun_at_backward: int | None = None
+        self._said: set[str] = set()
         self._step = Step(self.transfers, self.prefetcher, self.learner)
         self._begin_step()
 
@@ -188,7 +202,29 @@ class PipelineOffloadManager:
             min_tensor_bytes = 0
         self._chunk = self._make_chunk(vp_stage or 0, min_tensor_bytes, min_tensor_elements)
         self._chunk.max_inflight_groups = max_inflight_groups
+        self._begun_at_backward = None
         return self._chunk
+
+    def chunk_to_record(self, name: str) -> ChunkOffloadHandler | None:
+        """Return the chunk of a group that starts now; None where there is none.
+
+        A program that says nothing of its chunks inside `step` has one for all forwards between
+        two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
+        """
+        chunk, since = self._chunk, self._begun_at_backward
+        is_over = since is not None and since != self._step.num_backwards
+        if (chunk is None or (is_over and not chunk.open_groups)) and self.records():
+            if not self._is_in_step:
+                self._say_once(_NO_CHUNK, name)
+                return None
+            chunk = self.begin_chunk()
+            self._begun_at_backward = self._step.num_backwards
+        return chunk
+
+    def _say_once(self, message: str, value: object) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            _logger.warning(message, value)
 
     @staticmethod
     def pipeline_rank() -> int:
@@ -220,9 +256,12 @@ class PipelineOffloadManager:
         is_unused = bool(step.committed) and not step.has_backward
         if (is_unused or step.num_chunks >= _MOST_CHUNKS) and step.is_idle():
             if not is_unused:
+                self._say_once(_NO_END, step.num_chunks)
+                self._last_step = step.finish(names_leaks=False)
                 step.learn()
+            since = self._begun_at_backward
             self._begin_step()
-            self._chunk = chunk
+            self._chunk, self._begun_at_backward = chunk, None if since is None else 0
         return step.add_chunk()
 
     def is_idle(self) -> bool:
@@ -267,7 +306,7 @@ class PipelineOffloadManager:
 
     @guarded
     def _end_step(self) -> None:
-        self.last_step = self._step.finish(names_leaks=self.config.checking)
+        self._last_step = self._step.finish(names_leaks=self.config.checking)
         if self._step.has_backward:
             self._step.learn()
         self._begin_step()
@@ -275,11 +314,14 @@ class PipelineOffloadManager:
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
         """Run one training step inside; ends with `reset`, or with `abort` on an exception."""
+        surrounding, self._is_in_step = self._is_in_step, True
         try:
             yield self
         except BaseException:
             self.abort()
             raise
+        finally:
+            self._is_in_step = surrounding
         self.reset()
 
     def abort(self) -> None:
@@ -321,7 +363,7 @@ class PipelineOffloadManager:
             self.host_pool.close()
 
     def _begin_step(self) -> None:
-        self._chunk = None
+        self._chunk = self._begun_at_backward = None
         self.marks.begin_step()
         self._step.begin()
 
@@ -409,6 +451,11 @@ class PipelineOffloadManager:
             self.marks.add(tensor)
 
     # What is asked for
+
+    @property
+    def last_step(self) -> StepStats:
+        """Counters of the last finished step; until one is finished, of the one that runs."""
+        return self._last_step or self.transfers.stats
 
     @property
     def meter(self) -> TensorObserver | None:

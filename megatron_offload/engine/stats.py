@@ -46,7 +46,6 @@ class GroupStats:
 class StepStats:
     """One training step on one rank."""
 
-    num_groups: int = 0
     num_late_reloads: int = 0
     num_early_returns: int = 0
     """Groups whose backward came before their device memory had been released: copied for
@@ -73,6 +72,11 @@ class StepStats:
     """In checking mode, the groups that still held memory when the step ended."""
 
     by_name: dict[str, GroupStats] = field(default_factory=dict)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups whose forward is over."""
+        return sum(group.num_groups for group in self.by_name.values())
 
     @property
     def offloaded_bytes(self) -> int:

@@ -77,6 +77,11 @@ class Step:
         """Whether a backward has reached a group."""
         return bool(self._prefetcher.backward_order)
 
+    @property
+    def num_backwards(self) -> int:
+        """Groups that a backward has reached, so far."""
+        return len(self._prefetcher.backward_order)
+
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
         groups = self._prefetcher.groups()
@@ -90,7 +95,6 @@ class Step:
         """
         self._window.drain()
         stats = self._transfers.stats
-        stats.num_groups = len(self.committed)
         if names_leaks:
             stats.leaks = leaks_of(self._prefetcher.groups())
             if stats.leaks:

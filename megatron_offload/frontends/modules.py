@@ -14,15 +14,16 @@ Read next: `megatron_offload.engine.boundary`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.config import split_modules
+from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
@@ -56,6 +57,9 @@ _NAMED: dict[str, _Modules | _Span] = {
     "layer": _Modules(("**.layers.*",)),
 }
 
+_marked: WeakKeyDictionary[nn.Module, dict[str, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
+"""By module and group name, the hooks of the last call that marked it."""
+
 
 class ModuleOffload:
     """The hooks that `offload_modules` has set; `remove` takes them off again."""
@@ -65,6 +69,14 @@ class ModuleOffload:
         self.groups: dict[str, list[str]] = {}
         """For each requested name, the modules that it marks."""
         self._handles: list[RemovableHandle] = []
+
+    def _hold(self, module: nn.Module, name: str, *handles: RemovableHandle) -> None:
+        """Keep the hooks that mark a group, in the place of those that an earlier call has set."""
+        by_name = _marked.setdefault(module, {})
+        for handle in by_name.get(name, ()):
+            handle.remove()
+        by_name[name] = handles
+        self._handles += handles
 
     def remove(self) -> None:
         """Take all hooks off; a second call does nothing."""
@@ -85,23 +97,26 @@ class ModuleOffload:
 
 def offload_modules(
     model: nn.Module | Sequence[nn.Module],
-    names: Iterable[str],
+    names: str | Iterable[str],
     *,
     manager: PipelineOffloadManager | None = None,
-    pp_rank: int = 0,
+    pp_rank: int | None = None,
 ) -> ModuleOffload:
     """Make groups of the chosen modules of a model, or of all chunks of a pipeline rank.
 
     Every forward of a chunk is one microbatch. Call `PipelineOffloadManager.reset`, or run the
-    step inside `PipelineOffloadManager.step`, after each training step.
+    step inside `PipelineOffloadManager.step`, after each training step. A module that an earlier
+    call has marked under the same name is marked by this call instead, whichever manager that had.
 
     Args:
         model: the model, or the rank's virtual pipeline stages in order. Wrappers that hold it as
             ``module`` (data parallelism, mixed precision) are looked through.
-        names: names of `megatron_offload.config.EXTRA_MODULES`, or patterns over dotted module
-            names: ``*`` stands for anything within one part, ``**`` for any number of parts.
+        names: one or more of: names of `megatron_offload.config.EXTRA_MODULES`; names of the
+            model's own children; patterns over dotted module names, where ``*`` stands for anything
+            within one part and ``**`` for any number of parts.
         manager: by default the process's.
-        pp_rank: pipeline rank, for ``delta_bytes_across_pp_ranks``.
+        pp_rank: pipeline rank, for what is said by rank; None is what the manager's
+            `pipeline_rank` says.
 
     Raises:
         ConfigError: a name that only Megatron's call sites serve, or that matches no module.
@@ -109,28 +124,39 @@ def offload_modules(
     chunks = [_unwrap(m) for m in ([model] if isinstance(model, nn.Module) else model)]
     manager = manager or PipelineOffloadManager.get_instance()
     result = ModuleOffload(manager)
-    core, extra, patterns = split_modules(tuple(names))
-    if core:
-        raise ConfigError(
-            f"{core[0]!r} is marked by megatron-core's own call sites: list it in "
-            "TransformerConfig.offload_modules and call "
-            "megatron_offload.integrations.megatron_core.install()"
-        )
-    wanted = {name: _NAMED[name] for name in extra} | {name: _Modules((name,)) for name in patterns}
+    wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
+    modules = [dict(chunk.named_modules()) for chunk in chunks]
+    kinds = {name: _kind_of(name, modules) for name in wanted}
     try:
         for stage, chunk in enumerate(chunks):
             _begin_chunks(result, chunk, stage, pp_rank)
         # Spans last: their ends lie inside the boundaries of the modules beside them.
-        for name, kind in sorted(wanted.items(), key=lambda item: isinstance(item[1], _Span)):
-            marked = [_mark(result, chunk, name, kind) for chunk in chunks]
-            result.groups[name] = [module for found in marked for module in found]
-            if not result.groups[name]:
-                known = {key for chunk in chunks for key, _ in chunk.named_modules() if key}
-                raise ConfigError(f"no module matches {name!r}{did_you_mean(name, known)}")
+        for name, kind in sorted(kinds.items(), key=lambda item: isinstance(item[1], _Span)):
+            result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
     except BaseException:
         result.remove()
         raise
     return result
+
+
+def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]]) -> _Modules | _Span:
+    """Return what a name stands for in these model chunks; a child's own name counts last.
+
+    Raises:
+        ConfigError: no module is meant by it.
+    """
+    own = _Modules((name,))
+    for kind in (_NAMED.get(name, own), own):
+        if any(_find(found, kind) for found in modules):
+            return kind
+    if name in MEGATRON_MODULES:
+        raise ConfigError(
+            f"{name!r} is marked by megatron-core's own call sites: list it in "
+            "TransformerConfig.offload_modules and call "
+            "megatron_offload.integrations.megatron_core.install()"
+        )
+    known = dict.fromkeys([*EXTRA_MODULES, *(path for found in modules for path in found if path)])
+    raise ConfigError(f"no module matches {name!r}{did_you_mean(name, known)}")
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -139,7 +165,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: int) -> None:
+def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: int | None) -> None:
     manager = result.manager
     vp_stage = getattr(chunk, "vp_stage", None)
     for tensor in (*chunk.parameters(), *chunk.buffers()):
@@ -151,20 +177,27 @@ def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: 
     result._handles.append(chunk.register_forward_pre_hook(begin, prepend=True))
 
 
-def _mark(result: ModuleOffload, chunk: nn.Module, name: str, kind: _Modules | _Span) -> list[str]:
-    modules = dict(chunk.named_modules())
-    if isinstance(kind, _Span):
-        found = []
-        for path in _matching((kind.pattern,), modules):
-            first = modules.get(f"{path}.{kind.after}")
-            last = modules.get(f"{path}.{kind.before}")
-            if first is not None and last is not None:
-                _mark_span(result, modules[path], first, last, name)
-                found.append(path)
-        return found
-    found = _matching(kind.patterns, modules)
+def _find(modules: Mapping[str, nn.Module], kind: _Modules | _Span) -> list[str]:
+    """Return the names of the modules that are groups, or that groups lie in."""
+    if isinstance(kind, _Modules):
+        return _matching(kind.patterns, modules)
+    return [
+        path
+        for path in _matching((kind.pattern,), modules)
+        if {f"{path}.{kind.after}", f"{path}.{kind.before}"} <= modules.keys()
+    ]
+
+
+def _mark(
+    result: ModuleOffload, modules: Mapping[str, nn.Module], name: str, kind: _Modules | _Span
+) -> list[str]:
+    found = _find(modules, kind)
     for path in found:
-        _mark_module(result, modules[path], name)
+        if isinstance(kind, _Span):
+            first, last = modules[f"{path}.{kind.after}"], modules[f"{path}.{kind.before}"]
+            _mark_span(result, modules[path], first, last, name)
+        else:
+            _mark_module(result, modules[path], name)
     return found
 
 
@@ -179,7 +212,9 @@ def _mark_module(result: ModuleOffload, module: nn.Module, name: str) -> None:
         manager.__exit__()
         commit_group(manager, _values(output), name)
 
-    result._handles += (
+    result._hold(
+        module,
+        name,
         module.register_forward_pre_hook(start, with_kwargs=True),
         module.register_forward_hook(commit, always_call=True),
     )
@@ -211,7 +246,9 @@ def _mark_span(
             manager.__exit__()
             commit_group(manager, (), name)
 
-    result._handles += (
+    result._hold(
+        parent,
+        name,
         first.register_forward_hook(start),
         last.register_forward_pre_hook(commit, with_kwargs=True, prepend=True),
         parent.register_forward_hook(close, always_call=True),

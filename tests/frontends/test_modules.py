@@ -182,3 +182,82 @@ def test_a_refused_request_leaves_no_hooks():
 )
 def test_patterns_over_dotted_names(pattern, path, matches):
     assert bool(_expression(pattern).fullmatch(path)) is matches
+
+
+def test_a_name_alone_is_a_list_of_one():
+    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    with offload_modules(model, "layer", manager=manager) as handle:
+        gradients(model)
+        manager.reset()
+    assert handle.groups == {"layer": ["layers.0", "layers.1"]}
+    assert manager.last_step.offloaded_bytes > 0
+
+
+def test_a_child_of_the_model_goes_by_its_plain_name():
+    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    expected = gradients(model)
+    with offload_modules(model, ["embed"], manager=manager) as handle:
+        assert_same(expected, gradients(model))
+        manager.reset()
+    assert handle.groups == {"embed": ["embed"]}
+    assert manager.last_step.by_name["embed"].offloaded_bytes > 0
+
+
+def test_a_child_may_have_the_name_of_a_group_that_the_model_lacks():
+    model = nn.Sequential()
+    model.add_module("router", nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    model.add_module("core_attn", nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    handle = offload_modules(model, ["router", "core_attn"], manager=make_manager())
+    assert handle.groups == {"router": ["router"], "core_attn": ["core_attn"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("embedd", "embed"), ("layr", "layer"), ("mlp_acts", "mlp_act")]
+)
+def test_a_wrong_plain_name_names_the_nearest(name, meant):
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        offload_modules(make_model(), [name], manager=make_manager())
+
+
+@pytest.mark.parametrize("other_manager", [False, True])
+def test_modules_that_are_marked_again_are_groups_of_the_last_call_alone(other_manager):
+    names = ["mlp_act", "layers.*.attention"]
+    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    expected = gradients(model)
+    first = offload_modules(model, names, manager=manager)
+    assert_same(expected, gradients(model))
+    manager.reset()
+    once = manager.last_step
+    last = make_manager(prefetch_bytes=0) if other_manager else manager
+    second = offload_modules(model, names, manager=last)
+    for _ in range(2):
+        assert_same(expected, gradients(model))
+        last.reset()
+        assert last.last_step.num_groups == once.num_groups
+        assert last.last_step.offloaded_bytes == once.offloaded_bytes
+        if other_manager:
+            manager.reset()
+            assert manager.last_step.num_groups == 0
+        first.remove()  # takes nothing of the second's
+    second.remove()
+    gradients(model)
+    last.reset()
+    assert last.last_step.num_groups == 0
+
+
+def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
+    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    offload_modules(model, ["mlp_act"], manager=manager)
+    with pytest.raises(ConfigError, match="no module matches"):
+        offload_modules(model, ["mlp_act", "layers.*.nothing"], manager=manager)
+    gradients(model)
+    manager.reset()
+    assert manager.last_step.by_name["mlp_act"].num_groups == 4
+
+
+def test_the_pipeline_rank_is_the_managers_where_none_is_given(monkeypatch):
+    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    monkeypatch.setattr(manager, "pipeline_rank", lambda: 3)
+    offload_modules(model, "layer", manager=manager)
+    gradients(model)
+    assert manager.learner.pp_rank == 3

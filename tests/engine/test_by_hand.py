@@ -1,0 +1,147 @@
+"""Groups that a program marks itself, with as few words as the documents say it takes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from programs import assert_nothing_left, assert_same, make_manager
+from torch import nn
+
+from megatron_offload.engine import manager as manager_file
+from megatron_offload.engine.boundary import commit_group, start_group
+
+ROWS, WIDTH = 16, 32
+
+
+def make_mlps():
+    torch.manual_seed(0)
+    return nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
+    )
+
+
+def loss_of(mlps, manager, seed):
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    x.requires_grad_()
+    for mlp in mlps:
+        if manager is None:
+            x = mlp(x)
+            continue
+        x = start_group(manager, x, "mlp")
+        with manager:
+            x = mlp(x)
+        x = commit_group(manager, x, "mlp")
+    return x.square().mean()
+
+
+def train(mlps, manager, order):
+    """Run forwards and backwards in the order of ``order``, as in ``FFBB``; return all results."""
+    for parameter in mlps.parameters():
+        parameter.grad = None
+    waiting, results = [], []
+    for seed, action in enumerate(order):
+        if action == "F":
+            waiting.append(loss_of(mlps, manager, seed))
+            results.append(waiting[-1].detach().clone())
+        else:
+            waiting.pop(0).backward()
+    return results + [parameter.grad.clone() for parameter in mlps.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("order", "num_chunks"), [("FB", 1), ("FBFB", 2), ("FFBB", 1), ("FFBFBB", 2)]
+)
+def test_a_group_in_a_step_begins_a_chunk_by_itself(order, num_chunks):
+    mlps, manager = make_mlps(), make_manager()
+    expected = train(mlps, None, order)
+    for _ in range(3):
+        with manager.step():
+            assert_same(expected, train(mlps, manager, order))
+            assert manager._step.num_chunks == num_chunks
+        assert manager.last_step.num_groups == 3 * order.count("F")
+        assert manager.last_step.offloaded_bytes > 0
+        assert_nothing_left(manager)
+
+
+def test_a_chunk_that_the_program_has_begun_stays_its_own():
+    mlps, manager = make_mlps(), make_manager()
+    with manager.step():
+        manager.begin_chunk()
+        train(mlps, manager, "FBFB")
+        assert manager._step.num_chunks == 1
+
+
+def test_a_group_around_a_backward_keeps_its_chunk():
+    mlps, manager = make_mlps(), make_manager()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with manager.step():
+        y = start_group(manager, x, "outer")
+        loss_of(mlps, manager, 0).backward()
+        loss_of(mlps, manager, 1).backward()
+        commit_group(manager, y * 2, "outer")
+        assert manager._step.num_chunks == 1
+
+
+def test_what_is_not_recorded_begins_no_chunk():
+    mlps, manager = make_mlps(), make_manager()
+    with manager.step(), torch.no_grad():
+        loss_of(mlps, manager, 0)
+        assert manager.cur_forward_chunk() is None
+
+
+def test_groups_outside_of_a_step_and_a_chunk_are_told_of_once(caplog):
+    mlps, manager = make_mlps(), make_manager()
+    expected = train(mlps, None, "FB")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert_same(expected, train(mlps, manager, "FB"))
+            with torch.no_grad():
+                loss_of(mlps, manager, 0)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "group 'mlp' was started outside a chunk, so nothing of it moves"
+    ]
+    caplog.clear()
+    with torch.no_grad():
+        loss_of(mlps, make_manager(), 0)
+    assert not caplog.records, "nothing would move in any case"
+
+
+def test_a_program_that_never_ends_a_step_has_counters():
+    mlps, manager = make_mlps(), make_manager()
+    manager.begin_chunk()
+    train(mlps, manager, "FB")
+    assert manager.last_step.num_groups == 3
+    assert manager.last_step.offloaded_bytes > 0
+    with manager.step():
+        pass
+    assert manager.last_step.num_groups == 3, "a step that is over"
+
+
+def test_a_program_that_never_ends_a_step_is_told_and_has_one_ended(monkeypatch, caplog):
+    monkeypatch.setattr(manager_file, "_MOST_CHUNKS", 3)
+    mlps, manager = make_mlps(), make_manager()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(8):
+            manager.begin_chunk()
+            train(mlps, manager, "FB")
+    assert manager.last_step.num_groups == 9
+    assert len([r for r in caplog.records if "3 forwards and no end of a step" in r.message]) == 1
+
+
+@pytest.mark.parametrize("nothing", [None, (), (None,), [None, 3]])
+def test_a_group_may_begin_and_end_with_nothing(nothing):
+    mlps, manager = make_mlps(), make_manager()
+    expected = train(mlps, None, "FB")
+    for parameter in mlps.parameters():
+        parameter.grad = None
+    with manager.step():
+        assert start_group(manager, nothing, "all") is nothing
+        with manager:
+            loss = loss_of(mlps, None, 0)
+        assert commit_group(manager, nothing, "all") is nothing
+        loss.backward()
+    assert manager.last_step.offloaded_bytes > 0
+    assert_same(expected[1:], [parameter.grad for parameter in mlps.parameters()])
+    assert manager.cur_forward_chunk() is None
