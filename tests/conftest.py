@@ -70,9 +70,9 @@ def is_quick(item) -> bool:
     given, places = item.callspec.params, item.callspec.indices
     if "sampled" in item.keywords:
         return not any(places.values())
-    if "timing" in given and item.path.name != "test_hazards.py":
-        if given["timing"] not in QUICK_TIMINGS:
-            return False
+    is_any_timing = "timing" not in given or item.path.name == "test_hazards.py"
+    if not is_any_timing and given["timing"] not in QUICK_TIMINGS:
+        return False
     return "seed" not in given or places["seed"] < num_quick_seeds(item)
 
 
