@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.engine.boundary import is_in_backward
 from megatron_offload.engine.chunk import ChunkOffloadHandler, is_opted_out
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -101,6 +102,7 @@ class AutomaticGroups:
         self._forwards: list[_Forward] = []
         self._reached: dict[OffloadGroup, None] = {}
 
+    @graph_break
     def begin(self, name: str | None = None, *, vp_stage: int | None = None) -> None:
         """Move what is saved from here on, in this thread, until `end`.
 
@@ -122,6 +124,7 @@ class AutomaticGroups:
             hooks.__enter__()
         self._forwards.append(_Forward(chunk, hooks, name or self._name))
 
+    @graph_break
     def end(self, *, has_failed: bool = False) -> None:
         """Undo the last `begin`; what was saved since a failure's last group stays."""
         if not self._forwards:
@@ -151,6 +154,7 @@ class AutomaticGroups:
             yield
             self.leave_spent()  # else the last groups would be left in the next step
 
+    @graph_break
     def end_step_if_over(self) -> bool:
         """End the step if something was saved in it and nothing of that is left; return whether."""
         self.leave_spent()
@@ -164,6 +168,7 @@ class AutomaticGroups:
         """Whether not all that is saved moves."""
         return self._chooses is not None
 
+    @graph_break
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Record a tensor that autograd saves; the pack hook, only between `begin` and `end`."""
         if not self._forwards or is_in_backward() or torch.compiler.is_compiling():
@@ -214,5 +219,6 @@ class AutomaticGroups:
                 self.manager.leave_backward(group)
 
 
+@graph_break
 def _unpack(packed: Packed) -> torch.Tensor:
     return packed.unpack()

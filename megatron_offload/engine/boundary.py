@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from megatron_offload.engine.graph_break import graph_break
 if TYPE_CHECKING:
     from megatron_offload.engine.chunk import ChunkOffloadHandler
     from megatron_offload.engine.group import OffloadGroup
@@ -54,6 +55,7 @@ def is_in_checkpoint() -> bool:
     return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
+@graph_break
 def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) -> Tensors:
     """Open a group: what autograd saves under the manager's hooks belongs to it from here on.
 
@@ -73,6 +75,7 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
     return tensors
 
 
+@graph_break
 def start_group_of(
     chunk: ChunkOffloadHandler, tensors: torch.Tensor | Sequence[Any] | None, name: str
 ) -> OffloadGroup | None:
@@ -88,6 +91,7 @@ def start_group_of(
     return group
 
 
+@graph_break
 def commit_group(
     manager: PipelineOffloadManager,
     tensors: Tensors,
@@ -117,6 +121,7 @@ def commit_group(
     return tensors
 
 
+@graph_break
 def commit_group_of(
     chunk: ChunkOffloadHandler,
     tensors: torch.Tensor | Sequence[Any] | None,
@@ -138,10 +143,12 @@ def commit_group_of(
     return group
 
 
+@graph_break
 def _enter(group: OffloadGroup, grads: Sequence[torch.Tensor]) -> None:
     group.chunk.manager.enter_backward(group)
 
 
+@graph_break
 def _leave(group: OffloadGroup, grad: torch.Tensor) -> None:
     group.chunk.manager.leave_backward(group)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.saved_tensor import Block, BlockRef, SavedTensor
 from megatron_offload.errors import StateError
 from megatron_offload.planning.profile import GroupKey
@@ -158,6 +159,7 @@ class OffloadGroup:
             if block is not None:
                 yield block
 
+    @graph_break
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Record a tensor that autograd saves; the pack hook.
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Protocol, TypeVar, TypeVarTuple
 
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.errors import OffloadError, StateError
 
 __all__ = ["Guard", "Guarded", "guarded"]
@@ -99,6 +100,7 @@ def guarded(method: Callable[[G, *Ts], R]) -> Callable[[G, *Ts], R]:
     """Make a method an entry of the engine; its arguments are positional, which is quicker."""
 
     @functools.wraps(method)
+    @graph_break
     def entry(self: G, *args: *Ts) -> R:
         guard = self.guard
         if guard.is_mine():

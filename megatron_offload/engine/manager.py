@@ -29,6 +29,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.extensions import before_chunk
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hook_stack import HookStack
@@ -108,6 +109,7 @@ class PipelineOffloadManager:
         self.marks = Marks()
         self._build(config or OffloadConfig(), backend)
 
+    @graph_break
     def configure(self, config: OffloadConfig, *, backend: Backend | None = None) -> None:
         """Start anew with other settings; between steps only.
 
@@ -158,6 +160,7 @@ class PipelineOffloadManager:
 
     # The step
 
+    @graph_break
     def begin_chunk(
         self,
         *,
@@ -281,6 +284,7 @@ class PipelineOffloadManager:
             and not is_in_checkpoint()
         )
 
+    @graph_break
     def reset(self) -> None:
         """End the training step: release what is in flight, learn, and count from zero.
 
@@ -324,6 +328,7 @@ class PipelineOffloadManager:
             self._is_in_step = surrounding
         self.reset()
 
+    @graph_break
     def abort(self) -> None:
         """Leave a failed step: copies drain, references drop, the next step begins clean.
 
@@ -355,6 +360,7 @@ class PipelineOffloadManager:
         self.backend.trim_device()
         return self.host_pool.shrink()
 
+    @graph_break
     def close(self) -> None:
         """Abort what runs and give all host memory back; a second call does nothing more."""
         self.abort()
@@ -369,6 +375,7 @@ class PipelineOffloadManager:
 
     # Boundaries
 
+    @graph_break
     def commit(
         self,
         group: OffloadGroup,
@@ -421,12 +428,14 @@ class PipelineOffloadManager:
 
     # Hooks
 
+    @graph_break
     def __enter__(self) -> PipelineOffloadManager:
         chunk = self._chunk
         is_open = chunk is not None and bool(chunk.open_groups) and self.records()
         self._hooks.push(chunk.open_groups[-1] if chunk is not None and is_open else None)
         return self
 
+    @graph_break
     def __exit__(
         self,
         exc_type: type[BaseException] | None = None,
@@ -445,6 +454,7 @@ class PipelineOffloadManager:
         """Record groups again, unless the configuration says ``enabled=False``."""
         self.do_offload = self.config.enabled
 
+    @graph_break
     def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
         """Keep a tensor, and all that shares its storage, on the device."""
         if tensor is not None:

@@ -25,6 +25,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends.base import Event
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.errors import InPlaceModificationError
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ class Block:
         self.num_bytes = self.high - self.low
         self.aliases.append(alias)
 
+    @graph_break
     def __del__(self) -> None:
         # Any thread's garbage collection may be here, between any two lines of the engine.
         try:
@@ -238,6 +240,7 @@ class SavedTensor:
             shape, dtype, group = self.size, self.dtype, self.block.group.label
         return f"of shape {list(shape)} and dtype {dtype}, saved in group {group!r},"
 
+    @graph_break
     def unpack(self) -> torch.Tensor:
         """Return the saved tensor; the compute stream waits for its reload where there is one.
 

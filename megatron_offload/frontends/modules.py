@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
 
@@ -72,7 +73,7 @@ class ModuleOffload:
 
     def _hold(self, module: nn.Module, name: str, *handles: RemovableHandle) -> None:
         """Keep the hooks that mark a group, in the place of those that an earlier call has set."""
-        by_name = _marked.setdefault(module, {})
+        by_name = _marked.setdefault(getattr(module, "_orig_mod", module), {})
         for handle in by_name.get(name, ()):
             handle.remove()
         by_name[name] = handles
@@ -125,7 +126,7 @@ def offload_modules(
     manager = manager or PipelineOffloadManager.get_instance()
     result = ModuleOffload(manager)
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
-    modules = [dict(chunk.named_modules()) for chunk in chunks]
+    modules = [_named_modules(chunk) for chunk in chunks]
     kinds = {name: _kind_of(name, modules) for name in wanted}
     try:
         for stage, chunk in enumerate(chunks):
@@ -165,12 +166,24 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def _named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by their dotted names, to which ``torch.compile`` adds no part.
+
+    Of a module that it has wrapped this is the wrapper: its hooks run outside the graph.
+    """
+    modules: dict[str, nn.Module] = {}
+    for path, module in chunk.named_modules():
+        modules.setdefault(".".join(p for p in path.split(".") if p != "_orig_mod"), module)
+    return modules
+
+
 def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: int | None) -> None:
     manager = result.manager
     vp_stage = getattr(chunk, "vp_stage", None)
     for tensor in (*chunk.parameters(), *chunk.buffers()):
         manager.mark_not_offload(tensor)
 
+    @graph_break
     def begin(module: nn.Module, args: Any) -> None:
         manager.begin_chunk(vp_stage=stage if vp_stage is None else vp_stage, pp_rank=pp_rank)
 
@@ -204,10 +217,12 @@ def _mark(
 def _mark_module(result: ModuleOffload, module: nn.Module, name: str) -> None:
     manager = result.manager
 
+    @graph_break
     def start(module: nn.Module, args: Any, kwargs: Any) -> None:
         start_group(manager, (*args, *kwargs.values()), name)
         manager.__enter__()
 
+    @graph_break
     def commit(module: nn.Module, args: Any, output: Any) -> None:
         manager.__exit__()
         commit_group(manager, _values(output), name)
@@ -226,12 +241,14 @@ def _mark_span(
     manager = result.manager
     num_open = 0
 
+    @graph_break
     def start(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal num_open
         start_group(manager, _values(output), name)
         manager.__enter__()
         num_open += 1
 
+    @graph_break
     def commit(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal num_open
         if num_open:
@@ -239,6 +256,7 @@ def _mark_span(
             manager.__exit__()
             commit_group(manager, (*args, *kwargs.values()), name)
 
+    @graph_break
     def close(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal num_open
         while num_open:  # the forward ended without calling the last module, or raised

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.frontends.around import AroundForwards
@@ -175,11 +176,13 @@ def _keep_on_device(module: nn.Module) -> None:
     """Run every forward of a module inside `NoOpManager`."""
     entered: list[NoOpManager] = []
 
+    @graph_break
     def enter(module: nn.Module, args: Any) -> None:
         hooks = NoOpManager()
         hooks.__enter__()
         entered.append(hooks)
 
+    @graph_break
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if entered:  # else another hook has raised before ours ran
             entered.pop().__exit__()
@@ -188,6 +191,7 @@ def _keep_on_device(module: nn.Module) -> None:
     module.register_forward_hook(leave, always_call=True)
 
 
+@graph_break
 def _keep(tensor: torch.Tensor) -> SavedTensor:
     # Not the tensor itself: one that its own node saves would never be freed.
     return SavedTensor(tensor, None, "kept")

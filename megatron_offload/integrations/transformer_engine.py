@@ -23,6 +23,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
 from megatron_offload.engine.group import READY_MARK, OffloadGroup
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.whole_model import NoOpManager
 from megatron_offload.integrations import transformer_engine_fuser
@@ -129,6 +130,7 @@ def maybe_mark_activation_offload(module_or_op: nn.Module, *tensors: torch.Tenso
         mark_activation_offload(*tensors)
 
 
+@graph_break
 def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
     """Say that tensors are complete: their copies need wait for nothing that comes later.
 
@@ -232,6 +234,7 @@ def _never(tensor: torch.Tensor) -> Any:
     raise AssertionError("no operation of this run moves")
 
 
+@graph_break
 def _enter(module: nn.Module, args: Any) -> None:
     setting = activation_offloading(module)
     left: Callable[[], None] | None = None
@@ -247,6 +250,7 @@ def _enter(module: nn.Module, args: Any) -> None:
     _entered.stack.append((module, left))
 
 
+@graph_break
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     stack = _entered.stack
     if stack and stack[-1][0] is module:  # else another hook raised before ours ran
