@@ -22,10 +22,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.engine.boundary import is_in_backward
-from megatron_offload.engine.chunk import ChunkOffloadHandler, is_opted_out
+from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import Packed, SavedWrapper, is_wrapper
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from megatron_offload.engine.graph_break import graph_break
+
 if TYPE_CHECKING:
     from megatron_offload.engine.chunk import ChunkOffloadHandler
     from megatron_offload.engine.group import OffloadGroup

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.marks import has_mark
 from megatron_offload.engine.saved_tensor import Block, BlockRef
 from megatron_offload.planning.profile import GroupKey
 
 if TYPE_CHECKING:
     from megatron_offload.engine.manager import PipelineOffloadManager
 
-__all__ = ["ChunkOffloadHandler", "is_opted_out"]
-
-_OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
+__all__ = ["ChunkOffloadHandler"]
 
 
 class ChunkOffloadHandler:
@@ -94,7 +93,8 @@ class ChunkOffloadHandler:
 
         Never moved: parameters and what shares their storage, tensors that are not on the
         backend's device, subclasses (fake, functional, quantised, distributed), layouts other than
-        strided, lazily conjugated or negated tensors, opted-out tensors, and small ones.
+        strided, lazily conjugated or negated tensors, zeros without memory (forward-mode AD),
+        opted-out tensors, and small ones.
         """
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
@@ -106,21 +106,12 @@ class ChunkOffloadHandler:
         manager = self.manager
         if not manager.backend.owns(tensor) or tensor.is_quantized:
             return None
-        if tensor.is_neg() or tensor.is_conj():
+        if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
             return None
         base = tensor._base
-        if base is not None and isinstance(base, torch.nn.Parameter):
+        if base is not None and (isinstance(base, torch.nn.Parameter) or has_mark(base)):
             return None
-        if is_opted_out(tensor):
+        if has_mark(tensor):
             return None
         storage_key: int = tensor.untyped_storage()._cdata
         return None if manager.marks.holds(storage_key) else storage_key
-
-
-def is_opted_out(tensor: torch.Tensor) -> bool:
-    """Whether a mark on this very object says that it stays."""
-    marks = tensor.__dict__
-    return bool(marks) and (
-        any(marks.get(mark, False) for mark in _OPT_OUT_MARKS)
-        or marks.get("offloading_activation", True) is False
-    )

@@ -33,9 +33,7 @@ def graph_break(function: F) -> F:
         return disabled
     assert isinstance(function, FunctionType)
     skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(
-        function.__code__, eval_frame._FrameExecStrategy(skip, skip)
-    )
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     vars(function).update(
         _torchdynamo_disable=True,
         _torchdynamo_disable_msg="activation offload runs between graphs, see docs/compile.md",

@@ -1,7 +1,9 @@
 """What stays on the device because somebody said so: parameters, and marked tensors.
 
-Owns the marks. Must not know groups or copies. A storage is what is marked, so that all views of it
-stay too. Read next: `megatron_offload.engine.chunk`, which asks.
+Owns the marks: those of one manager, those for whatever manager comes, and the attributes that
+other libraries set. Must not know groups or copies. A storage is what is marked, so that all views
+of it stay too; an attribute counts on the tensor that has it, and on all its views.
+Read next: `megatron_offload.engine.chunk`, which asks.
 """
 
 from __future__ import annotations
@@ -11,7 +13,46 @@ import weakref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Marks"]
+__all__ = ["Marks", "has_mark", "is_opted_out", "mark_everywhere", "take_back"]
+
+_OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
+_SETTING = "offloading_activation"
+
+_everywhere: dict[int, StorageWeakRef] = {}
+"""The storages that no manager moves."""
+
+
+def mark_everywhere(tensor: torch.Tensor) -> None:
+    """Keep a tensor on the device, whoever saves it; where it is a plain one, its storage too."""
+    tensor._do_not_offload = True  # type: ignore[attr-defined]
+    if type(tensor) is torch.Tensor:
+        storage = tensor.untyped_storage()
+        _everywhere[storage._cdata] = StorageWeakRef(storage)
+
+
+def take_back(tensor: torch.Tensor) -> None:
+    """Undo `mark_everywhere`, and what other libraries have set on the tensor or its base."""
+    for marked in (tensor, tensor._base):
+        if marked is not None:
+            for mark in _OPT_OUT_MARKS:
+                vars(marked).pop(mark, None)
+            setattr(marked, _SETTING, True)
+    if type(tensor) is torch.Tensor:
+        _everywhere.pop(tensor.untyped_storage()._cdata, None)
+
+
+def has_mark(tensor: torch.Tensor) -> bool:
+    """Whether a mark on this very object says that it stays."""
+    marks = tensor.__dict__
+    return bool(marks) and (
+        any(marks.get(mark, False) for mark in _OPT_OUT_MARKS) or marks.get(_SETTING, True) is False
+    )
+
+
+def is_opted_out(tensor: torch.Tensor) -> bool:
+    """Whether a mark on a tensor, or on what it is a view of, says that it stays."""
+    base = tensor._base
+    return has_mark(tensor) or (base is not None and has_mark(base))
 
 
 class Marks:
@@ -49,5 +90,11 @@ class Marks:
             self._parameter_storages = {
                 parameter.untyped_storage()._cdata for parameter in self._parameters.values()
             }
-            self._storages = {k: ref for k, ref in self._storages.items() if not ref.expired()}
-        return storage_key in self._parameter_storages or storage_key in self._storages
+            for storages in (self._storages, _everywhere):
+                for key in [key for key, ref in list(storages.items()) if ref.expired()]:
+                    storages.pop(key, None)
+        return (
+            storage_key in self._parameter_storages
+            or storage_key in self._storages
+            or storage_key in _everywhere
+        )

@@ -22,9 +22,10 @@ from torch import nn
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
-from megatron_offload.engine.group import READY_MARK, OffloadGroup
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.group import READY_MARK, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.marks import take_back
 from megatron_offload.frontends.whole_model import NoOpManager
 from megatron_offload.integrations import transformer_engine_fuser
 from megatron_offload.integrations.transformer_engine_fuser import FusedSettings
@@ -43,7 +44,6 @@ __all__ = [
 
 _SETTING = "_activation_offloading"
 _OUTER_SETTING = "_activation_offloading_of_whole"
-_MARK = "offloading_activation"
 
 _groups: AutomaticGroups | None = None
 
@@ -114,9 +114,7 @@ def activation_offloading(module_or_op: nn.Module) -> bool | None:
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
     """Let tensors go where what surrounds them goes; takes back `mark_not_offload`."""
     for part in (*(tensor for tensor in tensors if tensor is not None), *plain_parts(tensors)):
-        vars(part).pop("_do_not_offload", None)
-        vars(part).pop("_TE_do_not_offload", None)
-        setattr(part, _MARK, True)
+        take_back(part)
 
 
 def maybe_mark_activation_offload(module_or_op: nn.Module, *tensors: torch.Tensor | None) -> None:

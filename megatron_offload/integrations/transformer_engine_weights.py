@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from megatron_offload.engine.marks import mark_everywhere
+
 __all__ = ["install", "mark_not_offload", "plain_parts", "uninstall"]
 
 _BASE = "transformer_engine.pytorch.module.base"
@@ -47,10 +49,10 @@ def plain_parts(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def mark_not_offload(*tensors: Any) -> None:
-    """Keep tensors on the device, by these very objects and those that they consist of."""
+    """Keep tensors on the device, what they consist of, and all that shares its storage."""
     for tensor in (*tensors, *plain_parts(tensors)):
         if isinstance(tensor, torch.Tensor):
-            tensor._do_not_offload = True  # type: ignore[attr-defined]
+            mark_everywhere(tensor)
 
 
 def install() -> None:

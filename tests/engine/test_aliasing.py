@@ -8,6 +8,7 @@ from programs import KIB, TIMINGS, assert_nothing_left, make_manager
 from torch.autograd import Function
 
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.marks import _everywhere, mark_everywhere, take_back
 from megatron_offload.errors import InPlaceModificationError
 
 
@@ -192,6 +193,62 @@ def test_opted_out_tensors_never_move(mark):
     offload(manager, [x], seen).backward()
     assert manager.transfers.stats.offloaded_bytes == 0
     assert torch.equal(seen[0][0], x)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        lambda x: setattr(x, "_do_not_offload", True),
+        lambda x: setattr(x, "_TE_do_not_offload", True),
+        lambda x: setattr(x, "_is_buffer", True),
+        lambda x: setattr(x, "offloading_activation", False),
+        mark_everywhere,
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda x, w: x @ w, id="3-D input of a matrix product"),
+        pytest.param(lambda x, w: x[0].t() @ x[0], id="transposed"),
+        pytest.param(lambda x, w: x.view(-1)[4:].square(), id="view of a view"),
+    ],
+)
+def test_a_mark_holds_for_the_views_that_an_operation_saves(mark, use):
+    bytes_by_mark = []
+    for marks in (False, True):
+        manager = make_manager()
+        chunk = manager.begin_chunk()
+        weight = torch.randn(64, 64, requires_grad=True)
+        manager.mark_not_offload(weight)
+        x = torch.randn(2, 8, 64, requires_grad=True) * 1.5
+        if marks:
+            mark(x)
+        group = chunk.start_group("group")
+        with manager:
+            y = use(x, weight)
+        manager.commit(group)
+        bytes_by_mark.append(group.num_bytes)
+        y.sum().backward()
+    assert bytes_by_mark[0] > 0
+    assert bytes_by_mark[1] == 0
+
+
+def test_a_mark_for_every_manager_follows_the_storage_until_it_is_taken_back():
+    x = torch.randn(2, 1024)
+    mark_everywhere(x[0])
+    aliases = [x, x.detach(), x.t(), torch.empty(0).set_(x.untyped_storage())]
+    for manager in (make_manager(), make_manager()):
+        chunk = manager.begin_chunk()
+        assert not any(chunk.may_move(alias) for alias in aliases)
+    take_back(x[1])
+    assert all(chunk.may_move(alias) for alias in aliases)
+
+
+def test_marks_for_every_manager_go_with_their_storages():
+    mark_everywhere(torch.randn(1024))
+    manager = make_manager()
+    manager.begin_chunk().may_move(torch.randn(8))
+    assert not _everywhere
 
 
 def test_a_marked_storage_stays_whatever_view_is_saved():
