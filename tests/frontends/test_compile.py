@@ -1,0 +1,303 @@
+"""Compiled models: the engine runs between graphs, moves what it would, and changes no bit."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from programs import assert_nothing_left, assert_same, make_config, make_manager
+from torch import nn
+
+import megatron_offload
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.frontends.ratio import CPUOffload
+from megatron_offload.frontends.whole_model import (
+    NoOpManager,
+    OffloadActivations,
+    get_act_offloading_ctx_manager,
+)
+from megatron_offload.integrations import transformer_engine as policy
+
+
+class Mlp(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear_fc1 = nn.Linear(width, 4 * width)
+        self.linear_fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.output = nn.Linear(width, 8)
+
+    def run_layers(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x):
+        return self.output(self.run_layers(self.embed(x)))
+
+
+def make_model(kind=Model):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return kind()
+
+
+def compile_part(model, part, backend):
+    if part == "model":
+        return torch.compile(model, backend=backend)
+    if part == "model in place":
+        model.compile(backend=backend)
+    elif part == "layers":
+        for index, layer in enumerate(model.layers):
+            model.layers[index] = torch.compile(layer, backend=backend)
+    elif part == "layers in place":
+        for layer in model.layers:
+            layer.compile(backend=backend)
+    elif part == "inside":
+        for layer in model.layers:
+            layer.mlp.linear_fc1 = torch.compile(layer.mlp.linear_fc1, backend=backend)
+    return model
+
+
+def train(model, *, context=None, step=contextlib.nullcontext, rows=(16, 16, 24)):
+    generator = torch.Generator().manual_seed(1)
+    seen = []
+    for num_rows in rows:  # the third shape is compiled anew
+        model.zero_grad()
+        with step():
+            with context or contextlib.nullcontext():
+                loss = model(torch.randn(num_rows, 32, generator=generator)).square().mean()
+            loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    return seen
+
+
+def eager_bytes(names):
+    model, manager = make_model(), make_manager()
+    offload_modules(model, names, manager=manager)
+    train(model, step=manager.step)
+    return manager.last_step.offloaded_bytes
+
+
+def check_modules(part, names, order, backend="aot_eager", timing="late"):
+    expected = train(compile_part(make_model(), part, backend))
+    model, manager = make_model(), make_manager(timing)
+    if order == "marked first":
+        hooks = offload_modules(model, names, manager=manager)
+        model = compile_part(model, part, backend)
+    else:
+        model = compile_part(model, part, backend)
+        hooks = offload_modules(model, names, manager=manager)
+    assert all("_orig_mod" not in path for found in hooks.groups.values() for path in found)
+    assert_same(expected, train(model, step=manager.step))
+    # A graph saves what its backward needs of it, which is not what eager would: less, mostly.
+    assert 0.4 * eager_bytes(names) < manager.last_step.offloaded_bytes
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize(
+    ("part", "order"), [("model", "marked first"), ("layers", "compiled first")]
+)
+def test_marked_modules_compile(part, order):
+    check_modules(part, ["layers.*.mlp"], order)
+
+
+def test_a_module_that_was_marked_before_it_was_compiled_is_one_group_when_marked_again():
+    model, manager = make_model(), make_manager()
+    offload_modules(model, ["layers.*"], manager=manager)
+    model = compile_part(model, "layers", "eager")
+    offload_modules(model, ["layers.*"], manager=manager)
+    train(model, step=manager.step, rows=(16,))
+    assert manager.last_step.num_groups == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["marked first", "compiled first"])
+@pytest.mark.parametrize("names", [["layers.*"], ["mlp_fc1", "mlp_act", "mlp_fc2"]])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("part", ["model", "model in place", "layers", "layers in place", "inside"])
+def test_whatever_is_compiled_and_marked(part, backend, names, order):
+    check_modules(part, names, order, backend, "random")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_s_graphs_move_and_lose_no_bit():
+    results = []
+    for min_tensor_bytes in (1 << 30, 0):  # the same graphs, once with nothing that moves
+        model, manager = make_model(), make_manager(min_tensor_bytes=min_tensor_bytes)
+        offload_modules(model, ["layers.*.mlp"], manager=manager)
+        results.append(train(compile_part(model, "model", "inductor"), step=manager.step))
+    assert_same(*results)
+    assert manager.last_step.offloaded_bytes > 0
+
+
+@pytest.mark.slow
+def test_the_layers_around_marks_are_still_graphs():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model, manager = make_model(), make_manager()
+    offload_modules(model, ["layers.*"], manager=manager)
+    counter = CompileCounterWithBackend("eager")
+    train(torch.compile(model, backend=counter), step=manager.step, rows=(16, 16))
+    assert counter.frame_count == 3, "what is before the layers, one for both layers, the rest"
+    assert counter.op_count == 7
+    assert manager.last_step.offloaded_bytes > 0
+
+
+class WithContext(Model):
+    """Enters something around its layers, in the code that is compiled."""
+
+    context = None
+
+    def run_layers(self, x):
+        if self.context is None:
+            return super().run_layers(x)
+        with self.context:
+            return super().run_layers(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("kind", ["whole", "ratio", "none"])
+def test_contexts_around_and_inside_compiled_code(kind, where):
+    expected = train(torch.compile(make_model(WithContext), backend="aot_eager"))
+    model = make_model(WithContext)
+    contexts = {
+        "whole": lambda: OffloadActivations(min_offload_size=0, manager=make_manager()),
+        "ratio": lambda: CPUOffload(1.0, tag="compiled", config=make_config()),
+        "none": NoOpManager,
+    }
+    context = contexts[kind]()
+    if where == "inside":
+        model.context = context
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_same(expected, train(compiled, context=context if where == "around" else None))
+    if kind != "none":
+        context.end_step()
+        assert context.last_step.offloaded_bytes > 0
+    CPUOffload.forget("compiled")
+
+
+class ByHand(Model):
+    manager = None
+
+    def run_layers(self, x):
+        if self.manager is None:
+            return super().run_layers(x)
+        for layer in self.layers:
+            x = start_group(self.manager, x, "layer")
+            with self.manager:
+                x = layer(x)
+            x = commit_group(self.manager, x, "layer")
+        return x
+
+
+def test_marks_by_hand_inside_compiled_code():
+    expected = train(torch.compile(make_model(ByHand), backend="aot_eager"))
+    model = make_model(ByHand)
+    model.manager = manager = make_manager()
+
+    @contextlib.contextmanager
+    def step():
+        with manager.step():
+            manager.begin_chunk()
+            yield
+
+    assert_same(expected, train(torch.compile(model, backend="aot_eager"), step=step))
+    assert manager.last_step.num_groups == 2
+    assert manager.last_step.offloaded_bytes > 0
+
+
+@pytest.mark.slow
+def test_a_training_step_is_compiled_whole():
+    def run(manager):
+        model = make_model()
+        if manager:
+            offload_modules(model, ["layers.*"], manager=manager)
+
+        @torch.compile(backend="aot_eager")
+        def step(x):
+            with manager.step() if manager else contextlib.nullcontext():
+                loss = model(x).square().mean()
+                loss.backward()
+            return loss.detach()
+
+        generator = torch.Generator().manual_seed(1)
+        losses = [step(torch.randn(16, 32, generator=generator)) for _ in range(3)]
+        return losses + [p.grad for p in model.parameters()]
+
+    manager = make_manager()
+    assert_same(run(None), run(manager))
+    assert manager.last_step.offloaded_bytes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["marked first", "compiled first"])
+def test_a_compiled_model_s_head_stays(order):
+    expected = train(torch.compile(make_model(), backend="aot_eager"))
+    model, manager = make_model(), make_manager()
+    if order == "compiled first":
+        model = torch.compile(model, backend="aot_eager")
+    offload = get_act_offloading_ctx_manager(model, min_offload_size=0, manager=manager)
+    if order == "marked first":
+        model = torch.compile(model, backend="aot_eager")
+    assert_same(expected, train(model, context=offload))
+    offload.end_step()
+    assert offload.last_step.offloaded_bytes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moves", [True, False])
+def test_settings_of_operations_hold_in_compiled_code(moves):
+    expected = train(torch.compile(make_model(), backend="aot_eager"))
+    policy.reset_operation_groups()
+    groups = policy.operation_groups(manager=make_manager())
+    model = make_model()
+    for layer in model.layers:
+        policy.set_activation_offloading(layer.mlp, moves)
+    assert_same(expected, train(torch.compile(model, backend="aot_eager")))
+    groups.end_step_if_over()
+    assert (groups.manager.last_step.offloaded_bytes > 0) is moves
+    policy.reset_operation_groups()
+
+
+def test_a_full_graph_is_refused_with_where_to_read_on():
+    model = make_model()
+    offload_modules(model, ["layers.*"], manager=make_manager())
+    with pytest.raises(RuntimeError, match=r"docs/compile\.md"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 32))
+
+
+@pytest.mark.slow
+def test_the_compiler_is_not_imported_by_those_who_compile_nothing():
+    names = ", ".join(megatron_offload.__all__)
+    code = (
+        f"import sys; from megatron_offload import {names}; print('torch._dynamo' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout == "False\n"
