@@ -140,6 +140,8 @@ def _explain(model: type[BaseModel], issue: Any) -> str:
         return f"unknown key {where!r}{did_you_mean(str(issue['loc'][-1]), fields)}"
     if issue["type"] == "missing":
         return f"{where!r} is required"
+    if issue["input"] is None:
+        return f"{where!r} has no value; give one, or leave the key out for its default"
     message = issue["msg"].removeprefix("Value error, ")
     given = shorten(repr(issue["input"]), 81)
     got = "" if given in message or len(given) > 80 else f" (got {given})"

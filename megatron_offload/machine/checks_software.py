@@ -10,14 +10,20 @@ Invariant: text from outside is shown as Python would write it, and short. Read 
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import importlib.util
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
+from megatron_offload.errors import ConfigError
+from megatron_offload.files import read_text
 from megatron_offload.kernel_files import to_int
 from megatron_offload.machine.finding import Finding, Level
 from megatron_offload.strict_yaml import shorten
@@ -27,6 +33,7 @@ __all__ = [
     "check_megatron_settings",
     "check_python",
     "check_versions",
+    "found_version",
     "own_requirements",
 ]
 
@@ -46,15 +53,57 @@ def own_requirements() -> list[str] | None:
         return None
 
 
+def found_version(name: str) -> str:
+    """Return the version of a distribution: of what an import gives, not of what pip lists.
+
+    The two differ for megatron-core where another copy comes first on ``PYTHONPATH``. Its own file
+    is read for that, which takes no import.
+
+    Raises:
+        PackageNotFoundError: it isn't there.
+    """
+    if name == "megatron-core":
+        loaded = getattr(sys.modules.get("megatron.core"), "__version__", None)
+        version = loaded.partition("+")[0] if isinstance(loaded, str) else _version_in_sources()
+        if version is not None:
+            return version
+    return importlib.metadata.version(name)
+
+
+def _version_in_sources() -> str | None:
+    """Return the version that the megatron-core which would be imported gives itself."""
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        tree = ast.parse(read_text(Path(spec.origin).with_name("package_info.py")))
+    except (ConfigError, SyntaxError, ValueError):
+        return None
+    parts = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    numbers = [parts.get(key) for key in ("MAJOR", "MINOR", "PATCH")]
+    if not all(isinstance(number, int) for number in numbers):
+        return None
+    return ".".join(map(str, numbers)) + str(parts.get("PRE_RELEASE", ""))
+
+
 def check_versions(
     requirements: Sequence[str] | None,
-    version_of: Callable[[str], str] = importlib.metadata.version,
+    version_of: Callable[[str], str] | None = None,
 ) -> list[Finding]:
     """Hold the installed versions of `NEWEST_SEEN` against the requirements.
 
     Args:
         requirements: those of the package, as its metadata gives them; None where it has none.
-        version_of: returns the version of a distribution.
+        version_of: returns the version of a distribution; None for `found_version`.
     """
     if requirements is None:
         return [
@@ -73,7 +122,7 @@ def check_versions(
             continue
         if requirement.name in NEWEST_SEEN:
             is_extra = requirement.marker is not None and "extra" in str(requirement.marker)
-            finding = _check_version(requirement, is_extra, version_of)
+            finding = _check_version(requirement, is_extra, version_of or found_version)
             findings.setdefault(requirement.name, finding)
     return list(findings.values())
 

@@ -8,6 +8,7 @@ Read next: `megatron_offload.planning.policy`.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,6 +37,7 @@ __all__ = [
     "PlanFileConfig",
     "PolicyConfig",
     "RatioConfig",
+    "check_installed",
     "make_policy",
 ]
 
@@ -182,6 +184,24 @@ PolicyConfig = Annotated[
     Field(discriminator="kind"),
 ]
 """Type of a field ``policy: PolicyConfig = ModulesConfig()``."""
+
+
+def check_installed(policy: PolicyConfig) -> None:
+    """Check that what a policy plans with is there, before anything is started.
+
+    Args:
+        policy: the section.
+
+    Raises:
+        ConfigError: a library is missing, with the extra that brings it.
+    """
+    needed = {"memory_target": ("highspy",), "auto": ("highspy", "simpy")}.get(policy.kind, ())
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the policy {policy.kind!r} needs {' and '.join(missing)}; install "
+            f"megatron-offload[plan]"
+        )
 
 
 def make_policy(config: PolicyConfig, predict: Predictor | None = None) -> Policy:

@@ -20,7 +20,6 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Device, Parallel
 from megatron_offload.train.random_state import random_states, restore_random_states
 from megatron_offload.train.records import gather
+from megatron_offload.train.run_folder import found_versions
 
 __all__ = ["CheckpointError", "Checkpoints", "Restored"]
 
@@ -128,7 +128,7 @@ class Checkpoints:
                 device=self._device.device.type,
                 data=self._data(),
                 evaluations={key: float(loss).hex() for key, loss in evaluations.items()},
-                versions={name: _version(name) for name in ("torch", "megatron-core")},
+                versions=found_versions(),
                 tensors={},
                 files={},
             )
@@ -524,13 +524,6 @@ class _Section(io.RawIOBase):
 
 def _dtype_name(dtype: torch.dtype) -> Any:
     return str(dtype).removeprefix("torch.")
-
-
-def _version(name: str) -> str:
-    try:
-        return packages.version(name)
-    except packages.PackageNotFoundError:
-        return "unknown"
 
 
 def _reason(error: BaseException) -> str:

@@ -227,7 +227,7 @@ def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifes
         )
     data = read_json(path / _CONFIG)
     saved = validate(TrainConfig, _mapping(data, path / _CONFIG), str(path / _CONFIG))
-    check_same_run(path, saved, config)
+    check_same_run(path, saved, config, manifest.step)
     if manifest.ranks != world_size:
         raise ConfigError(
             f"{path} was written by {manifest.ranks} ranks, this run has {world_size}; start "
@@ -299,24 +299,29 @@ _MAY_DIFFER = frozenset(
         "run.max_restarts",
         "run.measure_live_bytes",
         "run.output",
+        "run.profile_moves",
+        "run.profile_step",
         "run.resume",
         "run.shutdown_timeout_s",
         "run.steps",
         "run.timeout_s",
+        "run.trace_step",
     }
 )
 
 
-def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig) -> None:
+def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: int) -> None:
     """Check that ``config`` goes on computing what ``saved`` began.
 
     Offload settings may differ: they don't change a bit. ``run.steps`` may, unless the learning
-    rate or the order of an indexed dataset hangs on it.
+    rate hangs on it and steps are left, or the order of an indexed dataset does.
 
     Args:
         path: the checkpoint, for the error.
         saved: the configuration that it was written under.
         config: the run's.
+        step: the checkpoint's. After the last of ``saved`` more steps extend a whole run, with the
+            learning rates of the longer one.
 
     Raises:
         ConfigError: every key that differs, with both values.
@@ -328,7 +333,9 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig) -> None:
         if key not in _MAY_DIFFER and not key.startswith("offload.") and before[key] != now[key]
     ]
     indexed = config.data.indexed is not None
-    if saved.run.steps != config.run.steps and (config.schedule.decay != "constant" or indexed):
+    extends = step == saved.run.steps < config.run.steps
+    hangs = indexed or (config.schedule.decay != "constant" and not extends)
+    if saved.run.steps != config.run.steps and hangs:
         keys.append("run.steps")
     if indexed and bool(saved.run.eval_interval) != bool(config.run.eval_interval):
         keys.append("run.eval_interval")

@@ -54,24 +54,26 @@ def compare(config: TrainConfig) -> int:
         ConfigError: nothing was started.
     """
     plain, offloaded = (_variant(config, folder) for folder in FOLDERS)
-    reports = launch([("without offload", plain), ("with offload", offloaded)])
-    if reports is None:
-        return 0
-    result = compare_reports(*reports)
-    out = console()
-    _print(out, config, reports, result)
     folder = config.run.output
-    write_config(config, folder)
-    numbers = write_comparison(config, reports, result, folder)
-    plot = f"plot: {_plot(config, reports)}"
-    for line in (f"numbers: {numbers}", plot, *_plan(folder), _report(folder)):
-        out.print(line)
+    runs = [("without offload", plain), ("with offload", offloaded)]
+    with launch(runs, comparison=folder) as reports:
+        if reports is None:
+            return 0
+        result = compare_reports(*reports)
+        out = console()
+        _print(out, config, reports, result)
+        write_config(config, folder)
+        numbers = write_comparison(config, reports, result, folder)
+        plot = f"plot: {_plot(config, reports)}"
+        for line in (f"numbers: {numbers}", plot, *_plan(folder), _report(folder)):
+            out.print(line)
     return 0 if result.identical else 1
 
 
 def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     """Return the same run with or without offload, writing into a folder of its own."""
     is_offloaded = folder == FOLDERS[1]
+    looks = ("trace_step", "profile_step")
     # Copies and not new objects: which offload settings were given must not change.
     return config.model_copy(
         update={
@@ -83,6 +85,8 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
                     "resume": False,
                     "checkpoint_interval": 0,
                     "max_restarts": 0,
+                    # Without offload there are no groups to look at.
+                    **({} if is_offloaded else dict.fromkeys(looks, 0)),
                 }
             ),
         }

@@ -20,7 +20,8 @@ prints   losses and gradient norms of every step, what moved, peak memory, and i
          'bitwise identical: yes' or 'no'
 writes   run.output: both runs in without_offload/ and with_offload/, compare.json, compare.png
          (extra 'plots'), report.html (extra 'report'); where the runs have left profiles, plan.json
-         and tradeoff.json (extra 'plan'; see 'megatron-offload plan')
+         and tradeoff.json (extra 'plan'; see 'megatron-offload plan'). An earlier comparison in the
+         same folder is replaced; one that holds another run is refused
 
 exit status: 0 the same bits, 1 they differ or a rank failed, 2 bad input (nothing was started), 143
 or 130 stopped by SIGTERM or SIGINT

@@ -26,6 +26,7 @@ __all__ = [
     "Comparison",
     "compare_reports",
     "read_comparison",
+    "remove_comparison",
     "write_comparison",
 ]
 
@@ -160,6 +161,19 @@ def read_comparison(folder: Path) -> Comparison:
     if result.identical is not file.identical:
         raise ConfigError(f"{path} contradicts itself: 'identical' is not what its parts say")
     return result
+
+
+def remove_comparison(folder: Path) -> bool:
+    """Remove the file of a comparison whose runs are about to be replaced; whether there was one.
+
+    Raises:
+        OSError: it can't be removed.
+    """
+    try:
+        (folder / COMPARISON_NAME).unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _same(a: float, b: float) -> bool:

@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatron_offload.config import OffloadConfig, StrictModel, split_modules
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig
+from megatron_offload.planning.plan_file import load_plan
+from megatron_offload.planning.policy_config import (
+    AutoConfig,
+    MemoryTargetConfig,
+    PlanFileConfig,
+    check_installed,
+)
 
 __all__ = [
     "RECOMPUTE_MODULES",
@@ -209,6 +215,12 @@ class ScheduleConfig(StrictModel):
             raise ConfigError(f"schedule.min_lr {self.min_lr} is above schedule.lr {self.lr}")
 
 
+def _not_empty(value: Any) -> Any:
+    if value == "":
+        raise ValueError("a folder has a name; '.' is the current one")
+    return value
+
+
 class RunConfig(StrictModel):
     """How long, from which seed, and where results go."""
 
@@ -218,9 +230,9 @@ class RunConfig(StrictModel):
     seed: int = Field(default=1234, ge=0, lt=2**31)
     """Seed of weights, data order and dropout."""
 
-    output: Path = Path("runs/train")
-    """Folder for ``steps.jsonl`` and what else a run writes; an earlier run's are replaced, but not
-    its checkpoints: a run that would lose them is refused."""
+    output: Annotated[Path, BeforeValidator(_not_empty)] = Path("runs/train")
+    """Folder for ``steps.jsonl`` and what else a run writes. One that holds another run is refused,
+    and so is one that a run is writing into."""
 
     log_interval: int = Field(default=1, ge=1)
     """Steps between two printed lines; every step is written to the file."""
@@ -253,8 +265,8 @@ class RunConfig(StrictModel):
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``), before the
     last; 0 for none, or for the third where ``offload.policy`` plans, which it does then. Nothing
     moves in it, so it takes the memory of one without offload; changes no bit. From the third on
-    steps are like those after; without offload nothing is profiled. In a run that is resumed later
-    the third step after that."""
+    steps are like those after. Without offload it is refused, as no groups are marked. In a run
+    that is resumed later the third step after that."""
 
     profile_moves: bool = False
     """Move in the profiled step what others move, where there is no memory for it otherwise. Its
@@ -369,6 +381,7 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     """
     _check_pipeline(config, world_size)
     _check_data(config)
+    _check_offload(config)
     _check_output(config.run.output)
 
 
@@ -418,6 +431,25 @@ def _check_data(config: TrainConfig) -> None:
             f"data.text holds {size} bytes, fewer than the {needed} of one sequence and its next "
             f"token; give more text or lower model.sequence_length"
         )
+
+
+def _check_offload(config: TrainConfig) -> None:
+    """Check that what is asked of offload can be had."""
+    policy = config.offload.policy
+    if config.offload.enabled:
+        if policy is not None:
+            check_installed(policy)
+        if isinstance(policy, PlanFileConfig):
+            load_plan(policy.path)
+        return
+    for key, wanted in (("trace_step", "traced"), ("profile_step", "profiled")):
+        step = getattr(config.run, key)
+        if step:
+            raise ConfigError(
+                f"run.{key} {step}: without offload there are no groups, so nothing can be "
+                f"{wanted}; add a section offload: (--fine-grained-activation-offloading), or set "
+                f"run.{key}: 0"
+            )
 
 
 def _check_readable(path: Path, key: str) -> None:

@@ -9,22 +9,29 @@ Read next: `megatron_offload.train.loop`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import tempfile
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError
-from megatron_offload.train.checkpoint_folder import CheckpointFolder, read_checkpoint
+from megatron_offload.reporting.console import console
+from megatron_offload.train.checkpoint_folder import CheckpointFolder
+from megatron_offload.train.comparison import remove_comparison
 from megatron_offload.train.config import TrainConfig, check_ranks
-from megatron_offload.train.records import RunReport, read_steps
+from megatron_offload.train.output_folder import check_comparison, check_output, locked
+from megatron_offload.train.records import RunReport
 from megatron_offload.train.stopping import (
     StoppedError,
+    children_without_sigint,
+    end_with_parent,
     exit_status,
     open_stop_signals,
     second_signal_kills,
@@ -40,13 +47,16 @@ class RankFailedError(OffloadError, RuntimeError):
     """A training process ended with an error; its own traceback stands above."""
 
 
-def launch(runs: Runs) -> list[RunReport] | None:
-    """Take every run in turn on all ranks.
+@contextlib.contextmanager
+def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunReport] | None]:
+    """Take every run in turn on all ranks; their folders are locked inside this context.
 
     Args:
         runs: titles and configurations that agree in ``parallel`` and in the device.
+        comparison: the folder of the comparison that the runs are for, of which an earlier one is
+            replaced; None for a run of its own.
 
-    Returns:
+    Yields:
         One report for each run; None on torchrun's ranks other than 0.
 
     Raises:
@@ -59,20 +69,68 @@ def launch(runs: Runs) -> list[RunReport] | None:
     from megatron_offload.train.parallel import check_device
 
     first = runs[0][1]
-    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        for _, config in runs:
-            check_ranks(config, int(os.environ["WORLD_SIZE"]))
-            _check_checkpoints(config, int(os.environ["WORLD_SIZE"]))
-        kind = check_device(first, local, can_hide=False)
-        reports = _reports_of(_rank_main(list(runs), kind))
-        return reports if int(os.environ["RANK"]) == 0 else None
+    place = _place()
+    ranks = first.default_ranks if place is None else place.world_size
+    owner = place is None or place.rank == 0
     for _, config in runs:
-        check_ranks(config, first.default_ranks)
-        _check_checkpoints(config, first.default_ranks)
-        _make_output(config)
-    kind = check_device(first, first.default_ranks, can_hide=True)
-    return _start_ranks(list(runs), kind, first.default_ranks)
+        check_ranks(config, ranks)
+    folders = [config.run.output for _, config in runs] + ([comparison] if comparison else [])
+    with locked(folders if owner else ()):
+        _check_folders(runs, comparison, ranks)
+        local = ranks if place is None else place.local_world_size
+        kind = check_device(first, local, can_hide=place is None)
+        if kind == "cpu" and first.run.device == "auto" and owner:
+            console(stderr=True).print(
+                "megatron-offload: there is no CUDA device: training on the CPU, where the device "
+                "is simulated and a model made for GPUs takes very long; run.device: cpu says that "
+                "this is meant"
+            )
+        if comparison is not None and owner and remove_comparison(comparison):
+            console(stderr=True).print(f"compare: replaces the comparison in {comparison}")
+        if place is None:
+            yield _start_ranks(list(runs), kind, ranks)
+        else:
+            reports = _reports_of(_rank_main(list(runs), kind))
+            yield reports if owner else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a launcher says of this process."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+
+
+def _place() -> _Place | None:
+    """Return this rank's place where a launcher such as torchrun has started it, else None.
+
+    Raises:
+        ConfigError: the environment is that of a rank, and doesn't make sense.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    place = _Place(
+        rank=environment_int("RANK"),
+        world_size=environment_int("WORLD_SIZE", least=1),
+        local_world_size=environment_int("LOCAL_WORLD_SIZE", 1, least=1),
+    )
+    if place.rank >= place.world_size:
+        raise ConfigError(
+            f"RANK is {place.rank}, but WORLD_SIZE {place.world_size}; start the ranks with "
+            f"torchrun, or unset both"
+        )
+    for name in ("LOCAL_RANK", "MASTER_PORT"):
+        environment_int(name)
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError("MASTER_ADDR is not set; start the ranks with torchrun")
+    return place
+
+
+def _restarts() -> int:
+    """Return how often the launcher has started this rank again."""
+    return environment_int("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def _check_megatron() -> None:
@@ -90,35 +148,16 @@ def _check_megatron() -> None:
 
 def _resumes(config: TrainConfig) -> bool:
     """Whether to go on from a checkpoint: asked for, or started again by the launcher."""
-    return config.run.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return config.run.resume or _restarts() > 0
 
 
-def _check_checkpoints(config: TrainConfig, world_size: int) -> None:
-    """Check what can be resumed from, or that nothing is there that a fresh run would replace."""
-    folder = CheckpointFolder(config.run.output)
-    latest = folder.latest()
-    if latest is None:
+def _check_folders(runs: Runs, comparison: Path | None, ranks: int) -> None:
+    if comparison is not None:
+        check_comparison(comparison)
         return
-    if not _resumes(config):
-        raise ConfigError(
-            f"run.output {config.run.output} holds checkpoints up to {latest.name}; go on from "
-            f"there with --resume, or remove {folder.path} to start over"
-        )
-    step = read_checkpoint(latest, config, world_size).step
-    read_steps(config.run.output, step, world_size)
-
-
-def _make_output(config: TrainConfig) -> None:
-    """Make the output folder: permissions alone don't tell whether that works."""
-    folder = config.run.output
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"run.output {folder} can't be written: {error.strerror}; choose another one"
-        ) from error
+    for _, config in runs:
+        resumes, restarts = _resumes(config), _restarts()
+        check_output(config, ranks, is_resumed=resumes, is_restarted=restarts > 0)
 
 
 def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> list[RunReport]:
@@ -145,7 +184,7 @@ def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> 
         **_shutdown_timeout(LaunchConfig, run.shutdown_timeout_s),
     )
     try:
-        with second_signal_kills():
+        with second_signal_kills(), children_without_sigint():
             results = elastic_launch(config, _rank_main)(runs, kind)
     except ChildFailedError as error:
         number = _stopped_by(error)
@@ -190,6 +229,7 @@ def _rank_main(runs: list[tuple[str, TrainConfig]], kind: str) -> list[RunReport
     alike; it is returned, so that the launcher reports it as bad input and not as a crash. A rank
     that a signal stopped exits here: returning would mean that the run is done.
     """
+    end_with_parent()
     # megatron-core says on every import which optional libraries it does without.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     from megatron_offload.train.loop import run_training

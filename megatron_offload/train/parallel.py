@@ -133,7 +133,8 @@ def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Ite
         timeout_s: seconds that this rank waits for others before it fails.
 
     Raises:
-        ConfigError: the launcher set no ``LOCAL_RANK``, or one that is no rank.
+        ConfigError: the launcher set no ``LOCAL_RANK``, or one that is no rank, or the ranks can't
+            meet where it says.
     """
     local_rank = environment_int("LOCAL_RANK")
     # cuBLAS and TransformerEngine read these once; without them equal runs may differ in bits.
@@ -145,12 +146,20 @@ def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Ite
     if kind == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
-    torch.distributed.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        timeout=timeout,
-        device_id=device if kind == "cuda" else None,
-        **_store_of_this_attempt(timeout),
-    )
+    try:
+        torch.distributed.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            timeout=timeout,
+            device_id=device if kind == "cuda" else None,
+            **_store_of_this_attempt(timeout),
+        )
+    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        torch.set_num_threads(found_threads)
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ConfigError(
+            f"the ranks can't meet at {place}: {str(error).partition(chr(10))[0]}; set MASTER_ADDR "
+            f"and MASTER_PORT to a free port of the first rank's machine"
+        ) from error
     try:
         yield Device(device)
     finally:
@@ -166,10 +175,10 @@ def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = environment_int("WORLD_SIZE", least=1)
     store = torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        environment_int("MASTER_PORT"),
         world_size,
         is_master=False,
         timeout=timeout,
@@ -177,7 +186,7 @@ def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {
         "store": torch.distributed.PrefixStore(f"attempt_{attempt}", store),
-        "rank": int(os.environ["RANK"]),
+        "rank": environment_int("RANK"),
         "world_size": world_size,
     }
 

@@ -217,15 +217,15 @@ def read_steps(
         The records, and how many bytes their lines take. Neither where there is no such file.
 
     Raises:
-        ConfigError: the file can't be read, a line up to ``last`` is not one that training wrote,
-            or a step is missing.
+        ConfigError: the file is a link or can't be read, a line up to ``last`` is not one that
+            training wrote, or a step is missing.
     """
     path = folder / LOG_NAME
     records: list[StepRecord] = []
     size = 0
     if not os.path.lexists(path):
         return [], 0
-    with open_regular(path) as file:
+    with open_regular(path, follow_link=False) as file:
         while last is None or not records or records[-1].step < last:
             line = file.readline(_MAX_LINE_BYTES + 1)
             source = f"{path} line {len(records) + 1}"
@@ -267,9 +267,13 @@ class StepLog:
         if owner:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / LOG_NAME
-            if keep_bytes:
-                os.truncate(path, keep_bytes)
-            self._file = path.open("a" if keep_bytes else "w", encoding="utf-8")
+            if not keep_bytes:
+                path.unlink(missing_ok=True)
+            # What is there by then is no file of ours: neither a link nor a pipe is opened.
+            mode = os.O_NOFOLLOW | os.O_NONBLOCK if keep_bytes else os.O_CREAT | os.O_EXCL
+            descriptor = os.open(path, mode | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._file = os.fdopen(descriptor, "a", encoding="utf-8")
+            self._file.truncate(keep_bytes)
 
     def write(self, record: StepRecord) -> None:
         """Append one line and hand it to the operating system at once."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import platform
 import re
 from datetime import UTC, datetime
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import yaml
@@ -22,6 +22,7 @@ from pydantic import Field
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import read_json, replace_text
+from megatron_offload.machine.checks_software import found_version
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.comparison import COMPARISON_NAME, FOLDERS
 from megatron_offload.train.config import TrainConfig
@@ -103,8 +104,8 @@ def found_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
+            versions[package] = found_version(package)
+        except PackageNotFoundError:
             continue
     return versions
 

@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT as a wish to stop, and the statuses that a stopped run ends with.
 
-Owns the signal handlers of a rank while it trains, and the launcher's second thoughts. Must not
-know what is done about the wish.
+Owns the signal handlers of a rank, that it doesn't outlive its parent, and the launcher's second
+thoughts. Must not know what is done about the wish.
 
 Invariant: a signal never interrupts a rank's step; whoever asks between two steps sees it. For a
 rank repeated signals mean the same as one: launchers send again what a terminal sent already. Read
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.process
+import os
 import signal
 import socket
 import threading
@@ -23,6 +25,8 @@ from megatron_offload.errors import OffloadError
 __all__ = [
     "StopSignals",
     "StoppedError",
+    "children_without_sigint",
+    "end_with_parent",
     "exit_status",
     "open_stop_signals",
     "second_signal_kills",
@@ -83,6 +87,38 @@ def second_signal_kills() -> Iterator[None]:
         writer.close()
         watcher.join()
         reader.close()
+
+
+@contextlib.contextmanager
+def children_without_sigint() -> Iterator[None]:
+    """Let child processes begin with SIGINT blocked, until they call `end_with_parent`.
+
+    A terminal's Ctrl-C reaches them too, and while Python starts it would print a traceback. Inside
+    `second_signal_kills` alone, whose thread takes the signals that this one leaves.
+    """
+    found = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, found)
+
+
+def end_with_parent() -> None:
+    """In a child process: end at once when its parent is gone, or at a SIGINT that none collects.
+
+    Without a parent that was started by ``multiprocessing`` it does nothing.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _kill_on_second(reader: socket.socket) -> None:

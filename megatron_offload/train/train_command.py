@@ -24,15 +24,16 @@ reads    --config, a YAML file (or the name of one in configs/), and the text or
          that it names; flags win over the file
 prints   a line for each step, and in the end what moved on each rank and in each group
 writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with
-         run.trace_step, checkpoints with run.checkpoint_interval
+         run.trace_step, checkpoints with run.checkpoint_interval; a folder that holds another run
+         is refused, unless --resume goes on with it
 
 starts its own processes, one for each rank; under torchrun it is one of them
 
 exit status: 0 trained, 1 a rank failed, 2 bad input (nothing was started), 143 or 130 stopped by
 SIGTERM or SIGINT after a whole step
 
-example: megatron-offload train --config quickstart --set run.steps=5 \\
-             --fine-grained-activation-offloading --offload-modules core_attn mlp_act
+example: megatron-offload train --config quickstart --set run.steps=6 \\
+             run.output=runs/example --offload-modules core_attn mlp_act
 """
 
 
@@ -56,7 +57,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fine-grained-activation-offloading",
         action="store_true",
-        help="offload activations (offload.enabled)",
+        help="offload activations (offload.enabled); a section 'offload' in the file, and each of "
+        "the flags below, say so too",
     )
     parser.add_argument(
         "--offload-modules", nargs="+", metavar="NAME", help="groups to move (offload.modules)"
@@ -108,6 +110,24 @@ def read_config(options: argparse.Namespace) -> TrainConfig:
     return validate(TrainConfig, data, str(options.config or "command line"))
 
 
+def _check_asked(options: argparse.Namespace, config: TrainConfig) -> None:
+    """Check that no word about offload goes unheard."""
+    flags = (
+        options.offload_modules,
+        options.activation_offload_fraction,
+        options.min_offloaded_tensor_size,
+    )
+    keys = [item.partition("=")[0].strip() for item in options.set]
+    is_asked = any(flag is not None for flag in flags) or any(
+        key.startswith("offload.") for key in keys
+    )
+    if is_asked and not config.offload.enabled and "offload.enabled" not in keys:
+        raise ConfigError(
+            f"{options.config} says offload.enabled: false, and the command line says how to "
+            f"offload; add --fine-grained-activation-offloading, or leave the rest out"
+        )
+
+
 def run(options: argparse.Namespace) -> int:
     """Train, and print what moved; return 0.
 
@@ -116,17 +136,18 @@ def run(options: argparse.Namespace) -> int:
         OffloadError: a rank failed.
     """
     config = read_config(options)
+    _check_asked(options, config)
     from megatron_offload.reporting.summary import group_table, rank_table
     from megatron_offload.train.launch import launch
 
-    reports = launch([("train", config)])
-    if reports is None:
-        return 0
-    ranks = reports[0].peaks()
-    out = console()
-    if ranks:
-        out.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over all steps"))
-        if config.offload.enabled:
-            out.print(group_table(ranks, "Groups of the last step"))
-    out.print(f"steps: {config.run.output / 'steps.jsonl'}")
+    with launch([("train", config)]) as reports:
+        if reports is None:
+            return 0
+        ranks = reports[0].peaks()
+        out = console()
+        if ranks:
+            out.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over all steps"))
+            if config.offload.enabled:
+                out.print(group_table(ranks, "Groups of the last step"))
+        out.print(f"steps: {config.run.output / 'steps.jsonl'}")
     return 0

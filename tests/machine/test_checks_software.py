@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_offload.machine.checks_software import (
     check_megatron_settings,
     check_python,
     check_versions,
+    found_version,
     own_requirements,
 )
 
@@ -177,3 +179,34 @@ def test_two_offloads_at_once_are_an_error(settings, is_installed, level):
     found = check_megatron_settings(SimpleNamespace(**settings), is_installed=is_installed)
     assert found.level == level
     assert bool(found.advice) == (level == "error")
+
+
+@pytest.fixture
+def another_megatron(tmp_path, monkeypatch):
+    """A megatron-core that comes first on the path, as sources do that pip knows nothing of."""
+    folder = tmp_path / "megatron/core"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "package_info.py").write_text(
+        "MAJOR = 0\nMINOR = 23\nPATCH = 4\nPRE_RELEASE = 'rc1'\n"
+        "VERSION = (MAJOR, MINOR, PATCH, PRE_RELEASE)\n"
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    sys.modules.pop("megatron", None)
+
+
+def test_the_version_is_of_the_megatron_core_that_is_imported(another_megatron, monkeypatch):
+    assert found_version("megatron-core") == "0.23.4rc1"
+    (finding,) = check_versions(["megatron-core>=0.16.1"])
+    assert "0.23.4rc1" in finding.found
+    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__="0.24.0+abc"))
+    assert found_version("megatron-core") == "0.24.0"
+    assert found_version("numpy") == importlib.metadata.version("numpy")
+
+
+def test_sources_that_do_not_say_their_version_have_that_of_the_package(another_megatron):
+    (another_megatron / "package_info.py").write_text("MAJOR = input()")
+    assert found_version("megatron-core") == importlib.metadata.version("megatron-core")

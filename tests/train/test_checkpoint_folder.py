@@ -139,11 +139,12 @@ def config(**sections):
     [
         {"offload": {"enabled": True, "fraction": 0.5}},
         {"run": {"output": "elsewhere", "log_interval": 7, "keep_checkpoints": 9, "resume": True}},
+        {"run": {"trace_step": 4, "profile_step": 3, "profile_moves": True}},
         {"run": {"eval_interval": 5, "hash_gradients": "every", "checkpoint_interval": 3}},
     ],
 )
 def test_what_does_not_change_a_bit_may_differ(folder, now):
-    check_same_run(folder.path, config(), config(**now))
+    check_same_run(folder.path, config(), config(**now), 5)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,17 @@ def test_what_does_not_change_a_bit_may_differ(folder, now):
 )
 def test_what_changes_the_numbers_may_not_differ(folder, before, now, expected):
     with pytest.raises(ConfigError, match=expected):
-        check_same_run(folder.path, config(**before), config(**now))
+        check_same_run(folder.path, config(**before), config(**now), 5)
+
+
+def test_more_steps_extend_a_whole_run_whose_data_do_not_hang_on_them(folder):
+    longer = {"run": {"steps": 20}}
+    check_same_run(folder.path, config(), config(**longer), 10)
+    with pytest.raises(ConfigError, match=r"run\.steps was 20, this run has 10"):
+        check_same_run(folder.path, config(**longer), config(), 10)
+    indexed = {"data": {"indexed": "a"}}
+    with pytest.raises(ConfigError, match=r"run\.steps was 10, this run has 20"):
+        check_same_run(folder.path, config(**indexed), config(**indexed, **longer), 10)
 
 
 def test_every_key_that_may_differ_exists():

@@ -5,9 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
-from megatron_offload.train.stopping import open_stop_signals, second_signal_kills
+import pytest
+
+from megatron_offload.train.stopping import (
+    children_without_sigint,
+    open_stop_signals,
+    second_signal_kills,
+)
+
+RANK = (
+    "import time; from megatron_offload.train.stopping import end_with_parent; end_with_parent(); "
+    "print('started', flush=True); time.sleep(60)"
+)
 
 
 def test_signals_are_collected_and_the_first_one_counts():
@@ -30,3 +43,31 @@ def test_the_second_signal_kills_children_and_the_first_does_not():
         os.kill(os.getpid(), signal.SIGTERM)
         child.join(30)
     assert child.exitcode == -signal.SIGKILL
+
+
+def test_a_child_that_is_interrupted_while_it_starts_ends_without_a_word(capfd):
+    child = multiprocessing.get_context("spawn").Process(target=exec, args=(RANK,))
+    with open_stop_signals() as signals, second_signal_kills(), children_without_sigint():
+        child.start()
+        os.kill(child.pid, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        child.join(30)
+        assert signals.received == signal.SIGINT, "the parent is not deaf"
+    assert child.exitcode == -signal.SIGINT
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.timeout(30)
+def test_a_child_does_not_outlive_its_parent():
+    program = (
+        "import multiprocessing, time\n"
+        f"child = multiprocessing.get_context('spawn').Process(target=exec, args=({RANK!r},))\n"
+        "child.start(); time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout.readline() == "started\n"
+        parent.kill()
+        # A pipe ends with the last process that may write to it.
+        assert parent.stdout.read() == ""

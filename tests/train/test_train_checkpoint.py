@@ -222,6 +222,30 @@ def test_more_steps_are_fine_where_the_schedule_does_not_hang_on_them(train, tmp
     assert "set it to 2 or more" in err
 
 
+def test_more_steps_extend_a_whole_run(train, undisturbed, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(undisturbed, output)
+    status, err = train(output, "run.checkpoint_interval=2", "run.steps=5", resume=True)
+    assert status == 0, err
+    assert whole(output) == [4, 5]
+    found = numbers(output)
+    assert list(found) == [1, 2, 3, 4, 5]
+    assert {step: found[step] for step in range(1, 5)} == numbers(undisturbed)
+    assert found[5][2] > 0, "the learning rate is that of a run of five steps"
+
+
+def test_a_whole_run_is_not_replaced(train, undisturbed, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(undisturbed, output)
+    shutil.rmtree(output / "checkpoints")
+    before = (output / "steps.jsonl").read_bytes()
+    for resume, expected in ((False, "holds an earlier run"), (True, "no checkpoint to go on")):
+        status, err = train(output, resume=resume)
+        assert status == 2
+        assert expected in err
+    assert (output / "steps.jsonl").read_bytes() == before
+
+
 def test_a_checkpoint_that_can_not_be_written_is_an_error_and_the_one_before_stays(
     train, stopped, monkeypatch
 ):

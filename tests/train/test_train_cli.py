@@ -1,12 +1,17 @@
 """Flags keep Megatron's names and win over the file; bad input is exit status 2."""
 
+import socket
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.train import cli, train_command
+from megatron_offload.train import cli, launch, train_command
 from megatron_offload.train.compare import _variant
+from megatron_offload.train.config import check_ranks
 
 
 def config_of(*words):
@@ -106,7 +111,7 @@ def test_compare_takes_whole_runs_whatever_the_file_says(file):
 
 def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, capsys):
     report = SimpleNamespace(peaks=list)
-    monkeypatch.setattr("megatron_offload.train.launch.launch", lambda runs: [report])
+    monkeypatch.setattr("megatron_offload.train.launch.launch", lambda runs: nullcontext([report]))
     output = f'run.output="{tmp_path}/out/[/x]\\x1b[31m"'  # an escape, in YAML
     assert cli.main(["train", "--config", str(file), "--set", output]) == 0
     printed = capsys.readouterr().out
@@ -115,3 +120,117 @@ def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, c
     with pytest.raises(SystemExit):
         cli.main(["train", "--\x1b[31m"])
     assert r"--\x1b[31m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--offload-modules", "mlp_act"],
+        ["--activation-offload-fraction", "0.5"],
+        ["--min-offloaded-tensor-size", "7"],
+        ["--set", "offload.fraction=0.5"],
+    ],
+)
+def test_a_word_about_offload_means_on_and_is_never_unheard(file, words, capsys):
+    plain = file.read_text().partition("offload:")[0]
+    file.write_text(plain)
+    assert not config_of("train", "--config", str(file)).offload.enabled
+    assert config_of("train", "--config", str(file), *words).offload.enabled
+    file.write_text(plain + "offload: {enabled: false}\n")
+    assert cli.main(["train", "--config", str(file), *words]) == 2
+    assert "says offload.enabled: false" in capsys.readouterr().err
+    words = [*words, "--fine-grained-activation-offloading"]
+    assert config_of("train", "--config", str(file), *words).offload.enabled
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("{kind: plan_file, path: /nope.json}", "can't read /nope.json"),
+        ("{kind: memory_target, target_bytes: 1GiB}", "'memory_target' needs highspy; install"),
+        ("{kind: auto}", "'auto' needs highspy and simpy; install megatron-offload[plan]"),
+    ],
+)
+def test_a_policy_that_lacks_something_is_refused_before_anything_starts(
+    file, command, policy, expected, capsys, monkeypatch
+):
+    for name in ("highspy", "simpy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    words = ["--set", f"offload.policy={policy}", "run.steps=9"]
+    assert cli.main([command, "--config", str(file), *words]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (file.parent / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["trace_step", "profile_step"])
+def test_what_needs_offload_is_refused_without_and_compare_does_without(file, key, capsys):
+    words = ["--set", "offload.enabled=false", f"run.{key}=1"]
+    assert cli.main(["train", "--config", str(file), *words]) == 2
+    assert f"run.{key} 1: without offload there are no groups" in capsys.readouterr().err
+    config = config_of("compare", "--config", str(file), *words)
+    for folder, step in (("without_offload", 0), ("with_offload", 1)):
+        variant = _variant(config, folder)
+        assert getattr(variant.run, key) == step
+        check_ranks(variant, 1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("run.output=", "'run.output' has no value"),
+        ("run.output=''", "'run.output': a folder has a name"),
+        ("run.profile_step=null", "'run.profile_step' has no value; give one, or leave the key"),
+        ("run.profile_step=7", "run.yaml: run.profile_step 7 does not come before the last"),
+    ],
+)
+def test_what_has_no_value_or_no_key_is_said_in_words(file, setting, expected, capsys):
+    assert cli.main(["train", "--config", str(file), "--set", setting]) == 2
+    err = capsys.readouterr().err
+    assert expected in err
+    assert "''" not in err.replace("(got '')", "")
+
+
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x"}, "RANK is not set; start the ranks with torchrun"),
+        ({**RANK, "WORLD_SIZE": "abc"}, "WORLD_SIZE must be an integer of 1 or more, got 'abc'"),
+        ({**RANK, "LOCAL_WORLD_SIZE": "abc"}, "LOCAL_WORLD_SIZE must be an integer"),
+        ({**RANK, "TORCHELASTIC_RESTART_COUNT": "abc", "MASTER_ADDR": "x"}, "RESTART_COUNT must"),
+        ({**RANK, "RANK": "1"}, "RANK is 1, but WORLD_SIZE 1"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "LOCAL_RANK is not set"),
+        (RANK, "MASTER_ADDR is not set; start the ranks with torchrun"),
+    ],
+)
+def test_an_environment_that_is_no_ranks_is_refused(file, variables, expected, capsys, monkeypatch):
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    assert cli.main(["train", "--config", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert expected in err
+    assert err.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(file, capsys, monkeypatch):
+    with socket.create_server(("localhost", 0)) as taken:
+        variables = {**RANK, "MASTER_ADDR": "localhost", "MASTER_PORT": taken.getsockname()[1]}
+        for key, value in variables.items():
+            monkeypatch.setenv(key, str(value))
+        assert cli.main(["train", "--config", str(file), "--set", "run.device=cpu"]) == 2
+    err = capsys.readouterr().err
+    assert f"the ranks can't meet at localhost:{variables['MASTER_PORT']}" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("device", "is_said"), [("auto", True), ("cpu", False)])
+def test_a_machine_without_a_device_is_said_once(file, device, is_said, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(launch, "_start_ranks", lambda *_: [])
+    config = config_of("train", "--config", str(file), "--set", f"run.device={device}")
+    with launch.launch([("train", config)]):
+        pass
+    assert capsys.readouterr().err.count("there is no CUDA device") == is_said

@@ -79,14 +79,9 @@ def test_a_run_that_ends_before_its_plan_is_measured_says_so(train, tmp_path, ca
     assert (steps[3].offloaded_bytes, steps[4].offloaded_bytes > 0) == (0, True)
     assert "the run was over before its plan was settled" in capsys.readouterr().err
     assert load_plan(tmp_path / "plan.json").measured is None
-    train(tmp_path, *policy, "offload.policy.measured_steps=0")
-    assert all(record.measured_step_us is None for record in read_steps(tmp_path)[0])
+    train(tmp_path / "again", *policy, "offload.policy.measured_steps=0")
+    assert all(record.measured_step_us is None for record in read_steps(tmp_path / "again")[0])
     assert "was settled" not in capsys.readouterr().err
-
-
-def test_without_offload_nothing_is_profiled(train, tmp_path):
-    train(tmp_path, "run.profile_step=1", "run.steps=2", "offload.enabled=false")
-    assert not list(tmp_path.glob("profile_*"))
 
 
 @pytest.mark.parametrize(

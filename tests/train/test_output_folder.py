@@ -1,0 +1,125 @@
+"""One run at a time writes into a folder, and none over what another has left."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron_offload.config import validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.output_folder import check_comparison, check_output, locked
+from megatron_offload.train.records import RankStep, StepLog, merge
+
+STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
+
+
+def leave_run(folder, steps):
+    with StepLog(folder, owner=True) as log:
+        for step in range(1, steps + 1):
+            log.write(merge(step, 1e-3, 64, [STEP]))
+
+
+def check(folder, steps=4, *, is_resumed=False, is_restarted=False):
+    config = validate(TrainConfig, {"run": {"output": folder, "steps": steps}}, "test")
+    check_output(config, 1, is_resumed=is_resumed, is_restarted=is_restarted)
+
+
+def test_a_folder_is_locked_while_a_run_writes_into_it(tmp_path):
+    with locked([tmp_path / "a" / "b", tmp_path / "c"]):
+        with pytest.raises(ConfigError, match="c: another run writes into it; wait"):
+            with locked([tmp_path / "c"]):
+                pass
+        with locked([tmp_path / "a"]):
+            pass
+    with locked([tmp_path / "c"]):
+        pass
+
+
+def test_a_folder_that_can_not_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match="can't be written: Not a directory"),
+        locked([tmp_path / "file" / "run"]),
+    ):
+        pass
+
+
+def test_an_earlier_run_is_not_replaced_without_a_word(tmp_path):
+    check(tmp_path)
+    leave_run(tmp_path, 4)
+    with pytest.raises(ConfigError, match=r"holds an earlier run; choose another run\.output"):
+        check(tmp_path)
+    with pytest.raises(ConfigError, match="4 steps are done, and no checkpoint to go on from"):
+        check(tmp_path, is_resumed=True)
+    check(tmp_path, is_resumed=True, is_restarted=True)
+    check(tmp_path, steps=5, is_resumed=True)
+
+
+def test_a_run_that_failed_before_its_first_step_is_no_run(tmp_path):
+    leave_run(tmp_path, 0)
+    assert (tmp_path / "steps.jsonl").exists()
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_log_that_is_no_file_is_refused(tmp_path, make):
+    make(tmp_path / "steps.jsonl")
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        check(tmp_path)
+    with pytest.raises(ConfigError, match="can't read"):
+        check(tmp_path, is_resumed=True)
+
+
+def test_a_linked_log_is_neither_followed_nor_cut(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/steps.jsonl").symlink_to(outside)
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        check(tmp_path / "run")
+    with pytest.raises(ConfigError, match="can't read"):
+        check(tmp_path / "run", is_resumed=True)
+    with (
+        pytest.raises(OSError, match="symbolic links"),
+        StepLog(tmp_path / "run", owner=True, keep_bytes=2),
+    ):
+        pass
+    leave_run(tmp_path / "run", 1)
+    assert outside.read_text() == "kept"
+
+
+def test_a_new_log_takes_the_place_of_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "steps.jsonl")
+    leave_run(tmp_path, 1)
+    assert (tmp_path / "steps.jsonl").read_text().count("\n") == 1
+
+
+def test_a_log_goes_on_behind_what_is_kept(tmp_path):
+    leave_run(tmp_path, 2)
+    line = (tmp_path / "steps.jsonl").read_text().splitlines(keepends=True)
+    with StepLog(tmp_path, owner=True, keep_bytes=len(line[0])) as log:
+        log.write(merge(2, 1e-3, 64, [STEP]))
+    assert (tmp_path / "steps.jsonl").read_text() == "".join(line)
+
+
+@pytest.mark.parametrize("name", ["compare.json", "with_offload/steps.jsonl"])
+def test_a_run_does_not_write_into_a_comparison(tmp_path, name):
+    (tmp_path / "with_offload").mkdir()
+    (tmp_path / name).write_text("x")
+    with pytest.raises(ConfigError, match=r"holds a comparison; choose another run\.output"):
+        check(tmp_path)
+    check_comparison(tmp_path)
+
+
+def test_a_comparison_replaces_no_run_and_no_checkpoint(tmp_path):
+    check_comparison(tmp_path)
+    leave_run(tmp_path / "without_offload", 2)
+    check_comparison(tmp_path)
+    (tmp_path / "with_offload/checkpoints/step_000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="is a checkpoint, which no comparison writes"):
+        check_comparison(tmp_path)
+    leave_run(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"holds a run \(steps\.jsonl\) and not a comparison"):
+        check_comparison(tmp_path)
