@@ -133,6 +133,8 @@ def read_report(folder: Path) -> Report:
     )
     groups = _group_stats(offloaded, main)
     command = "compare" if is_comparison else "train"
+    again = shlex.quote(f"run.output={folder}_again")
+    elsewhere = "" if is_comparison else f" --set {again}"  # a run is not replaced
     return Report(
         title=folder.resolve().name,
         num_steps=len(offloaded.steps),
@@ -146,7 +148,7 @@ def read_report(folder: Path) -> Report:
         config=read_text(config_path).rstrip(),
         versions=facts.versions,
         commands=(
-            f"megatron-offload {command} --config {shlex.quote(str(config_path))}",
+            f"megatron-offload {command} --config {shlex.quote(str(config_path))}{elsewhere}",
             f"megatron-offload report {shlex.quote(str(folder))}",
         ),
         comparison=_comparison(folder) if is_comparison else None,

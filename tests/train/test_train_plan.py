@@ -143,6 +143,7 @@ def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):
     assert "can't be brought under" in errors
     assert not (tmp_path / "plan.json").exists()
     assert load_bandwidths(tmp_path / "bandwidths.json").origin == DEFAULTS
+    (tmp_path / "steps.jsonl").unlink()
     assert train(tmp_path, "run.steps=1")[0] == 0
     assert not (tmp_path / "bandwidths.json").exists(), "another run's"
 
@@ -160,4 +161,4 @@ def test_settings_that_leave_nothing_to_plan_from_are_refused(run, message):
     data = {"run": run, "offload": {"enabled": True, "policy": policy}}
     with pytest.raises(ConfigError, match=message):
         validate(TrainConfig, data, "test")
-    validate(TrainConfig, data | {"offload": {"policy": policy}}, "test")
+    validate(TrainConfig, data | {"offload": {"enabled": False, "policy": policy}}, "test")
