@@ -18,6 +18,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from types import FrameType
 
 from megatron_offload.errors import OffloadError
@@ -96,6 +97,7 @@ def children_without_sigint() -> Iterator[None]:
     A terminal's Ctrl-C reaches them too, and while Python starts it would print a traceback. Inside
     `second_signal_kills` alone, whose thread takes the signals that this one leaves.
     """
+    resource_tracker.ensure_running()  # where it starts, it unblocks SIGINT
     found = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

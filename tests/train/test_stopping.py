@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import resource_tracker
 
 import pytest
 
@@ -46,6 +47,7 @@ def test_the_second_signal_kills_children_and_the_first_does_not():
 
 
 def test_a_child_that_is_interrupted_while_it_starts_ends_without_a_word(capfd):
+    resource_tracker._resource_tracker._stop()  # as in a new process
     child = multiprocessing.get_context("spawn").Process(target=exec, args=(RANK,))
     with open_stop_signals() as signals, second_signal_kills(), children_without_sigint():
         child.start()

@@ -87,8 +87,8 @@ def for_long(output):
 
 
 @contextlib.contextmanager
-def started(program, arguments, output):
-    """Start a command that trains for long; yields it once the second step is done."""
+def started(program, arguments, is_ready):
+    """Start a command that trains for long; yields it once ``is_ready(process id)``."""
     process = subprocess.Popen(
         [sys.executable, *program, *arguments],
         stderr=subprocess.PIPE,
@@ -98,8 +98,7 @@ def started(program, arguments, output):
     )
     try:
         deadline = time.monotonic() + 120
-        log = output / "steps.jsonl"
-        while not log.exists() or log.read_bytes().count(b"\n") < 2:
+        while not is_ready(process.pid):
             assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -109,6 +108,11 @@ def started(program, arguments, output):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stderr.close()
+
+
+def two_steps_done(output):
+    log = output / "steps.jsonl"
+    return lambda _: log.exists() and log.read_bytes().count(b"\n") >= 2
 
 
 def ranks_of(launcher):
@@ -138,7 +142,9 @@ def control_c(launcher):
     ("send", "status"), [(terminate, 143), (terminate_one_rank, 143), (control_c, 130)]
 )
 def test_a_signal_lets_all_ranks_save_the_same_step(send, status, tmp_path):
-    with started(("-m", "megatron_offload.train.cli"), for_long(tmp_path), tmp_path) as process:
+    with started(
+        ("-m", "megatron_offload.train.cli"), for_long(tmp_path), two_steps_done(tmp_path)
+    ) as process:
         send(process.pid)
         _, err = process.communicate(timeout=60)
     assert process.returncode == status, err
@@ -148,9 +154,38 @@ def test_a_signal_lets_all_ranks_save_the_same_step(send, status, tmp_path):
     assert max(numbers(tmp_path)) == step
 
 
+@pytest.mark.parametrize("wait", [0.0, 1.0, 3.0])
+def test_control_c_while_ranks_start_is_one_line_and_no_traceback(wait, tmp_path):
+    arguments = for_long(tmp_path)
+    with started(("-m", "megatron_offload.train.cli"), arguments, ranks_of) as process:
+        time.sleep(wait)
+        control_c(process.pid)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert err.strip().splitlines()[-1].startswith("megatron-offload: stopped by SIGINT")
+
+
+@pytest.mark.parametrize("is_ready", [ranks_of, None], ids=["start", "training"])
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(is_ready, tmp_path):
+    program = ("-m", "megatron_offload.train.cli")
+    is_ready = is_ready or two_steps_done(tmp_path)
+    with started(program, for_long(tmp_path), is_ready) as process:
+        process.kill()
+        process.communicate(timeout=30)  # their ends of its pipe are closed
+
+
+def test_two_runs_at_once_do_not_mix(tmp_path):
+    program = ("-m", "megatron_offload.train.cli")
+    with started(program, for_long(tmp_path), two_steps_done(tmp_path)):
+        status, err = run(words(tmp_path, resume=True))
+    assert status == 2
+    assert "another run writes into it" in err
+
+
 def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path):
     program = (*TORCHRUN, "-m", "megatron_offload.train.cli")
-    with started(program, for_long(tmp_path), tmp_path) as process:
+    with started(program, for_long(tmp_path), two_steps_done(tmp_path)) as process:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert process.returncode not in (0, None)
