@@ -18,7 +18,7 @@ from pydantic import Field, field_validator
 
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files import MAX_DEPTH, read_text
-from megatron_offload.planning.policy_config import PolicyConfig
+from megatron_offload.planning.policy_config import ModulesConfig, PolicyConfig, RatioConfig
 from megatron_offload.strict_model import (
     BytesField,
     Converted,
@@ -70,6 +70,9 @@ EXTRA_MODULES: tuple[str, ...] = (
 
 MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 
+_STAYING = ("delta_bytes_across_pp_ranks", "resident_bytes", "resident_delta_bytes_across_pp_ranks")
+"""Keys by which groups stay on the device, beside ``fraction``."""
+
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
 
 
@@ -106,7 +109,8 @@ class OffloadConfig(StrictModel):
     """Whether anything is offloaded at all. Without, nothing is recorded and nothing moves."""
 
     modules: NamesField = default(("core_attn", "attn_proj"))
-    """Which groups move: names out of `MODULES`, or module name patterns holding a dot or ``*``."""
+    """Which groups move: names out of `MODULES`, or patterns of names holding a dot or ``*``. The
+    trainer marks these. Elsewhere a group stays whose name is not among them, if they were set."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of each chunk's groups that moves, earliest first."""
@@ -168,7 +172,8 @@ class OffloadConfig(StrictModel):
     policy: Converted[PolicyConfig | None, PolicyConfig | Mapping[str, Any] | None] = default(None)
     """What decides about marked groups, in place of ``fraction`` and the keys of residents above:
     ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
-    ``auto`` plan once a step was profiled (docs/planning.md). None: those keys."""
+    ``auto`` plan once a step was profiled: in the trainer, or by `plan_run` (docs/planning.md).
+    None: those keys, which ``kind: modules`` spells another way."""
 
     backend: Literal["auto", "cuda", "simulated"] = "auto"
     """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""
@@ -189,6 +194,40 @@ class OffloadConfig(StrictModel):
         split_modules(names)
         return names
 
+    def model_post_init(self, _: Any, /) -> None:
+        """Take the keys of ``policy: {kind: modules}`` for one's own, and refuse what disagrees."""
+        policy = self.policy
+        if isinstance(policy, RatioConfig):
+            for key in ("fraction", *_STAYING):
+                if key in self.model_fields_set:
+                    raise ConfigError(
+                        f"policy 'ratio' says what stays, and so does {key!r}; give one of them"
+                    )
+        if not isinstance(policy, ModulesConfig):
+            return
+        for key in policy.model_fields_set - {"kind"}:
+            value = getattr(policy, key)
+            if key == "modules":
+                split_modules(value)
+            if key in self.model_fields_set and getattr(self, key) != value:
+                raise ConfigError(
+                    f"{key!r} is {getattr(self, key)!r}, and {value!r} in policy 'modules', which "
+                    "means the same; give one of them"
+                )
+            if key != "modules" or value:  # no names: all that were marked
+                self.__dict__[key] = value
+                self.model_fields_set.add(key)
+
+    @property
+    def smallest_tensor(self) -> tuple[int, int]:
+        """The smallest tensor that moves, in bytes and in elements; both hold.
+
+        Where only the elements were set, the bytes' default does not limit them.
+        """
+        given = self.model_fields_set
+        only_elements = "min_tensor_elements" in given and "min_tensor_bytes" not in given
+        return 0 if only_elements else int(self.min_tensor_bytes), self.min_tensor_elements
+
 
 def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Sort module names by who marks them.
@@ -208,7 +247,10 @@ def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
         elif "." in name or "*" in name:
             patterns.append(name)
         else:
-            raise ConfigError(f"unknown offload module {name!r}{did_you_mean(name, MODULES)}")
+            raise ConfigError(
+                f"unknown offload module {name!r}{did_you_mean(name, MODULES)}; a group of another "
+                f"name, or a module of the model's own, is meant by a pattern such as '*{name}'"
+            )
     return tuple(core), tuple(extra), tuple(patterns)
 
 

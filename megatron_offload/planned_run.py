@@ -45,8 +45,8 @@ def plan_run(
     train_step: Callable[[], object],
     run: RunShape,
     *,
+    policy: PolicyConfig,
     schedule: Schedule | None = None,
-    policy: PolicyConfig | None = None,
     group: dist.ProcessGroup | None = None,
     moves: bool = False,
 ) -> OffloadPlan:
@@ -65,8 +65,8 @@ def plan_run(
         manager: whose groups are planned for.
         train_step: takes one training step, the manager's `reset` included.
         run: which part of the run this rank is.
+        policy: ``memory_target`` or ``auto``.
         schedule: what the pipeline ranks run; by default 1F1B, interleaved with virtual stages.
-        policy: ``memory_target`` or ``auto``; by default the manager's own.
         group: all ranks that are to follow one plan; None for all there are.
         moves: whether the profiled step moves what those before it have moved; not for ``auto``.
 
@@ -74,10 +74,10 @@ def plan_run(
         The plan of all pipeline ranks.
 
     Raises:
-        ConfigError: no such policy is given, or no plan can be made; on all ranks.
+        ConfigError: another policy is given, or no plan can be made; on all ranks.
         TargetError: a rank can't be brought under its target; on all ranks.
     """
-    planned = planning_policy(policy if policy is not None else manager.config.policy)
+    planned = planning_policy(policy)
     with profile_step(manager, run=run, moves=moves) as recorded:
         train_step()
     check = check_plan(manager, recorded.profile, planned, schedule=schedule, group=group)

@@ -112,6 +112,7 @@ class Marked(Mode):
 
 class Ours(Marked):
     num_steps = 0
+    policy = None
 
     def prepare(self):
         from megatron_offload import PipelineOffloadManager
@@ -123,7 +124,11 @@ class Ours(Marked):
             options.setdefault("min_tensor_bytes", 0)
         options |= {"enabled": True, "modules": self.spec["modules"]}
         self.manager = PipelineOffloadManager.get_instance()
-        self.manager.configure(validate(OffloadConfig, options, self.spec["mode"]))
+        config = validate(OffloadConfig, options, self.spec["mode"])
+        if getattr(config.policy, "kind", None) in PLANNING_KINDS:
+            self.policy = config.policy
+            config = config.model_copy(update={"policy": None})
+        self.manager.configure(config)
         megatron_core.install()
 
     def attach(self, chunks, pp_rank):
@@ -134,8 +139,7 @@ class Ours(Marked):
 
     def take_step(self, step):
         self.num_steps += 1
-        policy = self.manager.config.policy
-        if self.num_steps != PLAN_AT_STEP or getattr(policy, "kind", None) not in PLANNING_KINDS:
+        if self.num_steps != PLAN_AT_STEP or self.policy is None:
             return step()
         from megatron_offload.planned_run import plan_run
         from megatron_offload.planning.plan_file import save_plan
@@ -145,7 +149,7 @@ class Ours(Marked):
         spec = self.spec
         run = RunShape(spec["microbatches"], spec["rank"], spec["pp"], spec["vpp"], spec["rank"])
         started = time.perf_counter()
-        plan = plan_run(self.manager, lambda: taken.append(step()), run)
+        plan = plan_run(self.manager, lambda: taken.append(step()), run, policy=self.policy)
         planning_s = time.perf_counter() - started
         steps_ms = [found[0] for found in taken]
         self.planning = {"planning_s": planning_s, "planning_steps_ms": steps_ms}

@@ -47,7 +47,9 @@ ANY_COST = {"kind": "auto", "most_slowdown_percent": 1000}
 class Job:
     """A program whose steps are compared with those without offload."""
 
-    def __init__(self, **settings):
+    def __init__(self, *, policy=None, **settings):
+        self.policy = make_config(policy=policy).policy
+        """What is planned by."""
         self.model = make_model(layers=4)
         self.expected = run_step(self.model, None, ORDER)
         config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
@@ -70,7 +72,7 @@ class Job:
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_memory_target_is_planned_for_and_followed(moves):
     job = Job(policy=TARGET).warmed_up()
-    plan = plan_run(job.manager, job.step, RUN, moves=moves)
+    plan = plan_run(job.manager, job.step, RUN, policy=job.policy, moves=moves)
     # The profiled step, the first that follows the plan, and eight that correct it.
     assert job.num_steps == 2 + 1 + 1 + 8
     rank = plan.ranks[0]
@@ -98,7 +100,7 @@ def test_a_target_that_cannot_be_met_changes_nothing():
     job = Job(policy={**TARGET, "target_bytes": 1}).warmed_up()
     moved_bytes = job.manager.last_step.offloaded_bytes
     with pytest.raises(TargetError, match="can't be brought under"):
-        plan_run(job.manager, job.step, RUN)
+        plan_run(job.manager, job.step, RUN, policy=job.policy)
     job.step()
     assert job.manager.last_step.offloaded_bytes == moved_bytes > 0
 
@@ -107,7 +109,7 @@ def test_a_target_that_cannot_be_met_changes_nothing():
 def test_other_policies_plan_no_run(policy):
     job = Job(policy=policy)
     with pytest.raises(ConfigError, match="'memory_target' or 'auto', got "):
-        plan_run(job.manager, job.step, RUN)
+        plan_run(job.manager, job.step, RUN, policy=job.policy)
     assert job.num_steps == 0
 
 
@@ -151,7 +153,12 @@ def test_the_first_profile_of_each_pipeline_rank_counts():
 def test_a_rank_that_would_follow_the_part_of_another_is_refused():
     job = Job(policy=TARGET).warmed_up()
     with pytest.raises(ConfigError, match="rank 0: its profile is of pipeline rank 1, and its gro"):
-        plan_run(job.manager, job.step, RunShape(num_microbatches=6, pp_rank=1, pp_size=2))
+        plan_run(
+            job.manager,
+            job.step,
+            RunShape(num_microbatches=6, pp_rank=1, pp_size=2),
+            policy=job.policy,
+        )
     job.step()
 
 
@@ -190,7 +197,7 @@ def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
 
     monkeypatch.setattr(joint_planning, "RunPlanner", make)
     job = GpuJob(3.0, policy=UNSET).warmed_up()
-    plan = plan_run(job.manager, job.step, RUN)
+    plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
     (path,) = cache.iterdir()
     assert plan.bandwidths == f"measured now, one GPU, kept in {path}"
     (policy,) = policies
@@ -251,7 +258,7 @@ def test_copies_that_are_slow_on_purpose_are_not_measured(cache, caplog, setting
 def test_a_measurement_that_fails_leaves_the_defaults_and_says_so(cache, caplog):
     job = GpuJob(3.0, policy=UNSET).warmed_up()
     job.manager.backend.pins = False
-    plan = plan_run(job.manager, job.step, RUN)
+    plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
     assert plan.bandwidths.startswith(f"{DEFAULTS}; measuring failed: rank 0: ")
     assert plan.bandwidths.endswith("pinning failed: out of memory")
     assert plan.bandwidths in caplog.text
@@ -269,7 +276,7 @@ def test_a_profile_that_is_not_kept_is_said_in_the_plan(cache):
 
 def test_the_simulated_device_counts_as_it_says_it_is(cache):
     job = Job(policy=UNSET).warmed_up()
-    plan = plan_run(job.manager, job.step, RUN)
+    plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
     assert plan.bandwidths == "the simulated device's own"
     simulated = job.manager.config.simulated
     assert agreed(job).machine == simulated_machine(simulated)
@@ -282,8 +289,7 @@ def test_bandwidths_that_are_given_are_taken():
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
     given = Bandwidths(machine=MachineConfig(), gpus_per_rank=1, origin="a guess")
-    policy = job.manager.config.policy
-    plan = JointPlanner(job.manager, recorded.profile, policy, bandwidths=given).follow()
+    plan = JointPlanner(job.manager, recorded.profile, job.policy, bandwidths=given).follow()
     assert plan.bandwidths == "a guess"
 
 

@@ -25,6 +25,8 @@ from megatron_offload.engine import manager as engine_manager
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.memory.tensor_pool import GPUTensorPool
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.policy import RatioPolicy
 
 __all__ = ["PipelineOffloadManager"]
 
@@ -49,12 +51,17 @@ class PipelineOffloadManager(engine_manager.PipelineOffloadManager):
         """Return the process's manager, made at the first call."""
         return cast(PipelineOffloadManager, super().get_instance())
 
-    def _build(self, config: OffloadConfig, backend: Backend | None) -> None:
+    def _build(
+        self,
+        config: OffloadConfig,
+        policy: OffloadPlan | RatioPolicy | None,
+        backend: Backend | None,
+    ) -> None:
         self._delayed_hooks = []
         self._cpu_tensor_pool: GPUTensorPool | None = None
         self._cuda_graph_stream: Stream | None = None
         self._cuda_graph_event: Event | None = None
-        super()._build(config, backend)
+        super()._build(config, policy, backend)
 
     def _begin_step(self) -> None:
         self._backward_chunk = None
@@ -123,8 +130,8 @@ class PipelineOffloadManager(engine_manager.PipelineOffloadManager):
             *args: see the forms.
             **kwargs: see the forms. ``min_offloaded_tensor_size`` is in elements;
                 ``max_inflight_offloads`` bounds the groups of one name in flight (0: the compute
-                stream waits at every commit). Fraction and delta of this package's own
-                configuration win where they were set.
+                stream waits at every commit). What was set in this package's own configuration
+                wins: see `begin_chunk`.
 
         Raises:
             TypeError: the arguments fit neither form.

@@ -11,22 +11,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.followed_plan import FollowedPlan
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
+from megatron_offload.errors import ConfigError
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.planning.host_need import HostNeed
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
-from megatron_offload.planning.policy_config import PlanFileConfig, RatioConfig
+from megatron_offload.planning.policy_config import (
+    AutoConfig,
+    MemoryTargetConfig,
+    PlanFileConfig,
+    RatioConfig,
+)
 from megatron_offload.planning.profile import GroupKey, StepProfile
 from megatron_offload.planning.target import MemoryTarget
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "read_policy"]
 
 _NUM_FITS = 3
 """How often the host pool is cut to what the last step alone used: each of the first needs less
@@ -36,11 +44,30 @@ and by. Later `HostNeed` looks at more steps."""
 _logger = logging.getLogger(__name__)
 
 
+def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
+    """Return what a manager follows in place of the rules of `ModulesPolicy`; None for those.
+
+    Raises:
+        ConfigError: the plan's file can't be read, or the policy is one that a run has to plan by.
+    """
+    policy = config.policy if config.enabled else None
+    if isinstance(policy, (MemoryTargetConfig, AutoConfig)):
+        raise ConfigError(
+            f"policy {policy.kind!r} needs a plan, and a manager makes none: leave the policy out "
+            "here and call planned_run.plan_run(manager, train_step, run, policy=...) after the "
+            "second step, or let the trainer or `megatron-offload plan` plan (docs/planning.md)"
+        )
+    if isinstance(policy, PlanFileConfig):
+        return load_plan(policy.path)
+    return RatioPolicy(policy.ratio) if isinstance(policy, RatioConfig) else None
+
+
 class Learner:
     """Plans a step from the one before it.
 
     Args:
         config: the limits that were set.
+        policy: what `read_policy` says of it.
         backend: whose device memory has a target.
         host_pool: what gives back memory that only the first step needed.
         transfers: what learns which blocks something else keeps alive.
@@ -54,9 +81,15 @@ class Learner:
     """
 
     def __init__(
-        self, config: OffloadConfig, backend: Backend, host_pool: HostPool, transfers: Transfers
+        self,
+        config: OffloadConfig,
+        policy: OffloadPlan | RatioPolicy | None,
+        backend: Backend,
+        host_pool: HostPool,
+        transfers: Transfers,
     ) -> None:
         self.policy = ModulesPolicy(fraction=config.fraction)
+        self._listed = config.modules if "modules" in config.model_fields_set else ()
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
         self.residents: frozenset[GroupKey] = frozenset()
@@ -81,10 +114,10 @@ class Learner:
         self._plan: FollowedPlan | None = None
         self._pp_rank: int | None = None
         self._ratio: RatioPolicy | None = None
-        if isinstance(config.policy, PlanFileConfig):
-            self.follow_plan(load_plan(config.policy.path))
-        elif isinstance(config.policy, RatioConfig):
-            self._ratio = RatioPolicy(config.policy.ratio)
+        if isinstance(policy, RatioPolicy):
+            self._ratio = policy
+        elif policy is not None:
+            self.follow_plan(policy)
 
     @property
     def pp_rank(self) -> int | None:
@@ -154,6 +187,8 @@ class Learner:
 
     def learn(self, profile: StepProfile) -> None:
         """Learn from a step that is over."""
+        if self._listed:
+            profile = self._without_unlisted(profile)
         self._transfers.budget.learn()
         before = self.profile
         if profile == before:
@@ -195,7 +230,31 @@ class Learner:
         """Whether the policy leaves a group on the device."""
         return self._keeps_everything() or key in self.kept
 
+    def unlisted_because(self, name: str) -> str:
+        """Return why a group of this name stays, whatever is planned; empty where it may move.
+
+        Args:
+            name: the group's, and not its module's: ``offload_modules`` calls it by the pattern.
+        """
+        if not self._listed or any(fnmatchcase(name, pattern) for pattern in self._listed):
+            return ""
+        return "its name is not among OffloadConfig.modules"
+
+    def _without_unlisted(self, profile: StepProfile) -> StepProfile:
+        """Return the step as it is planned: what groups that stay anyway save is out of reach."""
+        return replace(
+            profile,
+            groups=tuple(
+                group._replace(num_bytes=0, elsewhere_bytes=group.elsewhere_bytes + group.num_bytes)
+                if self.unlisted_because(group.name)
+                else group
+                for group in profile.groups
+            ),
+        )
+
     def _keeps_everything(self) -> bool:
+        if self._ratio is not None:
+            return False
         return self._plan is None and self.policy.keeps_everything()
 
     def bytes_away(self, last_step: StepStats) -> dict[str, int]:

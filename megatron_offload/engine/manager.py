@@ -34,7 +34,7 @@ from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hook_stack import HookStack
 from megatron_offload.engine.host_copies import HostCopies
-from megatron_offload.engine.learning import Learner
+from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.stats import StepStats, TensorObserver
 from megatron_offload.engine.step import Step
@@ -44,7 +44,7 @@ from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.budget import DeviceBudget
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.policy import ModulesPolicy
+from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
 from megatron_offload.planning.prefetch import Prefetcher
 from megatron_offload.planning.profile import GroupKey, StepProfile
 
@@ -54,6 +54,8 @@ _logger = logging.getLogger(__name__)
 
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
+
+_SMALLEST = {"min_tensor_bytes", "min_tensor_elements"}
 
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it moves: take the step inside "
@@ -107,7 +109,8 @@ class PipelineOffloadManager:
         self.stays_because = ""
         """Why no group moves from here on; empty where groups may."""
         self.marks = Marks()
-        self._build(config or OffloadConfig(), backend)
+        config = config or OffloadConfig()
+        self._build(config, read_policy(config), backend)
 
     @graph_break
     def configure(self, config: OffloadConfig, *, backend: Backend | None = None) -> None:
@@ -116,13 +119,22 @@ class PipelineOffloadManager:
         Args:
             config: the new settings.
             backend: where tensors live; by default what ``config.backend`` names.
+
+        Raises:
+            ConfigError: its policy can't be followed; nothing has changed.
         """
+        policy = read_policy(config)
         self.close()
         observer = self.meter
-        self._build(config, backend)
+        self._build(config, policy, backend)
         self.meter = observer
 
-    def _build(self, config: OffloadConfig, backend: Backend | None) -> None:
+    def _build(
+        self,
+        config: OffloadConfig,
+        policy: OffloadPlan | RatioPolicy | None,
+        backend: Backend | None,
+    ) -> None:
         self.config = config
         self.backend = backend or create_backend(config)
         self.host_pool = HostPool(
@@ -147,7 +159,7 @@ class PipelineOffloadManager:
         self.prefetcher: Prefetcher[OffloadGroup] = Prefetcher(
             self.transfers, self.window, self.budget
         )
-        self.learner = Learner(config, self.backend, self.host_pool, self.transfers)
+        self.learner = Learner(config, policy, self.backend, self.host_pool, self.transfers)
         self.do_offload = config.enabled
         self._hooks = HookStack(self.transfers)
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
@@ -173,17 +185,20 @@ class PipelineOffloadManager:
     ) -> ChunkOffloadHandler:
         """Begin the forward of one microbatch on one virtual pipeline stage.
 
+        A key that was set in the configuration wins over what the caller says for the same thing
+        here, and that over the configuration's default.
+
         Args:
             vp_stage: virtual pipeline stage; None is 0.
             pp_rank: pipeline rank, whose part of a plan and whose ``delta_bytes_across_pp_ranks``
                 count; None is what `pipeline_rank` says.
-            min_tensor_elements: smallest tensor that moves, in elements, where a caller has its
-                own limit. The default of ``min_tensor_bytes`` does not apply then, a value that
-                was set does.
-            fraction: a caller's own ``fraction``; what was set in the configuration wins.
+            min_tensor_elements: a caller's own smallest tensor, in elements, against
+                ``min_tensor_elements`` and ``min_tensor_bytes``.
+            fraction: a caller's own ``fraction``.
             delta_bytes_across_pp_ranks: a caller's own, likewise.
             max_inflight_groups: most groups of one name whose device memory is held for their
-                copies; 0 makes the compute stream wait at every commit. None sets no such bound.
+                copies, beside ``max_inflight_bytes``: both hold. 0 makes the compute stream wait at
+                every commit. None sets no such bound.
 
         Raises:
             ConfigError: a plan is followed that has no such pipeline rank.
@@ -198,12 +213,10 @@ class PipelineOffloadManager:
                 prepare()
             place = self.pipeline_rank() if pp_rank is None else pp_rank
             self.learner.follow(place, fraction, delta_bytes_across_pp_ranks)
-        min_tensor_bytes = int(config.min_tensor_bytes)
-        if min_tensor_elements is None:
-            min_tensor_elements = config.min_tensor_elements
-        elif "min_tensor_bytes" not in config.model_fields_set:
-            min_tensor_bytes = 0
-        self._chunk = self._make_chunk(vp_stage or 0, min_tensor_bytes, min_tensor_elements)
+        smallest = config.smallest_tensor
+        if min_tensor_elements is not None and not _SMALLEST & config.model_fields_set:
+            smallest = (0, min_tensor_elements)
+        self._chunk = self._make_chunk(vp_stage or 0, *smallest)
         self._chunk.max_inflight_groups = max_inflight_groups
         self._begun_at_backward = None
         return self._chunk
@@ -391,7 +404,8 @@ class PipelineOffloadManager:
 
     @guarded
     def _commit(self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor]) -> None:
-        self._step.commit(group, forced_released_tensors, self.stays_because)
+        stays_because = self.stays_because or self.learner.unlisted_because(group.name)
+        self._step.commit(group, forced_released_tensors, stays_because)
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""

@@ -15,6 +15,7 @@ from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.planning.bandwidths import Bandwidths
+from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.planning.profile import RunShape, StepProfile
 from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.reporting.trace import StepTrace
@@ -27,10 +28,23 @@ __all__ = ["OffloadSession", "open_offload"]
 
 
 class OffloadSession:
-    """One run's offloading, or none: then every counter is 0."""
+    """One run's offloading, or none: then every counter is 0.
 
-    def __init__(self, manager: Any = None, *, resets_itself: bool = False) -> None:
+    Args:
+        manager: offloads; None where nothing does.
+        policy: what the run plans by, if it does.
+        resets_itself: whether megatron-core's schedules end the step.
+    """
+
+    def __init__(
+        self,
+        manager: Any = None,
+        policy: PolicyConfig | None = None,
+        *,
+        resets_itself: bool = False,
+    ) -> None:
         self._manager = manager
+        self._policy = policy
         self._resets_itself = resets_itself
 
     def trace(self, rank: int) -> contextlib.AbstractContextManager[StepTrace | None]:
@@ -62,9 +76,8 @@ class OffloadSession:
         Where the policy is one that needs none, it is what `AutoConfig` would plan with.
         """
         from megatron_offload.joint_planning import agree_on_bandwidths
-        from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig
 
-        policy = self._manager.config.policy
+        policy = self._policy
         if not isinstance(policy, (AutoConfig, MemoryTargetConfig)):
             policy = AutoConfig(kind="auto")
         return agree_on_bandwidths(self._manager, policy, group=group)
@@ -84,8 +97,7 @@ class OffloadSession:
         """
         from megatron_offload.planned_run import check_plan
 
-        policy = self._manager.config.policy
-        return check_plan(self._manager, profile, policy, bandwidths=bandwidths, group=group)
+        return check_plan(self._manager, profile, self._policy, bandwidths=bandwidths, group=group)
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""
@@ -137,6 +149,9 @@ def open_offload(
     core, extra, patterns = split_modules(offload.modules)
     manager = PipelineOffloadManager.get_instance()
     offload = _with_one_limit(offload)
+    policy = offload.policy
+    if isinstance(policy, (MemoryTargetConfig, AutoConfig)):  # the session plans
+        offload = offload.model_copy(update={"policy": None})
     if is_timed:
         simulated = offload.simulated.model_copy(update={"host_time": True})
         offload = offload.model_copy(update={"simulated": simulated})
@@ -149,7 +164,7 @@ def open_offload(
             stack.enter_context(offload_modules(chunks, names, pp_rank=pp_rank))
         try:
             # Megatron's schedules end the step themselves where its own option is set.
-            yield OffloadSession(manager, resets_itself=bool(core))
+            yield OffloadSession(manager, policy, resets_itself=bool(core))
         finally:
             manager.meter = None
             manager.abort()
@@ -160,10 +175,6 @@ def _with_one_limit(offload: OffloadConfig) -> OffloadConfig:
     """Settle the smallest size that moves, for Megatron's groups and for module groups alike.
 
     Megatron's call sites bring a limit in elements of their own, against which only values that a
-    user has set count. Elements alone mean that bytes don't limit.
+    user has set count.
     """
-    given = offload.model_fields_set
-    only_elements = "min_tensor_elements" in given and "min_tensor_bytes" not in given
-    return offload.model_copy(
-        update={"min_tensor_bytes": ByteSize(0) if only_elements else offload.min_tensor_bytes}
-    )
+    return offload.model_copy(update={"min_tensor_bytes": ByteSize(offload.smallest_tensor[0])})

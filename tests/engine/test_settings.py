@@ -14,7 +14,8 @@ from programs import (
 )
 
 from megatron_offload import CPUOffload, OffloadActivations
-from megatron_offload.config import OffloadConfig
+from megatron_offload.config import OffloadConfig, validate
+from megatron_offload.errors import ConfigError
 
 ORDER = one_forward_one_backward(4, depth=2)
 
@@ -87,3 +88,134 @@ def test_groups_that_nobody_marks_stop_while_offload_is_disabled():
     assert offload.end_step()
     assert offload.last_step.offloaded_bytes > 0
     offload.close()
+
+
+# Which groups move
+
+
+def moved_names(manager, order=ORDER):
+    model = make_model()
+    expected = run_step(model, None, order)
+    for _ in range(2):
+        assert_same(expected, run_step(model, manager, order))
+    return {name for name, group in manager.last_step.by_name.items() if group.offloaded_bytes}
+
+
+@pytest.mark.parametrize(
+    ("settings", "moved"),
+    [
+        ({}, {"norm", "mlp"}),
+        ({"modules": ("core_attn",)}, set()),
+        ({"modules": ("core_attn", "ml*")}, {"mlp"}),
+        ({"modules": ("*",)}, {"norm", "mlp"}),
+        ({"policy": {"kind": "modules", "modules": ["*norm"]}}, {"norm"}),
+        ({"policy": {"kind": "modules"}}, {"norm", "mlp"}),
+    ],
+)
+def test_groups_stay_whose_names_are_not_among_those_that_were_set(settings, moved):
+    manager = make_manager(**settings)
+    assert moved_names(manager) == moved
+    reason = "its name is not among OffloadConfig.modules"
+    for name, group in manager.last_step.by_name.items():
+        assert set(group.kept_bytes_by_reason) == (set() if name in moved else {reason})
+
+
+def test_a_share_is_one_of_the_groups_that_may_move():
+    manager = make_manager(modules=("ml*",), fraction=0.5)
+    assert moved_names(manager) == {"mlp"}
+    found = manager.last_step.by_name["mlp"]
+    assert found.kept_bytes * 2 == found.offloaded_bytes, "one of three in each chunk"
+
+
+@pytest.mark.parametrize(
+    ("flat", "policy"),
+    [
+        ({"fraction": 0.5}, {"fraction": 0.5}),
+        ({"resident_bytes": 8192}, {"resident_bytes": "8KiB"}),
+        ({"delta_bytes_across_pp_ranks": 4096}, {"delta_bytes_across_pp_ranks": 4096}),
+        ({"modules": ("ml*",)}, {"modules": ["ml*"]}),
+    ],
+)
+def test_the_policy_modules_is_another_spelling_of_the_keys(flat, policy):
+    model, found = make_model(), []
+    spelled = {"policy": {"kind": "modules", **policy}}
+    for settings in (flat, spelled, {**flat, **spelled}):
+        manager = make_manager(**settings)
+        manager.pipeline_rank = lambda: 2
+        for _ in range(3):
+            run_step(model, manager, ORDER)
+        found.append(manager.last_step)
+    assert found[0] == found[1] == found[2]
+    assert sum(group.kept_bytes for group in found[0].by_name.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"fraction": 0.5, "policy": {"kind": "modules", "fraction": 0.25}}, "fraction"),
+        ({"modules": ("mlp_act",), "policy": {"kind": "modules", "modules": ["mlp_fc1"]}}, "modul"),
+        ({"policy": {"kind": "modules", "modules": ["core_atn"]}}, "did you mean 'core_attn'"),
+        ({"fraction": 0.5, "policy": {"kind": "ratio", "ratio": 0.5}}, "fraction"),
+        ({"resident_bytes": 1, "policy": {"kind": "ratio", "ratio": 0.5}}, "resident_bytes"),
+    ],
+)
+def test_two_settings_that_say_different_things_are_refused(settings, key):
+    with pytest.raises(ConfigError, match=key):
+        validate(OffloadConfig, settings, "settings")
+
+
+@pytest.mark.parametrize(
+    "policy", [{"kind": "auto"}, {"kind": "memory_target", "target_bytes": "1GiB"}]
+)
+def test_a_policy_that_nobody_plans_by_is_refused_and_nothing_has_changed(policy):
+    manager = make_manager()
+    with pytest.raises(ConfigError, match="plan_run"):
+        manager.configure(make_config(policy=policy))
+    with pytest.raises(ConfigError, match="plan_run"):
+        make_manager(policy=policy)
+    assert moved_names(manager) == {"norm", "mlp"}
+    manager.configure(make_config(policy=policy, enabled=False), backend=manager.backend)
+
+
+def test_a_plan_that_is_not_there_is_refused_and_nothing_has_changed(tmp_path):
+    manager = make_manager()
+    policy = {"kind": "plan_file", "path": str(tmp_path / "nope.json")}
+    with pytest.raises(ConfigError, match=r"nope\.json"):
+        manager.configure(make_config(policy=policy))
+    assert moved_names(manager) == {"norm", "mlp"}
+
+
+# What a caller's own configuration says, such as megatron-core's TransformerConfig
+
+
+def chunk_of(config, **said):
+    manager = make_manager()
+    manager.configure(OffloadConfig(backend="simulated", **config), backend=manager.backend)
+    chunk = manager.begin_chunk(pp_rank=2, **said)
+    return (
+        manager.policy.fraction,
+        manager.policy.keep_bytes,
+        chunk.min_tensor_bytes,
+        chunk.min_tensor_elements,
+    )
+
+
+def test_what_was_set_wins_over_what_the_caller_says_and_that_over_the_defaults():
+    said = {"fraction": 0.25, "delta_bytes_across_pp_ranks": 3, "min_tensor_elements": 7}
+    assert chunk_of({}) == (1.0, 0, 1 << 20, 0)
+    assert chunk_of({}, **said) == (0.25, 6, 0, 7)
+    assert chunk_of({"fraction": 1.0}, **said) == (1.0, 6, 0, 7)
+    assert chunk_of({"delta_bytes_across_pp_ranks": 0}, **said) == (0.25, 0, 0, 7)
+    assert chunk_of({"min_tensor_bytes": 512}, **said) == (0.25, 6, 512, 0)
+    assert chunk_of({"min_tensor_elements": 9}, **said) == (0.25, 6, 0, 9)
+    assert chunk_of({"min_tensor_elements": 9, "min_tensor_bytes": 512}) == (1.0, 0, 512, 9)
+
+
+def test_a_callers_share_of_nothing_is_no_word_against_a_ratio():
+    manager = make_manager(policy={"kind": "ratio", "ratio": 1.0})
+    model = make_model()
+    manager.begin_chunk(fraction=0.0)
+    x = model[0](torch.randn(16, 32, requires_grad=True), manager)
+    x.sum().backward()
+    manager.reset()
+    assert manager.last_step.offloaded_bytes > 0

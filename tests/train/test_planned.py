@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from programs import make_config
 from virtual_clock import RUN, VirtualJob
 
 from megatron_offload.plan_check import distances as distance_check
@@ -44,10 +45,14 @@ class Rig:
 
     def __init__(self, output, rank=0, **policy):
         self.output = output
-        self.job = VirtualJob(1.0, policy={**AUTO, **policy}).warmed_up()
+        self.job = VirtualJob(1.0).warmed_up()
         config = SimpleNamespace(run=SimpleNamespace(output=output))
         parallel = SimpleNamespace(rank=rank, pp_rank=0, host_group=None)
-        self.planned = PlannedRun(config, parallel, OffloadSession(self.job.manager))
+        self.planned = PlannedRun(
+            config,
+            parallel,
+            OffloadSession(self.job.manager, make_config(policy={**AUTO, **policy}).policy),
+        )
         self.printer = Printer()
 
     def profile(self):

@@ -158,7 +158,7 @@ def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):
 )
 def test_settings_that_leave_nothing_to_plan_from_are_refused(run, message):
     policy = {"kind": "auto"}
-    data = {"run": run, "offload": {"enabled": True, "policy": policy}}
+    data = {"run": run, "offload": {"policy": policy}}
     with pytest.raises(ConfigError, match=message):
         validate(TrainConfig, data, "test")
     validate(TrainConfig, data | {"offload": {"enabled": False, "policy": policy}}, "test")
