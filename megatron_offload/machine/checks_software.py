@@ -282,7 +282,7 @@ def _check_engine_offload(environ: Mapping[str, str]) -> list[Finding]:
             name,
             f"{shorten(repr(environ[name]))}: for megatron-core's own offload; this package does "
             "without",
-            f"unset {name}, unless you compare the two",
+            f"unset {name}, unless you compare the two, or Megatron-LM's own scripts ask for it",
         )
     ]
 

@@ -1,0 +1,274 @@
+"""What the documents tell a reader to run: their fenced blocks, as commands and as snippets.
+
+`PRELUDES` says what a snippet presupposes and what it must have done; `NOT_RUN` and `SLOW` say of
+each command that isn't simply run why that is so. `tests/test_documents.py` runs the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_offload.train.cli import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_PROGRAM = re.compile(
+    r"^([A-Z_]+=\S+ )*(make|megatron-offload|torchrun|pip|pytest|(\S*/)?python3?) "
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def is_commands(self) -> bool:
+        return not self.language and bool(_PROGRAM.match(self.text))
+
+    def commands(self) -> list[str]:
+        """Return the commands as one pastes them, less comments."""
+        joined = self.text.replace("\\\n", " ")
+        lines = (re.sub(r"(^|\s\s)#.*", "", line) for line in joined.splitlines())
+        return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+def blocks() -> Iterator[Block]:
+    """Yield every fenced block of every page."""
+    for page in PAGES:
+        name = page.relative_to(ROOT).as_posix()
+        inside: list[str] | None = None
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            if not line.startswith("```"):
+                if inside is not None:
+                    inside.append(line)
+            elif inside is None:
+                inside, begin, language = [], number, line.removeprefix("```").strip()
+            else:
+                yield Block(name, begin, language, "\n".join(inside) + "\n")
+                inside = None
+        assert inside is None, f"{name}: a block isn't closed"
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """Yield each command's name and the example in its help."""
+    for name, (module, _) in COMMANDS.items():
+        about = importlib.import_module(f"megatron_offload.{module}").ABOUT
+        example = about[about.index("example: ") + len("example: ") :]
+        yield name, " ".join(example.replace("\\\n", " ").split())
+
+
+# Commands
+
+_BENCHMARK = "measures on GPUs, for minutes"
+
+NOT_RUN = {
+    "make quickstart": "makes an environment; the command in which it ends is run in its place",
+    "make test": "runs this test",
+    "make test-all": "runs this test",
+    "make format": "changes the sources",
+    ".venv/bin/python -m pytest tests/fuzz --fuzz 2000": "tests; takes minutes",
+    "megatron-offload compare --config configs/h200_x4_pp4_vpp2.yaml": "needs four GPUs",
+}
+"""Commands that no test runs, and why. What begins as one of `NOT_RUN_PREFIXES` isn't either."""
+
+NOT_RUN_PREFIXES = {
+    "torchrun ": "needs several machines or GPUs",
+    "python3 scripts/bench_": _BENCHMARK,
+    "PYTHONPATH=.venv/megatron-core-later .venv/bin/python scripts/bench_": _BENCHMARK,
+    "python3 scripts/check_bitwise.py ": "trains 126 models; tests/test_check_bitwise.py",
+    "python3 scripts/soak.py ": "takes many minutes; tests/test_soak.py",
+    "python scripts/trace_step.py --backend cuda": "needs a GPU",
+}
+
+SLOW_PREFIXES = tuple(f"megatron-offload {name}" for name in ("compare", "doctor", "plan", "train"))
+"""Commands that take more than a second or two, as does all that wants `QUICKSTART` run first."""
+
+QUICKSTART = "megatron-offload compare --config configs/quickstart.yaml"
+"""What `make quickstart` ends in."""
+
+
+def reason_not_to_run(command: str) -> str | None:
+    """Return why a command isn't run; None where it is."""
+    prefixes = (why for prefix, why in NOT_RUN_PREFIXES.items() if command.startswith(prefix))
+    return NOT_RUN.get(command) or next(prefixes, None)
+
+
+def is_slow(command: str) -> bool:
+    """Whether a command runs in ``make test-all`` alone."""
+    return command.startswith(SLOW_PREFIXES) or wants_run(command)
+
+
+def wants_run(command: str) -> bool:
+    """Whether a command is about the quickstart's run."""
+    return not command.startswith(SLOW_PREFIXES) and "runs/quickstart" in command
+
+
+# Snippets
+
+_LAYERS = """
+import torch
+from torch import nn
+from megatron_offload import OffloadConfig, PipelineOffloadManager
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Linear(512, 512)
+        self.mlp = nn.Sequential(nn.Linear(512, 512), nn.GELU())
+    def forward(self, x):
+        return self.mlp(self.attention(x))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+        self.output = nn.Linear(512, 512)
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x).square().mean()
+
+manager = PipelineOffloadManager.get_instance()
+model = Model()
+data = [torch.randn(1024, 512) for _ in range(2)]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = lambda output: output
+def train_step(batch=data[0]):
+    with manager.step():
+        manager.begin_chunk()
+        model(batch).backward()
+"""
+
+_EAGER = """
+# Inductor asks for a C++ compiler; what is traced and where it breaks is the same without.
+import functools
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+"""
+
+_MEGATRON = """
+from torch import nn
+from types import SimpleNamespace
+
+def mlp():
+    names = ("linear_fc1", "activation_func", "linear_fc2")
+    return nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+layers = nn.ModuleList(nn.ModuleDict({"mlp": mlp()}) for _ in range(2))
+model_chunks = [nn.ModuleDict({"decoder": nn.ModuleDict({"layers": layers})})]
+"""
+
+_PROFILE = """
+from megatron_offload import offload_modules
+from megatron_offload.planning.profile import RunShape
+from megatron_offload.profiling import profile_step
+hooks = offload_modules(model, ["layers.*.attention", "layers.*.mlp"])
+for _ in range(2):
+    train_step()
+"""
+
+_MOVED = "assert manager.last_step.offloaded_bytes > 0, manager.last_step"
+PRELUDES = {
+    "megatron_core.install()": ("", "assert megatron_core.is_installed()"),
+    'offload_modules(model_chunks, ["mlp_fc1"': (_MEGATRON, ""),
+    'offload_modules(model, ["layers.*.attention", "layers.*.mlp"])\nfor batch': (_LAYERS, _MOVED),
+    "torch.compile(layer)": (f"{_LAYERS}{_EAGER}", _MOVED),
+    'group_start(x, "mlp")': (
+        f"{_LAYERS}embed, layers = model.output, [layer.mlp for layer in model.layers]\n"
+        "loss = lambda x: x.sum()\n",
+        _MOVED,
+    ),
+    "with trace_step(manager, rank=rank)": (
+        f"{_LAYERS}rank = 0\n",
+        "from pathlib import Path\nassert Path('trace_0.json').is_file()",
+    ),
+    "with find_host_syncs(": (_LAYERS, ""),
+    "megatron_moe.install()": ("", ""),
+    "set_activation_offloading(fc1, True)": (
+        "from types import SimpleNamespace\n"
+        "from torch import nn\n"
+        "# TransformerEngine's operations need a GPU; any module takes the setting.\n"
+        "make = lambda sizes: nn.Linear(8, 8)\n"
+        "te = SimpleNamespace(ops=SimpleNamespace(\n"
+        "    Sequential=nn.Sequential, GroupedLinear=make, ScaledSwiGLU=make))\n",
+        "from megatron_offload.integrations.transformer_engine import activation_offloading as of\n"
+        "assert [of(one) for one in mlp] == [True, False, None]",
+    ),
+    "MemoryTargetPolicy(20 << 30)": (
+        "from pathlib import Path\n"
+        "from megatron_offload.planning.description import load_description\n"
+        "from megatron_offload.planning.predict import profiles_of\n"
+        "from megatron_offload.planning.profile_file import save_profile\n"
+        "job = load_description('configs/models/gpt_16x8192_pp4_vpp2.yaml').job()\n"
+        "Path('runs').mkdir(exist_ok=True)\n"
+        "for rank, profile in enumerate(profiles_of(job)):\n"
+        "    save_profile(profile, f'runs/profile_{rank}.json')\n",
+        "assert Path('runs/plan.json').is_file()",
+    ),
+    "with profile_step(manager, run=run, moves=False)": (
+        f"{_LAYERS}{_PROFILE}rank = pp_rank = 0\n",
+        "from pathlib import Path\nassert Path('profile_0.json').is_file()",
+    ),
+    "check = check_plan(": (
+        f"{_LAYERS}{_PROFILE}"
+        "from megatron_offload.planned_run import check_plan\n"
+        "from megatron_offload.planning.policy_config import MemoryTargetConfig\n"
+        "with profile_step(manager, run=RunShape(num_microbatches=1)) as recorded:\n"
+        "    train_step()\n"
+        "policy = MemoryTargetConfig(kind='memory_target', target_bytes='64MiB')\n",
+        "",
+    ),
+    "CPUOffload(offload_ratio": (
+        f"{_LAYERS}"
+        "data = [(batch, batch) for batch in data]\n"
+        "resnet, head = model.layers[0], model.layers[1]\n"
+        "criterion = nn.functional.mse_loss\n",
+        "assert CPUOffload(tag='head').last_step.offloaded_bytes > 0",
+    ),
+    "load_description(": ("", "assert simulation.step_us > 0"),
+    "offload_pipeline(schedule)": (
+        f"{_LAYERS}"
+        "import os\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "from torch.distributed.pipelining import PipelineStage\n"
+        "stages = [PipelineStage(model.layers[i], i, 2, torch.device('cpu')) for i in range(2)]\n"
+        "data = [(batch, batch) for batch in data]\n"
+        "loss_fn = nn.functional.mse_loss\n",
+        "dist.destroy_process_group()",
+    ),
+    "get_act_offloading_ctx_manager(model": (
+        _LAYERS,
+        "assert offload.manager.last_step.offloaded_bytes > 0",
+    ),
+}
+"""For each snippet a text that it alone holds: what comes before it, and what must be so after."""
+
+SLOW_SNIPPETS = {
+    "megatron_core.install()": "imports all of megatron-core",
+    "torch.compile(layer)": "compiles",
+}
+"""Of `PRELUDES`, those that take seconds, and why."""
+
+SHOWN = {
+    "bitwise identical: yes": "what the quickstart prints",
+    "megatron_offload/": "the tree",
+    "<run.output>/checkpoints/": "a folder's tree",
+    "flags / YAML ──> OffloadConfig": "a diagram",
+    "autograd graph ──> SavedTensor": "a diagram",
+    "profile ──> policy ──> solver": "a diagram",
+    "the plan was made for another run": "an error",
+}
+"""How blocks begin that are neither commands nor programs, and what they are."""

@@ -1,0 +1,166 @@
+"""Every command and snippet of the README, the guides and the help runs as it stands there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import documents
+import pytest
+import torch
+from documents import NOT_RUN, PRELUDES, QUICKSTART, ROOT, SHOWN, SLOW_SNIPPETS
+
+from megatron_offload import OffloadConfig, PipelineOffloadManager
+from megatron_offload.integrations import megatron_core, megatron_moe
+from megatron_offload.train import cli
+
+BLOCKS = list(documents.blocks())
+SNIPPETS = [block for block in BLOCKS if block.language == "python"]
+COMMANDS = [(b, command) for b in BLOCKS if b.is_commands for command in b.commands()]
+LINKED = ("configs", "docs", "scripts", "tests")
+
+
+def keys_of(block):
+    return [key for key in PRELUDES if key in block.text]
+
+
+def scratch_folder(path):
+    """Return a folder in which a page's paths lead where they lead in the repository's root."""
+    for name in LINKED:
+        (path / name).symlink_to(ROOT / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """One folder for all pages, as a reader has who does one after the other."""
+    return scratch_folder(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture(scope="module")
+def quickstart_run(scratch):
+    run(QUICKSTART, scratch)
+
+
+def run(command, folder):
+    """Run a command as a shell would in which the environment is active."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        ["/bin/bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def cases(pairs):
+    slow = (pytest.mark.slow, pytest.mark.timeout(600))
+    for place, command in pairs:
+        if documents.reason_not_to_run(command) is None:
+            marks = slow if documents.is_slow(command) else ()
+            yield pytest.param(command, id=f"{place}: {command}", marks=marks)
+
+
+def run_case(command, folder, request, monkeypatch):
+    if documents.wants_run(command):
+        request.getfixturevalue("quickstart_run")
+    if documents.is_slow(command):
+        return run(command, folder)
+    # In this process, which has torch loaded already.
+    program, *words = shlex.split(command)
+    assert program == "megatron-offload"
+    monkeypatch.chdir(folder)
+    status = cli.main(words)
+    assert status == 0, command
+    return None
+
+
+@pytest.mark.parametrize("command", [*cases((b.place, command) for b, command in COMMANDS)])
+def test_a_page_s_command_runs(command, scratch, request, monkeypatch):
+    run_case(command, scratch, request, monkeypatch)
+
+
+@pytest.mark.parametrize("command", [*cases(documents.examples())])
+def test_the_example_of_a_command_s_help_runs(command, tmp_path, request, monkeypatch):
+    folder = request.getfixturevalue("scratch") if documents.wants_run(command) else tmp_path
+    run_case(command, folder, request, monkeypatch)
+
+
+def test_make_quickstart_ends_in_the_command_that_is_run():
+    rules = (ROOT / "Makefile").read_text().split("\nquickstart:")[1].split("\n\n")[0]
+    assert rules.splitlines()[-1].strip() == f"$(BIN)/{QUICKSTART}"
+
+
+def test_each_command_that_is_not_run_stands_on_a_page_still():
+    commands = [command for _, command in COMMANDS]
+    for command in NOT_RUN:
+        assert command in commands, command
+    for prefix in documents.NOT_RUN_PREFIXES:
+        assert any(command.startswith(prefix) for command in commands), prefix
+
+
+def test_scripts_that_are_not_run_have_the_flags_that_pages_give_them():
+    for block, command in COMMANDS:
+        words = command.split()
+        for script in (word for word in words if word.startswith(("scripts/", "tests/"))):
+            if not script.endswith(".py"):
+                continue
+            source = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))
+            for flag in (word for word in words[words.index(script) :] if word[:2] == "--"):
+                assert f'"{flag}"' in source, f"{block.place}: {script} has no {flag}"
+
+
+def test_commands_that_are_not_run_parse(monkeypatch):
+    for block, command in COMMANDS:
+        program, *words = shlex.split(command)
+        if program == "megatron-offload":
+            options = cli._parser().parse_args(words)
+            assert options.run, block.place
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
+def test_every_block_is_run_or_said_to_be_none(block):
+    if block.language == "python":
+        assert len(keys_of(block)) == 1, f"{block.place} needs one entry in documents.PRELUDES"
+    elif block.language == "" and not block.is_commands:
+        assert any(block.text.startswith(key) for key in SHOWN), block.text
+    elif block.language not in ("", "mermaid"):
+        pytest.fail(f"{block.place}: nothing runs {block.language}")
+
+
+def test_each_entry_is_of_one_block_still():
+    for key in PRELUDES:
+        assert sum(key in block.text for block in SNIPPETS) == 1, key
+    assert set(SLOW_SNIPPETS) <= set(PRELUDES)
+
+
+def snippet_cases():
+    for block in SNIPPETS:
+        marks = [pytest.mark.slow] if set(keys_of(block)) & set(SLOW_SNIPPETS) else []
+        yield pytest.param(block, id=block.place, marks=marks)
+
+
+@pytest.mark.parametrize("block", [*snippet_cases()])
+def test_a_page_s_snippet_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(scratch_folder(tmp_path))
+    monkeypatch.setattr(torch, "compile", torch.compile)  # put back whatever becomes of it
+    before, after = PRELUDES[keys_of(block)[0]]
+    PipelineOffloadManager.get_instance().configure(OffloadConfig())
+    with ExitStack() as stack:
+        for undo in (megatron_core.uninstall, megatron_moe.uninstall):
+            stack.callback(undo)
+        stack.callback(PipelineOffloadManager.get_instance().configure, OffloadConfig())
+        names = {"__name__": "snippet"}
+        for part, text in (("before", before), (block.place, block.text), ("after", after)):
+            exec(compile(text, part, "exec"), names)  # noqa: S102 - our own pages
