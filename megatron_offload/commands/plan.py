@@ -10,7 +10,7 @@ are replaced as a whole, the plan first. Read next: `megatron_offload.planning.p
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,9 +20,11 @@ from pydantic import Field
 from rich.console import Console
 
 from megatron_offload.commands import source as sources
-from megatron_offload.commands.output import PREDICTED, check_place, writing
+from megatron_offload.commands.output import PREDICTED, check_place, progress, writing
+from megatron_offload.commands.recorded import PLAN_NAME
 from megatron_offload.commands.source import Source, load_source
-from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.errors import ConfigError, TargetError, did_you_mean
+from megatron_offload.extras import require
 from megatron_offload.planning.auto import Prediction, with_prediction
 from megatron_offload.planning.memory_target import MemoryPlanner
 from megatron_offload.planning.plan import OffloadPlan
@@ -55,7 +57,6 @@ __all__ = [
     "write_plan",
 ]
 
-PLAN_NAME = "plan.json"
 TRADEOFF_NAME = "tradeoff.json"
 
 ABOUT = """\
@@ -99,7 +100,15 @@ _FLAGS = {
 
 _NEEDED = {"memory_target": "device_target", "ratio": "ratio"}
 
+_SOLVED = frozenset({"auto", "memory_target"})
+"""Policies that need the solver, and so does the curve."""
+
 _MOST_TARGETS = 64
+
+_LEAST_TARGET_BYTES = 2**20
+
+_MOST_LOWERED = 4
+"""Plans for lower targets, at most, until one is predicted to keep those asked for."""
 
 
 class _Numbers(StrictModel):
@@ -166,39 +175,63 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: bad input, or highspy or simpy are missing.
-        TargetError: a rank can't be brought under its target.
+        TargetError: a rank can't be brought under its target, or is predicted to lie above it with
+            the plan that was written.
     """
     output: Path | None = options.output or (options.folder and options.folder / PLAN_NAME)
-    check_place("--output", options.output)
+    check_place("--output", output)
     kind, keys, num_targets = _read_flags(options)
-    source = load_source(options)
-    with console(stderr=True).status("planning", spinner="line"):
-        outcome = make(source, policy_config(source, kind, keys), num_targets)
-    show(outcome, console(), lists_groups=options.groups)
+    require("simpy", *(("highspy",) if kind in _SOLVED or num_targets else ()))
+    with progress("planning") as say:
+        source = load_source(options)
+        recorded = source.recorded
+        if recorded is not None and recorded.own_plan == output:
+            raise ConfigError(
+                f"{output} is the plan that the run made and followed; --output FILE takes another"
+            )
+        outcome = make(source, policy_config(source, kind, keys), num_targets, say)
+    out = console()
+    show(outcome, out, lists_groups=options.groups)
     if output is None:
-        console().print("nothing was written; --output FILE keeps the plan")
-        return 0
-    write_plan(outcome, output)
-    console().print(f"plan: {output}")
-    if outcome.points:
-        console().print(f"curve: {write_curve(outcome, output.parent)}")
+        out.print("nothing was written; --output FILE keeps the plan")
+    else:
+        write_plan(outcome, output)
+        out.print(f"plan: {output}")
+        if outcome.points:
+            out.print(f"curve: {write_curve(outcome, output.parent)}")
+    _check_targets(outcome, keys.get("target_bytes"))
     return 0
 
 
-def make(source: Source, config: PolicyConfig, num_targets: int = 6) -> Outcome:
+def make(
+    source: Source,
+    config: PolicyConfig,
+    num_targets: int = 6,
+    say: Callable[[str], None] = lambda _: None,
+) -> Outcome:
     """Return a plan with what is predicted of it, and of others.
 
     Args:
         source: the job.
         config: the policy.
         num_targets: memory targets that the trade-off curve has; 0 leaves it out.
+        say: told how far it is.
 
     Raises:
         ConfigError: as for `run`.
     """
-    policy = make_policy(config, source.predict)
-    plan = policy.make_plan(source.profiles)
-    prediction = source.predict(plan)
+    num_plans = 0
+
+    def predict(plan: OffloadPlan) -> Prediction:
+        nonlocal num_plans
+        num_plans += 1
+        say(f"plan {num_plans} is simulated")
+        return source.predict(plan)
+
+    plan = make_policy(config, predict).make_plan(source.profiles)
+    prediction = predict(plan)
+    if isinstance(config, MemoryTargetConfig):
+        plan, prediction = _lowered(source, config, plan, prediction, predict)
     plan = replace(with_prediction(plan, prediction), bandwidths=source.machine)
     step = simulate(source.job)
     without = Prediction(step.step_us, tuple(map(source.peak_bytes, step.ranks)))
@@ -206,7 +239,8 @@ def make(source: Source, config: PolicyConfig, num_targets: int = 6) -> Outcome:
     if num_targets:
         points = [
             _point("no offload", without, without),
-            *_targets(source, without, num_targets),
+            *_as_run(source, without),
+            *_targets(source, without, num_targets, say),
             _point(f"the plan ({plan.policy})", prediction, without, is_plan=True),
         ]
     return Outcome(source, plan, prediction, without, tuple(points))
@@ -276,6 +310,12 @@ def _read_flags(options: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
     read = validate(_Numbers, numbers, "command line")
     if read.device_target:
         targets = read.device_target
+        for size, text in zip(targets, options.device_target, strict=True):
+            if size < _LEAST_TARGET_BYTES:
+                raise ConfigError(
+                    f"--device-target {text} is {format_bytes(size)}, which no step fits into; "
+                    f"write {text.rstrip('B ')}GiB or {text.rstrip('B ')}MiB"
+                )
         given["device_target"] = targets[0] if len(targets) == 1 else targets
     if read.max_cost is not None:
         given["max_cost"] = read.max_cost
@@ -307,7 +347,66 @@ def policy_config(
     return validate(_KINDS[kind], data, f"--policy {kind}")
 
 
-def _targets(source: Source, without: Prediction, num_targets: int) -> Iterator[TradeOffPoint]:
+def _lowered(
+    source: Source,
+    config: MemoryTargetConfig,
+    plan: OffloadPlan,
+    prediction: Prediction,
+    predict: Callable[[OffloadPlan], Prediction],
+) -> tuple[OffloadPlan, Prediction]:
+    """Return a plan for lower targets where one for those asked for is predicted to miss them.
+
+    Planning knows memory at the boundaries of groups alone, simulating at every copy.
+    """
+    targets = config.targets(len(source.profiles))
+    for _ in range(_MOST_LOWERED):
+        above = source.above(prediction, config.targets(len(source.profiles)))
+        if not any(above):
+            break
+        targets = tuple(
+            target - more - more // 2 for target, more in zip(targets, above, strict=True)
+        )
+        lower = config.model_copy(update={"target_bytes": targets})
+        try:
+            plan = make_policy(lower).make_plan(source.profiles)
+        except ConfigError:  # so low it can't be: the last one has to do
+            break
+        prediction = predict(plan)
+    return plan, prediction
+
+
+def _check_targets(outcome: Outcome, target: int | Sequence[int] | None) -> None:
+    """See that a plan is predicted to keep its targets.
+
+    Raises:
+        TargetError: it isn't; the text says where, and by how much.
+    """
+    if target is None:
+        return
+    peaks = outcome.prediction.peak_bytes
+    targets = (target,) * len(peaks) if isinstance(target, int) else target
+    above = outcome.source.above(outcome.prediction, targets)
+    lines = [
+        f"rank {rank}: the plan is predicted to take {format_bytes(peak)}, {format_bytes(more)} "
+        f"above its target of {format_bytes(most)}; give it more, or move more"
+        for rank, (peak, most, more) in enumerate(zip(peaks, targets, above, strict=True))
+        if more
+    ]
+    if lines:
+        raise TargetError("\n".join(lines))
+
+
+def _as_run(source: Source, without: Prediction) -> Iterator[TradeOffPoint]:
+    """Yield what a run's own settings are predicted to bring, to be held against what they did."""
+    if source.recorded is not None:
+        step = simulate(source.job, source.as_run())
+        seen = Prediction(step.step_us, tuple(map(source.peak_bytes, step.ranks)))
+        yield _point("this run's own settings", seen, without)
+
+
+def _targets(
+    source: Source, without: Prediction, num_targets: int, say: Callable[[str], None]
+) -> Iterator[TradeOffPoint]:
     """Yield what plans for memory targets bring, from the lowest that can be kept up."""
     resources = source.around.resources(source.job.gpus_per_rank)
     planner = MemoryPlanner(source.profiles, resources)
@@ -315,6 +414,7 @@ def _targets(source: Source, without: Prediction, num_targets: int) -> Iterator[
     if lowest >= highest:
         return  # nothing can move
     for index in range(num_targets):
+        say(f"target {index + 1} of {num_targets} for the trade-off curve")
         target = lowest + (highest - lowest) * index // num_targets
         plan = planner.plan((target,) * len(planner.ranks), "memory_target")
         yield _point(f"target {format_bytes(target)}", source.predict(plan), without)

@@ -10,15 +10,21 @@ Read next: `megatron_offload.planning.simulate`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_offload.commands import source as sources
-from megatron_offload.commands.output import PREDICTED, check_place, writing
+from megatron_offload.commands.output import (
+    PREDICTED,
+    check_picture,
+    check_place,
+    progress,
+    writing,
+)
 from megatron_offload.commands.source import Source, load_source
-from megatron_offload.errors import ConfigError
+from megatron_offload.extras import require
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.predict import settings_of
@@ -41,12 +47,13 @@ ABOUT = """\
 Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.
 
 reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json and bandwidths.json, which
-         run.profile_step makes a run leave (of a comparison, its run with offload); --plan, a file
-         of 'megatron-offload plan': without it everything that can move does, within the budgets of
-         the section 'offload'
-prints   the step's time, and for every pipeline rank: compute, what it waits for other stages
-         (pipeline), for copies to the host whose memory is wanted (W2) and for reloads (W4), peak
-         device and host bytes, and what moved; all predicted, not measured
+         run.profile_step makes a run leave (of a comparison, its run with offload); of a run also
+         config.yaml, and the plan that it followed: what moves, and within which budgets, is what
+         the run did, unless --plan, a file of 'megatron-offload plan', or --set offload.KEY=VALUE
+         says otherwise; of a described model everything that can move does
+prints   what was simulated, the step's time, and for every pipeline rank: compute, what it waits
+         for other stages (pipeline), for copies to the host whose memory is wanted (W2) and for
+         reloads (W4), peak device and host bytes, and what moved; all predicted, not measured
 writes   --trace: the timeline with offload for https://ui.perfetto.dev; --png: a picture of it
 
 exit status: 0 simulated, 2 bad input
@@ -72,14 +79,22 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: bad input, a file can't be written, or a library is missing.
     """
-    for flag, path in (("--trace", options.trace), ("--png", options.png)):
-        check_place(flag, path)
-    source = load_source(options)
-    settings = _settings(source, options.plan)
-    without = simulate(source.job)
-    offloaded = simulate(source.job, settings, record=bool(options.trace or options.png))
+    require("simpy")
+    check_place("--trace", options.trace)
+    check_picture("--png", options.png)
+    with progress("simulating") as say:
+        source = load_source(options)
+        settings = _settings(source, options.plan)
+        say("the step without offload")
+        without = simulate(source.job)
+        say("the step with offload")
+        offloaded = simulate(source.job, settings, record=bool(options.trace or options.png))
     out = console()
     _show(source, without, offloaded, out)
+    for line in _describe(source, options, offloaded):
+        out.print(line)
+    out.print(f"bandwidths: {source.machine}")
+    out.print(PREDICTED, style="yellow")
     traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
     if options.trace is not None:
         with writing(options.trace):
@@ -88,21 +103,39 @@ def run(options: argparse.Namespace) -> int:
     if options.png is not None:
         drawn = traces[:MOST_TIMELINES]
         with writing(options.png):
-            if not plot_timeline(drawn, options.png, f"{source.title}, predicted"):
-                raise ConfigError("--png needs matplotlib; install megatron-offload[plots]")
+            plot_timeline(drawn, options.png, f"{source.title}, predicted")
         out.print(f"picture: {options.png}, {len(drawn)} of {len(traces)} ranks")
     return 0
 
 
 def _settings(source: Source, plan_path: Path | None) -> Sequence[RankSettings]:
-    """Return what each rank does: what the plan says, or all that can move."""
-    budgets = source.around.offload
+    """Return what each rank does: what the plan says, or what the run did, or all that can move."""
     if plan_path is None:
-        return [budgets.over(RankSettings())] * source.job.schedule.num_ranks
+        return source.as_run()
     plan = load_plan(plan_path)
     for profile in source.profiles:
         plan.check(profile)
-    return [one if not one.offloads else budgets.over(one) for one in settings_of(plan)]
+    budgets = source.around.offload
+    return [
+        one if not one.offloads else budgets.over(one) for one in settings_of(plan, source.default)
+    ]
+
+
+def _describe(source: Source, options: argparse.Namespace, step: Simulation) -> Iterator[str]:
+    """Yield what the step with offload is, and what of a run it leaves out."""
+    recorded = source.recorded
+    if options.plan is not None:
+        what = f"the plan {options.plan}"
+    elif recorded is not None:
+        what = f"as the run did, by {recorded.path}: {recorded.describe()}"
+    else:
+        what = "everything that can move"
+    flags = [one for one in options.set if one.strip().startswith("offload.")]
+    yield f"with offload: {'; '.join([what, *flags])}"
+    if recorded is not None and options.plan is None:
+        left_out = recorded.not_simulated(max(rank.peak_host_bytes for rank in step.ranks))
+        if left_out:
+            yield f"not simulated of what the run was set to: {', '.join(left_out)}"
 
 
 def _show(source: Source, without: Simulation, offloaded: Simulation, out: Console) -> None:
@@ -128,8 +161,6 @@ def _show(source: Source, without: Simulation, offloaded: Simulation, out: Conso
         f"{offloaded.step_us / 1e3:.1f} ms with it "
         f"({100 * (offloaded.step_us / without.step_us - 1):+.2f} %)"
     )
-    out.print(f"bandwidths: {source.machine}")
-    out.print(PREDICTED, style="yellow")
 
 
 def _times_us(plain: RankResult, rank: RankResult) -> tuple[float, ...]:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.config import OffloadConfig, SimulatedConfig, apply_overrides, load_yaml
+from megatron_offload.commands.recorded import Recorded, load_recorded
+from megatron_offload.config import apply_overrides, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.example_configs import find_config
 from megatron_offload.files import read_json
@@ -35,14 +36,19 @@ from megatron_offload.planning.bandwidths import (
     measured_machine,
     simulated_machine,
 )
-from megatron_offload.planning.description import Surroundings, load_description
-from megatron_offload.planning.job import Job, Machine
+from megatron_offload.planning.description import (
+    Budgets,
+    MachineDescription,
+    Surroundings,
+    load_description,
+)
+from megatron_offload.planning.job import Job, Machine, RankSettings
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.predict import job_of, predictor_of, profiles_of
 from megatron_offload.planning.profile import StepProfile
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import RankResult
+from megatron_offload.planning.simulate import SEGMENT_BYTES, RankResult
 from megatron_offload.strict_model import validate
 
 __all__ = [
@@ -77,6 +83,27 @@ class Source:
     """Where the bandwidths come from, in words."""
     in_segments: bool
     """Whether peaks are estimates of what the allocator takes, in its segments."""
+    recorded: Recorded | None = None
+    """What the run was set to; None for a job that was only described, or by another program."""
+
+    @property
+    def default(self) -> RankSettings:
+        """What counts on each rank where no plan says something else: the flags', then the run's.
+
+        All that can move does.
+        """
+        run = self.recorded.budgets if self.recorded else Budgets()
+        return self.around.offload.over(run.over(RankSettings()))
+
+    def as_run(self) -> list[RankSettings]:
+        """Return what each rank does, as the run did it; flags win. Without a run, `default`.
+
+        Raises:
+            ConfigError: the run followed a plan that can't be read, or is another run's.
+        """
+        if self.recorded is None:
+            return [self.default] * self.job.schedule.num_ranks
+        return self.recorded.settings(self.profiles, self.default)
 
     def peak_bytes(self, rank: RankResult) -> int:
         """Return a rank's peak of `memory`."""
@@ -84,7 +111,16 @@ class Source:
 
     def predict(self, plan: OffloadPlan) -> Prediction:
         """Return what a plan would bring, by simulating a step."""
-        return predictor_of(self.job, self.peak_bytes)(plan)
+        return predictor_of(self.job, self.peak_bytes, self.default)(plan)
+
+    def above(self, prediction: Prediction, targets: Sequence[int]) -> list[int]:
+        """Return by how many bytes each rank is predicted to miss its target; 0 where it doesn't.
+
+        A segment of the allocator more is none that a plan could avoid.
+        """
+        slack = SEGMENT_BYTES - 1 if self.in_segments else 0
+        differences = zip(prediction.peak_bytes, targets, strict=True)
+        return [peak - most if peak > most + slack else 0 for peak, most in differences]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +187,13 @@ def read_machine(path: Path, gpus_per_rank: int = 1) -> dict[str, Any]:
         ConfigError: it can't be read, or is neither.
     """
     if path.suffix != ".json":
-        return load_yaml(path)
+        section = load_yaml(path)
+        if section and not section.keys() & MachineDescription.model_fields.keys():
+            raise ConfigError(
+                f"{path} holds no bandwidths; give YAML with keys such as d2h_gbps, or the JSON of "
+                "'megatron-offload doctor --output FILE'"
+            )
+        return validate(MachineDescription, section, str(path)).model_dump(exclude_unset=True)
     data = read_json(path)
     if isinstance(data, dict) and "profile" in data:
         data = data["profile"]
@@ -205,22 +247,22 @@ def load_run(
     """
     profiles, place = _profiles_in(folder)
     is_simulated = _is_simulated(place / "run.json")
-    recorded = _recorded(place)
-    gpus_per_rank = recorded.gpus_per_rank if recorded else 1
+    recorded = load_recorded(place)
+    bandwidths = _bandwidths(place)
+    gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
     section: Mapping[str, Any] = {}
     if machine is not None:
         section, origin = read_machine(machine, gpus_per_rank), str(machine)
-    elif recorded is not None:
-        section = recorded.machine.model_dump()
-        origin = f"{place / BANDWIDTHS_NAME}: {recorded.origin}"
-    elif is_simulated:
-        config = place / "config.yaml"
-        section = simulated_machine(_simulated_config(config)).model_dump()
-        origin = f"the simulated device's, by {config}"
+    elif bandwidths is not None:
+        section = bandwidths.machine.model_dump()
+        origin = f"{place / BANDWIDTHS_NAME}: {bandwidths.origin}"
+    elif is_simulated and recorded is not None:
+        section = simulated_machine(recorded.offload.simulated).model_dump()
+        origin = f"the simulated device's, by {recorded.path}"
     else:
         origin = f"{DEFAULTS}; --machine FILE takes others"
     data = apply_overrides({"machine": dict(section)}, overrides)
-    around = validate(Surroundings, data, str(machine or "--set"))
+    around = validate(Surroundings, data, "--set")
     job = _job_of(profiles, schedule, around.machine.machine(), gpus_per_rank)
     return Source(
         title=folder.resolve().name,
@@ -230,6 +272,7 @@ def load_run(
         memory="saved activations" if is_simulated else "reserved memory",
         machine=origin,
         in_segments=False,
+        recorded=recorded,
     )
 
 
@@ -289,7 +332,7 @@ def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
     return check_profiles(by_rank.values())
 
 
-def _recorded(place: Path) -> Bandwidths | None:
+def _bandwidths(place: Path) -> Bandwidths | None:
     """Return the bandwidths that a run has left beside its profiles, if it has."""
     path = place / BANDWIDTHS_NAME
     return load_bandwidths(path) if path.exists() else None
@@ -299,12 +342,6 @@ def _is_simulated(facts: Path) -> bool:
     """Return whether a run had no GPU, as far as it has left its facts."""
     data = read_json(facts) if facts.exists() else None
     return isinstance(data, dict) and data.get("is_simulated") is True
-
-
-def _simulated_config(config: Path) -> SimulatedConfig:
-    """Return the simulated device of a run."""
-    offload = load_yaml(config).get("offload")
-    return validate(OffloadConfig, offload or {}, str(config)).simulated
 
 
 def _job_of(

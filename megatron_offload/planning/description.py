@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ByteSize, Field
 
 from megatron_offload.config import apply_overrides, load_yaml
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import Job, Machine, RankSettings
 from megatron_offload.planning.memory_target import Resources
 from megatron_offload.planning.model_cost import ModelDescription, job_from_model
@@ -30,6 +31,9 @@ __all__ = [
     "Surroundings",
     "load_description",
 ]
+
+_TRAINERS = frozenset({"data", "optimizer", "parallel", "run", "schedule"})
+"""Sections of the trainer's configuration that no description has."""
 
 _MACHINE = Machine()
 _SETTINGS = RankSettings()
@@ -114,6 +118,12 @@ def load_description(
         ConfigError: all that is wrong, one line each.
     """
     data = load_yaml(path)
+    if data.keys() & _TRAINERS:
+        raise ConfigError(
+            f"{path} is a configuration of 'train' (it has the section "
+            f"{min(data.keys() & _TRAINERS)!r}), and no description of a job; run it with "
+            "run.profile_step=3 and give its folder, or write a file as configs/models/ has them"
+        )
     if machine is not None:
         data["machine"] = dict(machine)
     return validate(JobDescription, apply_overrides(data, overrides), str(path))

@@ -248,7 +248,7 @@ def _kept(rank: Footprint, problem: Problem) -> list[tuple[GroupKey, str]]:
     )
     for position, (key, item) in enumerate(zip(rank.keys, rank.items, strict=True)):
         reasons[key] = (
-            "the target is kept without it"
+            "memory is low enough without it"
             if position in movable
             else f"needed again after {_ms(item.backward_us - item.committed_us)}, and its copies "
             f"take {_ms(2 * item.num_bytes / problem.link_gbps / 1e3)}"

@@ -32,18 +32,27 @@ from megatron_offload.planning.simulate import RankResult, simulate
 
 __all__ = ["job_of", "predictor_of", "profiles_of", "settings_of"]
 
+_DEFAULT = RankSettings()
+
 _SLOW_LINK_SHARE = 0.8
 """Of the bandwidth of copies, what a plan has to do with. One that was to cost four H200s 0.5 % at
 most, with all of it, cost them 3.6 % (docs/planning.md)."""
 
 
-def settings_of(plan: OffloadPlan) -> list[RankSettings]:
-    """Return what a plan sets on each pipeline rank."""
+def settings_of(plan: OffloadPlan, default: RankSettings = _DEFAULT) -> list[RankSettings]:
+    """Return what each pipeline rank does that follows a plan.
+
+    Args:
+        plan: of all ranks.
+        default: the run's own settings, whose budgets count where the plan has none.
+    """
     return [
-        RankSettings(
+        replace(
+            default,
             kept=frozenset(rank.kept),
-            max_inflight_bytes=rank.max_inflight_bytes,
-            prefetch_bytes=rank.prefetch_bytes,
+            residents=frozenset(),
+            max_inflight_bytes=_first(rank.max_inflight_bytes, default.max_inflight_bytes),
+            prefetch_bytes=_first(rank.prefetch_bytes, default.prefetch_bytes),
         )
         if rank.moved_bytes
         else NO_OFFLOAD
@@ -51,14 +60,21 @@ def settings_of(plan: OffloadPlan) -> list[RankSettings]:
     ]
 
 
+def _first(planned: int | None, default: int | None) -> int | None:
+    return default if planned is None else planned
+
+
 def predictor_of(
-    job: Job, peak_bytes_of: Callable[[RankResult], int] = attrgetter("peak_reserved_bytes")
+    job: Job,
+    peak_bytes_of: Callable[[RankResult], int] = attrgetter("peak_reserved_bytes"),
+    default: RankSettings = _DEFAULT,
 ) -> Predictor:
     """Return what predicts plans for a job: it simulates a step, and one with a slower link.
 
     Args:
         job: the step.
         peak_bytes_of: which peak of a rank counts.
+        default: as for `settings_of`.
     """
     slow_job = replace(job, machine=_with_slow_link(job.machine))
 
@@ -68,7 +84,7 @@ def predictor_of(
                 f"the plan is for {plan.pp_size} pipeline ranks, the job has "
                 f"{job.schedule.num_ranks}"
             )
-        settings = settings_of(plan)
+        settings = settings_of(plan, default)
         step, slow_step = simulate(job, settings), simulate(slow_job, settings)
         return Prediction(step.step_us, tuple(map(peak_bytes_of, step.ranks)), slow_step.step_us)
 

@@ -33,9 +33,17 @@ from megatron_offload.reporting.trace import (
     StepTrace,
 )
 
-__all__ = ["PIPELINE", "RELEASE", "RELOAD", "RankResult", "Simulation", "simulate"]
+__all__ = [
+    "PIPELINE",
+    "RELEASE",
+    "RELOAD",
+    "SEGMENT_BYTES",
+    "RankResult",
+    "Simulation",
+    "simulate",
+]
 
-_SEGMENT_BYTES = 2 * 1024**2
+SEGMENT_BYTES = 2 * 1024**2
 """PyTorch's caching allocator takes large memory from the device in multiples of this."""
 
 
@@ -134,7 +142,7 @@ def _result(rank: RankStreams, unused_bytes: int | None) -> RankResult:
         stall_us=rank.stall_us,
         peak_device_bytes=program.peak_device_bytes,
         peak_taken_bytes=program.peak_taken_bytes,
-        peak_reserved_bytes=-(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES,
+        peak_reserved_bytes=-(-reserved_bytes // SEGMENT_BYTES) * SEGMENT_BYTES,
         peak_host_bytes=program.peak_host_bytes,
         offloaded_bytes=program.offloaded_bytes,
         reloaded_bytes=program.reloaded_bytes,

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_offload.errors import ConfigError
+from megatron_offload.extras import require
 from megatron_offload.planning.cover import Problem, Solution
 from megatron_offload.planning.greedy import solve_greedy
 
@@ -108,12 +108,8 @@ class _Program:
     """
 
     def __init__(self, problem: Problem, time_limit_s: float) -> None:
-        try:
-            highspy = import_module("highspy")
-        except ImportError as error:
-            raise ConfigError(
-                "solving for a memory target needs highspy; install megatron-offload[plan]"
-            ) from error
+        require("highspy")
+        highspy = import_module("highspy")
         self._optimal = highspy.HighsModelStatus.kOptimal
         self._integer = highspy.HighsVarType.kInteger
         self._highs = highspy.Highs()

@@ -25,17 +25,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_offload.errors import ConfigError
+from megatron_offload.extras import require
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.link import FairShare
 from megatron_offload.planning.program import OpKind, RankProgram
 from megatron_offload.reporting.trace import PIPELINE_WAIT, Span, StepTrace
 
-try:
+if TYPE_CHECKING:
     import simpy
-except ImportError as error:
-    raise ConfigError("simulating needs simpy; install megatron-offload[plan]") from error
 
 __all__ = ["PIPELINE", "RELEASE", "RELOAD", "RankStreams", "run_streams"]
 
@@ -136,6 +136,9 @@ class _Step:
     """The processes of all ranks, and what they share."""
 
     def __init__(self, job: Job, ranks: list[RankStreams]) -> None:
+        require("simpy")
+        import simpy
+
         self.environment = simpy.Environment()
         self.num_events = 0
         machine = job.machine

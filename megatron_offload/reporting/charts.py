@@ -104,7 +104,10 @@ class RankChart:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A point of a scatter chart; places in percent from the lower left corner."""
+    """A point of a scatter chart; places in percent from the lower left corner.
+
+    One whose time was not measured stands on the axis.
+    """
 
     left: float
     bottom: float
@@ -122,6 +125,8 @@ class Scatter:
     markers: tuple[Marker, ...]
     frontiers: tuple[tuple[str, str], ...]
     """Path data of the best of what was measured, and of what was predicted, by kind."""
+    untimed: str
+    """Path data of an upright line for each point whose time was not measured; "" without such."""
 
 
 def time_axis(traces: Iterable[StepTrace]) -> Axis:
@@ -177,7 +182,7 @@ def rank_chart(trace: StepTrace, times: Axis) -> RankChart:
 def scatter(tradeoff: TradeOff) -> Scatter:
     """Return the trade-off chart."""
     points = tradeoff.points
-    times = [0.0, *(point.step_time_percent for point in points)]
+    times = [0.0, *(p.step_time_percent for p in points if p.step_time_percent is not None)]
     low, high = min(times), max(times)
     margin = max(0.5, 0.08 * (high - low))
     low, high = low - margin, high + margin
@@ -187,23 +192,27 @@ def scatter(tradeoff: TradeOff) -> Scatter:
     )
     y_axis = Axis(low, high, tuple(y_ticks))
     x_axis = byte_axis(max((point.peak_bytes for point in points), default=0))
+
+    def place(point: TradeOffPoint) -> tuple[float, float]:
+        percent = low if point.step_time_percent is None else point.step_time_percent
+        return x_axis.share(point.peak_bytes), y_axis.share(percent)
+
     markers = tuple(
-        Marker(x_axis.share(point.peak_bytes), y_axis.share(point.step_time_percent), number, point)
+        Marker(*place(point), number, point)
         for number, point in enumerate(sorted(points, key=lambda point: point.peak_bytes), start=1)
     )
     frontiers = []
     for kind, is_predicted in (("measured", False), ("predicted", True)):
         best = frontier(point for point in points if point.is_predicted is is_predicted)
-        places = [
-            (
-                WIDTH * x_axis.share(point.peak_bytes) / 100,
-                HEIGHT - HEIGHT * y_axis.share(point.step_time_percent) / 100,
-            )
-            for point in best
-        ]
+        places = [(WIDTH * x / 100, HEIGHT - HEIGHT * y / 100) for x, y in map(place, best)]
         if len(places) > 1:
             frontiers.append((kind, "M" + "L".join(f"{x:.1f} {y:.2f}" for x, y in places)))
-    return Scatter(x_axis, y_axis, markers, tuple(frontiers))
+    untimed = "".join(
+        f"M{WIDTH * place(point)[0] / 100:.1f} 0V{HEIGHT}"
+        for point in points
+        if point.step_time_percent is None
+    )
+    return Scatter(x_axis, y_axis, markers, tuple(frontiers), untimed)
 
 
 def _lane(spans: Sequence[Span], times: Axis) -> tuple[tuple[str, str], ...]:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from megatron_offload.errors import ConfigError
+from megatron_offload.commands.output import check_place, writing
 from megatron_offload.files import replace_text
 from megatron_offload.machine.examine import Examination, examine
 from megatron_offload.machine.finding import Finding
@@ -72,8 +72,7 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: ``--output`` can't be written; nothing was measured.
     """
     output: Path | None = options.output
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise ConfigError(f"--output {output}: name a file in a folder that exists")
+    check_place("--output", output)
     examination = examine(bandwidth=not options.no_bandwidth)
     text = json.dumps(as_json(examination), indent=1) + "\n"
     if options.json:
@@ -81,10 +80,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(examination)
     if output is not None:
-        try:
+        with writing(output):
             replace_text(output, text)
-        except OSError as error:
-            raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error
     return int(any(finding.level == "error" for finding in examination.findings))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.errors import ConfigError
+from megatron_offload.extras import require
 from megatron_offload.files import replace_text
 from megatron_offload.reporting import charts
 from megatron_offload.reporting.plots import MOST_TIMELINES
@@ -42,12 +42,9 @@ def render_report(report: Report) -> str:
     Raises:
         ConfigError: jinja2 is not installed.
     """
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ConfigError(
-            "the HTML report needs jinja2; install megatron-offload[report]"
-        ) from error
+    require("jinja2")
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

@@ -26,7 +26,7 @@ from megatron_offload.reporting.trace import (
     Span,
     StepTrace,
 )
-from megatron_offload.reporting.tradeoff import TradeOff, frontier
+from megatron_offload.reporting.tradeoff import TradeOff, TradeOffPoint, frontier
 
 __all__ = ["MOST_TIMELINES", "plot_comparison", "plot_timeline", "plot_tradeoff"]
 
@@ -165,26 +165,28 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    timed = [point for point in tradeoff.points if point.step_time_percent is not None]
     kinds = (("measured", False, "-", "#0b7f86"), ("predicted", True, "--", "none"))
     for name, is_predicted, style, face in kinds:
-        points = [point for point in tradeoff.points if point.is_predicted is is_predicted]
+        points = [point for point in timed if point.is_predicted is is_predicted]
         if not points:
             continue
-        x, y = ([p.peak_bytes / _GIB for p in points], [p.step_time_percent for p in points])
+        x, y = _places(points)
         axes.scatter(x, y, s=45, facecolors=face, edgecolors="#0b7f86", label=name, zorder=3)
-        best = frontier(points)
-        x, y = ([p.peak_bytes / _GIB for p in best], [p.step_time_percent for p in best])
-        axes.plot(x, y, style, color="#0b7f86", linewidth=1.2, alpha=0.6)
-    plans = [point for point in tradeoff.points if point.is_plan]
-    x, y = ([p.peak_bytes / _GIB for p in plans], [p.step_time_percent for p in plans])
+        axes.plot(*_places(frontier(points)), style, color="#0b7f86", linewidth=1.2, alpha=0.6)
+    plans = [point for point in timed if point.is_plan]
     if plans:
+        x, y = _places(plans)
         axes.scatter(
-            *(x, y), s=180, facecolors="none", edgecolors="#c2255c", linewidths=2, label="today's"
+            *(x, y), s=180, facecolors="none", edgecolors="#c2255c", linewidths=2, label="the plan"
         )
+    for point in tradeoff.points:
+        if point.step_time_percent is None:
+            axes.axvline(point.peak_bytes / _GIB, color="#0b7f86", linewidth=1.2, linestyle=":")
     # Labels beside their points would lie on one another: numbers there, a list at the side.
     named = sorted(tradeoff.points, key=lambda point: point.peak_bytes)[:_MOST_LABELS]
     for number, point in enumerate(named, start=1):
-        place = (point.peak_bytes / _GIB, point.step_time_percent)
+        place = (point.peak_bytes / _GIB, point.step_time_percent or 0.0)
         axes.annotate(str(number), place, (0, 8), textcoords="offset points", ha="center")
     lines = [
         f"{number}  {textwrap.shorten(point.label, 60, placeholder=' ...')}"
@@ -201,6 +203,11 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return True
+
+
+def _places(points: Sequence[TradeOffPoint]) -> tuple[list[float], list[float]]:
+    """Return where points are whose time is known."""
+    return [p.peak_bytes / _GIB for p in points], [p.step_time_percent or 0.0 for p in points]
 
 
 def _facts(trace: StepTrace, scale: float, unit: str) -> str:

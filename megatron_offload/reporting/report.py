@@ -122,9 +122,10 @@ class Report:
     groups: Sequence[GroupRow]
     step_time_s: Pair
     """Median over the steps."""
-    config: str
-    """As YAML, what was given of it."""
+    config: str | None
+    """As YAML, what was given of it; None where the run has left none."""
     versions: Mapping[str, str]
+    """Empty where the run has left none."""
     commands: Sequence[str]
     """What does the same again."""
     comparison: Comparison | None = None
@@ -132,6 +133,10 @@ class Report:
     traces: Sequence[StepTrace] = ()
     tradeoff: TradeOff | None = None
     plan: OffloadPlan | None = None
+    plan_is_followed: bool = False
+    """Whether the run did what the plan says."""
+    left_out: str = ""
+    """A sentence on the steps whose peaks count in no number here; "" without such."""
 
     @property
     def plan_rows(self) -> list[PlanRow]:

@@ -9,6 +9,7 @@ Invariant: all points of a file are against one reference, the same job without 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -31,14 +32,14 @@ class TradeOffPoint(StrictModel):
     peak_bytes: int = Field(ge=0, lt=2**63)
     """Peak device memory of the rank that needs most."""
 
-    step_time_percent: float = Field(ge=-100.0, le=1e6)
-    """Step time against no offload: 3.1 means 3.1 % longer."""
+    step_time_percent: float | None = Field(ge=-100.0, le=1e6)
+    """Step time against no offload: 3.1 means 3.1 % longer. None where it was not measured."""
 
     is_predicted: bool = False
     """Simulated, and not measured."""
 
     is_plan: bool = False
-    """The setting that the job runs with today."""
+    """The plan of the file beside it, whether or not a run has followed it."""
 
 
 class TradeOff(StrictModel):
@@ -52,10 +53,18 @@ class TradeOff(StrictModel):
 
 
 def frontier(points: Iterable[TradeOffPoint]) -> list[TradeOffPoint]:
-    """Return the points that no other beats in both, by memory, the least first."""
+    """Return the points that no other beats in both, by memory, the least first.
+
+    Points whose time was not measured are none of them.
+    """
     best: list[TradeOffPoint] = []
-    for point in sorted(points, key=lambda point: (point.peak_bytes, point.step_time_percent)):
-        if not best or point.step_time_percent < best[-1].step_time_percent:
+    timed = [
+        (p.peak_bytes, p.step_time_percent, p) for p in points if p.step_time_percent is not None
+    ]
+    lowest = math.inf
+    for _, percent, point in sorted(timed, key=lambda one: one[:2]):
+        if percent < lowest:
+            lowest = percent
             best.append(point)
     return best
 

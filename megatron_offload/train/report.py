@@ -18,12 +18,15 @@ from typing import Any
 
 import pydantic
 
+from megatron_offload.commands.output import check_place, writing
 from megatron_offload.config import load_yaml, validate
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
+from megatron_offload.extras import require
 from megatron_offload.files import read_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
+from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.reporting.console import console
 from megatron_offload.reporting.html import write_report
 from megatron_offload.reporting.report import (
@@ -38,17 +41,24 @@ from megatron_offload.reporting.tradeoff import TradeOff, TradeOffPoint, read_tr
 from megatron_offload.train.comparison import FOLDERS, read_comparison
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RunReport, read_steps
-from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, plan_path, read_facts
+from megatron_offload.train.run_folder import (
+    CONFIG_NAME,
+    has_facts,
+    main_folder,
+    plan_path,
+    read_facts,
+)
 from megatron_offload.train.trace_command import read_run_traces
+from megatron_offload.units import format_bytes
 
 __all__ = ["ABOUT", "REPORT_NAME", "add_arguments", "read_report", "run"]
 
 ABOUT = """\
 Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
 
-reads    run.output of a train or a compare run: steps.jsonl, config.yaml, run.json, timelines,
-         compare.json, and plan.json and tradeoff.json where they are there; a missing file is a gap
-         that the page names, a damaged one is an error
+reads    run.output of a train or a compare run: steps.jsonl, and of config.yaml, run.json,
+         timelines, compare.json, plan.json and tradeoff.json what is there; one that is missing is
+         a gap that the page names, a damaged one is an error
 prints   where the page is
 writes   report.html; needs the extra 'report' (jinja2)
 
@@ -60,6 +70,9 @@ example: megatron-offload report runs/quickstart
 REPORT_NAME = "report.html"
 
 _TRADEOFF_NAME = "tradeoff.json"
+
+_MOST_NAMED = 5
+"""Steps that are named one by one."""
 
 _MEMORY = (
     ("reserved memory", "peak_reserved_bytes"),
@@ -95,13 +108,11 @@ def write(folder: Path, output: Path | None = None) -> Path:
         ConfigError: as for `run`, or the file can't be written.
     """
     path = output or folder / REPORT_NAME
+    require("jinja2")
+    check_place("--output", output)
     report = read_report(folder)
-    try:
+    with writing(path):
         write_report(report, path)
-    except OSError as error:
-        raise ConfigError(
-            f"can't write {path}: {error.strerror}; choose another --output"
-        ) from error
     return path
 
 
@@ -124,46 +135,78 @@ def read_report(folder: Path) -> Report:
     if is_comparison:
         plain = RunReport(read_steps(folder / FOLDERS[0], last, world_size)[0])
     config_path = folder / CONFIG_NAME
-    config = validate(TrainConfig, load_yaml(config_path), str(config_path))
-    facts = read_facts(main)
+    config = _config(config_path)
+    facts = read_facts(main) if has_facts(main) else None
     memory = _memory(plain, offloaded)
+    traced_step = config.traced_step if config else 0
     times = Pair(
-        plain.median_step_time_s(without=config.traced_step) if plain else None,
-        offloaded.median_step_time_s(without=config.traced_step),
+        plain.median_step_time_s(without=traced_step) if plain else None,
+        offloaded.median_step_time_s(without=traced_step),
     )
     groups = _group_stats(offloaded, main)
     command = "compare" if is_comparison else "train"
-    again = shlex.quote(f"run.output={folder}_again")
-    elsewhere = "" if is_comparison else f" --set {again}"  # a run is not replaced
+    plan, is_followed = _plan(main, folder, config)
+    # Only a GPU has memory to reserve.
+    is_simulated = facts.is_simulated if facts else offloaded.peaks()[0][_MEMORY[0][1]] is None
+    again = f"megatron-offload {command} --config {shlex.quote(str(config_path))}"
+    if not is_comparison:  # a run is not replaced
+        again += f" --set {shlex.quote(f'run.output={folder}_again')}"
     return Report(
         title=folder.resolve().name,
         num_steps=len(offloaded.steps),
-        device=facts.device,
-        is_simulated=facts.is_simulated,
-        date=f"{facts.date:%Y-%m-%d %H:%M} UTC",
+        device=facts.device if facts else "device not known",
+        is_simulated=is_simulated,
+        date=f"{facts.date:%Y-%m-%d %H:%M} UTC" if facts else "date not known",
         memory=memory,
         ranks=_ranks(offloaded, groups),
         groups=_groups(groups),
         step_time_s=times,
-        config=read_text(config_path).rstrip(),
-        versions=facts.versions,
+        config=read_text(config_path).rstrip() if config else None,
+        versions=facts.versions if facts else {},
         commands=(
-            f"megatron-offload {command} --config {shlex.quote(str(config_path))}{elsewhere}",
+            *((again,) if config else ()),
             f"megatron-offload report {shlex.quote(str(folder))}",
         ),
         comparison=_comparison(folder) if is_comparison else None,
         traces=read_run_traces(folder),
-        plan=_plan(main, folder),
-        tradeoff=_tradeoff(folder, memory, times, is_measured=not facts.is_simulated),
+        plan=plan,
+        plan_is_followed=is_followed,
+        left_out=_left_out(offloaded, memory),
+        tradeoff=_tradeoff(folder, memory, None if is_simulated else times.change),
     )
 
 
-def _plan(*folders: Path) -> OffloadPlan | None:
-    """Return the plan that the run has made, or else one that was put beside it."""
-    for folder in folders:
-        if plan_path(folder).exists():
-            return load_plan(plan_path(folder))
-    return None
+def _config(path: Path) -> TrainConfig | None:
+    return validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
+
+
+def _plan(main: Path, folder: Path, config: TrainConfig | None) -> tuple[OffloadPlan | None, bool]:
+    """Return the plan that the run followed, or else one beside it, and whether it did."""
+    policy = config.offload.policy if config else None
+    if isinstance(policy, PlanFileConfig) and Path(policy.path).exists():
+        return load_plan(policy.path), True
+    if plan_path(main).exists():
+        return load_plan(plan_path(main)), isinstance(policy, AutoConfig | MemoryTargetConfig)
+    return (load_plan(plan_path(folder)) if plan_path(folder).exists() else None), False
+
+
+def _left_out(report: RunReport, memory: Sequence[MemoryKind]) -> str:
+    """Return a sentence on the steps that count in no peak."""
+    steps = [step for step in report.steps if not step.is_usual]
+    if not memory or not steps or len(steps) == len(report.steps):
+        return ""
+    key = next(key for name, key in _MEMORY if name == memory[0].name)
+    found = (getattr(rank, key) for step in steps for rank in step.ranks)
+    peak = max((value for value in found if value is not None), default=None)
+    names = ", ".join(str(step.step) for step in steps[:_MOST_NAMED])
+    more = f" and {len(steps) - _MOST_NAMED} more" if len(steps) > _MOST_NAMED else ""
+    what = (
+        "was profiled or measured a plan and counts"
+        if len(steps) == 1
+        else ("were profiled or measured a plan and count")
+    )
+    took = f"; the fullest rank took {format_bytes(peak)} there" if peak is not None else ""
+    return f"Step{'s' if len(steps) > 1 else ''} {names}{more} {what} in no peak{took}."
 
 
 def _memory(plain: RunReport | None, offloaded: RunReport) -> list[MemoryKind]:
@@ -239,26 +282,33 @@ def _comparison(folder: Path) -> Comparison:
     return Comparison(found.identical, tuple(found.findings.items()))
 
 
-def _tradeoff(
-    folder: Path, memory: Sequence[MemoryKind], times: Pair, *, is_measured: bool
-) -> TradeOff | None:
-    """Return the points of the folder's file, and those that the run itself has measured."""
+def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) -> TradeOff | None:
+    """Return the points of the folder's file, and those that the run itself has measured.
+
+    Args:
+        folder: the run's or the comparison's.
+        memory: what was measured.
+        change: how much longer a step took, as a share; None where that was not measured.
+    """
     path = folder / _TRADEOFF_NAME
     given = read_tradeoff(path) if path.exists() else None
     kinds = {kind.name: kind for kind in memory}
     kind = kinds.get(given.memory) if given else next(iter(memory), None)
     points = list(given.points) if given else []
-    if is_measured and kind is not None and times.change is not None:
-        without, offloaded = kind.highest
-        if without is not None and offloaded is not None:
-            points += [
-                TradeOffPoint(label="no offload", peak_bytes=int(without), step_time_percent=0.0),
-                TradeOffPoint(
-                    label="this run",
-                    peak_bytes=int(offloaded),
-                    step_time_percent=100 * times.change,
-                    is_plan=not any(point.is_plan for point in points),
-                ),
-            ]
+    without, offloaded = kind.highest if kind is not None else (None, None)
+    if given is None and change is None:
+        return None
+    if without is not None:
+        points.append(
+            TradeOffPoint(label="no offload", peak_bytes=int(without), step_time_percent=0.0)
+        )
+    if offloaded is not None:
+        points.append(
+            TradeOffPoint(
+                label="this run",
+                peak_bytes=int(offloaded),
+                step_time_percent=None if change is None else 100 * change,
+            )
+        )
     name = given.memory if given else kind.name if kind else ""
     return TradeOff(memory=name, points=tuple(points)) if points else None

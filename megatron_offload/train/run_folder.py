@@ -33,6 +33,7 @@ __all__ = [
     "CONFIG_NAME",
     "RunFacts",
     "found_versions",
+    "has_facts",
     "main_folder",
     "plan_path",
     "prepare_folder",
@@ -114,6 +115,11 @@ def write_config(config: TrainConfig, folder: Path) -> None:
     """Write what was given of a configuration, as a file for ``--config``."""
     given = config.model_dump(mode="json", exclude_unset=True)
     replace_text(folder / CONFIG_NAME, yaml.safe_dump(given, sort_keys=False))
+
+
+def has_facts(folder: Path) -> bool:
+    """Whether a run has left what `read_facts` reads."""
+    return (folder / _FACTS_NAME).exists()
 
 
 def read_facts(folder: Path) -> RunFacts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_offload.commands.output import check_picture, writing
 from megatron_offload.errors import ConfigError
 from megatron_offload.reporting.console import console
 from megatron_offload.reporting.plots import MOST_TIMELINES, plot_timeline
@@ -47,22 +48,22 @@ def run(options: argparse.Namespace) -> int:
             needs matplotlib.
     """
     folder: Path = options.folder
+    check_picture("--png", options.png)
     traces = read_run_traces(folder)
     if not traces:
         raise ConfigError(
             f"{folder} holds no timelines; set run.trace_step: 4, with offload on, and run again"
         )
     out = console()
-    try:
-        write_traces(folder / TRACE_NAME, traces)
-        out.print(f"trace: {folder / TRACE_NAME}, for https://ui.perfetto.dev")
-        if options.png is not None:
-            if not plot_timeline(traces[:MOST_TIMELINES], options.png, folder.resolve().name):
-                raise ConfigError("--png needs matplotlib; install megatron-offload[plots]")
-            drawn = min(len(traces), MOST_TIMELINES)
-            out.print(f"picture: {options.png}, {drawn} of {len(traces)} ranks")
-    except OSError as error:
-        raise ConfigError(f"can't write {error.filename}: {error.strerror}") from error
+    path = folder / TRACE_NAME
+    with writing(path):
+        write_traces(path, traces)
+    out.print(f"trace: {path}, for https://ui.perfetto.dev")
+    if options.png is not None:
+        drawn = traces[:MOST_TIMELINES]
+        with writing(options.png):
+            plot_timeline(drawn, options.png, folder.resolve().name)
+        out.print(f"picture: {options.png}, {len(drawn)} of {len(traces)} ranks")
     return 0
 
 

@@ -31,6 +31,9 @@ machine:
   ranks_per_node: 2
 """
 
+MODULES = "[qkv_linear, core_attn, attn_proj, mlp_fc1, mlp_act, mlp_fc2]"
+"""Of a configuration: some of the groups of `SMALL`."""
+
 RATES = {
     "d2h_gbps": 50.0,
     "h2d_gbps": 54.0,

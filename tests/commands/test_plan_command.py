@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
-from jobs import RATES, measured, ran, run_without
+from jobs import MODULES, RATES, measured, ran, run_without
 
 from megatron_offload.commands import plan as command
-from megatron_offload.commands.source import has_profiles, load_model, load_run
+from megatron_offload.commands.source import Source, has_profiles, load_model, load_run
+from megatron_offload.planning.auto import Prediction
 from megatron_offload.planning.bandwidths import Bandwidths, save_bandwidths
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import RatioPolicy
-from megatron_offload.planning.policy_config import AutoConfig, MachineConfig
+from megatron_offload.planning.policy_config import AutoConfig, MachineConfig, MemoryTargetConfig
 from megatron_offload.planning.predict import profiles_of
 from megatron_offload.planning.profile_file import load_profile, save_profile
 from megatron_offload.planning.simulate import simulate
@@ -342,6 +344,8 @@ def test_every_group_is_listed_when_asked(model, capsys):
         (("--model", "MODEL", "--policy", "memory_target"), "needs --device-target"),
         (("--model", "MODEL", "--policy", "auto", "--ratio", "1"), "--ratio belongs to"),
         (("--model", "MODEL", "--device-target", "much"), "device_target.0"),
+        (("--model", "MODEL", "--device-target", "22"), "22 is 22 B, .* write 22GiB or 22MiB"),
+        (("--model", "MODEL", "--device-target", "22GiB", "22B"), "22B is 22 B, .* write 22GiB"),
         (("--model", "MODEL", "--max-cost", "little"), "max_cost"),
         (("--model", "MODEL", "--max-cost", "-1"), "max_cost"),
         (("--model", "MODEL", "--ratio", "1.5"), "'ratio'"),
@@ -354,7 +358,7 @@ def test_every_group_is_listed_when_asked(model, capsys):
         (("--model", "MODEL", "--machine", "/nowhere.json"), "can't read /nowhere.json"),
         (("--model", "MODEL", "--machine", "BAD"), "did you mean 'profile'|unknown key"),
         (("--model", "MODEL", "--machine", "UNMEASURED"), "no measured bandwidths"),
-        (("--model", "MODEL", "--output", "/nowhere/plan.json"), "a folder that exists"),
+        (("--model", "MODEL", "--output", "/proc/version/plan.json"), "/proc/version is no folder"),
         (("--model", "MODEL", "--nonsense"), "unrecognized arguments: --nonsense"),
     ],
 )
@@ -400,8 +404,105 @@ def test_a_missing_extra_is_named(model, absent):
     words = ["plan", "--model", model, "--max-cost", "1"]
     status, _, error = run_without(words, absent)
     assert status == 2
-    assert "install megatron-offload[plan]" in error
+    assert "run: pip install 'megatron-offload[plan]'" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("absent", ["highspy", "simpy"])
+def test_a_missing_extra_is_noticed_before_any_work(model, absent, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, absent, None)
+    monkeypatch.setattr(command, "load_source", lambda _: pytest.fail("it has begun to work"))
+    assert plan("--model", model, "--max-cost", "1") == 2
+    assert f"needs {absent}, which is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["plan", "simulate"])
+def test_help_needs_no_extra(name, monkeypatch, capsys):
+    for module in ("highspy", "simpy", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in [one for one in sys.modules if one.startswith("megatron_offload.planning.str")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(SystemExit) as exit_error:
+        main([name, "--help"])
+    assert exit_error.value.code == 0
+
+
+def test_a_ratio_without_a_curve_needs_no_solver(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    assert plan("--model", model, "--ratio", 0.5, "--curve", 0) == 0
+
+
+def test_an_interrupt_is_one_line_and_status_130(model, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "make_policy", interrupted)
+    assert plan("--model", model) == 130
+    assert capsys.readouterr().err == "megatron-offload: interrupted\n"
+
+
+def test_a_plan_that_is_predicted_to_miss_its_target_is_made_for_less(model, tmp_path):
+    source = load_model(model)
+    highest = max(map(source.peak_bytes, simulate(source.job).ranks))
+    target = highest - highest // 8
+    predictions = []
+
+    def predict(self, plan):
+        peaks = tuple(rank.moved_bytes and target + 2**23 for rank in plan.ranks)
+        found = Prediction(1.0, peaks if not predictions else (target, target))
+        predictions.append(plan)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Source, "predict", predict)
+        config = MemoryTargetConfig(kind="memory_target", target_bytes=target)
+        outcome = command.make(source, config, 0)
+    first, second = predictions
+    assert outcome.plan.ranks[0].moved_bytes == second.ranks[0].moved_bytes
+    assert second.ranks[0].moved_bytes > first.ranks[0].moved_bytes
+
+
+def test_a_plan_that_can_t_but_miss_its_target_is_status_1(model, tmp_path, capsys, monkeypatch):
+    source = load_model(model)
+    target = max(map(source.peak_bytes, simulate(source.job).ranks)) * 7 // 8
+    seen = Prediction(1.0, (target, target + 2**23))
+    monkeypatch.setattr(Source, "predict", lambda self, plan: seen)
+    output = tmp_path / "plan.json"
+    words = ("--model", model, "--curve", 0, "--output", output)
+    assert plan(*words, "--device-target", target) == 1
+    error = capsys.readouterr().err
+    assert "rank 1: the plan is predicted to take" in error
+    assert "8.0 MiB above its target" in error
+    assert output.exists()
+    assert plan(*words, "--ratio", 1) == 0
+
+
+def test_the_plan_that_a_run_followed_is_not_replaced(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    (folder / "config.yaml").write_text("offload: {policy: {kind: auto}}")
+    assert plan(folder, "--ratio", 0.5, "--curve", 0) == 0, "the run came to no plan"
+    capsys.readouterr()
+    before = (folder / "plan.json").read_bytes()
+    assert plan(folder, "--ratio", 0.25, "--curve", 0) == 2
+    error = capsys.readouterr().err
+    assert "plan.json is the plan that the run made and followed; --output FILE" in error
+    assert (folder / "plan.json").read_bytes() == before
+    words = ("--curve", 0, "--output", tmp_path / "new" / "plan.json")
+    assert plan(folder, "--ratio", 0.25, *words) == 0
+
+
+def test_the_curve_of_a_run_has_its_own_settings_on_it(tmp_path):
+    folder = ran(tmp_path / "run")
+    (folder / "config.yaml").write_text(
+        f"offload: {{modules: {MODULES}, max_inflight_bytes: 8MiB}}"
+    )
+    assert plan(folder, "--ratio", 0.5, "--curve", 1) == 0
+    points = {point.label: point for point in read_tradeoff(folder / "tradeoff.json").points}
+    point = points["this run's own settings"]
+    source = load_run(folder)
+    step = simulate(source.job, source.as_run())
+    assert point.peak_bytes == max(map(source.peak_bytes, step.ranks))
+    assert (point.is_predicted, point.is_plan) == (True, False)
 
 
 def test_auto_keeps_its_cost(model):

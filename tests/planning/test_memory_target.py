@@ -130,7 +130,7 @@ def test_reasons_tell_why(planner):
     plan = middle.plan((targets(middle, 3)[1],) * 2, "memory_target")
     reasons = {choice.reason for rank in plan.ranks for choice in rank.choices}
     assert any(reason.startswith("not needed for") for reason in reasons)
-    assert any(reason == "the target is kept without it" for reason in reasons)
+    assert any(reason == "memory is low enough without it" for reason in reasons)
     assert any(reason.startswith("needed again after") for reason in reasons)
 
 

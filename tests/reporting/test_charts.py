@@ -110,6 +110,18 @@ def test_sizes_have_round_ticks_in_one_unit(most, labels):
     assert axis.share(most) < 100
 
 
+def test_a_point_without_a_time_is_an_upright_line():
+    points = (
+        TradeOffPoint(label="this run", peak_bytes=50, step_time_percent=None),
+        TradeOffPoint(label="all", peak_bytes=100, step_time_percent=2.0),
+    )
+    found = charts.scatter(TradeOff(memory="m", points=points))
+    assert found.frontiers == ()
+    marker = found.markers[0]
+    assert marker.bottom == 0
+    assert found.untimed == f"M{charts.WIDTH * marker.left / 100:.1f} 0V{charts.HEIGHT}"
+
+
 def test_the_scatter_joins_the_best_of_each_kind():
     def point(peak, percent, **more):
         return TradeOffPoint(label="x", peak_bytes=peak, step_time_percent=percent, **more)

@@ -159,5 +159,5 @@ def test_a_page_that_cannot_be_rendered_leaves_the_last_one(tmp_path):
 
 def test_without_jinja2_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ConfigError, match=r"install megatron-offload\[report\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'megatron-offload\[report\]'"):
         render_report(gpu_report())

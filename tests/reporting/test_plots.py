@@ -53,6 +53,7 @@ def test_labels_are_text_and_no_formulas(tmp_path):
         TradeOffPoint(label=r"$\frac{", peak_bytes=2**30, step_time_percent=1.0),
         TradeOffPoint(label="$x$", peak_bytes=2**31, step_time_percent=0.0, is_plan=True),
         TradeOffPoint(label="p", peak_bytes=2**31, step_time_percent=0.0, is_predicted=True),
+        TradeOffPoint(label="untimed", peak_bytes=2**31, step_time_percent=None),
     )
     path = tmp_path / "deep" / "tradeoff.png"
     formula = r"$\frac{$"

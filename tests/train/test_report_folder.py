@@ -1,0 +1,193 @@
+"""What a report makes of a run's folder: what is missing, what was measured, what is a plan."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+
+import pytest
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
+from megatron_offload.planning.plan_file import save_plan
+from megatron_offload.planning.profile import GroupKey
+from megatron_offload.reporting.trace import Span, StepTrace, write_traces
+from megatron_offload.reporting.tradeoff import TradeOffPoint, write_tradeoff
+from megatron_offload.train import report
+from megatron_offload.train.cli import main
+from megatron_offload.train.records import RankStep, StepRecord
+from megatron_offload.train.run_folder import RunFacts
+
+pytest.importorskip("jinja2")
+
+MIB = 2**20
+
+
+def step(number, peak_bytes, **more):
+    ranks = [
+        RankStep(rank, rank, 0, 1.0, 1.0, 0.5, peak_live_activation_bytes=peak_bytes, **more)
+        for rank in range(2)
+    ]
+    return StepRecord(number, 1.0, 1.0, 1e-3, 0.5, 64, tuple(ranks))
+
+
+def write_run(folder, config="", *, facts=True):
+    """Write what a run of four steps on a CPU leaves whose third was profiled."""
+    folder.mkdir(parents=True)
+    steps = [
+        step(1, 8 * MIB),
+        step(2, 9 * MIB),
+        step(3, 38 * MIB, is_profiled=True),
+        step(4, 9 * MIB),
+    ]
+    (folder / "steps.jsonl").write_text("".join(one.to_json() + "\n" for one in steps))
+    if config:
+        (folder / "config.yaml").write_text(config)
+    if facts:
+        found = RunFacts(
+            device="simulated on 2 CPU cores",
+            is_simulated=True,
+            ranks=2,
+            date=datetime(2026, 11, 22, tzinfo=UTC),
+            versions={"torch": "2.13"},
+        )
+        (folder / "run.json").write_text(found.model_dump_json())
+    return folder
+
+
+def write_plan(path):
+    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
+    plan = OffloadPlan("auto", 2, 1, (RankPlan((choice,)), RankPlan((choice,))))
+    save_plan(plan, path)
+    return plan
+
+
+def test_configuration_and_facts_that_are_missing_are_gaps_that_the_page_names(tmp_path):
+    folder = write_run(tmp_path / "run", facts=False)
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert "The folder holds no <code>config.yaml</code>" in page
+    assert "The folder holds no <code>run.json</code>" in page
+    assert "device not known" in page
+    assert "speed is not judged" in page, "nothing was reserved, so there was no GPU"
+    assert "megatron-offload train" not in page
+
+
+def test_damaged_ones_are_errors(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", "modell: {}")
+    assert main(["report", str(folder)]) == 2
+    assert "did you mean 'model'" in capsys.readouterr().err
+    (folder / "config.yaml").unlink()
+    (folder / "run.json").write_text("[]")
+    assert main(["report", str(folder)]) == 2
+
+
+def test_the_page_s_folder_is_made(tmp_path):
+    folder = write_run(tmp_path / "run")
+    page = tmp_path / "pages" / "of" / "mine" / "run.html"
+    assert main(["report", str(folder), "--output", str(page)]) == 0
+    assert page.exists()
+    with pytest.raises(ConfigError, match="is a folder; name a file"):
+        report.write(folder, tmp_path)
+
+
+def test_the_profiled_step_is_said_to_be_left_out_of_peaks(tmp_path):
+    folder = write_run(tmp_path / "run")
+    found = report.read_report(folder)
+    assert found.memory[0].highest.offloaded == 9 * MIB
+    said = (
+        "Step 3 was profiled or measured a plan and counts in no peak; the fullest rank took "
+        "38.0 MiB there."
+    )
+    assert found.left_out == said
+    page = report.write(folder).read_text()
+    assert f"over its usual steps. {said}" in page
+    assert "over all steps" not in page
+
+
+def test_what_the_run_did_is_a_measured_point_beside_predicted_ones(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert report.read_report(folder).tradeoff is None
+    points = [
+        TradeOffPoint(
+            label="no offload", peak_bytes=38 * MIB, step_time_percent=0.0, is_predicted=True
+        ),
+        TradeOffPoint(
+            label="the plan (auto)",
+            peak_bytes=23 * MIB,
+            step_time_percent=0.1,
+            is_predicted=True,
+            is_plan=True,
+        ),
+    ]
+    write_tradeoff(folder / "tradeoff.json", "saved activations", points)
+    write_plan(folder / "plan.json")
+    found = report.read_report(folder).tradeoff
+    assert list(found.points[:2]) == points
+    ours = found.points[2]
+    assert (ours.label, ours.peak_bytes, ours.step_time_percent) == ("this run", 9 * MIB, None)
+    assert not ours.is_predicted
+    assert not ours.is_plan
+    page = report.write(folder).read_text()
+    assert "today" not in page
+    assert "the plan (auto) (a plan that the run did not follow)" in page
+    assert "measured memory; its time was not" in page
+    assert "The run did not follow it" in page
+
+
+@pytest.mark.parametrize("kind", ["auto", "plan_file"])
+def test_a_plan_that_the_run_followed_is_said_to_be(tmp_path, kind):
+    path = tmp_path / "elsewhere.json" if kind == "plan_file" else tmp_path / "run" / "plan.json"
+    given = f", path: {path}" if kind == "plan_file" else ""
+    folder = write_run(tmp_path / "run", f"offload: {{policy: {{kind: {kind}{given}}}}}")
+    plan = write_plan(path)
+    found = report.read_report(folder)
+    assert found.plan == plan
+    assert found.plan_is_followed
+    assert "The run followed it." in report.write(folder).read_text()
+
+
+def test_a_plan_that_was_made_of_a_comparison_later_is_none_that_the_run_followed(tmp_path):
+    folder = tmp_path / "run"
+    for name in ("without_offload", "with_offload"):
+        write_run(folder / name)
+    (folder / "config.yaml").write_text("offload: {policy: {kind: auto}}")
+    write_plan(folder / "plan.json")
+    plan, is_followed = report._plan(
+        folder / "with_offload", folder, report._config(folder / "config.yaml")
+    )
+    assert plan is not None
+    assert not is_followed
+
+
+def traced(folder):
+    folder.mkdir()
+    spans = [Span("compute", "forward", "a", 0, 900), Span("d2h", "d2h", "a", 200, 500, 1000)]
+    write_traces(folder / "trace_0.json", [StepTrace(0, spans)])
+    return folder
+
+
+def test_a_picture_of_timelines_goes_into_a_new_folder(tmp_path):
+    pytest.importorskip("matplotlib")
+    folder = traced(tmp_path / "run")
+    picture = tmp_path / "new" / "a.png"
+    assert main(["trace", str(folder), "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["x.txt", "", "x"])
+def test_a_picture_that_is_none_is_refused_in_one_line_before_anything_is_written(
+    tmp_path, capsys, name
+):
+    folder = traced(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["trace", str(folder), "--png", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_picture_without_matplotlib_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = traced(tmp_path / "run")
+    assert main(["trace", str(folder), "--png", str(tmp_path / "x.png")]) == 2
+    assert "pip install 'megatron-offload[plots]'" in capsys.readouterr().err
