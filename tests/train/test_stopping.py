@@ -19,7 +19,8 @@ from megatron_offload.train.stopping import (
 )
 
 RANK = (
-    "import time; from megatron_offload.train.stopping import end_with_parent; end_with_parent(); "
+    "import time; time.sleep({delay}); "
+    "from megatron_offload.train.stopping import end_with_parent; end_with_parent(); "
     "print('started', flush=True); time.sleep(60)"
 )
 
@@ -48,9 +49,12 @@ def test_the_second_signal_kills_children_and_the_first_does_not():
 
 def test_a_child_that_is_interrupted_while_it_starts_ends_without_a_word(capfd):
     resource_tracker._resource_tracker._stop()  # as in a new process
-    child = multiprocessing.get_context("spawn").Process(target=exec, args=(RANK,))
+    child = multiprocessing.get_context("spawn").Process(
+        target=exec, args=(RANK.format(delay=0.6),)
+    )
     with open_stop_signals() as signals, second_signal_kills(), children_without_sigint():
         child.start()
+        time.sleep(0.3)  # Python itself has started by then
         os.kill(child.pid, signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         child.join(30)
@@ -61,9 +65,10 @@ def test_a_child_that_is_interrupted_while_it_starts_ends_without_a_word(capfd):
 
 @pytest.mark.timeout(30)
 def test_a_child_does_not_outlive_its_parent():
+    rank = RANK.format(delay=0)
     program = (
         "import multiprocessing, time\n"
-        f"child = multiprocessing.get_context('spawn').Process(target=exec, args=({RANK!r},))\n"
+        f"child = multiprocessing.get_context('spawn').Process(target=exec, args=({rank!r},))\n"
         "child.start(); time.sleep(60)\n"
     )
     with subprocess.Popen(
