@@ -149,8 +149,8 @@ class OffloadConfig(StrictModel):
     until a step's first backward."""
 
     host_memory_bytes: OptionalBytesField = default(None)
-    """Cap of pinned host memory in this process; over it tensors stay on the device. None: what
-    ``host_memory_share`` says."""
+    """Cap of the host memory that a manager pins, of which a process mostly has one. Over it
+    tensors stay on the device. None: what ``host_memory_share`` says."""
 
     host_memory_share: float = Field(default=0.5, gt=0.0, le=1.0)
     """The same as a share of what the machine and its control groups have free at the start, for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from megatron_offload.config import OffloadConfig
@@ -9,7 +10,7 @@ from megatron_offload.config import OffloadConfig
 if TYPE_CHECKING:
     from megatron_offload.backends.base import Backend, DeviceInfo
 
-__all__ = ["create_backend", "visible_devices"]
+__all__ = ["create_backend", "current_device", "visible_devices"]
 
 
 def visible_devices() -> tuple[DeviceInfo, ...]:
@@ -23,6 +24,19 @@ def visible_devices() -> tuple[DeviceInfo, ...]:
     return cuda.visible_devices()
 
 
+def current_device(config: OffloadConfig) -> Hashable:
+    """Return what tells the device that `create_backend` would take now from others."""
+    from megatron_offload.backends import cuda
+
+    return cuda.current_index() if _takes_cuda(config) else None
+
+
+def _takes_cuda(config: OffloadConfig) -> bool:
+    from megatron_offload.backends.cuda import is_available
+
+    return config.backend == "cuda" or (config.backend == "auto" and is_available())
+
+
 def create_backend(config: OffloadConfig, device_index: int | None = None) -> Backend:
     """Build the backend that ``config.backend`` names; ``auto`` takes CUDA where there is a device.
 
@@ -33,11 +47,11 @@ def create_backend(config: OffloadConfig, device_index: int | None = None) -> Ba
     Raises:
         IntegrationError: CUDA was asked for and there is no device.
     """
-    from megatron_offload.backends.cuda import CudaBackend, is_available
+    from megatron_offload.backends.cuda import CudaBackend
     from megatron_offload.backends.host_timed import HostTimedBackend
     from megatron_offload.backends.simulated import SimulatedBackend
 
-    if config.backend == "cuda" or (config.backend == "auto" and is_available()):
+    if _takes_cuda(config):
         return CudaBackend(
             nvtx=config.nvtx,
             pin_memory=config.pin_memory,

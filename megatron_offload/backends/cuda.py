@@ -25,7 +25,7 @@ from megatron_offload.backends.base import Backend, DeviceInfo, DeviceMemory, Pa
 from megatron_offload.errors import IntegrationError
 from megatron_offload.memory.numa import node_of_device, pci_address, prefer_node
 
-__all__ = ["CudaBackend", "is_available", "visible_devices"]
+__all__ = ["CudaBackend", "current_index", "is_available", "visible_devices"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,6 +33,11 @@ _logger = logging.getLogger(__name__)
 def is_available() -> bool:
     """Whether this process can use a CUDA device."""
     return torch.cuda.is_available()
+
+
+def current_index() -> int:
+    """Return the number of the device that is current for this thread."""
+    return torch.cuda.current_device()
 
 
 def visible_devices() -> tuple[DeviceInfo, ...]:

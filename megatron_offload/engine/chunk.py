@@ -79,6 +79,11 @@ class ChunkOffloadHandler:
                 return self.open_groups.pop(index)
         return None
 
+    def forget_groups(self) -> None:
+        """Let go of the groups, whose step is over, so that no cycle keeps a manager alive."""
+        for groups in (self.groups, self.open_groups, self.committed):
+            groups.clear()
+
     def find_block(self, storage_key: int) -> Block | None:
         """Return the live block of a storage of this chunk."""
         reference = self.blocks.get(storage_key)

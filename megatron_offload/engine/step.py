@@ -58,6 +58,7 @@ class Step:
         for group in self._prefetcher.groups():
             if next(group.blocks(), None) is None:
                 group.unhook()
+            group.chunk.forget_groups()
         self.committed = []
         self.num_chunks = 0
         self._transfers.begin_step(StepStats())

@@ -10,19 +10,24 @@ Read next: `megatron_offload.engine.automatic`.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
+import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.frontends.around import AroundForwards
+from megatron_offload.memory.host_pool import HostPool
 
 __all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"]
 
@@ -37,13 +42,16 @@ _WRAPPED = ("module", "_orig_mod", "base_model", "model")
 class OffloadActivations(AroundForwards):
     """While it is entered, what autograd saves goes to host memory; backward gets it back in time.
 
-    Make it once and enter it around every forward:
+    Enter it around every forward:
 
-        offload = OffloadActivations()
         for batch in data:
-            with offload:
+            with OffloadActivations():
                 loss = model(batch)
             loss.backward()
+
+    One that is made anew goes on where the last one of its settings was left, in the same thread
+    and on the same device: with the pinned memory and with what was learned. Two that exist at a
+    time share nothing, so a program of two models keeps one for each.
 
     Parameters and buffers stay (plain buffers where `get_act_offloading_ctx_manager` was told of
     them), and so do small tensors and those that are not on the accelerator. Distributed and
@@ -84,19 +92,16 @@ class OffloadActivations(AroundForwards):
         self.use_streams = use_streams
         self.max_fwd_stash_size = max_fwd_stash_size
         self.min_tensor_size_bytes = min_offload_size
-        if manager is None:
-            settings = (config or OffloadConfig()).model_dump(exclude_unset=True)
-            settings |= {"pin_memory": use_pin_memory, "copy_streams": use_streams}
-            manager = PipelineOffloadManager(OffloadConfig.model_validate(settings))
-        self.manager = manager
         # On the compute stream a copy is done before what comes next, so that nothing need be held.
         most_tensors = max_fwd_stash_size if use_streams else 0
-        self._automatic = AutomaticGroups(
-            manager,
-            "activations",
-            min_tensor_bytes=min_offload_size,
-            max_inflight_tensors=most_tensors,
-        )
+        if manager is not None:
+            self._automatic = _make(manager, min_offload_size, most_tensors)
+        else:
+            settings = (config or OffloadConfig()).model_dump(exclude_unset=True)
+            settings |= {"pin_memory": use_pin_memory, "copy_streams": use_streams}
+            config = OffloadConfig.model_validate(settings)
+            self._automatic = _lend(self, config, min_offload_size, most_tensors)
+        self.manager = self._automatic.manager
 
     @property
     def _groups(self) -> AutomaticGroups:
@@ -105,6 +110,46 @@ class OffloadActivations(AroundForwards):
     def close(self) -> None:
         """Give all memory back; a second call does nothing more."""
         self.manager.close()
+
+
+def _make(
+    manager: PipelineOffloadManager, min_tensor_bytes: int, most_tensors: int
+) -> AutomaticGroups:
+    return AutomaticGroups(
+        manager,
+        "activations",
+        min_tensor_bytes=min_tensor_bytes,
+        max_inflight_tensors=most_tensors,
+    )
+
+
+_idle: dict[Hashable, list[AutomaticGroups]] = {}
+"""What contexts that are gone have left for the next of the same settings: the process's, because
+the documented form makes a context for each step, and pins and learns once all the same."""
+
+
+def _lend(context: object, config: OffloadConfig, *sizes: int) -> AutomaticGroups:
+    """Return what moves the tensors of a context, for as long as that exists."""
+    settings = (config.model_dump_json(), frozenset(config.model_fields_set))
+    key = (threading.get_ident(), current_device(config), settings, sizes)
+    left = _idle.setdefault(key, [])
+    try:
+        groups = left.pop()
+        groups.manager.enable_offload()
+        groups.manager.meter = None
+    except IndexError:
+        # The settings have changed, maybe, and nobody may come for what the others have pinned.
+        for other in [groups for idle in list(_idle.values()) for groups in idle]:
+            other.manager.trim()
+        groups = _make(PipelineOffloadManager(config), *sizes)
+    weakref.finalize(context, _take_back, groups, left, groups.manager.host_pool).atexit = False
+    return groups
+
+
+def _take_back(groups: AutomaticGroups, left: list[AutomaticGroups], pool: HostPool) -> None:
+    """Keep what a context had for the next one, unless it was closed or configured anew."""
+    if groups.manager.host_pool is pool and not pool.is_closed:
+        left.append(groups)
 
 
 class NoOpManager(saved_tensors_hooks):
@@ -172,8 +217,15 @@ def _find_head(model: nn.Module) -> nn.Module | None:
     return None
 
 
+_kept: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The heads that have their hooks."""
+
+
 def _keep_on_device(module: nn.Module) -> None:
-    """Run every forward of a module inside `NoOpManager`."""
+    """Run every forward of a module inside `NoOpManager`; a second call changes nothing."""
+    if module in _kept:
+        return
+    _kept.add(module)
     entered: list[NoOpManager] = []
 
     @graph_break

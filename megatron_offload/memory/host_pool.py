@@ -31,6 +31,7 @@ import torch
 
 from megatron_offload.backends.base import Backend, Event
 from megatron_offload.memory.host_limit import default_cap_bytes
+from megatron_offload.units import format_bytes
 
 __all__ = ["ALIGNMENT_BYTES", "HostPool", "HostPoolStats", "HostRegion"]
 
@@ -180,7 +181,8 @@ class HostPool:
 
     Args:
         backend: pins the slabs and answers whether events are done.
-        slab_bytes: slabs are at least this large, as far as the cap allows.
+        slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned;
+            where the machine has less, a warning says so.
         cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes`.
         share: what part of the free memory that is, for all local ranks together.
 
@@ -201,8 +203,9 @@ class HostPool:
             raise ValueError(f"share must be in (0, 1], got {share}")
         self.cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
         self.stats = HostPoolStats()
-        self.last_pin_error: Exception | None = None
-        """Why the last slab could not be pinned, if that ever happened."""
+        self.last_pin_error = ""
+        """Why the last slab could not be pinned. Text, because an exception keeps the frames that
+        it went through, and what they hold."""
         self._backend = backend
         self._slab_bytes = _aligned(slab_bytes)
         self._slabs: list[_Slab] = []
@@ -215,8 +218,18 @@ class HostPool:
         self._recent_peak_bytes = 0
         # The smallest slab that could not be pinned: nothing as large is tried again.
         self._unpinnable_bytes: int | None = None
-        self._warned_of: set[bool] = set()
-        self._is_closed = False
+        self._warned_of: set[str] = set()
+        self.is_closed = False
+        """Whether all was given back for good."""
+        if cap_bytes is None and self._slab_bytes > self.cap_bytes:
+            self._warn_once(
+                "host_slab_bytes is %s and this process may pin %s (host_memory_share %g of what "
+                "the machine and its control groups have free, for all local ranks): no slab is "
+                "larger (lower host_slab_bytes)",
+                format_bytes(self._slab_bytes),
+                format_bytes(self.cap_bytes),
+                share,
+            )
 
     def allocate(self, num_bytes: int) -> HostRegion | None:
         """Lend ``num_bytes``, or return None when memory is short.
@@ -229,7 +242,7 @@ class HostPool:
         """
         if num_bytes < 1:
             raise ValueError(f"a region has at least one byte, got {num_bytes}")
-        if self._is_closed:
+        if self.is_closed:
             raise ValueError("the host pool is closed")
         size_bytes = _aligned(num_bytes)
         same_size = self._free.get(size_bytes)
@@ -278,7 +291,7 @@ class HostPool:
             raise ValueError(f"{region!r} was freed before")
         region._piece = piece.region = None
         self.stats.in_use_bytes -= piece.num_bytes
-        if self._is_closed:
+        if self.is_closed:
             return
         if after is not None:
             self._num_frees += 1
@@ -359,9 +372,9 @@ class HostPool:
 
         A region that is still out keeps its slab alive, and may be freed late.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self._backend.sync_copies()
         self._slabs.clear()
         self._free.clear()
@@ -457,7 +470,17 @@ class HostPool:
         if size_bytes > room_bytes:
             return False
         largest_bytes = max(size_bytes, min(self._slab_bytes, room_bytes))
-        return self._pin(largest_bytes) or (largest_bytes > size_bytes and self._pin(size_bytes))
+        if self._pin(largest_bytes):
+            return True
+        if largest_bytes == size_bytes or not self._pin(size_bytes):
+            return False
+        self._warn_once(
+            "a slab of %s can't be pinned (%s): slabs are as small as what is asked for, which is "
+            "slow (lower host_slab_bytes or host_memory_bytes)",
+            format_bytes(largest_bytes),
+            self.last_pin_error,
+        )
+        return True
 
     def _pin(self, num_bytes: int) -> bool:
         if self._unpinnable_bytes is not None and num_bytes >= self._unpinnable_bytes:
@@ -465,7 +488,7 @@ class HostPool:
         try:
             tensor = self._backend.empty_host(num_bytes)
         except (RuntimeError, MemoryError) as error:
-            self.last_pin_error = error
+            self.last_pin_error = str(error) or type(error).__name__
             self.stats.num_pin_failures += 1
             self._unpinnable_bytes = num_bytes
             return False
@@ -484,26 +507,28 @@ class HostPool:
         stats.num_refused += 1
         stats.refused_bytes += num_bytes
         stats.num_unpinnable += not is_over_cap
-        if is_over_cap in self._warned_of:
-            return
-        self._warned_of.add(is_over_cap)
         if is_over_cap:
-            _logger.warning(
+            self._warn_once(
                 "host pool is full: asked %s, %s in use, %s of %s pinned; the tensors stay on the "
                 "device (raise host_memory_bytes or lower the fraction)",
-                _readable(num_bytes),
-                _readable(stats.in_use_bytes),
-                _readable(stats.slab_bytes_total),
-                _readable(self.cap_bytes),
+                format_bytes(num_bytes),
+                format_bytes(stats.in_use_bytes),
+                format_bytes(stats.slab_bytes_total),
+                format_bytes(self.cap_bytes),
             )
         else:
-            _logger.warning(
+            self._warn_once(
                 "host memory can't be pinned: asked %s, %s pinned, error: %s; the tensors stay on "
                 "the device (lower host_memory_bytes or host_slab_bytes)",
-                _readable(num_bytes),
-                _readable(stats.slab_bytes_total),
+                format_bytes(num_bytes),
+                format_bytes(stats.slab_bytes_total),
                 self.last_pin_error,
             )
+
+    def _warn_once(self, message: str, *numbers: object) -> None:
+        if message not in self._warned_of:
+            self._warned_of.add(message)
+            _logger.warning(message, *numbers)
 
     def _is_over(self, event: Event | None) -> bool:
         return event is None or self._backend.is_done(event)
@@ -511,12 +536,3 @@ class HostPool:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _readable(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import resource
+import threading
 
 import pytest
 import torch
 import zoo
-from programs import KIB, TIMINGS, assert_nothing_left, assert_same, make_manager
+from programs import KIB, TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
 
 import megatron_offload
+from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.group import GroupState
 from megatron_offload.errors import InPlaceModificationError
+from megatron_offload.frontends import whole_model
 from megatron_offload.frontends.whole_model import (
     NoOpManager,
     OffloadActivations,
     get_act_offloading_ctx_manager,
 )
+from megatron_offload.memory.host_pool import HostPool
 
 BUDGETS = {"max_inflight_bytes": None, "prefetch_bytes": None}
 TIGHT = {"max_inflight_bytes": 0, "prefetch_bytes": 4096}
@@ -514,3 +519,183 @@ def test_groups_are_left_when_their_tensors_are_gone():
     loss.backward()
     left = [group for group in groups if group.state is GroupState.DONE]
     assert len(left) >= len(groups) - 1, "all but the last are left while backward runs"
+
+
+# A context for each step, which is how it is documented where the name comes from.
+
+
+@pytest.fixture
+def no_collector():
+    whole_model._idle.clear()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    whole_model._idle.clear()
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def slab_bytes():
+    pools = [one for one in gc.get_objects() if type(one) is HostPool]
+    return sum(pool.stats.slab_bytes_total for pool in pools)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_context_for_each_step_takes_no_more_memory(is_named):
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    x = torch.ones(256, 64)
+    config = OffloadConfig(host_slab_bytes="8MiB", max_inflight_bytes=0, prefetch_bytes=0)
+    slabs, resident = [], []
+    for step in range(50):
+        context = OffloadActivations(config=config)
+        with context if is_named else OffloadActivations(config=config):
+            loss = net(x).square().sum()
+        loss.backward()
+        del loss
+        resident.append(resident_bytes())
+        if step in (2, 25, 49):
+            slabs.append(slab_bytes())
+    assert context.last_step.offloaded_bytes > 0
+    assert len(set(slabs)) == 1
+    assert max(resident[2:]) - resident[2] < 8 << 20
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_context_for_each_step_goes_on_with_what_was_learned():
+    config = OffloadConfig(max_inflight_bytes=0, prefetch_bytes="64KiB")
+    model, inputs = zoo.make("transformer")
+    generator = torch.Generator().manual_seed(1)
+    late, managers = [], set()
+    for _ in range(4):
+        with OffloadActivations(min_offload_size=0, config=config):
+            loss = zoo.loss_of(model, inputs(generator))
+        loss.backward()
+        del loss
+        context = OffloadActivations(min_offload_size=0, config=config)
+        assert context.end_step()
+        late.append(context.last_step.num_late_reloads)
+        managers.add(id(context.manager))
+        del context
+    assert late[-1] == 0
+    assert len(managers) == 1
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_bit_is_the_same_with_a_context_for_each_forward(name):
+    order = "FFFBFBBB"
+    config = make_config("late", **TIGHT)
+    expected = zoo.train(name, None, order=order)
+    actual = zoo.train(
+        name, lambda _: OffloadActivations(min_offload_size=0, config=config), order=order
+    )
+    assert_same(expected, actual)
+    (groups,) = [one for idle in whole_model._idle.values() for one in idle]
+    assert groups.end_step_if_over()
+    assert groups.manager.last_step.offloaded_bytes > 0
+    assert_nothing_left(groups.manager)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_contexts_that_exist_together_share_nothing():
+    first, second = OffloadActivations(), OffloadActivations()
+    assert first.manager is not second.manager
+    other = []
+    thread = threading.Thread(target=lambda: other.append(OffloadActivations().manager))
+    left = first.manager
+    del first
+    thread.start()
+    thread.join()
+    assert other[0] is not left
+    assert OffloadActivations(max_fwd_stash_size=6).manager is not left
+    assert OffloadActivations(config=OffloadConfig(fraction=0.5)).manager is not left
+    assert OffloadActivations().manager is left
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_what_was_closed_or_changed_by_hand_is_nobody_s_next():
+    closed = OffloadActivations()
+    closed.close()
+    closed.close()
+    changed = OffloadActivations()
+    changed.manager.configure(OffloadConfig(fraction=0.5))
+    managers = {closed.manager, changed.manager}
+    off = OffloadActivations()
+    off.manager.disable_offload()
+    switched = off.manager
+    del closed, changed, off
+    first, second = OffloadActivations(), OffloadActivations()
+    assert not {first.manager, second.manager} & managers
+    assert first.manager is switched
+    assert first.manager.do_offload
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_other_settings_get_the_memory_that_nobody_uses():
+    x = torch.ones(64, 64, requires_grad=True)
+    config = OffloadConfig(host_slab_bytes="1MiB", max_inflight_bytes=0, prefetch_bytes=0)
+    with OffloadActivations(config=config) as context:
+        y = x.exp().exp().sum()
+    pool = context.manager.host_pool
+    del context
+    OffloadActivations(config=config.model_copy(update={"fraction": 0.5}))
+    assert pool.stats.slab_bytes_total > 0  # the graph is there yet
+    y.backward()
+    del y
+    OffloadActivations(max_fwd_stash_size=7, config=config)
+    assert pool.stats.slab_bytes_total == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_manager_that_nobody_has_any_more_gives_its_memory_back():
+    before = slab_bytes()
+    for _ in range(3):
+        offload = make_offload(**TIGHT)
+        with offload:
+            loss = torch.ones(64, 64, requires_grad=True).exp().exp().sum()
+        loss.backward()
+        del loss
+        assert offload.end_step()
+        assert slab_bytes() > before
+        del offload
+        assert slab_bytes() == before
+
+
+def test_the_head_is_hooked_once():
+    model, _ = zoo.make("transformer")
+    for _ in range(3):
+        get_act_offloading_ctx_manager(model)
+    assert len(model.output._forward_pre_hooks) == len(model.output._forward_hooks) == 1
+
+
+def test_slabs_that_can_t_be_pinned_are_told_and_every_step_is_counted(caplog):
+    config = OffloadConfig(
+        host_slab_bytes="64MiB", host_memory_bytes="1GiB", max_inflight_bytes=0, prefetch_bytes=0
+    )
+    offload = OffloadActivations(manager=PipelineOffloadManager(config))
+    backend = offload.manager.backend
+    pin = backend.empty_host
+
+    def empty_host(num_bytes):
+        if num_bytes > 1 << 20:
+            raise RuntimeError("cannot pin")
+        return pin(num_bytes)
+
+    backend.empty_host = empty_host
+    for _ in range(2):
+        with offload:
+            y = torch.ones(64, 64, requires_grad=True).exp()
+            loss = y.exp().sum()
+        del y
+        loss.backward()
+        del loss
+        assert offload.end_step()
+        assert offload.last_step.offloaded_bytes > 0
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(told) == 1
+    assert "a slab of 64.0 MiB can't be pinned" in told[0]
