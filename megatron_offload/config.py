@@ -127,11 +127,13 @@ class OffloadConfig(StrictModel):
     max_inflight_bytes: OptionalBytesField = default(None)
     """Device memory for groups whose copy to the host is issued. Larger hides slower copies;
     smaller frees memory sooner. What of ``prefetch_bytes`` is not in use is added. None: an eighth
-    of what the step could offload at its peak, and at least its largest group."""
+    of what the step saves at its peak, whether it moves or stays, and at least the largest group
+    that moves; and a copy is waited for at the latest when so much has been saved since, by groups
+    that stay too, as both limits make up. So a small share frees its memory as well."""
 
     prefetch_bytes: OptionalBytesField = default(None)
     """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
-    None: as for ``max_inflight_bytes``, and at least twice its largest group."""
+    None: an eighth likewise, and at least twice the largest group that moves."""
 
     resident_bytes: OptionalBytesField = default(None)
     """The part of both that groups may take which never move: those whose backward follows their

@@ -59,6 +59,7 @@ class ChunkOffloadHandler:
         self.open_groups: list[OffloadGroup] = []
         self.committed: list[OffloadGroup] = []
         self.blocks: dict[int, BlockRef] = {}
+        self._small_keys: set[int] = set()
         self._position: int | None = None
 
     def start_group(self, name: str) -> OffloadGroup:
@@ -91,22 +92,19 @@ class ChunkOffloadHandler:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
-        return self.movable_storage(tensor) is not None
+        return self.activation_storage(tensor) is not None and not self.is_small(tensor)
 
-    def movable_storage(self, tensor: torch.Tensor) -> int | None:
+    def activation_storage(self, tensor: torch.Tensor) -> int | None:
         """Return the identity of an activation's storage; None where the tensor can't move.
 
         Never moved: parameters and what shares their storage, tensors that are not on the
         backend's device, subclasses (fake, functional, quantised, distributed), layouts other than
         strided, lazily conjugated or negated tensors, zeros without memory (forward-mode AD),
-        opted-out tensors, and small ones.
+        opted-out tensors, and empty ones.
         """
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
-        num_bytes = tensor.nbytes
-        if num_bytes < self.min_tensor_bytes or num_bytes == 0:
-            return None
-        if self.min_tensor_elements and tensor.numel() < self.min_tensor_elements:
+        if tensor.nbytes == 0:
             return None
         manager = self.manager
         if not manager.backend.owns(tensor) or tensor.is_quantized:
@@ -120,3 +118,16 @@ class ChunkOffloadHandler:
             return None
         storage_key: int = tensor.untyped_storage()._cdata
         return None if manager.marks.holds(storage_key) else storage_key
+
+    def is_small(self, tensor: torch.Tensor) -> bool:
+        """Whether an activation is too small to move."""
+        if tensor.nbytes < self.min_tensor_bytes:
+            return True
+        return self.min_tensor_elements > 0 and tensor.numel() < self.min_tensor_elements
+
+    def small_bytes(self, storage_key: int, tensor: torch.Tensor) -> int:
+        """Return the bytes of a small activation; 0 where its storage was asked for, or moves."""
+        if storage_key in self._small_keys or self.find_block(storage_key) is not None:
+            return 0
+        self._small_keys.add(storage_key)
+        return tensor.nbytes

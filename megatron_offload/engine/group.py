@@ -47,6 +47,8 @@ class OffloadGroup:
         name: the module's name, such as ``core_attn``; groups of one name are counted together.
         num_bytes: bytes that moving the group copies; set at commit.
         elsewhere_bytes: bytes besides that something else keeps; set at commit.
+        staying_bytes: bytes besides that were chosen to stay; set at commit.
+        small_bytes: bytes besides of tensors that are too small to move.
         shared_bytes: of both, what a group before it has as well and left there; set at commit.
         committed_at_bytes: when its forward ended, by the step's clock.
         is_resident: whether the plan keeps it in the room for groups that never move.
@@ -69,7 +71,9 @@ class OffloadGroup:
         "name",
         "num_bytes",
         "shared_bytes",
+        "small_bytes",
         "state",
+        "staying_bytes",
         "transfers",
     )
 
@@ -85,6 +89,8 @@ class OffloadGroup:
         self.num_bytes = 0
         self.elsewhere_bytes = 0
         self.shared_bytes = 0
+        self.staying_bytes = 0
+        self.small_bytes = 0
         self.committed_at_bytes = 0
         self.held_bytes = 0
         self.is_resident = False
@@ -138,6 +144,11 @@ class OffloadGroup:
                 self.transfers.budget.held_bytes -= num_bytes
 
     @property
+    def passing_bytes(self) -> int:
+        """What the step's clock counts of it, in forward and in backward."""
+        return self.num_bytes + self.staying_bytes
+
+    @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
         return self._num_lost == self._num_saved
@@ -170,8 +181,11 @@ class OffloadGroup:
         observer = self.transfers.observer
         if observer is not None and not isinstance(tensor, torch.nn.Parameter):
             observer.observe(tensor)
-        storage_key = chunk.movable_storage(tensor)
+        storage_key = chunk.activation_storage(tensor)
         if storage_key is None:
+            return SavedTensor(tensor, None, self.name)
+        if chunk.is_small(tensor):
+            self.small_bytes += chunk.small_bytes(storage_key, tensor)
             return SavedTensor(tensor, None, self.name)
         offset = int(tensor.storage_offset())
         low = offset * tensor.itemsize

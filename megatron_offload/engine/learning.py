@@ -111,6 +111,7 @@ class Learner:
         self._has_settled = False
         self._planned_for: StepProfile | None = None
         self._planned_with: ModulesPolicy | None = None
+        self._largest_bytes = 0
         self._plan: FollowedPlan | None = None
         self._pp_rank: int | None = None
         self._ratio: RatioPolicy | None = None
@@ -189,7 +190,6 @@ class Learner:
         """Learn from a step that is over."""
         if self._listed:
             profile = self._without_unlisted(profile)
-        self._transfers.budget.learn()
         before = self.profile
         if profile == before:
             profile = before  # whoever planned with it needn't plan again
@@ -205,6 +205,9 @@ class Learner:
         if self._planned_for is not profile or self._planned_with != policy:
             self._planned_for, self._planned_with = profile, policy
             self._choose(profile, policy)
+            moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
+            self._largest_bytes = max(moving, default=0)
+        self._transfers.budget.learn(self._largest_bytes)
 
     def _choose(self, profile: StepProfile, policy: ModulesPolicy) -> None:
         """Decide about the next step from the last."""
@@ -226,9 +229,12 @@ class Learner:
         self._planned_for = self._planned_with = None
         self._transfers.owners.forget()
 
-    def keeps(self, key: GroupKey) -> bool:
-        """Whether the policy leaves a group on the device."""
-        return self._keeps_everything() or key in self.kept
+    def keeps_because(self, key: GroupKey) -> str:
+        """Return why the policy leaves a group on the device; empty where it moves."""
+        reason = self.kept.get(key)
+        if reason is None:
+            return "beyond the fraction 0 of its chunk" if self._keeps_everything() else ""
+        return reason
 
     def unlisted_because(self, name: str) -> str:
         """Return why a group of this name stays, whatever is planned; empty where it may move.

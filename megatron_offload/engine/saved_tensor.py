@@ -72,6 +72,7 @@ class Block:
         reload: the bulk reload that brings or brought it back.
         stays: whether it was chosen to stay on the device.
         counted_bytes: what of it some group's commit has counted.
+        kept_bytes: what of it is counted as kept on the device.
         checksum, checked_parts: in checking mode, what left and which bytes of it count.
     """
 
@@ -89,6 +90,7 @@ class Block:
         "high",
         "host",
         "index",
+        "kept_bytes",
         "like",
         "low",
         "num_bytes",
@@ -112,6 +114,7 @@ class Block:
         self.high = 0
         self.num_bytes = 0
         self.counted_bytes = 0
+        self.kept_bytes = 0
         self.aliases: list[torch.Tensor] = []
         self.host: HostRegion | None = None
         self.target: torch.Tensor | None = None

@@ -29,7 +29,8 @@ class GroupStats:
     reloaded_bytes: int = 0
     """Bytes copied back."""
     kept_bytes: int = 0
-    """Bytes that could have moved and stayed: by plan, for want of host memory, or needed soon."""
+    """Bytes that stayed: by plan, for want of host memory, needed soon, or too small to move. What
+    several groups save counts once."""
     kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
     """The same bytes by why they stayed, in words for people."""
     num_late_reloads: int = 0

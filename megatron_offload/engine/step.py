@@ -28,6 +28,8 @@ __all__ = ["Step"]
 
 _logger = logging.getLogger(__name__)
 
+_TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
+
 
 class Step:
     """The step of one manager; `begin` makes it the next.
@@ -151,13 +153,18 @@ class Step:
         group.committed_at_bytes = window.step_bytes
         self.committed.append(group)
         group.chunk.committed.append(group)
-        self._budget.add_saved(group.num_bytes, is_learned=learner.profile is not None)
+        stays_because = stays_because or learner.keeps_because(group.key)
+        self._budget.add_saved(
+            group.passing_bytes,
+            0 if stays_because else group.num_bytes,
+            is_learned=learner.profile is not None,
+        )
+        if group.small_bytes:
+            transfers.stats.of(group.name).keep(group.small_bytes, _TOO_SMALL)
         if group.num_bytes == 0:
             group.advance(GroupState.RESIDENT)
         elif stays_because:
             self._keep(group, stays_because)
-        elif learner.keeps(group.key):
-            self._keep(group, learner.kept.get(group.key, "beyond the fraction 0 of its chunk"))
         elif group.key in learner.residents:
             self._keep(group, "its backward follows soonest, and the resident room takes it")
             self._budget.resident_bytes += group.num_bytes
@@ -174,11 +181,11 @@ class Step:
             if group.chunk.max_inflight_blocks is not None:
                 window.limit_blocks(group.chunk.max_inflight_blocks)
         transfers.stats.of(group.name).num_groups += 1
-        window.pass_boundary(group.num_bytes)
+        window.pass_boundary(group.passing_bytes)
         prefetcher.advance()
 
     def _keep(self, group: OffloadGroup, reason: str) -> None:
-        self._transfers.stats.of(group.name).keep(group.num_bytes, reason)
+        self._transfers.count_kept(group, reason)
         group.advance(GroupState.RESIDENT)
 
     def enter_backward(self, group: OffloadGroup) -> None:
@@ -211,10 +218,10 @@ class Step:
             group.drop_dead_blocks()
             if self._prefetcher.knows(group):
                 group.let_go()
-                self._budget.drop_saved(group.num_bytes)
+                self._budget.drop_saved(group.passing_bytes)
                 if group.is_resident:
                     self._budget.resident_bytes -= group.num_bytes
-                self._window.pass_boundary(group.num_bytes)
+                self._window.pass_boundary(group.passing_bytes)
         self._prefetcher.advance()
 
 

@@ -71,10 +71,14 @@ class Transfers:
     # Device to host
 
     def movable_bytes(self, group: OffloadGroup) -> int:
-        """Return what moving a group would copy; count what something else keeps anyway."""
+        """Return what moving a group would copy; count what stays by choice, or is kept anyway."""
         num_bytes = 0
         for block in group.blocks():
-            if block.d2h is not None or block.stays:
+            if block.d2h is not None:
+                continue
+            if block.stays:
+                group.staying_bytes += block.num_bytes
+                self._count_kept(group, block, "beyond the share that moves")
                 continue
             group.shared_bytes += block.counted_bytes
             block.counted_bytes = block.num_bytes
@@ -84,6 +88,19 @@ class Transfers:
             else:
                 num_bytes += block.num_bytes
         return num_bytes
+
+    def count_kept(self, group: OffloadGroup, reason: str) -> None:
+        """Count the blocks of a group that could move, and stay on the device."""
+        for block in group.blocks():
+            if block.d2h is None and not block.stays and not self.owners.knows(block):
+                self._count_kept(group, block, reason)
+
+    def _count_kept(self, group: OffloadGroup, block: Block, reason: str) -> None:
+        """Count a block as kept, but for what a group before this has counted of it."""
+        num_bytes = block.num_bytes - block.kept_bytes
+        if num_bytes:
+            block.kept_bytes = block.num_bytes
+            self.stats.of(group.name).keep(num_bytes, reason)
 
     def offload(self, group: OffloadGroup) -> None:
         """Issue the copies of a group's blocks that no one has moved yet.
@@ -107,7 +124,7 @@ class Transfers:
             if host is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes
-                self.stats.of(group.name).keep(block.num_bytes, "the host memory is full")
+                self._count_kept(group, block, "the host memory is full")
                 continue
             pair = _offload_pair(block, host)
             block.address = pair[1].data_ptr() - block.low

@@ -126,12 +126,13 @@ class InFlightWindow:
     def pass_boundary(self, num_bytes: int) -> None:
         """Note that the program has gone by a group of this size; release what is due.
 
-        Until the first backward nothing is due but what exceeds the budget. Where groups stay, the
-        others' copies could take all the room that they have and still be due too soon; and a
-        pipeline rank that waits there makes others wait, whose messages it then takes late.
+        Under limits that were set nothing is due until the first backward but what exceeds them.
+        Where groups stay, the others' copies could take all the room that they have and still be
+        due too soon; and a pipeline rank that waits there makes others wait, whose messages it then
+        takes late.
         """
         self._passed_bytes += num_bytes
-        if not self.budget.is_warming_up:
+        if self.budget.clock_runs:
             while self._entries and self._entries[0].due_bytes < self._passed_bytes:
                 self._release_oldest()
         self.release_over_budget()

@@ -7,6 +7,10 @@ bytes that are *resident* by plan. Must not know groups' states, streams or tens
 All share one total. What the others leave of it, bytes in flight may take: while a pipeline fills
 nothing has to come back yet, and the copies to the host need the room. Until a step's first
 backward there may be more of them: what a backward itself needs is still free.
+
+Limits that are not set follow what a step saves, whether it moves or not: so much of the step hides
+a copy, however few there are. That they don't keep a small share on the device is the clock's part:
+a copy is *due* once groups of so many bytes have passed, those that stay included.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 __all__ = ["DeviceBudget"]
 
 _AUTO_SHARE = 8
-"""A limit that is not set is this fraction of what a step could offload at its peak."""
+"""A limit that is not set is this fraction of what a step has saved at its peak."""
 
 
 class DeviceBudget:
@@ -57,6 +61,15 @@ class DeviceBudget:
     def limit_bytes(self) -> int:
         """The most of all kinds that may be there now."""
         return self.total_bytes + (self.warmup_extra_bytes if self.is_warming_up else 0)
+
+    @property
+    def clock_runs(self) -> bool:
+        """Whether a copy is due once groups of ``limit_bytes`` have passed since its issue.
+
+        Until a step's first backward only where the limits follow the step. What was set by someone
+        may be short beside all that passes where most groups stay, and be kept by bytes alone.
+        """
+        return self._follows_inflight or not self.is_warming_up
 
     @property
     def lookahead_bytes(self) -> int:
@@ -132,16 +145,17 @@ class DeviceBudget:
         was_warming_up, self.is_warming_up = self.is_warming_up, False
         return was_warming_up
 
-    def add_saved(self, num_bytes: int, *, is_learned: bool) -> None:
+    def add_saved(self, num_bytes: int, moving_bytes: int, *, is_learned: bool) -> None:
         """Note a group that was committed, and follow with the limits that were not set.
 
         Args:
-            num_bytes: what moving it would copy.
+            num_bytes: what it has saved, whether it moves or was chosen to stay.
+            moving_bytes: what of it moves if it is not needed soon.
             is_learned: a step was seen to its end, so that the peak so far is a step's.
         """
         self._saved_bytes += num_bytes
         self._peak_saved_bytes = max(self._peak_saved_bytes, self._saved_bytes)
-        self._largest_bytes = max(self._largest_bytes, num_bytes)
+        self._largest_bytes = max(self._largest_bytes, moving_bytes)
         self._follow(self._peak_saved_bytes if is_learned else 0)
 
     def _follow(self, seen_bytes: int) -> None:
@@ -153,8 +167,13 @@ class DeviceBudget:
             self.prefetch_bytes = max(2 * self._largest_bytes, share_bytes)
             self._prefetch_wanted_bytes = self.prefetch_bytes
 
-    def learn(self) -> None:
-        """Follow the step that is over, now that its peak is known."""
+    def learn(self, largest_bytes: int) -> None:
+        """Follow the step that is over, now that its peak is known.
+
+        Args:
+            largest_bytes: of the groups that will move in the next.
+        """
+        self._largest_bytes = largest_bytes
         self._follow(self._peak_saved_bytes)
 
     def drop_saved(self, num_bytes: int) -> None:

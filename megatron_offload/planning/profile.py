@@ -135,7 +135,7 @@ class StepProfile:
 
         Args:
             staying: groups that never leave.
-            device_bytes: room for what backward needs first; the first group is there in any case.
+            device_bytes: what is needed within so much of the step's clock is there still.
         """
         begins_at = self.backward_at_bytes[0] if self.backward_at_bytes else math.inf
         away = {
@@ -143,13 +143,9 @@ class StepProfile:
             for group in self.groups
             if group.num_bytes and group.committed_at_bytes < begins_at and group.key not in staying
         }
-        used_bytes = 0
-        for key in self.backward_order:
-            if key in away:
-                is_first = used_bytes == 0
-                used_bytes += away[key].num_bytes
-                if used_bytes > device_bytes and not is_first:
-                    break
+        needed = zip(self.backward_order, self.backward_at_bytes, strict=False)
+        for key, at_bytes in needed:
+            if key in away and at_bytes + away[key].num_bytes <= begins_at + device_bytes:
                 del away[key]
         by_name: dict[str, int] = {}
         for group in away.values():

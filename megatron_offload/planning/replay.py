@@ -20,7 +20,7 @@ Read next: `megatron_offload.planning.streams`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 from megatron_offload.planning.budget import DeviceBudget
@@ -120,7 +120,7 @@ class _Transfers:
     def pass_boundary(self, num_bytes: int) -> None:
         self.step_bytes += num_bytes
         window = self.window
-        if not self.budget.is_warming_up:
+        if self.budget.clock_runs:
             while window and window[0][1] < self.step_bytes:
                 self._release_oldest()
         self.release_over_budget()
@@ -187,7 +187,7 @@ class _Replay:
 
     def run(self) -> RankProgram:
         if self.settings.offloads:
-            profile = _learn(self.job, self.rank, self.budget)
+            profile = _learn(self.job, self.rank, self.budget, self.settings.kept)
             self.budget.warmup_extra_bytes = self.settings.warmup_extra_bytes
             self.budget.begin_step()
             self.prefetcher.begin_step(profile)
@@ -259,7 +259,8 @@ class _Replay:
     def _commit(self, group: _Group) -> None:
         budget, settings = self.budget, self.settings
         group.chunk.committed.append(group)
-        budget.add_saved(group.num_bytes, is_learned=True)
+        moving_bytes = 0 if group.key in settings.kept else group.num_bytes
+        budget.add_saved(group.num_bytes, moving_bytes, is_learned=True)
         if group.num_bytes == 0 or group.key in settings.kept:
             group.advance(GroupState.RESIDENT)
         elif group.key in settings.residents:
@@ -343,7 +344,9 @@ def _groups_of(
         yield group
 
 
-def _learn(job: Job, rank: int, budget: DeviceBudget) -> StepProfile:
+def _learn(
+    job: Job, rank: int, budget: DeviceBudget, kept: Collection[GroupKey] = ()
+) -> StepProfile:
     """Return the rank's profile, and let a budget follow the step as one that came before."""
     budget.begin_step()
     groups: list[GroupProfile] = []
@@ -358,7 +361,8 @@ def _learn(job: Job, rank: int, budget: DeviceBudget) -> StepProfile:
             for index, work in enumerate(marked):
                 key = GroupKey(position, index)
                 groups.append(GroupProfile(key, work.name, work.num_bytes, passed_bytes))
-                budget.add_saved(work.num_bytes, is_learned=True)
+                moving_bytes = 0 if key in kept else work.num_bytes
+                budget.add_saved(work.num_bytes, moving_bytes, is_learned=True)
                 passed_bytes += work.num_bytes
         elif one.kind in (PassKind.BACKWARD, PassKind.INPUT) and marked:
             position = positions[one.stage, one.microbatch]

@@ -363,7 +363,9 @@ def test_boundaries_leave_the_graph_as_it_is():
 def test_bytes_are_counted_for_the_group_that_saved_them_first(monkeypatch):
     # A group that stays, because the policy keeps it, shares a storage with a later one that moves.
     manager = make_manager()
-    monkeypatch.setattr(manager.learner, "keeps", lambda key: key.order == 1)
+    monkeypatch.setattr(
+        manager.learner, "keeps_because", lambda key: "asked to" if key.order == 1 else ""
+    )
     for _ in range(3):
         seen = []
         manager.begin_chunk()

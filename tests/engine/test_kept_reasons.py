@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from programs import KIB, make_manager, make_model, one_forward_one_backward, run_step
+
+from megatron_offload import CPUOffload
+from megatron_offload.engine.boundary import commit_group, start_group
 
 ROOMY = {"max_inflight_bytes": 64 * KIB, "prefetch_bytes": 64 * KIB}
 
@@ -34,3 +38,85 @@ def test_every_kept_byte_has_its_reason(settings, reasons):
     if reasons:
         assert sum(group.kept_bytes for group in groups) > 0
     manager.close()
+
+
+class Keep(torch.autograd.Function):
+    """Saves tensors as they are."""
+
+    @staticmethod
+    def forward(ctx, x, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.num_tensors = len(tensors)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert len(ctx.saved_tensors) == ctx.num_tensors
+        return grad, *[None] * ctx.num_tensors
+
+
+def stats_of(saved, **settings):
+    """Return the counters of a step whose groups save these tensors."""
+    manager = make_manager(**settings)
+    manager.begin_chunk()
+    y = torch.ones(1, requires_grad=True) * 1.0
+    for name, tensors in saved.items():
+        y = start_group(manager, y, name)
+        with manager:
+            y = Keep.apply(y, *tensors)
+        y = commit_group(manager, y, name)
+    y.backward()
+    manager.reset()
+    stats = manager.last_step
+    manager.close()
+    return stats
+
+
+@pytest.mark.parametrize("limit", [{"min_tensor_bytes": 4 * KIB}, {"min_tensor_elements": 1024}])
+def test_what_is_too_small_to_move_is_kept_and_counted_once(limit):
+    small, large = torch.ones(1000), torch.ones(1024)
+    weight = torch.nn.Parameter(torch.ones(10))
+    stats = stats_of(
+        {
+            "small": [small, weight, small.view(10, 100)],
+            "both": [large, large[:8], torch.ones(10), torch.empty(0)],
+            "again": [small],
+        },
+        **limit,
+    ).by_name
+    assert stats["small"].offloaded_bytes == 0
+    assert stats["both"].offloaded_bytes == large.nbytes
+    kept = {name: group.kept_bytes for name, group in stats.items()}
+    assert kept == {"small": small.nbytes, "both": 10 * 4, "again": 0}
+    (reason,) = stats["small"].kept_bytes_by_reason
+    assert reason == "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"fraction": 0.0}, {"host_memory_bytes": 4 * KIB, "host_slab_bytes": 4 * KIB}]
+)
+def test_storage_that_two_groups_save_is_kept_once(settings):
+    shared, other = torch.ones(2048), torch.ones(1536)
+    stats = stats_of({"first": [shared[:1280], other], "second": [shared, other]}, **settings)
+    # What the second has of the shared storage beyond the first's part is its own.
+    kept = {name: group.kept_bytes for name, group in stats.by_name.items()}
+    assert kept == {"first": 1280 * 4 + other.nbytes, "second": 768 * 4}
+    for group in stats.by_name.values():
+        assert sum(group.kept_bytes_by_reason.values()) == group.kept_bytes
+
+
+def test_what_a_ratio_leaves_has_its_reason():
+    try:
+        with CPUOffload(0.5, "kept"):
+            x = torch.ones(64, requires_grad=True)
+            for _ in range(8):
+                x = x.mean().expand(64 * KIB).exp()
+        x.sum().backward()
+        del x
+        offload = CPUOffload(0.5, "kept")
+        assert offload.end_step()
+        (group,) = offload.last_step.by_name.values()
+        assert group.kept_bytes == group.offloaded_bytes == 4 * 256 * KIB
+        assert group.kept_bytes_by_reason == {"beyond the share that moves": group.kept_bytes}
+    finally:
+        CPUOffload.forget("kept")

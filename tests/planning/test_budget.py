@@ -25,20 +25,51 @@ def watch(manager, monkeypatch):
 
 def test_limits_that_are_not_set_follow_the_step():
     budget = DeviceBudget(None, None)
-    budget.add_saved(100, is_learned=False)
-    budget.add_saved(700, is_learned=False)
+    budget.add_saved(100, 100, is_learned=False)
+    budget.add_saved(700, 700, is_learned=False)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 2 * 700)
     for _ in range(19):
-        budget.add_saved(800, is_learned=True)
+        budget.add_saved(800, 800, is_learned=True)
     assert budget.max_inflight_bytes == budget.prefetch_bytes == 16000 // 8
     budget.begin_step()
-    budget.add_saved(1, is_learned=True)
+    budget.add_saved(1, 1, is_learned=True)
     assert budget.total_bytes == 4000, "the peak of a step holds for those after it"
+
+
+def test_what_stays_counts_for_a_share_of_the_step_and_not_as_the_largest_group():
+    budget = DeviceBudget(None, None)
+    for _ in range(20):
+        budget.add_saved(800, 0, is_learned=True)
+    budget.add_saved(0, 100, is_learned=True)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (2000, 2000)
+    budget = DeviceBudget(None, None)
+    budget.add_saved(800, 800, is_learned=False)
+    assert budget.total_bytes == 3 * 800
+    budget.learn(largest_bytes=100)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (100, 200)
+
+
+@pytest.mark.parametrize(
+    ("limits", "in_warmup"),
+    [((None, None), True), ((None, 5), True), ((5, None), False), ((5, 5), False)],
+)
+def test_the_clock_runs_until_the_first_backward_only_where_limits_follow_the_step(
+    limits, in_warmup
+):
+    budget = DeviceBudget(*limits)
+    assert budget.clock_runs, "before any step"
+    budget.begin_step()
+    assert budget.clock_runs == in_warmup
+    budget.end_warmup()
+    assert budget.clock_runs
+    budget.begin_step()
+    budget.set_limits(7, None)
+    assert not budget.clock_runs, "someone has set it now"
 
 
 def test_limits_that_are_set_stay():
     budget = DeviceBudget(0, 5)
-    budget.add_saved(700, is_learned=True)
+    budget.add_saved(700, 700, is_learned=True)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes, budget.total_bytes) == (0, 5, 5)
 
 
@@ -176,14 +207,14 @@ def test_the_summary_of_the_first_step_is_that_of_the_next():
 def test_a_total_leaves_half_to_what_comes_back_at_most():
     budget = DeviceBudget(None, None)
     for _ in range(20):
-        budget.add_saved(800, is_learned=True)
+        budget.add_saved(800, 800, is_learned=True)
     budget.set_total(10_000)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (8000, 2000)
     budget.set_total(3000)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (1500, 1500)
     budget.set_total(10_000)
     assert budget.prefetch_bytes == 2000
-    budget.learn()
+    budget.learn(800)
     assert budget.total_bytes == 10_000, "what was set follows no step"
     assert budget.bounds_bytes() == (1600, 16000)
     assert budget.resident_room_bytes() == 5000
@@ -194,9 +225,9 @@ def test_a_total_leaves_half_to_what_comes_back_at_most():
 def test_limits_that_a_plan_sets_follow_nothing_and_bound_what_a_search_finds():
     budget = DeviceBudget(None, None)
     for _ in range(20):
-        budget.add_saved(800, is_learned=True)
+        budget.add_saved(800, 800, is_learned=True)
     budget.set_limits(700, 900)
-    budget.learn()
+    budget.learn(800)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 900)
     budget.set_limits(None, 600)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 600)

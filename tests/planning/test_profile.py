@@ -9,7 +9,7 @@ from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfil
 KEYS = [GroupKey(0, index) for index in range(4)]
 
 
-def make_profile(*, backward_at_bytes=(100, 140, 180, 220), sizes=(40, 20, 40, 0)):
+def make_profile(*, backward_at_bytes=(100, 100, 140, 160), sizes=(40, 20, 40, 0)):
     """Four groups of one chunk, the last of them empty; backward in reverse."""
     names = ("attn", "mlp", "attn", "mlp")
     clock = [sum(sizes[:index]) for index in range(4)]
@@ -23,11 +23,12 @@ def make_profile(*, backward_at_bytes=(100, 140, 180, 220), sizes=(40, 20, 40, 0
 @pytest.mark.parametrize(
     ("device_bytes", "staying", "expected"),
     [
-        (0, (), {"attn": 40, "mlp": 20}),  # the first is there in any case
-        (59, (), {"attn": 40, "mlp": 20}),
+        (39, (), {"attn": 80, "mlp": 20}),
+        (40, (), {"attn": 40, "mlp": 20}),
         (60, (), {"attn": 40}),
         (100, (), {}),
-        (0, (KEYS[2],), {"attn": 40}),
+        (59, (KEYS[2],), {"attn": 40, "mlp": 20}),  # what stays lies between, too
+        (60, (KEYS[2],), {"attn": 40}),
         (60, (KEYS[0],), {}),
     ],
 )
@@ -36,8 +37,8 @@ def test_what_is_away_when_backward_begins(device_bytes, staying, expected):
 
 
 def test_what_is_committed_after_the_first_backward_is_not_away_yet():
-    late = make_profile(backward_at_bytes=(50, 140, 180, 220))
-    assert late.bytes_away((), 0) == {"attn": 40}
+    late = make_profile(backward_at_bytes=(50, 100, 140, 160))
+    assert late.bytes_away((), 0) == {"attn": 40, "mlp": 20}
 
 
 def test_the_same_groups_of_other_sizes():

@@ -91,6 +91,17 @@ def test_until_the_first_backward_bytes_alone_say_when_a_copy_is_waited_for():
     assert half.peak_device_bytes == 60 + 30
 
 
+def test_under_limits_that_follow_the_step_a_small_share_is_gone_before_backward():
+    job = one_rank(*[work(10)] * 16)
+    kept = frozenset(GroupKey(0, order) for order in range(2, 16))
+    program = replay(job, 0, RankSettings(kept))
+    # A quarter of the step has passed when the compute stream waits for each.
+    assert kinds(program).startswith("COCOCCCACAC")
+    assert program.peak_device_bytes == 140
+    limits = {"max_inflight_bytes": 20, "prefetch_bytes": 20}
+    assert replay(job, 0, RankSettings(kept, **limits)).peak_device_bytes == 160
+
+
 def test_a_split_backward_needs_its_memory_until_the_weights_are_done():
     stages = (StageWork((work(100, weight_us=1.0),)),) * 3
     schedule = zero_bubble_h1(3, 4)

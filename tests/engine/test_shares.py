@@ -1,0 +1,174 @@
+"""What moves of a share leaves the device in good time, however small the share is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import KIB, assert_same, make_manager
+from torch import nn
+
+from megatron_offload import CPUOffload
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.planning.plan import OffloadPlan, rank_plan
+from megatron_offload.reporting.live_bytes import LiveActivationMeter
+
+GROUP_BYTES = 16 * KIB
+NUM_GROUPS = 16
+DEFAULTS = {"max_inflight_bytes": None, "prefetch_bytes": None}
+
+
+def off_the_device(manager):
+    blocks = (block for group in manager.prefetcher.groups() for block in group.blocks())
+    return sum(block.num_bytes for block in blocks if block.released)
+
+
+def train(manager, sizes=(GROUP_BYTES,) * NUM_GROUPS):
+    """Take a step of one group for each size; return results, bytes off at the end, and the peak.
+
+    Without a manager it is the same step with no offload.
+    """
+    meter = LiveActivationMeter()
+    x = torch.full((8,), 0.01, requires_grad=True)
+    y = x
+    with meter:
+        if manager:
+            manager.begin_chunk()
+            manager.meter = meter
+        for size in sizes:
+            y = start_group(manager, y, "g") if manager else y
+            with manager or torch.enable_grad():
+                y = y.mean().expand(size // 4).exp()  # saves its result alone
+            y = commit_group(manager, y, "g") if manager else y
+        loss = y.sum()
+        off_bytes = off_the_device(manager) if manager else 0
+        loss.backward()
+    if manager:
+        manager.reset()
+    return [loss.detach().clone(), x.grad], off_bytes, meter.peak_bytes
+
+
+def first_groups_of(num_moving):
+    """Return a plan that moves these groups of one rank and keeps the others, with no limits."""
+
+    def plan(profile):
+        kept = {g.key: "as the test wants it" for g in profile.groups[num_moving:]}
+        return OffloadPlan("modules", 1, 1, (rank_plan(profile, kept, "moves"),))
+
+    return plan
+
+
+def assert_frees_memory(manager, sizes=(GROUP_BYTES,) * NUM_GROUPS, *, num_steps=3):
+    """Every step from here on has its bytes away at the end of forward, and its peak is lower."""
+    expected, _, peak_without = train(None, sizes)
+    promised = manager.offload_summary_total_bytes
+    for _ in range(num_steps):
+        results, off_bytes, peak_bytes = train(manager, sizes)
+        assert_same(expected, results)
+        copied = manager.last_step.offloaded_bytes
+        assert copied > 0
+        assert off_bytes >= 0.7 * copied
+        assert peak_bytes <= peak_without - off_bytes + max(sizes)
+        assert manager.offload_summary_total_bytes == manager.last_step.peak_away_bytes == off_bytes
+        assert off_bytes == promised, "the summary of the first step is that of those after it"
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 1.0])
+def test_a_fraction_of_the_groups_frees_memory(fraction):
+    manager = make_manager(fraction=fraction, **DEFAULTS)
+    train(manager)
+    assert_frees_memory(manager)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5, 1.0])
+def test_a_ratio_of_the_bytes_frees_memory(ratio):
+    manager = make_manager(policy={"kind": "ratio", "ratio": ratio}, **DEFAULTS)
+    train(manager)
+    assert_frees_memory(manager)
+
+
+@pytest.mark.parametrize("num_moving", [1, 2, 8])
+def test_a_plan_that_keeps_much_frees_memory(num_moving):
+    manager = make_manager(**DEFAULTS)
+    train(manager)
+    manager.follow_plan(first_groups_of(num_moving)(manager.last_profile))
+    train(manager)
+    assert manager.last_step.offloaded_bytes == num_moving * GROUP_BYTES
+    assert_frees_memory(manager)
+
+
+def test_a_large_group_that_stays_makes_no_room_for_copies():
+    sizes = (GROUP_BYTES,) * NUM_GROUPS + (8 * GROUP_BYTES,)
+    manager = make_manager(fraction=0.5, **DEFAULTS)
+    train(manager, sizes)
+    assert manager.last_step.offloaded_bytes == sum(sizes), "nothing is known in the first step"
+    assert_frees_memory(manager, sizes)
+
+
+@pytest.mark.parametrize("limit", ["max_inflight_bytes", "both"])
+def test_room_that_was_set_is_used_until_the_first_backward(limit):
+    room = {**DEFAULTS, "max_inflight_bytes": 4 * GROUP_BYTES}
+    if limit == "both":
+        room["prefetch_bytes"] = 0
+    manager = make_manager(fraction=0.25, **room)
+    for _ in range(3):
+        _, off_bytes, _ = train(manager)
+    assert manager.last_step.offloaded_bytes == 4 * GROUP_BYTES
+    assert off_bytes == 0
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5, 1.0])
+def test_a_ratio_of_what_nobody_marks_frees_memory(ratio):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(10)))
+    x = torch.randn(4096, 128)
+    (expected, _, peak_without) = run_net(net, x, None)
+    try:
+        for step in range(3):
+            results, off_bytes, peak_bytes = run_net(net, x, CPUOffload(ratio, "net"))
+            assert_same(expected, results)
+            if step == 0:
+                continue
+            last_step = CPUOffload(ratio, "net").last_step
+            assert off_bytes >= 0.7 * last_step.offloaded_bytes > 0
+            assert last_step.peak_away_bytes == off_bytes
+            assert peak_bytes <= peak_without - off_bytes + 2 * x.nbytes
+    finally:
+        CPUOffload.forget("net")
+
+
+def run_net(net, x, offload):
+    net.zero_grad()
+    meter = LiveActivationMeter(net.parameters())
+    if offload is not None:
+        manager = CPUOffload._tags[offload.tag].manager
+        manager.meter = meter
+    with meter:
+        if offload is None:
+            y = net(x)
+        else:
+            with offload:
+                y = net(x)
+        off_bytes = off_the_device(manager) if offload is not None else 0
+        loss = y.square().mean()
+        del y
+        loss.backward()
+    if offload is not None:
+        offload.end_step()
+    results = [loss.detach(), *(p.grad.clone() for p in net.parameters())]
+    return results, off_bytes, meter.peak_bytes
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 1.0])
+def test_a_fraction_of_the_modules_frees_memory(fraction):
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(16)))
+    x = torch.randn(256, 64)
+    manager = make_manager(fraction=fraction, **DEFAULTS)
+    with offload_modules(net, ["*.*"], manager=manager):
+        for _ in range(3):
+            with manager.step():
+                loss = net(x).square().mean()
+                off_bytes = off_the_device(manager)
+                loss.backward()
+                del loss
+    assert off_bytes >= 0.7 * manager.last_step.offloaded_bytes > 0
