@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -134,3 +136,21 @@ def test_the_tables_of_a_run_take_any_name():
     out.print(group_table([{"rank": 0, "groups": [{"name": HOSTILE, **group}]}], "Groups"))
     assert f"| {SHOWN} |" in text()
     assert "|    no |" in text()
+
+
+def test_a_real_pipe_with_columns_and_ascii_gets_all_of_it():
+    program = """
+from megatron_offload.reporting.console import console, plain_table
+table = plain_table("Table", [f"a_column_of_many_{index}" for index in range(9)])
+table.add_row(*["1234.50"] * 9)
+console().print(table)
+console().print("na\\xefve [/x] \\x1b[31m")
+"""
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, check=True
+    )
+    lines = run.stdout.decode("ascii").splitlines()
+    assert len(lines) == 6 + 1
+    assert lines[4].count("1234.50") == 9
+    assert lines[-1] == r"na\xefve [/x] \x1b[31m"
