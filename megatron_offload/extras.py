@@ -19,13 +19,17 @@ _EXTRAS = {
     "highspy": ("plan", "planning for a memory target"),
     "jinja2": ("report", "the HTML report"),
     "matplotlib": ("plots", "drawing a picture"),
+    "megatron.core": ("megatron", "training"),
     "simpy": ("plan", "simulating a step"),
 }
 
 
 def is_installed(package: str) -> bool:
     """Whether a package can be imported; it isn't."""
-    return find_spec(package) is not None
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # nor can the package around it
+        return False
 
 
 def require(*packages: str) -> None:

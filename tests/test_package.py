@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import megatron_offload
+from megatron_offload import extras
 from megatron_offload.config import load_yaml, validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.example_configs import find_config
@@ -173,9 +174,13 @@ def test_training_says_in_one_line_what_to_install_where_megatron_is_missing(tmp
 
 
 def test_megatron_is_looked_for_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(launch, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs megatron-core"):
-        launch.launch([("train", TrainConfig())])
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError,
+        match=r"training needs megatron\.core.*pip install 'megatron-offload\[megatron\]'",
+    ):
+        with launch.launch([("train", TrainConfig())]):
+            pass
 
 
 def test_every_module_but_the_trainers_own_imports_without_megatron():

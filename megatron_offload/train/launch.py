@@ -16,12 +16,12 @@ import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError
+from megatron_offload.extras import require
 from megatron_offload.reporting.console import console
 from megatron_offload.train.checkpoint_folder import CheckpointFolder
 from megatron_offload.train.comparison import remove_comparison
@@ -65,7 +65,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         StoppedError: SIGTERM or SIGINT ended the run; its ranks finished their step. Torchrun's
             ranks end with `exit_status` instead.
     """
-    _check_megatron()
+    require("megatron.core")
     from megatron_offload.train.parallel import check_device
 
     first = runs[0][1]
@@ -131,19 +131,6 @@ def _place() -> _Place | None:
 def _restarts() -> int:
     """Return how often the launcher has started this rank again."""
     return environment_int("TORCHELASTIC_RESTART_COUNT", 0)
-
-
-def _check_megatron() -> None:
-    """Check that megatron-core is there, whose model and schedules are trained."""
-    try:
-        is_there = find_spec("megatron.core") is not None
-    except ModuleNotFoundError:
-        is_there = False
-    if not is_there:
-        raise ConfigError(
-            "training needs megatron-core, which is not installed: "
-            "pip install 'megatron-offload[megatron]'"
-        )
 
 
 def _resumes(config: TrainConfig) -> bool:
