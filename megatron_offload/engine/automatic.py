@@ -104,18 +104,21 @@ class AutomaticGroups:
         self._reached: dict[OffloadGroup, None] = {}
 
     @graph_break
-    def begin(self, name: str | None = None, *, vp_stage: int | None = None) -> None:
+    def begin(
+        self, name: str | None = None, *, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> None:
         """Move what is saved from here on, in this thread, until `end`.
 
         Args:
             name: what to call these groups, in place of the usual name.
             vp_stage: virtual pipeline stage.
+            pp_rank: pipeline rank, as in the manager's `begin_chunk`.
         """
         if not self._forwards or self.manager.is_idle():
             self._forget_interrupted()
         if self._finds_steps and not self._forwards:
             self.end_step_if_over()
-        chunk = self.manager.begin_chunk(vp_stage=vp_stage)
+        chunk = self.manager.begin_chunk(vp_stage=vp_stage, pp_rank=pp_rank)
         if self._min_tensor_bytes is not None:
             chunk.min_tensor_bytes = self._min_tensor_bytes
         chunk.max_inflight_blocks = self._max_inflight_tensors

@@ -18,6 +18,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.around import AroundForwards
+from megatron_offload.frontends.settings import refuse_unfollowed
 
 __all__ = ["CPUOffload", "get_tensor_memory"]
 
@@ -35,8 +36,14 @@ class _Tag:
         self.ratio = 0.0
         self.seen_bytes = self.chosen_bytes = 0
         self.total_bytes: int | None = None
+        is_size_set = {"min_tensor_bytes", "min_tensor_elements"} & manager.config.model_fields_set
+        min_tensor_bytes = None if is_size_set else 0
         self.groups = AutomaticGroups(
-            manager, name, min_tensor_bytes=0, chooses=self.chooses, on_step=self.begin_step
+            manager,
+            name,
+            min_tensor_bytes=min_tensor_bytes,
+            chooses=self.chooses,
+            on_step=self.begin_step,
         )
 
     def chooses(self, num_bytes: int) -> bool:
@@ -74,10 +81,12 @@ class CPUOffload(AroundForwards):
     Args:
         offload_ratio: share of the tag's bytes that moves, from 0 to 1, to within one tensor.
         tag: what is counted together.
-        config: how they move; only for the first object of a tag.
+        config: how they move; only for the first object of a tag. All sizes move, and count, unless
+            it sets a smallest one.
 
     Raises:
         ValueError: the ratio is outside [0, 1], or a config comes for a tag that exists.
+        ConfigError: ``config`` sets what a ratio can't follow.
     """
 
     _tags: ClassVar[dict[str, _Tag]] = {}
@@ -92,7 +101,9 @@ class CPUOffload(AroundForwards):
         self.offload_ratio = offload_ratio
         self.tag = tag
         if tag not in self._tags:
-            self._tags[tag] = _Tag(tag, PipelineOffloadManager(config or OffloadConfig()))
+            config = config or OffloadConfig()
+            refuse_unfollowed("CPUOffload", config)
+            self._tags[tag] = _Tag(tag, PipelineOffloadManager(config))
 
     @classmethod
     def forget(cls, tag: str) -> None:

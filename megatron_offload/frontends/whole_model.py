@@ -27,6 +27,7 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.frontends.around import AroundForwards
+from megatron_offload.frontends.settings import refuse_unfollowed, settle
 from megatron_offload.memory.host_pool import HostPool
 
 __all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"]
@@ -63,13 +64,15 @@ class OffloadActivations(AroundForwards):
         max_fwd_stash_size: most tensors whose device memory is held in forward until their copies
             are done. More of them hide slower copies.
         min_offload_size: smallest tensor that moves, in bytes.
-        config: everything else, such as ``host_memory_bytes`` and ``prefetch_bytes``. The arguments
-            above win over its ``pin_memory``, ``copy_streams`` and ``min_tensor_bytes``.
+        config: everything else, such as ``host_memory_bytes`` and ``prefetch_bytes``. What it sets
+            of ``pin_memory``, ``copy_streams`` and ``min_tensor_bytes`` counts where the argument
+            above is left at its default.
         manager: a manager of one's own, which nothing else uses, in place of ``config``.
 
     Raises:
         ValueError: ``max_fwd_stash_size`` is less than 1, ``min_offload_size`` is negative, or both
             ``config`` and ``manager`` are given.
+        ConfigError: an argument and ``config`` disagree, or ``config`` sets what it can't follow.
     """
 
     def __init__(
@@ -88,6 +91,18 @@ class OffloadActivations(AroundForwards):
             raise ValueError(f"min_offload_size can't be negative, got {min_offload_size}")
         if manager is not None and config is not None:
             raise ValueError("give a config or a manager, not both")
+        settings = (manager.config if manager is not None else config) or OffloadConfig()
+        refuse_unfollowed("OffloadActivations", settings)
+        is_fixed = manager is not None
+        use_pin_memory = settle(
+            "use_pin_memory", use_pin_memory, True, "pin_memory", settings, is_fixed=is_fixed
+        )
+        use_streams = settle(
+            "use_streams", use_streams, True, "copy_streams", settings, is_fixed=is_fixed
+        )
+        min_offload_size = int(
+            settle("min_offload_size", min_offload_size, 1024, "min_tensor_bytes", settings)
+        )
         self.use_pin_memory = use_pin_memory
         self.use_streams = use_streams
         self.max_fwd_stash_size = max_fwd_stash_size
@@ -97,9 +112,9 @@ class OffloadActivations(AroundForwards):
         if manager is not None:
             self._automatic = _make(manager, min_offload_size, most_tensors)
         else:
-            settings = (config or OffloadConfig()).model_dump(exclude_unset=True)
-            settings |= {"pin_memory": use_pin_memory, "copy_streams": use_streams}
-            config = OffloadConfig.model_validate(settings)
+            given = settings.model_dump(exclude_unset=True)
+            given |= {"pin_memory": use_pin_memory, "copy_streams": use_streams}
+            config = OffloadConfig.model_validate(given)
             self._automatic = _lend(self, config, min_offload_size, most_tensors)
         self.manager = self._automatic.manager
 

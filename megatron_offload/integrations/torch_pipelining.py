@@ -18,6 +18,7 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
+from megatron_offload.frontends.settings import refuse_unfollowed
 
 __all__ = ["PipelineOffload", "offload_pipeline"]
 
@@ -66,7 +67,8 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
         def forward_one_chunk(*args: Any, **kwargs: Any) -> Any:
             if not stage.has_backward:
                 return forward(*args, **kwargs)
-            self._groups.begin(f"stage {stage.stage_index}", vp_stage=place)
+            name = f"stage {stage.stage_index}"
+            self._groups.begin(name, vp_stage=place, pp_rank=stage.group_rank)
             has_failed = True
             try:
                 output = forward(*args, **kwargs)
@@ -106,12 +108,13 @@ def offload_pipeline(
 
     Args:
         schedule: any schedule of ``torch.distributed.pipelining``.
-        config: what moves (``min_tensor_bytes``) and within which bounds; ``modules`` is not used.
+        config: what moves (``min_tensor_bytes``) and within which bounds.
         manager: a manager that nothing else uses, in place of ``config``.
 
     Raises:
         IntegrationError: ``schedule`` is none, or is offloaded already.
         ValueError: both ``config`` and ``manager`` are given.
+        ConfigError: ``modules`` are set: a stage moves as a whole.
     """
     if manager is not None and config is not None:
         raise ValueError("give a config or a manager, not both")
@@ -127,6 +130,6 @@ def offload_pipeline(
         raise IntegrationError(
             "this schedule, or one that shares its stages, is wrapped already: remove() that first"
         )
-    return PipelineOffload(
-        schedule, stages, manager or PipelineOffloadManager(config or OffloadConfig())
-    )
+    manager = manager or PipelineOffloadManager(config or OffloadConfig())
+    refuse_unfollowed("offload_pipeline", manager.config)
+    return PipelineOffload(schedule, stages, manager)

@@ -26,6 +26,7 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import READY_MARK, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import take_back
+from megatron_offload.frontends.settings import refuse_unfollowed
 from megatron_offload.frontends.whole_model import NoOpManager
 from megatron_offload.integrations import transformer_engine_fuser
 from megatron_offload.integrations.transformer_engine_fuser import FusedSettings
@@ -61,11 +62,13 @@ def operation_groups(
 
     Raises:
         ValueError: it exists, and a ``config`` or ``manager`` is given.
+        ConfigError: it sets what can't be followed here.
     """
     global _groups
     if _groups is None:
-        config = config or OffloadConfig(min_tensor_bytes=1024)
-        _groups = AutomaticGroups(manager or PipelineOffloadManager(config), "operations")
+        manager = manager or PipelineOffloadManager(config or OffloadConfig(min_tensor_bytes=1024))
+        refuse_unfollowed("operation_groups", manager.config)
+        _groups = AutomaticGroups(manager, "operations")
     elif config is not None or manager is not None:
         raise ValueError("the operations' groups exist: configure them before the first forward")
     return _groups

@@ -32,7 +32,8 @@ TIGHT = {"max_inflight_bytes": 0, "prefetch_bytes": 4096}
 
 
 def make_offload(timing="late", *, max_fwd_stash_size=5, min_offload_size=0, **settings):
-    manager = make_manager(timing, **{**BUDGETS, **settings})
+    settings = {**BUDGETS, "min_tensor_bytes": min_offload_size, **settings}
+    manager = make_manager(timing, **settings)
     return OffloadActivations(
         max_fwd_stash_size=max_fwd_stash_size, min_offload_size=min_offload_size, manager=manager
     )
@@ -343,7 +344,9 @@ def test_the_arguments_reach_the_engine():
 
 def test_on_the_compute_stream_nothing_has_to_be_held_for_copies():
     offload = OffloadActivations(
-        use_streams=False, min_offload_size=0, manager=make_manager("eager", **BUDGETS)
+        use_streams=False,
+        min_offload_size=0,
+        manager=make_manager("eager", copy_streams=False, **BUDGETS),
     )
     x = torch.ones(100, requires_grad=True)
     with offload:
