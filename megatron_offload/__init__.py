@@ -17,8 +17,9 @@ manager catches what autograd saves in between:
 
 `offload_modules` makes groups of any module by its name instead.
 
-What needs torch is imported when it is first asked for, so that a command that only plans, or finds
-its input wrong, starts at once. Read next: `megatron_offload.engine.manager`.
+What takes its time is imported when it is first asked for, so that a command that only plans, or
+finds its input wrong, starts at once, and one that is interrupted says so. Read next:
+`megatron_offload.engine.manager`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.extensions import before_chunk
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from megatron_offload.config import OffloadConfig
     from megatron_offload.fine_grained_activation_offload import PipelineOffloadManager
     from megatron_offload.fine_grained_activation_offload import (
         fine_grained_offloading_group_commit as group_commit,
@@ -64,6 +65,7 @@ _HOMES = {
     "CPUOffload": ("frontends.ratio", "CPUOffload"),
     "NoOpManager": ("frontends.whole_model", "NoOpManager"),
     "OffloadActivations": ("frontends.whole_model", "OffloadActivations"),
+    "OffloadConfig": ("config", "OffloadConfig"),
     "PipelineOffloadManager": ("fine_grained_activation_offload", "PipelineOffloadManager"),
     "get_act_offloading_ctx_manager": ("frontends.whole_model", "get_act_offloading_ctx_manager"),
     "get_tensor_memory": ("frontends.ratio", "get_tensor_memory"),

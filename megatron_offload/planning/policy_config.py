@@ -8,13 +8,13 @@ Read next: `megatron_offload.planning.policy`.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from megatron_offload.errors import ConfigError
+from megatron_offload.extras import require
 from megatron_offload.planning.auto import AutoPolicy, Predictor
 from megatron_offload.planning.job import Machine
 from megatron_offload.planning.memory_target import MemoryTargetPolicy, Resources
@@ -195,13 +195,7 @@ def check_installed(policy: PolicyConfig) -> None:
     Raises:
         ConfigError: a library is missing, with the extra that brings it.
     """
-    needed = {"memory_target": ("highspy",), "auto": ("highspy", "simpy")}.get(policy.kind, ())
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"the policy {policy.kind!r} needs {' and '.join(missing)}; install "
-            f"megatron-offload[plan]"
-        )
+    require(*{"memory_target": ("highspy",), "auto": ("highspy", "simpy")}.get(policy.kind, ()))
 
 
 def make_policy(config: PolicyConfig, predict: Predictor | None = None) -> Policy:

@@ -3,7 +3,7 @@
 Owns the table of commands, what becomes of errors, and exit statuses: 0 fine, 1 what was asked
 turned out wrong (other bits, a rank that failed, a target that can't be kept), 2 bad input, 143 or
 130 stopped by SIGTERM or SIGINT after a whole step. Must not import torch, nor a command that
-wasn't asked for.
+wasn't asked for, nor at its top what takes its time.
 
 Invariant: each command is a module with ``ABOUT``, the text of its help, ``add_arguments(parser)``
 and ``run(options)``, which returns the exit status. Read next:
@@ -21,8 +21,6 @@ from typing import Any, NoReturn
 
 from megatron_offload import __version__
 from megatron_offload.errors import ConfigError, OffloadError, TargetError
-from megatron_offload.reporting.console import console, printable
-from megatron_offload.train.stopping import StoppedError, exit_status
 
 __all__ = ["COMMANDS", "main"]
 
@@ -53,6 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after the program's name; None for those of this process.
     """
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        sys.stderr.write("megatron-offload: interrupted\n")
+        return 130
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    # Inside, as an interrupt may come while they are imported.
+    from megatron_offload.reporting.console import console
+    from megatron_offload.train.stopping import StoppedError, exit_status
+
     errors = console(stderr=True)
     try:
         options = _parser().parse_args(arguments)
@@ -64,9 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors.print(f"megatron-offload: {error}")
         is_input = isinstance(error, ConfigError) and not isinstance(error, TargetError)
         return 2 if is_input else 1
-    except KeyboardInterrupt:
-        errors.print("megatron-offload: interrupted")
-        return 130
     return status
 
 
@@ -74,6 +81,8 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
+        from megatron_offload.reporting.console import printable
+
         self.exit(2, printable(f"{self.prog}: {message}; see {self.prog} --help\n"))
 
 

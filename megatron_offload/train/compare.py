@@ -140,7 +140,7 @@ def _plot(config: TrainConfig, reports: list[RunReport]) -> str:
     )
     if drawn:
         return str(path)
-    return "left out: matplotlib is missing; install megatron-offload[plots]"
+    return "left out: matplotlib is missing; run: pip install 'megatron-offload[plots]'"
 
 
 def _plan(folder: Path) -> list[str]:

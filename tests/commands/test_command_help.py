@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
 from jobs import run_without
@@ -86,3 +88,23 @@ def test_bad_input_is_found_without_torch(name):
     assert status == 2
     assert "did you mean 'layers'" in error
     assert printed == "imported:\n"
+
+
+@pytest.mark.parametrize(
+    "module", ["megatron_offload.reporting.console", "megatron_offload.config"]
+)
+def test_an_interrupt_while_it_starts_is_one_line(module):
+    program = (
+        "import sys\n"
+        "from megatron_offload.train.cli import main\n"
+        f"assert {module!r} not in sys.modules\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.exit(main(['plan', '--model', 'x']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (130, "megatron-offload: interrupted\n")

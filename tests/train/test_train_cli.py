@@ -148,8 +148,8 @@ def test_a_word_about_offload_means_on_and_is_never_unheard(file, words, capsys)
     ("policy", "expected"),
     [
         ("{kind: plan_file, path: /nope.json}", "can't read /nope.json"),
-        ("{kind: memory_target, target_bytes: 1GiB}", "'memory_target' needs highspy; install"),
-        ("{kind: auto}", "'auto' needs highspy and simpy; install megatron-offload[plan]"),
+        ("{kind: memory_target, target_bytes: 1GiB}", "needs highspy, which is missing; run: pip"),
+        ("{kind: auto}", "needs highspy, which is missing; run: pip"),
     ],
 )
 def test_a_policy_that_lacks_something_is_refused_before_anything_starts(
