@@ -7,13 +7,11 @@ manager catches what autograd saves in between:
 
     manager = PipelineOffloadManager.get_instance()
     with manager.step():
-        for batch in microbatches:
-            manager.begin_chunk()
-            x = group_start(x, "mlp")
-            with manager:
-                x = mlp(x)
-            x = group_commit(x, "mlp")
-            loss(x).backward()
+        x = group_start(x, "mlp")
+        with manager:
+            x = mlp(x)
+        x = group_commit(x, "mlp")
+        loss(x).backward()
 
 `offload_modules` makes groups of any module by its name instead.
 

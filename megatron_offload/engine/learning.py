@@ -90,6 +90,7 @@ class Learner:
     ) -> None:
         self.policy = ModulesPolicy(fraction=config.fraction)
         self._listed = config.modules if "modules" in config.model_fields_set else ()
+        self._has_seen_names = False
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
         self.residents: frozenset[GroupKey] = frozenset()
@@ -189,6 +190,9 @@ class Learner:
     def learn(self, profile: StepProfile) -> None:
         """Learn from a step that is over."""
         if self._listed:
+            if not self._has_seen_names:
+                self._has_seen_names = True
+                self._tell_of_unmarked({group.name for group in profile.groups})
             profile = self._without_unlisted(profile)
         before = self.profile
         if profile == before:
@@ -245,6 +249,16 @@ class Learner:
         if not self._listed or any(fnmatchcase(name, pattern) for pattern in self._listed):
             return ""
         return "its name is not among OffloadConfig.modules"
+
+    def _tell_of_unmarked(self, names: Collection[str]) -> None:
+        """Warn of modules that were asked for and that no group of a step is called by."""
+        for pattern in self._listed:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                _logger.warning(
+                    "OffloadConfig.modules names %r, and no group of the step is called so: mark "
+                    "it with offload_modules(), or list it in TransformerConfig.offload_modules",
+                    pattern,
+                )
 
     def _without_unlisted(self, profile: StepProfile) -> StepProfile:
         """Return the step as it is planned: what groups that stay anyway save is out of reach."""

@@ -120,6 +120,13 @@ def test_groups_stay_whose_names_are_not_among_those_that_were_set(settings, mov
         assert set(group.kept_bytes_by_reason) == (set() if name in moved else {reason})
 
 
+def test_a_name_that_no_group_has_is_told_of_once(caplog):
+    moved_names(make_manager(modules=("mlp_act", "ml*")))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert told[0].startswith("OffloadConfig.modules names 'mlp_act', and no group")
+
+
 def test_a_share_is_one_of_the_groups_that_may_move():
     manager = make_manager(modules=("ml*",), fraction=0.5)
     assert moved_names(manager) == {"mlp"}
