@@ -33,6 +33,8 @@ __all__ = [
     "with_distances",
 ]
 
+_MOST_NAMED = 20
+
 _SMALL_SHARE = 0.02
 """Bytes of groups may differ by this much altogether between a plan and its run."""
 
@@ -256,9 +258,11 @@ def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]
     first = in_order[0].run
     ranks = [profile.run.pp_rank for profile in in_order]
     if ranks != list(range(first.pp_size)):
+        missing = sorted(set(range(first.pp_size)).difference(ranks))[:_MOST_NAMED]
+        lacking = f"; missing: {', '.join(map(str, missing))}" if missing else ""
         raise ConfigError(
             f"a plan needs one profile of each of {first.pp_size} pipeline ranks, got those of "
-            f"{', '.join(map(str, ranks))}"
+            f"{', '.join(map(str, ranks))}{lacking}"
         )
     for profile in in_order:
         run = profile.run

@@ -202,7 +202,7 @@ def test_a_missing_rank_is_named(tmp_path, capsys):
     folder = ran(tmp_path / "run")
     path_of(folder, 1).unlink()
     assert plan(folder) == 2
-    assert "one profile of each of 2 pipeline ranks, got those of 0" in capsys.readouterr().err
+    assert "each of 2 pipeline ranks, got those of 0; missing: 1\n" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_simulated_link_counts(tmp_path):
