@@ -13,7 +13,7 @@ from programs import (
     run_step,
 )
 
-from megatron_offload import CPUOffload, OffloadActivations
+from megatron_offload import CPUOffload, OffloadActivations, offload_modules
 from megatron_offload.config import OffloadConfig, validate
 from megatron_offload.errors import ConfigError
 
@@ -226,3 +226,12 @@ def test_a_callers_share_of_nothing_is_no_word_against_a_ratio():
     x.sum().backward()
     manager.reset()
     assert manager.last_step.offloaded_bytes > 0
+
+
+def test_a_module_of_the_models_own_is_named_by_a_pattern_in_a_configuration():
+    with pytest.raises(ConfigError, match=r"meant by a pattern such as '\*encoder'"):
+        validate(OffloadConfig, {"modules": ["encoder"]}, "settings")
+    (pattern,) = validate(OffloadConfig, {"modules": ["*encoder"]}, "settings").modules
+    model = torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2)})
+    handle = offload_modules(model, [pattern], manager=make_manager())
+    assert handle.groups == {"*encoder": ["encoder"]}
