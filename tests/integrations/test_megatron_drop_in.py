@@ -182,7 +182,9 @@ def test_without_megatron_core_the_error_says_how_to_get_it(monkeypatch):
         raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(IntegrationError, match=r"not installed.*pip install 'megatron-core>=0\.16"):
+    with pytest.raises(
+        IntegrationError, match=r"not installed.*pip install 'megatron-offload\[megatron\]'"
+    ):
         megatron_core.install()
 
 
