@@ -114,6 +114,7 @@ class AutomaticGroups:
             vp_stage: virtual pipeline stage.
             pp_rank: pipeline rank, as in the manager's `begin_chunk`.
         """
+        self.manager.claim(is_inside=bool(self._forwards))
         if not self._forwards or self.manager.is_idle():
             self._forget_interrupted()
         if self._finds_steps and not self._forwards:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.errors import StateError
 
 if TYPE_CHECKING:
     from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -34,6 +35,7 @@ __all__ = [
     "commit_group_of",
     "is_in_backward",
     "is_in_checkpoint",
+    "refuse_mutable_saves",
     "start_group",
     "start_group_of",
 ]
@@ -54,6 +56,21 @@ def is_in_checkpoint() -> bool:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def refuse_mutable_saves() -> None:
+    """Raise `StateError` inside ``torch.autograd.graph.allow_mutation_on_saved_tensors``.
+
+    It keeps each saved tensor on the device and hands backward the value at the time of saving, by
+    hooks that those of a group would hide from what is saved.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    name = getattr(hooks[0], "__qualname__", "") if hooks else ""
+    if name.startswith("_swap_with_cloned."):
+        raise StateError(
+            "offload was asked for inside allow_mutation_on_saved_tensors(), which keeps all that "
+            "is saved on the device, so nothing would leave it; use one of the two"
+        )
 
 
 @graph_break
@@ -83,6 +100,7 @@ def start_group_of(
     """Open a group of a given chunk; see `start_group`. Returns None where nothing is recorded."""
     if not chunk.manager.records():
         return None
+    refuse_mutable_saves()
     group = chunk.start_group(name)
     tensor = _first_with_grad(tensors)
     if tensor is not None:

@@ -64,6 +64,7 @@ class ChunkOffloadHandler:
 
     def start_group(self, name: str) -> OffloadGroup:
         """Open a group; tensors saved under the manager's hooks belong to it from here on."""
+        self.manager.guard.refuse_other_threads()
         if self._position is None:
             self._position = self.manager.enter_chunk(self)
         key = GroupKey(self._position, len(self.groups))

@@ -6,7 +6,8 @@ Three things can come between any two lines of the engine: a garbage collection 
 with its blocks, another thread, and an exception (memory that can't be had, a keyboard interrupt).
 
 - A block that dies while a call runs, in whichever thread, is put off until the next call begins.
-- Autograd's own threads enter as the user's do; whoever comes second waits.
+- Autograd's own threads enter as the user's do; whoever comes second waits. Forwards belong to one
+  thread at a time, which has claimed the engine; another is refused.
 - After an exception all copies are waited for before anything is unwound, so that no copy touches
   memory that an unwound frame gave back. From then on the step has failed: the next chunk or the
   end of the step aborts it, and `PipelineOffloadManager.abort` puts every count right.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
@@ -49,10 +51,11 @@ class Guard:
         put_off: what to do when the next call begins.
     """
 
-    __slots__ = ("_settle", "has_failed", "is_mine", "lock", "put_off")
+    __slots__ = ("_settle", "_thread", "has_failed", "is_mine", "lock", "put_off")
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
+        self._thread: int | None = None
         self.lock = RLock()
         # What the standard library's own Condition asks; a count of ours could be interrupted.
         self.is_mine: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
@@ -65,6 +68,34 @@ class Guard:
         while put_off:
             put_off[0]()
             put_off.popleft()
+
+    def claim(self, is_busy: Callable[[], bool]) -> None:
+        """Give the engine to the calling thread; forwards of two threads can't share it.
+
+        Args:
+            is_busy: whether the thread that has it is not done; not asked of one that has ended.
+
+        Raises:
+            StateError: another thread has it; nothing has changed.
+        """
+        me = threading.get_ident()
+        if self._thread == me:
+            return
+        with self.lock:
+            if any(t.ident == self._thread for t in threading.enumerate()) and is_busy():
+                self.refuse_other_threads()
+            self._thread = me
+
+    def refuse_other_threads(self) -> None:
+        """Raise `StateError` where the engine belongs to another thread."""
+        if self._thread not in (None, threading.get_ident()):
+            mine = threading.current_thread().name
+            others = [t.name for t in threading.enumerate() if t.ident == self._thread]
+            raise StateError(
+                f"offload is in use in thread {others[0] if others else self._thread!r}, which is "
+                f"not done with it, and was asked for in {mine!r}; give each thread a context or "
+                "manager of its own"
+            )
 
     def refuse_nesting(self, name: str) -> None:
         """Raise `StateError` where this thread is inside a call already: it would wait for itself.

@@ -19,14 +19,18 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
+from megatron_offload.engine.boundary import (
+    is_in_backward,
+    is_in_checkpoint,
+    refuse_mutable_saves,
+)
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.extensions import before_chunk
 from megatron_offload.engine.graph_break import graph_break
@@ -202,7 +206,10 @@ class PipelineOffloadManager:
 
         Raises:
             ConfigError: a plan is followed that has no such pipeline rank.
+            StateError: another thread is not done with this manager, or what is saved here may be
+                changed in place.
         """
+        self.claim()
         if self.guard.has_failed:
             self.abort()
         elif self._hooks:  # of a forward that an exception has ended
@@ -220,6 +227,18 @@ class PipelineOffloadManager:
         self._chunk.max_inflight_groups = max_inflight_groups
         self._begun_at_backward = None
         return self._chunk
+
+    def claim(self, *, is_inside: bool = False) -> None:
+        """Take the manager for this thread's forwards.
+
+        Args:
+            is_inside: whether the thread that has it is in a forward, as far as the caller knows.
+
+        Raises:
+            StateError: another thread is not done with it, or what is saved may be changed.
+        """
+        refuse_mutable_saves()
+        self.guard.claim(lambda: is_inside or bool(self._hooks) or not self.is_idle())
 
     def chunk_to_record(self, name: str) -> ChunkOffloadHandler | None:
         """Return the chunk of a group that starts now; None where there is none.
@@ -249,6 +268,14 @@ class PipelineOffloadManager:
         0 here; an integration that knows better puts its own in place.
         """
         return 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied module is run beside its original, on the same memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self is PipelineOffloadManager._instance:
+            return PipelineOffloadManager.get_instance, ()
+        return type(self), (self.config,)
 
     def _make_chunk(
         self, vp_stage: int, min_tensor_bytes: int, min_tensor_elements: int

@@ -87,7 +87,7 @@ class Step:
 
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
-        groups = self._prefetcher.groups()
+        groups = list(self._prefetcher.groups())  # another thread may ask, and be refused
         return not any(next(group.blocks(), None) is not None for group in groups)
 
     def finish(self, *, names_leaks: bool) -> StepStats:

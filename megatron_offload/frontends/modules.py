@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.frontends.module_hook import ModuleHook
 
 __all__ = ["ModuleOffload", "offload_modules"]
 
@@ -83,6 +83,9 @@ class ModuleOffload:
         """Take all hooks off; a second call does nothing."""
         while self._handles:
             self._handles.pop().remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.manager,)  # of a copied model, whose hooks do nothing
 
     def __enter__(self) -> ModuleOffload:
         return self
@@ -183,11 +186,10 @@ def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: 
     for tensor in (*chunk.parameters(), *chunk.buffers()):
         manager.mark_not_offload(tensor)
 
-    @graph_break
     def begin(module: nn.Module, args: Any) -> None:
         manager.begin_chunk(vp_stage=stage if vp_stage is None else vp_stage, pp_rank=pp_rank)
 
-    result._handles.append(chunk.register_forward_pre_hook(begin, prepend=True))
+    result._handles.append(chunk.register_forward_pre_hook(ModuleHook(begin), prepend=True))
 
 
 def _find(modules: Mapping[str, nn.Module], kind: _Modules | _Span) -> list[str]:
@@ -217,12 +219,10 @@ def _mark(
 def _mark_module(result: ModuleOffload, module: nn.Module, name: str) -> None:
     manager = result.manager
 
-    @graph_break
     def start(module: nn.Module, args: Any, kwargs: Any) -> None:
         start_group(manager, (*args, *kwargs.values()), name)
         manager.__enter__()
 
-    @graph_break
     def commit(module: nn.Module, args: Any, output: Any) -> None:
         manager.__exit__()
         commit_group(manager, _values(output), name)
@@ -230,8 +230,8 @@ def _mark_module(result: ModuleOffload, module: nn.Module, name: str) -> None:
     result._hold(
         module,
         name,
-        module.register_forward_pre_hook(start, with_kwargs=True),
-        module.register_forward_hook(commit, always_call=True),
+        module.register_forward_pre_hook(ModuleHook(start), with_kwargs=True),
+        module.register_forward_hook(ModuleHook(commit), always_call=True),
     )
 
 
@@ -241,14 +241,12 @@ def _mark_span(
     manager = result.manager
     num_open = 0
 
-    @graph_break
     def start(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal num_open
         start_group(manager, _values(output), name)
         manager.__enter__()
         num_open += 1
 
-    @graph_break
     def commit(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal num_open
         if num_open:
@@ -256,7 +254,6 @@ def _mark_span(
             manager.__exit__()
             commit_group(manager, (*args, *kwargs.values()), name)
 
-    @graph_break
     def close(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal num_open
         while num_open:  # the forward ended without calling the last module, or raised
@@ -267,9 +264,9 @@ def _mark_span(
     result._hold(
         parent,
         name,
-        first.register_forward_hook(start),
-        last.register_forward_pre_hook(commit, with_kwargs=True, prepend=True),
-        parent.register_forward_hook(close, always_call=True),
+        first.register_forward_hook(ModuleHook(start)),
+        last.register_forward_pre_hook(ModuleHook(commit), with_kwargs=True, prepend=True),
+        parent.register_forward_hook(ModuleHook(close), always_call=True),
     )
 
 

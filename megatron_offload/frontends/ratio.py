@@ -10,7 +10,7 @@ Read next: `megatron_offload.engine.automatic`.
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -104,6 +104,13 @@ class CPUOffload(AroundForwards):
             config = config or OffloadConfig()
             refuse_unfollowed("CPUOffload", config)
             self._tags[tag] = _Tag(tag, PipelineOffloadManager(config))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._of_tag, (self.offload_ratio, self.tag, self._tags[self.tag].manager.config)
+
+    @classmethod
+    def _of_tag(cls, offload_ratio: float, tag: str, config: OffloadConfig) -> Self:
+        return cls(offload_ratio, tag, None if tag in cls._tags else config)
 
     @classmethod
     def forget(cls, tag: str) -> None:

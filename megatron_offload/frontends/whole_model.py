@@ -10,6 +10,7 @@ Read next: `megatron_offload.engine.automatic`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 import weakref
@@ -27,6 +28,7 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.frontends.around import AroundForwards
+from megatron_offload.frontends.module_hook import ModuleHook
 from megatron_offload.frontends.settings import refuse_unfollowed, settle
 from megatron_offload.memory.host_pool import HostPool
 
@@ -121,6 +123,12 @@ class OffloadActivations(AroundForwards):
     @property
     def _groups(self) -> AutomaticGroups:
         return self._automatic
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, of a module that has one or out of a file, has memory of its own and no marks.
+        make = functools.partial(type(self), config=self.manager.config)
+        sizes = self.max_fwd_stash_size, self.min_tensor_size_bytes
+        return make, (self.use_pin_memory, self.use_streams, *sizes)
 
     def close(self) -> None:
         """Give all memory back; a second call does nothing more."""
@@ -243,19 +251,17 @@ def _keep_on_device(module: nn.Module) -> None:
     _kept.add(module)
     entered: list[NoOpManager] = []
 
-    @graph_break
     def enter(module: nn.Module, args: Any) -> None:
         hooks = NoOpManager()
         hooks.__enter__()
         entered.append(hooks)
 
-    @graph_break
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if entered:  # else another hook has raised before ours ran
             entered.pop().__exit__()
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    module.register_forward_pre_hook(ModuleHook(enter))
+    module.register_forward_hook(ModuleHook(leave), always_call=True)
 
 
 @graph_break

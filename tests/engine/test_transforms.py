@@ -1,0 +1,149 @@
+"""Forward-mode AD, function transforms and mutable saved tensors: exact, or refused in time."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from programs import TIMINGS, assert_nothing_left, assert_same, make_manager
+from torch import nn
+from torch.autograd import forward_ad
+
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.errors import StateError
+from megatron_offload.frontends.whole_model import OffloadActivations
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()
+    return nn.Sequential(*layers)
+
+
+X = torch.linspace(-1, 1, 8 * 64).view(8, 64)
+
+
+@contextlib.contextmanager
+def one_group(manager):
+    manager.begin_chunk()
+    start_group(manager, X, "group")
+    with manager:
+        yield
+    commit_group(manager, X, "group")
+
+
+def under_jvp(model, context):
+    with context:
+        value, tangent = torch.func.jvp(model, (X,), (torch.ones_like(X),))
+    (value.sum() + tangent.square().sum()).backward()
+    return [value, tangent]
+
+
+def with_dual_numbers(model, context):
+    with forward_ad.dual_level():
+        with context:
+            y = model(forward_ad.make_dual(X, torch.ones_like(X)))
+        value, tangent = forward_ad.unpack_dual(y)
+        (value.sum() + tangent.square().sum()).backward()
+        return [value.clone(), tangent.clone()]
+
+
+def under_vmap(model, context):
+    with context:
+        value = torch.func.vmap(model)(X)
+    value.square().sum().backward()
+    return [value]
+
+
+def entered_under_vmap(model, context):
+    def loss_of(x):
+        with context:
+            return model(x).square()
+
+    value = torch.func.vmap(loss_of)(X)
+    value.sum().backward()
+    return [value]
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("door", ["whole", "marks"])
+@pytest.mark.parametrize("program", [under_jvp, with_dual_numbers, under_vmap, entered_under_vmap])
+def test_transforms_are_exact(program, door, timing):
+    model = make_model()
+    expected = program(model, contextlib.nullcontext()) + [p.grad for p in model.parameters()]
+    model, manager = make_model(), make_manager(timing)
+    if door == "whole":
+        context = OffloadActivations(min_offload_size=0, manager=manager)
+    else:
+        context = one_group(manager)
+    found = program(model, context) + [p.grad for p in model.parameters()]
+    assert_same(expected, found)
+    manager.reset()
+    assert manager.last_step.offloaded_bytes > 0
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("order", ["context around", "context inside"])
+def test_torch_s_own_refusal_of_hooks_leaves_a_clean_context(order):
+    manager = make_manager()
+    context = OffloadActivations(min_offload_size=0, manager=manager)
+    model = make_model()
+
+    def loss_of(x):
+        with context if order == "context inside" else contextlib.nullcontext():
+            return model(x).sum()
+
+    with (
+        context if order == "context around" else contextlib.nullcontext(),
+        pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"),
+    ):
+        torch.func.grad(loss_of)(X)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    expected, plain = model(X).sum(), list(model.parameters())
+    expected = torch.autograd.grad(expected, plain)
+    with context:
+        loss = model(X).sum()
+    assert_same(expected, torch.autograd.grad(loss, plain))
+    del loss
+    assert context.end_step()
+    assert context.last_step.offloaded_bytes > 0
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("door", ["whole", "marks", "group"])
+def test_offload_is_refused_where_saved_tensors_may_be_changed(door):
+    manager = make_manager()
+    context = OffloadActivations(min_offload_size=0, manager=manager)
+    if door == "group":
+        manager.begin_chunk()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        x = torch.ones(64, requires_grad=True)
+        y = x.clone()
+        enter = {
+            "whole": context.__enter__,
+            "marks": manager.begin_chunk,
+            "group": lambda: start_group(manager, y, "group"),
+        }[door]
+        with pytest.raises(StateError, match="use one of the two"):
+            enter()
+        z = y.square()
+        y.sin_()
+        z.sum().backward()
+    assert torch.equal(x.grad, torch.full((64,), 2.0))
+    assert_nothing_left(manager)
+
+
+def test_saved_tensors_may_be_changed_inside_a_context():
+    manager = make_manager()
+    with OffloadActivations(min_offload_size=0, manager=manager):
+        before = torch.ones(1024, requires_grad=True).sin().exp()
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            x = torch.ones(64, requires_grad=True)
+            y = x.clone()
+            z = y.square()
+            y.sin_()
+            z.sum().backward()
+    before.sum().backward()
+    assert torch.equal(x.grad, torch.full((64,), 2.0))
+    assert manager.last_step.offloaded_bytes > 0

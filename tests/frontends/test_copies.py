@@ -1,0 +1,188 @@
+"""Copied and saved models: no crash, no manager in the file, nothing shared by accident."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from programs import assert_same, make_config, make_manager
+from torch import nn
+
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.frontends.ratio import CPUOffload
+from megatron_offload.frontends.whole_model import (
+    OffloadActivations,
+    get_act_offloading_ctx_manager,
+)
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()
+
+
+def loaded(file):
+    return torch.load(io.BytesIO(file), weights_only=False)
+
+
+WAYS = pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: loaded(saved(model))], ids=["deepcopy", "file"]
+)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear_fc1 = nn.Linear(32, 64)
+        self.linear_fc2 = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+        self.output = nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.output(self.mlp(x))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(Model())
+
+
+def gradients(model):
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 128).view(4, 32)).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@WAYS
+def test_a_copy_of_a_marked_model_is_unmarked(duplicate):
+    model, manager = make_model(), make_manager()
+    expected = gradients(model)
+    offload_modules(model, ["mlp_fc1", "mlp_act", "mlp_fc2", "0"], manager=manager)
+    assert b"megatron_offload" not in saved(model)
+    twin = duplicate(model)
+    with manager.step():
+        assert_same(expected, gradients(twin))
+    assert manager.last_step.num_groups == 0
+    with manager.step():
+        assert_same(expected, gradients(model))
+    num_groups = manager.last_step.num_groups
+    assert num_groups == 4
+    hooks = offload_modules(twin, ["mlp_fc1", "mlp_act", "mlp_fc2", "0"], manager=manager)
+    with manager.step():
+        assert_same(expected, gradients(twin))
+    assert manager.last_step.num_groups == num_groups
+    hooks.remove()
+    with manager.step():
+        assert_same(expected, gradients(twin))
+        assert_same(expected, gradients(model))
+    assert manager.last_step.num_groups == num_groups
+
+
+@WAYS
+def test_a_copy_of_a_model_whose_head_stays(duplicate):
+    model, manager = make_model(), make_manager()
+    expected = gradients(model)
+    context = get_act_offloading_ctx_manager(model[0], min_offload_size=0, manager=manager)
+    twin = duplicate(model)
+    for either in (model, twin):
+        with context:
+            assert_same(expected, gradients(either))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+class Owner(Model):
+    """A module that holds what moves its tensors."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.context = context
+
+    def forward(self, x):
+        with self.context:
+            return super().forward(x)
+
+
+@WAYS
+def test_a_copy_of_a_context_is_a_context_of_its_own(duplicate):
+    config = make_config(host_slab_bytes=4096, min_tensor_bytes=16)
+    context = OffloadActivations(True, False, 3, config=config)
+    model = Owner(context)
+    expected = gradients(model)
+    context.end_step()
+    twin = duplicate(model)
+    other = twin.context
+    assert other.manager is not context.manager
+    assert other.manager.config == context.manager.config
+    for name in ("use_pin_memory", "use_streams", "max_fwd_stash_size", "min_tensor_size_bytes"):
+        assert getattr(other, name) == getattr(context, name)
+    assert_same(expected, gradients(twin))
+    other.end_step()
+    assert other.last_step.offloaded_bytes == context.last_step.offloaded_bytes > 0
+
+
+@WAYS
+def test_a_copy_of_a_share_is_of_the_same_tag(duplicate):
+    context = CPUOffload(0.5, "copied", make_config(host_slab_bytes=4096))
+    twin = duplicate(context)
+    assert (twin.offload_ratio, twin.tag) == (0.5, "copied")
+    assert twin._groups is context._groups
+    CPUOffload.forget("copied")
+
+
+def test_a_share_that_comes_out_of_a_file_has_its_settings():
+    context = CPUOffload(0.5, "saved", make_config(host_slab_bytes=4096))
+    file = saved(Owner(context))
+    CPUOffload.forget("saved")
+    model = loaded(file)
+    assert model.context._groups.manager.config.host_slab_bytes == 4096
+    gradients(model)
+    assert model.context.end_step()
+    CPUOffload.forget("saved")
+
+
+@WAYS
+def test_a_module_may_own_the_process_s_manager_and_its_hooks(duplicate):
+    manager = PipelineOffloadManager.get_instance()
+    model = make_model()
+    model.manager, model.hooks = manager, offload_modules(model, ["0.mlp"])
+    twin = duplicate(model)
+    assert twin.manager is manager
+    assert twin.hooks.manager is manager
+    twin.hooks.remove()
+    with manager.step():
+        gradients(model)
+    assert manager.last_step.num_groups == 1, "the copy's handles are not the model's"
+    model.hooks.remove()
+
+
+def test_a_manager_of_one_s_own_comes_out_of_a_file_with_its_settings_alone():
+    manager = make_manager(prefetch_bytes=12345)
+    twin = loaded(saved(manager))
+    assert twin is not manager
+    assert twin.config == manager.config
+
+
+@pytest.mark.slow
+def test_a_saved_model_needs_nothing_of_this_package(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    offload_modules(model, ["0"], manager=make_manager())
+    torch.save(model, tmp_path / "model.pt")
+    code = (
+        "import sys, torch; sys.modules['megatron_offload'] = None; "
+        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); m(torch.ones(4))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
