@@ -116,7 +116,7 @@ def memory_table(
     columns = ["rank"]
     for _, name in keys:
         columns += [f"peak {name}", "with offload", "ratio"]
-    table = plain_table("Device memory per rank, most over all usual steps", columns)
+    table = plain_table("Device memory per rank, most over usual steps", columns)
     for plain, moved in zip(without, offloaded, strict=True):
         cells = [str(plain["rank"])]
         for key, _ in keys:

@@ -106,7 +106,7 @@ def _print(out: Console, config: TrainConfig, reports: list[RunReport], result: 
     ]
     out.print(compare_table(rows))
     ranks = offloaded.peaks()
-    out.print(rank_table(ranks, "With offload: bytes of the last step, peaks over all usual steps"))
+    out.print(rank_table(ranks, "With offload: bytes of the last step, peaks over usual steps"))
     out.print(group_table(ranks, "Groups of the last step"))
     if ranks[0]["peak_live_activation_bytes"] is not None:
         out.print(memory_table(without.peaks(), ranks))

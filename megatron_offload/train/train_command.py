@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
         ranks = reports[0].peaks()
         out = console()
         if ranks:
-            out.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over all usual steps"))
+            out.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over usual steps"))
             if config.offload.enabled:
                 out.print(group_table(ranks, "Groups of the last step"))
         out.print(f"steps: {config.run.output / 'steps.jsonl'}")
