@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import blocks
 from mypy import api
 
 ROOT = Path(__file__).parent.parent
@@ -41,11 +42,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("typing")
 
 
-def errors_in(folder, text):
+def errors_in(folder, text, strict=True):
     """Return the lines in which mypy finds an error, in a project that knows nothing of ours."""
     path = folder / "program.py"
     path.write_text(text)
-    (folder / "mypy.ini").write_text(f"[mypy]\nstrict = true\nmypy_path = {ROOT}\n")
+    (folder / "mypy.ini").write_text(f"[mypy]\nstrict = {strict}\nmypy_path = {ROOT}\n")
     words = [str(path), "--config-file", str(folder / "mypy.ini"), "--follow-imports=silent"]
     printed, complaints, _ = api.run([*words, "--cache-dir", str(folder / "cache")])
     assert not complaints
@@ -66,6 +67,19 @@ def test_mypy_accepts_the_forms_that_settings_take(folder):
 @pytest.mark.slow
 def test_mypy_refuses_unknown_settings_and_wrong_forms(folder):
     assert errors_in(folder, REFUSED) == [4, 5, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mypy_accepts_the_readme_s_own_calls(folder):
+    presupposed = "from typing import Any\n" + "".join(
+        f"{name}: Any\n" for name in ("data", "embed", "layers", "loss", "model", "model_chunks")
+    )
+    snippets = [b.text for b in blocks() if b.page == "README.md" and b.language == "python"]
+    assert len(snippets) >= 4
+    # Each is a program of its own: they give one name several meanings.
+    for text in snippets:
+        assert errors_in(folder, presupposed + text, strict=False) == []
 
 
 def test_what_type_checkers_accept_is_accepted(tmp_path):
