@@ -22,13 +22,15 @@ __all__ = ["graph_break"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_NEEDED = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+
 
 def graph_break(function: F) -> F:
     """Keep the compiler out of a function and of all that it calls; use as a decorator.
 
     Called from code that is being compiled it ends the graph; the next begins after it.
     """
-    if not hasattr(eval_frame, "set_code_exec_strategy"):  # before torch 2.7
+    if not all(hasattr(eval_frame, name) for name in _NEEDED):  # before torch 2.7
         disabled: F = torch.compiler.disable(function)
         return disabled
     assert isinstance(function, FunctionType)
