@@ -114,7 +114,7 @@ def is_slow(command: str) -> bool:
 
 def wants_run(command: str) -> bool:
     """Whether a command is about the quickstart's run."""
-    return not command.startswith(SLOW_PREFIXES) and "runs/quickstart" in command
+    return "runs/quickstart" in command
 
 
 # Snippets
