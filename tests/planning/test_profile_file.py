@@ -156,7 +156,7 @@ def test_every_truncation_is_refused():
 
 
 def test_infinite_times_are_refused():
-    with pytest.raises(ConfigError, match="'step_us'"):
+    with pytest.raises(ConfigError, match="1e999 is more than a number can be"):
         parse_profile(
             changed(set_at("step_us", to=0)).replace('"step_us": 0', '"step_us": 1e999'), "it"
         )
