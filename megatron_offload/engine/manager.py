@@ -238,6 +238,8 @@ class PipelineOffloadManager:
             StateError: another thread is not done with it, or what is saved may be changed.
         """
         refuse_mutable_saves()
+        if is_in_backward():
+            return  # a recompute, maybe in autograd's thread; nothing of it is recorded
         self.guard.claim(lambda: is_inside or bool(self._hooks) or not self.is_idle())
 
     def chunk_to_record(self, name: str) -> ChunkOffloadHandler | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from programs import assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_offload.errors import StateError
 from megatron_offload.frontends.modules import offload_modules
@@ -139,3 +140,32 @@ def test_marked_models_in_two_threads_have_a_manager_each():
 
     with ThreadPoolExecutor(2) as pool:
         assert_same(*pool.map(train, models))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_in_autograd_s_own_thread_enters_the_context_again(context, reentrant):
+    # On a GPU backward, and so every recompute, runs in another thread than forward.
+    torch.manual_seed(0)
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    x = torch.randn(16, 64, requires_grad=True)
+
+    def block(x):
+        with context:
+            return second(x).sin()
+
+    def gradients(block, backward):
+        with context:
+            y = first(x).cos()
+        loss = checkpoint(block, y, use_reentrant=reentrant).exp().mean()
+        del y
+        backward(loss)
+        found = [p.grad.clone() for p in (x, *first.parameters(), *second.parameters())]
+        for p in (x, *first.parameters(), *second.parameters()):
+            p.grad = None
+        return found
+
+    expected = gradients(lambda x: second(x).sin(), torch.Tensor.backward)
+    for _ in range(3):
+        assert_same(expected, gradients(block, lambda loss: in_thread(loss.backward)))
+    context.end_step()
+    assert context.last_step.offloaded_bytes > 0
