@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine: `make quickstart` and `make test`.
-# `make test-all` runs every test, for before a release: some 15 minutes on 2 cores.
+# `make test-all` runs every test, for before a release: some 20 minutes on 2 cores.
 PYTHON ?= python3
 # Any torch >= 2.6 works; this is the version that the numbers in the documents were made with.
 TORCH ?= torch==2.13.0
