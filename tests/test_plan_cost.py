@@ -187,6 +187,7 @@ def test_the_limit_holds_whatever_the_link_gives(share, percent):
     assert job.moved_bytes[-1] == plan.moved_bytes
 
 
+@pytest.mark.slow
 def test_where_every_plan_is_too_slow_nothing_moves_and_the_numbers_are_said(log):
     job = VirtualJob(0.02 * PLANNED).warmed_up()
     plan = planned(job)

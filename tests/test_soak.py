@@ -70,6 +70,7 @@ def test_growth_is_seen_and_what_comes_back_is_none():
     assert soak.growth() == {"live_blocks": 1, "pinned_bytes": 60 - 19}
 
 
+@pytest.mark.slow
 def test_the_cost_of_checking_is_measured(tmp_path):
     path = tmp_path / "checking.json"
     subprocess.run(

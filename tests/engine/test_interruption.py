@@ -108,6 +108,7 @@ def test_an_error_at_every_boundary(monkeypatch, name, after, aborts):
     assert check_every_position(model, manager, trap, aborts=aborts) == expected_calls
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("aborts", [True, False], ids=["step", "no step"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("timing", ["late", "random"])

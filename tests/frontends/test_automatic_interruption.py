@@ -58,7 +58,7 @@ def check_every_position(offload, trap, positions=range):
     return num_positions
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_an_error_at_every_call_of_the_backend(monkeypatch, timing, after):

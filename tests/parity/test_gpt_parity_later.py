@@ -29,6 +29,6 @@ def findings(request, tmp_path_factory):
     return compare(request, tmp_path_factory, later=True)
 
 
-@cases_of(CASES, ("pp2-vpp4-one-layer-a-chunk", "recompute-norms"))
+@cases_of(CASES, ("pp2-vpp4-one-layer-a-chunk",))
 def test_losses_and_gradients_are_those_without_offload(name, findings):
     check(findings[name], moves=True)

@@ -377,6 +377,7 @@ def test_the_timeline_is_drawn(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_script_writes_a_trace_and_a_picture(tmp_path):
     command = [sys.executable, str(ROOT / "scripts" / "trace_step.py"), "--backend", "simulated"]
     done = subprocess.run(
