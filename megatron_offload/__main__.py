@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_offload.train.cli import main
+from megatron_offload.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,8 @@
 Owns `OffloadConfig` (all sizes in bytes) and the strict reading of YAML files, ``key=value``
 overrides and environment variables. Must not know torch, so that bad input fails at once.
 
-Invariant: whatever is wrong ends in one `ConfigError`; `megatron_offload.strict_model` words it.
+Invariant: whatever is wrong ends in one `ConfigError`, worded by
+`megatron_offload.files.strict_model`.
 Read next: `megatron_offload.engine.manager`, which is configured with it.
 """
 
@@ -16,10 +17,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from megatron_offload.core.policy_config import ModulesConfig, PolicyConfig, RatioConfig
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files import MAX_DEPTH, read_text
-from megatron_offload.planning.policy_config import ModulesConfig, PolicyConfig, RatioConfig
-from megatron_offload.strict_model import (
+from megatron_offload.files.strict_model import (
     BytesField,
     Converted,
     NamesField,
@@ -28,7 +28,8 @@ from megatron_offload.strict_model import (
     default,
     validate,
 )
-from megatron_offload.strict_yaml import MAX_YAML_BYTES, parse_yaml, shorten
+from megatron_offload.files.strict_yaml import MAX_YAML_BYTES, parse_yaml, shorten
+from megatron_offload.files.text import MAX_DEPTH, read_text
 
 __all__ = [
     "EXTRA_MODULES",

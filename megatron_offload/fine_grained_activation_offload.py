@@ -33,7 +33,7 @@ from megatron_offload.engine.boundary import (
     start_group_of,
 )
 from megatron_offload.memory.tensor_pool import GPUTensorPool, OffloadTensorPool
-from megatron_offload.reporting.console import console, plain_table
+from megatron_offload.report.console import console, plain_table
 
 __all__ = [
     "DEBUG",

@@ -40,6 +40,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
 from bench_peers import FIVE, SHAPES, last_line, worker_environment
 
 WORKER = Path(__file__).with_name("check_bitwise_worker.py")

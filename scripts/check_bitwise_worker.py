@@ -28,6 +28,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
 from bench_peers_modes import MODES
 from bench_peers_worker import Program, build_chunks, versions, write
 from check_bitwise import first_difference, judge, row_line, save

@@ -20,11 +20,11 @@ from torch.nn import functional
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
+from megatron_offload.core.trace import StepTrace
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.reporting.plots import plot_timeline
-from megatron_offload.reporting.trace import StepTrace
-from megatron_offload.tracing import trace_step
+from megatron_offload.observe.trace_step import trace_step
+from megatron_offload.report.plots import plot_timeline
 
 ADVANCE = Callable[[float], None]
 

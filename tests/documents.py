@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_offload.train.cli import COMMANDS
+from megatron_offload.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -87,8 +87,8 @@ NOT_RUN = {
 
 NOT_RUN_PREFIXES = {
     "torchrun ": "needs several machines or GPUs",
-    "python3 scripts/bench_": _BENCHMARK,
-    "PYTHONPATH=.venv/megatron-core-later .venv/bin/python scripts/bench_": _BENCHMARK,
+    "python3 benchmarks/bench_": _BENCHMARK,
+    "PYTHONPATH=.venv/megatron-core-later .venv/bin/python benchmarks/bench_": _BENCHMARK,
     "python3 scripts/check_bitwise.py ": "trains 126 models; tests/test_check_bitwise.py",
     "python3 scripts/soak.py ": "takes many minutes; tests/test_soak.py",
     "python scripts/trace_step.py --backend cuda": "needs a GPU",
@@ -172,8 +172,8 @@ model_chunks = [nn.ModuleDict({"decoder": nn.ModuleDict({"layers": layers})})]
 
 _PROFILE = """
 from megatron_offload import offload_modules
-from megatron_offload.planning.profile import RunShape
-from megatron_offload.profiling import profile_step
+from megatron_offload.core.profile import RunShape
+from megatron_offload.observe.recorder import profile_step
 hooks = offload_modules(model, ["layers.*.attention", "layers.*.mlp"])
 for _ in range(2):
     train_step()
@@ -223,8 +223,8 @@ PRELUDES = {
     ),
     "check = check_plan(": (
         f"{_LAYERS}{_PROFILE}"
-        "from megatron_offload.planned_run import check_plan\n"
-        "from megatron_offload.planning.policy_config import MemoryTargetConfig\n"
+        "from megatron_offload.autotune.planned_run import check_plan\n"
+        "from megatron_offload.core.policy_config import MemoryTargetConfig\n"
         "with profile_step(manager, run=RunShape(num_microbatches=1)) as recorded:\n"
         "    train_step()\n"
         "policy = MemoryTargetConfig(kind='memory_target', target_bytes='64MiB')\n",

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from megatron_offload import strict_yaml
 from megatron_offload.config import (
     OffloadConfig,
     apply_overrides,
@@ -17,6 +16,7 @@ from megatron_offload.config import (
     validate,
 )
 from megatron_offload.errors import ConfigError
+from megatron_offload.files import strict_yaml
 
 MOST_SECONDS = 3
 MOST_GROWN_KIB = 200 * 1024

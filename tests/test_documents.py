@@ -15,13 +15,13 @@ import torch
 from documents import NOT_RUN, PRELUDES, QUICKSTART, ROOT, SHOWN, SLOW_SNIPPETS
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
+from megatron_offload.cli import main as cli
 from megatron_offload.integrations import megatron_core, megatron_moe
-from megatron_offload.train import cli
 
 BLOCKS = list(documents.blocks())
 SNIPPETS = [block for block in BLOCKS if block.language == "python"]
 COMMANDS = [(b, command) for b in BLOCKS if b.is_commands for command in b.commands()]
-LINKED = ("configs", "docs", "scripts", "tests")
+LINKED = ("benchmarks", "configs", "docs", "scripts", "tests")
 
 
 def keys_of(block):
@@ -113,7 +113,9 @@ def test_each_command_that_is_not_run_stands_on_a_page_still():
 def test_scripts_that_are_not_run_have_the_flags_that_pages_give_them():
     for block, command in COMMANDS:
         words = command.split()
-        for script in (word for word in words if word.startswith(("scripts/", "tests/"))):
+        for script in (
+            word for word in words if word.startswith(("benchmarks/", "scripts/", "tests/"))
+        ):
             if not script.endswith(".py"):
                 continue
             source = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))

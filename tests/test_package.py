@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 
 import megatron_offload
-from megatron_offload import extras
+from megatron_offload.cli import main as cli
+from megatron_offload.cli.example_configs import find_config
+from megatron_offload.cli.train import read_config
 from megatron_offload.config import load_yaml, validate
+from megatron_offload.core import extras
 from megatron_offload.errors import ConfigError
-from megatron_offload.example_configs import find_config
 from megatron_offload.planning.description import load_description
-from megatron_offload.train import cli, launch
+from megatron_offload.train import launch
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.train_command import read_config
 
 ROOT = Path(__file__).parent.parent
 RUN_CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -83,7 +84,7 @@ def test_a_plain_pytorch_user_installs_neither_megatron_nor_a_solver(wheel):
 
 def test_an_installed_package_finds_its_configurations_from_any_folder(wheel, tmp_path):
     program = (
-        "from megatron_offload.example_configs import find_config as f; print(f('quickstart'))"
+        "from megatron_offload.cli.example_configs import find_config as f; print(f('quickstart'))"
     )
     result = run_python("-c", program, at=wheel, cwd=tmp_path)
     assert result.stdout.strip() == str(wheel / "megatron_offload/configs/quickstart.yaml")
@@ -162,7 +163,7 @@ def test_offload_modules_is_a_public_name():
 
 def test_training_says_in_one_line_what_to_install_where_megatron_is_missing(tmp_path):
     program = (
-        f"{WITHOUT_MEGATRON}from megatron_offload.train.cli import main\n"
+        f"{WITHOUT_MEGATRON}from megatron_offload.cli.main import main\n"
         "sys.exit(main(['train', '--config', 'quickstart']))\n"
     )
     result = run_python("-c", program, cwd=tmp_path)
@@ -190,7 +191,7 @@ import megatron_offload
 for found in pkgutil.walk_packages(megatron_offload.__path__, "megatron_offload."):
     if not found.name.startswith("megatron_offload.train.") and not found.name.endswith("__"):
         importlib.import_module(found.name)
-import megatron_offload.train.cli, megatron_offload.train.launch, megatron_offload.train.config
+import megatron_offload.cli.main, megatron_offload.train.launch, megatron_offload.train.config
 """
     result = run_python("-W", "error::ImportWarning", "-c", program)
     assert result.returncode == 0, result.stderr

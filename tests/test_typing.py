@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 ACCEPTED = """
 from megatron_offload import OffloadConfig
-from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 
 OffloadConfig(max_inflight_bytes="1GiB", min_tensor_bytes=1024, prefetch_bytes=None)
 OffloadConfig(modules=["mlp_fc1", "layers.*.mlp"], policy=AutoConfig(kind="auto"))

@@ -6,11 +6,11 @@ import torch
 from programs import assert_nothing_left, assert_same, make_config, run_step
 
 from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.core.profile import RunShape
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.planning.profile import RunShape
+from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.reporting.live_bytes import LiveActivationMeter
 
 NUM_MICROBATCHES = 6
 RUN = RunShape(num_microbatches=NUM_MICROBATCHES)

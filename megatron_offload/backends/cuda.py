@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from megatron_offload.backends.base import Backend, DeviceInfo, DeviceMemory, Pair, Wait
+from megatron_offload.backends.numa import node_of_device, pci_address, prefer_node
 from megatron_offload.errors import IntegrationError
-from megatron_offload.memory.numa import node_of_device, pci_address, prefer_node
 
 __all__ = ["CudaBackend", "current_index", "is_available", "visible_devices"]
 

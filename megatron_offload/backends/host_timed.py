@@ -5,7 +5,7 @@ compute stream has worked for as long as the host took. Must not know what the p
 
 Invariants: what the calls themselves take (copies, poison, the search for hazards) is no compute,
 as a real device has no such work; copies take the virtual time of their bytes. Bits, hazards and
-the order of copies are those of `SimulatedBackend`. Read next: `megatron_offload.backends.tracing`.
+the order of copies are those of `SimulatedBackend`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ works on, it is told by `TracingBackend.mark`. Nothing is changed on the way thr
 streams, events and copies in the same order.
 
 Invariants: nothing blocks the host while it records, times are read in `TracingBackend.finish`
-alone; spans of one stream don't overlap. Read next: `megatron_offload.tracing`.
+alone; spans of one stream don't overlap. Read next: `megatron_offload.observe.trace_step`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_offload.backends.base import (
     Stream,
     Wait,
 )
-from megatron_offload.reporting.trace import INFLIGHT_BYTES, Counter, Span, StepTrace
+from megatron_offload.core.trace import INFLIGHT_BYTES, Counter, Span, StepTrace
 
 __all__ = ["TracingBackend"]
 

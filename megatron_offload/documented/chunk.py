@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_offload.backends.base import Stream
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.documented.call_forms import read_commit_arguments, read_find_arguments
 from megatron_offload.engine import chunk as engine_chunk
 from megatron_offload.engine import manager as engine_manager
@@ -22,7 +23,6 @@ from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import StateError, UnsupportedCallError
 from megatron_offload.memory.tensor_pool import GPUTensorPool
-from megatron_offload.planning.profile import GroupKey
 
 __all__ = ["ChunkOffloadHandler", "unsupported"]
 

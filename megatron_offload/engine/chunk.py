@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.marks import has_mark
 from megatron_offload.engine.saved_tensor import Block, BlockRef
-from megatron_offload.planning.profile import GroupKey
 
 if TYPE_CHECKING:
     from megatron_offload.engine.manager import PipelineOffloadManager

@@ -13,9 +13,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan import OffloadPlan, RankPlan
-from megatron_offload.planning.profile import GroupKey, RunShape, StepProfile
 
 __all__ = ["FollowedPlan"]
 

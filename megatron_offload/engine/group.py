@@ -1,7 +1,7 @@
 """A layer group: the saved tensors between `group_start` and `group_commit`.
 
 Owns the state of a group, with one `advance()` through the table of
-`megatron_offload.planning.states`, and the pack hook. Must not know streams or pools; see
+`megatron_offload.core.states`, and the pack hook. Must not know streams or pools; see
 `megatron_offload.engine.transfers` for those.
 
 Invariants: a move that is not in `MOVES` raises and changes nothing; a group refers to its blocks
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.states import MOVES, GroupState
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.saved_tensor import Block, BlockRef, SavedTensor
 from megatron_offload.errors import StateError
-from megatron_offload.planning.profile import GroupKey
-from megatron_offload.planning.states import MOVES, GroupState
 
 if TYPE_CHECKING:
     from megatron_offload.engine.chunk import ChunkOffloadHandler

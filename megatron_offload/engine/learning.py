@@ -16,6 +16,13 @@ from fnmatch import fnmatchcase
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
+from megatron_offload.core.policy_config import (
+    AutoConfig,
+    MemoryTargetConfig,
+    PlanFileConfig,
+    RatioConfig,
+)
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.engine.followed_plan import FollowedPlan
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
@@ -25,13 +32,6 @@ from megatron_offload.planning.host_need import HostNeed
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
-from megatron_offload.planning.policy_config import (
-    AutoConfig,
-    MemoryTargetConfig,
-    PlanFileConfig,
-    RatioConfig,
-)
-from megatron_offload.planning.profile import GroupKey, StepProfile
 from megatron_offload.planning.target import MemoryTarget
 
 __all__ = ["Learner", "read_policy"]

@@ -26,6 +26,9 @@ import torch
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
+from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.prefetch import Prefetcher
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.engine.boundary import (
     is_in_backward,
     is_in_checkpoint,
@@ -46,11 +49,8 @@ from megatron_offload.engine.transfers import Transfers
 from megatron_offload.engine.window import InFlightWindow
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
-from megatron_offload.planning.budget import DeviceBudget
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
-from megatron_offload.planning.prefetch import Prefetcher
-from megatron_offload.planning.profile import GroupKey, StepProfile
 
 __all__ = ["PipelineOffloadManager"]
 

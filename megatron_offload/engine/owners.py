@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.saved_tensor import Block
-from megatron_offload.planning.profile import GroupKey
 
 __all__ = ["ForeignOwners", "is_held_elsewhere", "num_owners"]
 

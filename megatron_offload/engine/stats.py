@@ -1,6 +1,6 @@
 """Counters of a step: what moved, what stayed, what came late.
 
-Owns plain numbers. Must not know streams or pools. Read next: `megatron_offload.reporting`.
+Owns plain numbers. Must not know streams or pools. Read next: `megatron_offload.report`.
 """
 
 from __future__ import annotations

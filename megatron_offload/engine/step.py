@@ -6,7 +6,7 @@ does, which holds the lock whenever it calls.
 
 Invariant: a group counts against the budget while it belongs to this step, and no longer; graphs
 may outlive theirs. Read next: `megatron_offload.engine.transfers`, and
-`megatron_offload.planning.prefetch` for what comes back next.
+`megatron_offload.core.prefetch` for what comes back next.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_offload.core.prefetch import Prefetcher
+from megatron_offload.core.profile import GroupProfile, StepProfile
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.planning.prefetch import Prefetcher
-from megatron_offload.planning.profile import GroupProfile, StepProfile
 
 __all__ = ["Step"]
 

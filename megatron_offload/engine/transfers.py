@@ -6,7 +6,7 @@ window's. Must not know autograd, chunks' order, when a source is released, or w
 Invariant: what something else keeps on the device is neither reloaded nor, from the next step on,
 copied at all.
 Read next: `megatron_offload.engine.window`, which releases what was copied to the host,
-`megatron_offload.backends.base` for the contract, `megatron_offload.planning.prefetch` for who
+`megatron_offload.backends.base` for the contract, `megatron_offload.core.prefetch` for who
 reloads when.
 """
 

@@ -10,7 +10,7 @@ hand the memory on at once, in stream order, and does so the same way in every r
 
 Invariant: the window is released in the order of issue, so one wait covers all before it.
 Read next: `megatron_offload.engine.transfers`, which issues the copies, and
-`megatron_offload.planning.budget`.
+`megatron_offload.core.budget`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends.base import Backend, Event, Wait
+from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.host_copies import HostCopies
 from megatron_offload.engine.owners import num_owners
 from megatron_offload.engine.saved_tensor import Block, BlockRef
-from megatron_offload.planning.budget import DeviceBudget
 
 __all__ = ["InFlightWindow", "Source"]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_offload.backends.base import DeviceInfo
-from megatron_offload.kernel_files import read_kernel_text
+from megatron_offload.files.kernel import read_kernel_text
 from megatron_offload.machine.finding import Finding
 from megatron_offload.machine.pci import PciPath
 from megatron_offload.machine.profile import CopyRates

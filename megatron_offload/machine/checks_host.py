@@ -13,10 +13,10 @@ import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_offload.kernel_files import read_field, read_kernel_text, read_members
+from megatron_offload.backends.host_limit import default_cap_bytes
+from megatron_offload.backends.numa import node_of_device, online_nodes, prefer_node
+from megatron_offload.files.kernel import read_field, read_kernel_text, read_members
 from megatron_offload.machine.finding import Finding
-from megatron_offload.memory.host_limit import default_cap_bytes
-from megatron_offload.memory.numa import node_of_device, online_nodes, prefer_node
 
 __all__ = [
     "check_host_memory",

@@ -5,7 +5,7 @@ one. Must not know torch or megatron: versions are read from what is installed, 
 in.
 
 Invariant: text from outside is shown as Python would write it, and short. Read next:
-`megatron_offload.reporting.doctor`.
+`megatron_offload.cli.doctor`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import read_text
-from megatron_offload.kernel_files import to_int
+from megatron_offload.files.kernel import to_int
+from megatron_offload.files.strict_yaml import shorten
+from megatron_offload.files.text import read_text
 from megatron_offload.machine.finding import Finding, Level
-from megatron_offload.strict_yaml import shorten
 
 __all__ = [
     "check_environment",

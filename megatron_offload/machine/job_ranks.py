@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_offload.kernel_files import read_kernel_text
+from megatron_offload.files.kernel import read_kernel_text
 
 __all__ = ["JobRanks", "gather"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import Field
 
 from megatron_offload.config import StrictModel
-from megatron_offload.kernel_files import read_int, read_kernel_text
+from megatron_offload.files.kernel import read_int, read_kernel_text
 
 __all__ = ["PciLink", "PciPath", "num_nvidia_gpus", "read_pci_path"]
 

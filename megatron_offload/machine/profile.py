@@ -24,8 +24,8 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import read_json, replace_text
-from megatron_offload.kernel_files import read_kernel_text
+from megatron_offload.files.kernel import read_kernel_text
+from megatron_offload.files.text import read_json, replace_text
 from megatron_offload.machine.pci import PciPath
 
 __all__ = [

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from megatron_offload.backends.base import Backend, Event
-from megatron_offload.memory.host_limit import default_cap_bytes
-from megatron_offload.units import format_bytes
+from megatron_offload.backends.host_limit import default_cap_bytes
+from megatron_offload.core.units import format_bytes
 
 __all__ = ["ALIGNMENT_BYTES", "HostPool", "HostPoolStats", "HostRegion"]
 

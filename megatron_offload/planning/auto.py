@@ -21,10 +21,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
+from megatron_offload.core.profile import StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.memory_target import MemoryPlanner, Resources
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.profile import StepProfile
 
 __all__ = ["AutoPolicy", "AutoSearch", "Prediction", "Predictor"]
 

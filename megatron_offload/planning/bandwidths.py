@@ -4,7 +4,7 @@ Owns `Bandwidths`, its file in a run's folder, and the step from measured machin
 ``machine``. Must not know torch, nor how anything is measured.
 
 Invariants: of machines that differ the slowest counts; a file that is read holds every number, so
-that no default slips in unsaid. Read next: `megatron_offload.planning.policy_config`.
+that no default slips in unsaid. Read next: `megatron_offload.core.policy_config`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from megatron_offload.config import SimulatedConfig
+from megatron_offload.core.policy_config import MachineConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import read_json, replace_text
+from megatron_offload.files.strict_model import StrictModel, validate
+from megatron_offload.files.text import read_json, replace_text
 from megatron_offload.machine.profile import MachineProfile
-from megatron_offload.planning.policy_config import MachineConfig
-from megatron_offload.strict_model import StrictModel, validate
 
 __all__ = [
     "BANDWIDTHS_NAME",

@@ -21,7 +21,7 @@ enough but moves far less than one that wasn't is followed by one between the tw
 Invariants: same times and bytes, same verdict, so ranks that are told the same agree; it ends after
 `most_steps`; no plan is kept that was measured over the limit by more than the noise, and of the
 others the one that moves most is.
-Read next: `megatron_offload.plan_check`, which takes the steps.
+Read next: `megatron_offload.autotune`, which takes the steps.
 """
 
 from __future__ import annotations

@@ -17,12 +17,13 @@ from typing import Any
 from pydantic import ByteSize, Field
 
 from megatron_offload.config import apply_overrides, load_yaml
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.policy_config import MachineConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import Job, Machine, RankSettings
+from megatron_offload.files.strict_model import Bytes, StrictModel, validate
+from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.memory_target import Resources
 from megatron_offload.planning.model_cost import ModelDescription, job_from_model
-from megatron_offload.planning.policy_config import MachineConfig
-from megatron_offload.strict_model import Bytes, StrictModel, validate
 
 __all__ = [
     "Budgets",

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from megatron_offload.core.profile import GroupKey, MemorySample, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.cover import Item, Problem
-from megatron_offload.planning.profile import GroupKey, MemorySample, StepProfile
 
 __all__ = ["Footprint"]
 

@@ -11,31 +11,13 @@ Read next: `megatron_offload.planning.simulate`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from megatron_offload.errors import ConfigError
-from megatron_offload.planning.profile import GroupKey
+from megatron_offload.core.machine import Machine, check, check_numbers
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.schedule import Schedule
 
 __all__ = ["NO_OFFLOAD", "GroupWork", "Job", "Machine", "RankSettings", "StageWork"]
-
-
-def _check(owner: str, is_right: bool, message: str) -> None:
-    if not is_right:
-        raise ConfigError(f"{owner}: {message}")
-
-
-def _check_numbers(described: object, owner: str, *, above_zero: Sequence[str] = ()) -> None:
-    """Refuse what is negative, infinite or no number, and zero where there must be something."""
-    for field in fields(described):  # type: ignore[arg-type]
-        value = getattr(described, field.name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        _check(owner, math.isfinite(value) and value >= 0, f"{field.name} can't be {value}")
-        if field.name in above_zero:
-            _check(owner, value > 0, f"{field.name} must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +47,8 @@ class GroupWork:
 
     def __post_init__(self) -> None:
         owner = f"group {self.name!r}"
-        _check_numbers(self, owner)
-        _check(owner, self.weight_us <= self.backward_us, "weight_us is more than backward_us")
+        check_numbers(self, owner)
+        check(owner, self.weight_us <= self.backward_us, "weight_us is more than backward_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,38 +68,7 @@ class StageWork:
     known or already in what was measured, counts none of that."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "stage")
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What copies and messages get. The defaults were measured on a host with four H200s.
-
-    A host whose directions differ gives less one way: four H200s that all copy to the host get 41
-    GB/s each, to the device 55, and 25.6 each way when both run, which no single limit explains.
-    """
-
-    d2h_gbps: float = 55.0
-    """To the host, one GPU with the host to itself."""
-    h2d_gbps: float = 55.0
-    """To the device, likewise."""
-    both_gbps: float = 51.0
-    """Each way, when both directions of a GPU run."""
-    node_gbps: float = 205.0
-    """What all GPUs of a node copy together, in and out added."""
-    node_d2h_gbps: float | None = 164.0
-    """The most of it that goes to the host; None sets no such bound."""
-    node_h2d_gbps: float | None = None
-    """The most of it that goes to the devices; None sets no such bound."""
-    ranks_per_node: int = 4
-    """Pipeline ranks, in order, that share a node."""
-    p2p_gbps: float = 100.0
-    """Between neighbouring stages; messages don't slow each other down."""
-    p2p_latency_us: float = 10.0
-
-    def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if f.name != "p2p_latency_us"]
-        _check_numbers(self, "machine", above_zero=given)
+        check_numbers(self, "stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +92,7 @@ class RankSettings:
     """Whether there is an engine at all."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "settings", above_zero=("host_slab_bytes",))
+        check_numbers(self, "settings", above_zero=("host_slab_bytes",))
 
 
 NO_OFFLOAD = RankSettings(offloads=False)
@@ -162,7 +113,7 @@ class Job:
     """By stage of the pipeline; `Schedule.stages_of` says whose they are."""
     static_bytes: tuple[int, ...]
     """Per pipeline rank: weights, gradients, optimizer state, whatever lies there all the time."""
-    machine: Machine = Machine()
+    machine: Machine = Machine()  # noqa: RUF009 - frozen
     gpus_per_rank: int = 1
     """GPUs of a node that do exactly the same at the same time."""
     unused_bytes: int | None = None
@@ -171,16 +122,16 @@ class Job:
 
     def __post_init__(self) -> None:
         schedule = self.schedule
-        _check_numbers(self, "job", above_zero=("gpus_per_rank",))
+        check_numbers(self, "job", above_zero=("gpus_per_rank",))
         num_stages, num_static = len(self.stages), len(self.static_bytes)
-        _check(
+        check(
             "job",
             num_stages == schedule.num_stages,
             f"the schedule has {schedule.num_stages} stages, and {num_stages} are described",
         )
-        _check(
+        check(
             "job",
             num_static == schedule.num_ranks,
             f"the schedule has {schedule.num_ranks} ranks, static_bytes are given for {num_static}",
         )
-        _check("job", min(self.static_bytes) >= 0, "static_bytes can't be negative")
+        check("job", min(self.static_bytes) >= 0, "static_bytes can't be negative")

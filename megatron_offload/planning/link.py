@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megatron_offload.planning.job import Machine
+from megatron_offload.core.machine import Machine
 
 __all__ = ["FairShare", "Rates"]
 

@@ -29,14 +29,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.cover import Problem, Solution
 from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.job import Machine
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
-from megatron_offload.planning.profile import GroupKey, StepProfile
 from megatron_offload.planning.solver import solve
-from megatron_offload.units import format_bytes
 
 __all__ = ["MemoryPlanner", "MemoryTargetPolicy", "Resources"]
 

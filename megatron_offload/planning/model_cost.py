@@ -33,11 +33,12 @@ from typing import Literal
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
+from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
+from megatron_offload.files.strict_model import Bytes, StrictModel
+from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
-from megatron_offload.strict_model import Bytes, StrictModel
 
 __all__ = [
     "LAYER_GROUPS",

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.adapt import Distances
 from megatron_offload.planning.cost_check import MeasuredCost
-from megatron_offload.planning.profile import GroupKey, StepProfile
 
 __all__ = [
     "GroupChoice",

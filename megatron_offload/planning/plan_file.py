@@ -16,11 +16,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import parse_json, read_text, replace_text
+from megatron_offload.files.strict_model import StrictModel, validate
+from megatron_offload.files.text import parse_json, read_text, replace_text
 from megatron_offload.planning.cost_check import MeasuredCost
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
-from megatron_offload.planning.profile import GroupKey
 from megatron_offload.planning.profile_file import (
     MAX_FILE_BYTES,
     MAX_GROUPS,
@@ -31,7 +32,6 @@ from megatron_offload.planning.profile_file import (
     Number,
     Text,
 )
-from megatron_offload.strict_model import StrictModel, validate
 
 __all__ = ["load_plan", "parse_plan", "plan_digest", "plan_to_json", "save_plan"]
 

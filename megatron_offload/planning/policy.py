@@ -19,11 +19,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.core.residents import choose_residents
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
 from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
-from megatron_offload.planning.resident import choose_residents
 
 __all__ = ["ModulesPolicy", "PlanFilePolicy", "Policy", "RatioPolicy"]
 

@@ -12,19 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from megatron_offload.errors import ConfigError
-from megatron_offload.planning.auto import Prediction, Predictor
-from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, Machine, RankSettings
-from megatron_offload.planning.pending import PendingMessages
-from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.profile import (
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import (
     GroupKey,
     GroupTimes,
     MemorySample,
     RunShape,
     StepProfile,
 )
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.auto import Prediction, Predictor
+from megatron_offload.planning.footprint import Footprint
+from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings
+from megatron_offload.planning.pending import PendingMessages
+from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profiled_job import job_from_profiles
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule

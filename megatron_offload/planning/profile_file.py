@@ -16,9 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_offload.errors import ConfigError
-from megatron_offload.files import parse_json, read_text, replace_text
-from megatron_offload.planning.profile import (
+from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
@@ -26,7 +24,9 @@ from megatron_offload.planning.profile import (
     RunShape,
     StepProfile,
 )
-from megatron_offload.strict_model import StrictModel, validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import StrictModel, validate
+from megatron_offload.files.text import parse_json, read_text, replace_text
 
 __all__ = [
     "MAX_FILE_BYTES",

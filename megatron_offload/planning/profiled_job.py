@@ -18,9 +18,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import GroupProfile, GroupTimes, StepProfile
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
-from megatron_offload.planning.profile import GroupProfile, GroupTimes, StepProfile
+from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 __all__ = ["job_from_profiles"]

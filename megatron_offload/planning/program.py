@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from megatron_offload.planning.budget import DeviceBudget
+from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.pending import PendingMessages
-from megatron_offload.planning.profile import GroupKey
 from megatron_offload.planning.schedule import Pass, PassKind
 
 __all__ = ["MemoryCounts", "OpKind", "ProgramWriter", "RankProgram", "message_of"]

@@ -23,14 +23,14 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
-from megatron_offload.planning.budget import DeviceBudget
+from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.prefetch import Prefetcher
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.core.states import MOVES, GroupState
 from megatron_offload.planning.job import GroupWork, Job, RankSettings
 from megatron_offload.planning.pending import PendingMessages
-from megatron_offload.planning.prefetch import Prefetcher
-from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.planning.program import OpKind, ProgramWriter, RankProgram, message_of
 from megatron_offload.planning.schedule import Pass, PassKind
-from megatron_offload.planning.states import MOVES, GroupState
 
 __all__ = ["replay", "step_profile"]
 

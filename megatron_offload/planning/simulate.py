@@ -13,9 +13,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.trace import (
+    HELD_BYTES,
+    HOST_BYTES,
+    INFLIGHT_BYTES,
+    PREFETCHED_BYTES,
+    Counter,
+    StepTrace,
+)
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
-from megatron_offload.planning.profile import GroupKey
 from megatron_offload.planning.replay import replay
 from megatron_offload.planning.streams import (
     PIPELINE,
@@ -23,14 +31,6 @@ from megatron_offload.planning.streams import (
     RELOAD,
     RankStreams,
     run_streams,
-)
-from megatron_offload.reporting.trace import (
-    HELD_BYTES,
-    HOST_BYTES,
-    INFLIGHT_BYTES,
-    PREFETCHED_BYTES,
-    Counter,
-    StepTrace,
 )
 
 __all__ = [

@@ -27,12 +27,12 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megatron_offload.core.extras import require
+from megatron_offload.core.trace import PIPELINE_WAIT, Span, StepTrace
 from megatron_offload.errors import ConfigError
-from megatron_offload.extras import require
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.link import FairShare
 from megatron_offload.planning.program import OpKind, RankProgram
-from megatron_offload.reporting.trace import PIPELINE_WAIT, Span, StepTrace
 
 if TYPE_CHECKING:
     import simpy

@@ -10,7 +10,7 @@ reserves far less it copies more than it has to, and the next plan is made for a
 was seen to miss is not planned for again.
 
 Invariants: same bytes, same verdict, so ranks that are told the same agree; it ends after a given
-number of plans. Read next: `megatron_offload.plan_check.memory`, which takes the steps.
+number of plans. Read next: `megatron_offload.autotune.memory`, which takes the steps.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from megatron_offload.errors import ConfigError, OffloadError
-from megatron_offload.files import open_regular
+from megatron_offload.files.text import open_regular
 from megatron_offload.train.checkpoint_folder import (
     CheckpointFolder,
     Manifest,

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import open_regular, read_json, replace_text, sync_folder
+from megatron_offload.files.text import open_regular, read_json, replace_text, sync_folder
 from megatron_offload.train.config import TrainConfig
 
 __all__ = [

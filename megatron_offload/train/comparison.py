@@ -3,7 +3,7 @@
 Owns `Comparison` and the JSON form of one. Must not know how runs are done or shown.
 
 Invariant: what was not measured in both runs is no proof, and counts as different. Read next:
-`megatron_offload.train.compare`.
+`megatron_offload.cli.compare_runs`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import read_json, replace_text
+from megatron_offload.files.text import read_json, replace_text
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RunReport, StepRecord
 

@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron_offload.config import OffloadConfig, StrictModel, split_modules
-from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.planning.policy_config import (
+from megatron_offload.core.policy_config import (
     AutoConfig,
     MemoryTargetConfig,
     PlanFileConfig,
-    check_installed,
 )
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.planning.make_policy import check_installed
+from megatron_offload.planning.plan_file import load_plan
 
 __all__ = [
     "RECOMPUTE_MODULES",

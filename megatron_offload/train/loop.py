@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_offload.planning.profile import RunShape
+from megatron_offload.core.profile import RunShape
+from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.profile_file import save_profile
-from megatron_offload.reporting.live_bytes import LiveActivationMeter
 from megatron_offload.train.checkpoint import Checkpoints
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import (
@@ -50,7 +50,7 @@ from megatron_offload.train.run_folder import (
 from megatron_offload.train.stopping import StopSignals
 
 if TYPE_CHECKING:
-    from megatron_offload.profiling import RecordedStep
+    from megatron_offload.observe.recorder import RecordedStep
 
 __all__ = ["run_training"]
 

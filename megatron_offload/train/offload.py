@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, split_modules
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
+from megatron_offload.core.profile import RunShape, StepProfile
+from megatron_offload.core.trace import StepTrace
+from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.bandwidths import Bandwidths
-from megatron_offload.planning.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
-from megatron_offload.planning.profile import RunShape, StepProfile
-from megatron_offload.reporting.live_bytes import LiveActivationMeter
-from megatron_offload.reporting.trace import StepTrace
 
 if TYPE_CHECKING:
-    from megatron_offload.plan_check.check import PlanCheck
-    from megatron_offload.profiling import RecordedStep
+    from megatron_offload.autotune.check import PlanCheck
+    from megatron_offload.observe.recorder import RecordedStep
 
 __all__ = ["OffloadSession", "open_offload"]
 
@@ -51,7 +51,7 @@ class OffloadSession:
         """Trace the step that is taken inside, `end_step` included; None where nothing moves."""
         if self._manager is None:
             return contextlib.nullcontext()
-        from megatron_offload.tracing import trace_step
+        from megatron_offload.observe.trace_step import trace_step
 
         return trace_step(self._manager, rank)
 
@@ -66,7 +66,7 @@ class OffloadSession:
         """
         if self._manager is None:
             return contextlib.nullcontext()
-        from megatron_offload.profiling import profile_step
+        from megatron_offload.observe.recorder import profile_step
 
         return profile_step(self._manager, run=run, moves=moves)
 
@@ -75,7 +75,7 @@ class OffloadSession:
 
         Where the policy is one that needs none, it is what `AutoConfig` would plan with.
         """
-        from megatron_offload.joint_planning import agree_on_bandwidths
+        from megatron_offload.autotune.joint_planning import agree_on_bandwidths
 
         policy = self._policy
         if not isinstance(policy, (AutoConfig, MemoryTargetConfig)):
@@ -95,7 +95,7 @@ class OffloadSession:
         Raises:
             ConfigError: no plan can be made; on all ranks.
         """
-        from megatron_offload.planned_run import check_plan
+        from megatron_offload.autotune.planned_run import check_plan
 
         return check_plan(self._manager, profile, self._policy, bandwidths=bandwidths, group=group)
 

@@ -4,7 +4,7 @@ Owns which steps look at the plan, what becomes of it by them, and its files. Mu
 loop, nor how plans are made.
 
 Invariant: every rank takes the same turns at the same steps, by numbers that all of them know.
-Read next: `megatron_offload.planned_run`.
+Read next: `megatron_offload.autotune.planned_run`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron_offload.core.profile import StepProfile
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.profile import StepProfile
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.offload import OffloadSession
 from megatron_offload.train.parallel import Parallel
@@ -24,8 +24,8 @@ from megatron_offload.train.progress import StepPrinter
 from megatron_offload.train.run_folder import plan_path
 
 if TYPE_CHECKING:
-    from megatron_offload.plan_check.check import PlanCheck
-    from megatron_offload.step_time import TimedStep
+    from megatron_offload.autotune.check import PlanCheck
+    from megatron_offload.observe.step_time import TimedStep
 
 __all__ = ["PlannedRun"]
 

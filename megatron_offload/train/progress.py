@@ -13,7 +13,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_offload.reporting.console import console
+from megatron_offload.report.console import console
 from megatron_offload.train.records import StepRecord
 
 __all__ = ["StepPrinter"]

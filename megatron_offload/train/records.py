@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import open_regular, parse_json
+from megatron_offload.files.text import open_regular, parse_json
 
 __all__ = [
     "LOG_NAME",

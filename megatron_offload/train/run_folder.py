@@ -5,7 +5,7 @@ trace or a profile, nor the loop.
 
 Invariant: ``config.yaml`` holds what was given and nothing else, so that the same command with it
 does the same run; which settings were left to the package matters to some of them.
-Read next: `megatron_offload.train.report`, which reads the folder.
+Read next: `megatron_offload.cli.report`, which reads the folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import Field
 
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import read_json, replace_text
+from megatron_offload.files.text import read_json, replace_text
 from megatron_offload.machine.checks_software import found_version
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.comparison import COMPARISON_NAME, FOLDERS

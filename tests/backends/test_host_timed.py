@@ -12,7 +12,7 @@ from megatron_offload.backends.host_timed import HostTimedBackend
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.tracing import trace_step
+from megatron_offload.observe.trace_step import trace_step
 
 
 class Clock:

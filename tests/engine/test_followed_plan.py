@@ -18,13 +18,13 @@ from programs import (
     run_step,
 )
 
+from megatron_offload.core.profile import RunShape
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.errors import ConfigError
+from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.plan import OffloadPlan, RankPlan
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.policy import RatioPolicy
-from megatron_offload.planning.profile import RunShape
-from megatron_offload.profiling import profile_step
 
 ORDER = one_forward_one_backward(4, depth=3)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.errors import StateError
-from megatron_offload.reporting.live_bytes import LiveActivationMeter
+from megatron_offload.observe.live_bytes import LiveActivationMeter
 
 ORDER = one_forward_one_backward(4, depth=2)
 

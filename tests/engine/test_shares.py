@@ -10,8 +10,8 @@ from torch import nn
 from megatron_offload import CPUOffload
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.plan import OffloadPlan, rank_plan
-from megatron_offload.reporting.live_bytes import LiveActivationMeter
 
 GROUP_BYTES = 16 * KIB
 NUM_GROUPS = 16

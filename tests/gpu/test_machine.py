@@ -13,16 +13,16 @@ import torch
 from programs import assert_same
 from test_cuda import MIB, make_inputs, make_manager, make_model, run_step
 
+from megatron_offload.autotune.joint_planning import agree_on_bandwidths
+from megatron_offload.autotune.planned_run import plan_run
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.cuda import CudaBackend
-from megatron_offload.joint_planning import agree_on_bandwidths
+from megatron_offload.core.policy_config import AutoConfig
+from megatron_offload.core.profile import RunShape
 from megatron_offload.machine.bandwidth import measure_copies
 from megatron_offload.machine.examine import examine, identify_gpu, identify_machine
 from megatron_offload.machine.host_syncs import find_host_syncs
 from megatron_offload.machine.profile import load_profile
-from megatron_offload.planned_run import plan_run
-from megatron_offload.planning.policy_config import AutoConfig
-from megatron_offload.planning.profile import RunShape
 
 pytestmark = pytest.mark.gpu
 

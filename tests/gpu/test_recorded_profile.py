@@ -7,11 +7,11 @@ import torch
 from programs import assert_nothing_left, assert_same
 from test_cuda import MIB, make_inputs, make_manager, make_model, run_step
 
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.machine.host_syncs import find_host_syncs
+from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.profile import GroupKey
 from megatron_offload.planning.profile_file import load_profile, save_profile
-from megatron_offload.profiling import profile_step
 
 pytestmark = pytest.mark.gpu
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch.distributed as dist
 from fake_gpus import KIB, FakeGpu
 
+from megatron_offload.autotune.joint_planning import agree_on_bandwidths
 from megatron_offload.config import OffloadConfig
+from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.joint_planning import agree_on_bandwidths
 from megatron_offload.machine import agreement
 from megatron_offload.machine.bandwidth import BandwidthError
-from megatron_offload.planning.policy_config import AutoConfig
 
 GBPS = (25.0, 10.0)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from megatron_offload.planning.cover import Item, Problem
-from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
-from megatron_offload.planning.predict import profiles_of
-from megatron_offload.planning.profile import (
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
@@ -16,6 +14,9 @@ from megatron_offload.planning.profile import (
     RunShape,
     StepProfile,
 )
+from megatron_offload.planning.cover import Item, Problem
+from megatron_offload.planning.job import GroupWork, Job, StageWork
+from megatron_offload.planning.predict import profiles_of
 from megatron_offload.planning.schedule import make_schedule
 
 MIB = 2**20

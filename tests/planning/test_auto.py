@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from problems import make_job, profiles
 
+from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import AutoPolicy, Prediction
-from megatron_offload.planning.job import Machine
 from megatron_offload.planning.memory_target import MemoryPlanner, Resources
 from megatron_offload.planning.predict import predictor_of, profiles_of
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from megatron_offload.config import SimulatedConfig
+from megatron_offload.core.policy_config import MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.profile import (
     CopyRates,
@@ -23,7 +24,6 @@ from megatron_offload.planning.bandwidths import (
     save_bandwidths,
     simulated_machine,
 )
-from megatron_offload.planning.policy_config import MachineConfig
 
 
 def machine(*gpus):
@@ -93,7 +93,7 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(tmp_path, monkeypatch
     def fail(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("megatron_offload.files.os.replace", fail)
+    monkeypatch.setattr("megatron_offload.files.text.os.replace", fail)
     with pytest.raises(OSError, match="no space left"):
         save_bandwidths(SAVED.model_copy(update={"origin": "another"}), path)
     assert load_bandwidths(path) == SAVED

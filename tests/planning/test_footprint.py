@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_offload.errors import ConfigError
-from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.profile import (
+from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
     MemorySample,
     StepProfile,
 )
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.footprint import Footprint
 
 A, B = GroupKey(0, 0), GroupKey(0, 1)
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import GroupWork, Job, Machine, RankSettings, StageWork
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.schedule import one_f_one_b
 
 WORK = GroupWork("mlp", 10, 1.0, 2.0)

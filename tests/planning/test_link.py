@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron_offload.planning.job import Machine
+from megatron_offload.core.machine import Machine
 from megatron_offload.planning.link import FairShare
 
 

@@ -8,9 +8,9 @@ import pytest
 from problems import MIB, make_job, profiles
 from pydantic import ByteSize, TypeAdapter
 
+from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.greedy import solve_greedy
-from megatron_offload.planning.job import Machine
 from megatron_offload.planning.memory_target import (
     MemoryPlanner,
     MemoryTargetPolicy,

@@ -138,7 +138,7 @@ def test_the_share_is_fitted_to_a_step_and_never_beyond_all():
 
 
 def test_the_predictions_of_the_documents_are_those_of_the_code_and_near_the_measured():
-    compare = runpy.run_path(str(ROOT / "scripts" / "compare_simulation.py"))["compare"]
+    compare = runpy.run_path(str(ROOT / "benchmarks" / "compare_simulation.py"))["compare"]
     documented = json.loads((ROOT / "docs" / "benchmarks" / "simulation.json").read_text())
     for file in ("shape_c", "shape_b"):
         rows = compare(file)

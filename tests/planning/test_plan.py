@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from problems import profiles, random_profile
 
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.cost_check import MeasuredCost
 from megatron_offload.planning.plan import (
@@ -27,7 +28,6 @@ from megatron_offload.planning.plan_file import (
     save_plan,
 )
 from megatron_offload.planning.policy import RatioPolicy
-from megatron_offload.planning.profile import GroupKey
 
 PROFILES = profiles(ranks=2, virtual=2, microbatches=4)
 PLAN = RatioPolicy(0.5).make_plan(PROFILES)

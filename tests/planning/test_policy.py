@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from problems import profiles
 
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, RatioPolicy
-from megatron_offload.planning.profile import GroupKey, GroupProfile, StepProfile
 
 
 def make_profile(chunks=2, groups=4, num_bytes=100):

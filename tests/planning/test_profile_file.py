@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from problems import fields_of, random_profile
 
-from megatron_offload import files
 from megatron_offload.errors import ConfigError
+from megatron_offload.files import text as files
 from megatron_offload.planning.profile_file import (
     load_profile,
     parse_profile,

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import GroupTimes
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
-from megatron_offload.planning.profile import GroupTimes
+from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.profiled_job import job_from_profiles
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.schedule import interleaved_one_f_one_b, one_f_one_b, zero_bubble_h1

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.planning.job import Machine
+from megatron_offload.core.machine import Machine
 from megatron_offload.planning.memory_target import MemoryPlanner, Resources
 from megatron_offload.planning.predict import job_of, predictor_of
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
-from megatron_offload.reporting.tradeoff import read_tradeoff
+from megatron_offload.report.tradeoff import read_tradeoff
 
 GIB = 2**30
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.trace import HELD_BYTES, read_traces, write_traces
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import GroupWork, Job, Machine, RankSettings, StageWork
-from megatron_offload.planning.profile import GroupKey
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.schedule import gpipe, make_schedule, one_f_one_b
 from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
-from megatron_offload.reporting.trace import HELD_BYTES, read_traces, write_traces
 
 KB = 1000
 FAST = Machine(1e6, 1e6, 1e6, 1e6, None, None, p2p_latency_us=0.0, p2p_gbps=1e9)

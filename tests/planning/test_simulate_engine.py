@@ -14,14 +14,15 @@ import torch
 
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
+from megatron_offload.core.machine import Machine
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.planning.job import GroupWork, Job, Machine, RankSettings, StageWork
+from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.trace_step import trace_step
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
-from megatron_offload.reporting.live_bytes import LiveActivationMeter
-from megatron_offload.tracing import trace_step
 
 KIB = 1024
 NUM_STEPS = 6

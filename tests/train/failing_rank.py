@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 
-from megatron_offload.train import cli
+from megatron_offload.cli import main as cli
 from megatron_offload.train.checkpoint import Checkpoints
 from megatron_offload.train.loop import _Trainer
 

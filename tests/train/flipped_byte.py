@@ -8,7 +8,7 @@ import sys
 import torch
 
 from megatron_offload.backends.simulated import SimulatedBackend
-from megatron_offload.train import cli
+from megatron_offload.cli import main as cli
 
 _copy = SimulatedBackend.copy
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from commands.jobs import SMALL, ran
+from cli.jobs import SMALL, ran
 
-from megatron_offload.commands.source import load_run
+from megatron_offload.cli.compare_runs import _plan
+from megatron_offload.cli.source import load_run
 from megatron_offload.planning.plan_file import load_plan, save_plan
 from megatron_offload.planning.policy import RatioPolicy
-from megatron_offload.reporting.tradeoff import read_tradeoff
-from megatron_offload.train.compare import _plan
+from megatron_offload.report.tradeoff import read_tradeoff
 
 pytest.importorskip("highspy")
 

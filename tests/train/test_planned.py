@@ -8,11 +8,11 @@ import pytest
 from programs import make_config
 from virtual_clock import RUN, VirtualJob
 
-from megatron_offload.plan_check import distances as distance_check
+from megatron_offload.autotune import distances as distance_check
+from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.adapt import Distances
 from megatron_offload.planning.bandwidths import load_bandwidths
 from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.profiling import profile_step
 from megatron_offload.train.offload import OffloadSession
 from megatron_offload.train.planned import PlannedRun
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.reporting.html import write_report
+from megatron_offload.report.html import write_report
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "report"))
 from reports import bare_report, gpu_report
 
 pytest.importorskip("jinja2")

@@ -7,14 +7,14 @@ from datetime import UTC, datetime
 
 import pytest
 
+from megatron_offload.cli import report
+from megatron_offload.cli.main import main
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.trace import Span, StepTrace, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.profile import GroupKey
-from megatron_offload.reporting.trace import Span, StepTrace, write_traces
-from megatron_offload.reporting.tradeoff import TradeOffPoint, write_tradeoff
-from megatron_offload.train import report
-from megatron_offload.train.cli import main
+from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import RunFacts
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from training_runs import environment_of_one_rank, numbers, stored, whole, words
 
-from megatron_offload.train import checkpoint, cli, loop
+from megatron_offload.cli import main as cli
+from megatron_offload.train import checkpoint, loop
 from megatron_offload.train.checkpoint_folder import digest_of_file
 
 pytestmark = pytest.mark.skipif(

@@ -27,7 +27,7 @@ offload:
 """
 
 
-def command(tmp_path, *words, program=("-m", "megatron_offload.train.cli")):
+def command(tmp_path, *words, program=("-m", "megatron_offload.cli.main")):
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG)
     output = f"run.output={tmp_path / 'out'}"

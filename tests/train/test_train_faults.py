@@ -143,7 +143,7 @@ def control_c(launcher):
 )
 def test_a_signal_lets_all_ranks_save_the_same_step(send, status, tmp_path):
     with started(
-        ("-m", "megatron_offload.train.cli"), for_long(tmp_path), two_steps_done(tmp_path)
+        ("-m", "megatron_offload.cli.main"), for_long(tmp_path), two_steps_done(tmp_path)
     ) as process:
         send(process.pid)
         _, err = process.communicate(timeout=60)
@@ -157,7 +157,7 @@ def test_a_signal_lets_all_ranks_save_the_same_step(send, status, tmp_path):
 @pytest.mark.parametrize("wait", [0.0, 1.0, 3.0])
 def test_control_c_while_ranks_start_is_one_line_and_no_traceback(wait, tmp_path):
     arguments = for_long(tmp_path)
-    with started(("-m", "megatron_offload.train.cli"), arguments, ranks_of) as process:
+    with started(("-m", "megatron_offload.cli.main"), arguments, ranks_of) as process:
         time.sleep(wait)
         control_c(process.pid)
         _, err = process.communicate(timeout=60)
@@ -168,7 +168,7 @@ def test_control_c_while_ranks_start_is_one_line_and_no_traceback(wait, tmp_path
 
 @pytest.mark.parametrize("is_ready", [ranks_of, None], ids=["start", "training"])
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(is_ready, tmp_path):
-    program = ("-m", "megatron_offload.train.cli")
+    program = ("-m", "megatron_offload.cli.main")
     is_ready = is_ready or two_steps_done(tmp_path)
     with started(program, for_long(tmp_path), is_ready) as process:
         process.kill()
@@ -176,7 +176,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(is_ready, tmp_path):
 
 
 def test_two_runs_at_once_do_not_mix(tmp_path):
-    program = ("-m", "megatron_offload.train.cli")
+    program = ("-m", "megatron_offload.cli.main")
     with started(program, for_long(tmp_path), two_steps_done(tmp_path)):
         status, err = run(words(tmp_path, resume=True))
     assert status == 2
@@ -184,7 +184,7 @@ def test_two_runs_at_once_do_not_mix(tmp_path):
 
 
 def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path):
-    program = (*TORCHRUN, "-m", "megatron_offload.train.cli")
+    program = (*TORCHRUN, "-m", "megatron_offload.cli.main")
     with started(program, for_long(tmp_path), two_steps_done(tmp_path)) as process:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from training_runs import numbers, run, words
 
+from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.bandwidths import load_bandwidths
 from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.job import Machine
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_from_profiles

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_runs import numbers
 
-from megatron_offload.reporting.trace import HELD_BYTES, LIVE_BYTES, StepTrace
+from megatron_offload.core.trace import HELD_BYTES, LIVE_BYTES, StepTrace
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the bridges to a CPU are for machines without a CUDA device"

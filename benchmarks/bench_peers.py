@@ -1,0 +1,411 @@
+"""This package beside what people use today: one command, one JSON, one table.
+
+    python3 benchmarks/bench_peers.py --shape c --modes none ours-five ours-all megatron recompute \
+        --output DIR
+
+A mode is one of the names below, and for this package's own any fields of `OffloadConfig` behind a
+colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0.8``. Values behind
+one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 1 and those behind.
+``policy.kind=auto`` or ``memory_target`` plans at the third step of the warm-up, which needs a
+fourth then. ``auto`` measures its plan there as well, by up to 29 more steps with the same
+microbatches, for which ``--timeout`` has to leave time; no timed step comes before that is over:
+
+    none         no offload; what all others are compared with
+    ours-five    this package, Megatron's five modules of a dense layer (or --modules)
+    ours-all     this package, every saved tensor of every layer
+    ours-whole   this package's OffloadActivations, as in ours-whole:max_fwd_stash_size=3
+    ours         this package, any modules: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
+    megatron     megatron-core's own offload, the same five (or --modules, or as for ours); its
+                 trainer asks for NVTE_CPU_OFFLOAD_V1=1, megatron:te_v1=0 goes without
+    te           TransformerEngine's cpu_offloading, all layers but one; PP=1 only
+    trl          TRL's OffloadActivations, where it is installed; PP=1 only
+    save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around each forward
+    recompute    full recompute, layer by layer
+
+Each mode runs in processes of its own; one that fails or takes too long is a row with its reason.
+Peaks and what the host holds are the most of the measured steps; in warm-up nothing is learned yet.
+R is the drop of the peak against ``none`` over the most bytes held on the host. ``--examine`` adds
+a step outside the measured ones to this package's own modes: it is traced (a Chrome trace for each
+mode, stalls by cause in the JSON), and tells what lay on the host alone when the device's peak came
+by; R@ is the same drop over those bytes. Each mode begins by measuring what the link to the host
+gives all ranks together, and copies of the examined step are held against that. ``--profile`` adds
+one more step to this package's own modes, in which nothing moves, and writes what it showed to
+``profiles/MODE/profile_RANK.json``, to plan with (docs/planning.md).
+``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench_peers_table import rows, table
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = Path(__file__).with_name("bench_peers_worker.py")
+FIVE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+KINDS = (
+    *("none", "ours-five", "ours-all", "ours-whole", "ours", "megatron"),
+    *("te", "trl", "save_on_cpu", "recompute"),
+)
+SINGLE_STAGE = ("te", "trl")
+WHOLE_MODEL_SETTINGS = ("max_fwd_stash_size", "min_offload_size")
+PLANNING_KINDS = ("auto", "memory_target")
+PLAN_AT_STEP = 3
+"""Of the warm-up: the steps before it are not like the rest."""
+GRACE_S = 3.0
+
+_BASE = {"vocabulary": 32000, "dtype": "bf16", "pp": 1, "vpp": 1, "min_elements": 1024 * 1024}
+_BASE |= {"normalization": "RMSNorm", "positions": "rope"}
+SHAPES = {
+    "a": {**_BASE, "layers": 6, "hidden": 8192, "seq": 4096, "mbs": 2, "microbatches": 2},
+    "b": {**_BASE, "layers": 16, "hidden": 4096, "seq": 8192, "mbs": 1, "microbatches": 2},
+    "c": {**_BASE, "layers": 16, "hidden": 8192, "seq": 4096, "mbs": 1, "microbatches": 8}
+    | {"pp": 4, "vpp": 2},
+    # The link is the limit. A token's layer saves some 32 * hidden bytes and takes some
+    # 72 * hidden^2 FLOP: at 50 GB/s each way 2.6 us of copies, at 600 TFLOP/s 0.5 us of compute.
+    # A microbatch saves 16 GiB, which with all else makes about 28 GiB without offload.
+    "d": {**_BASE, "layers": 16, "hidden": 2048, "seq": 4096, "mbs": 4, "microbatches": 2},
+    "bitwise": {**_BASE, "layers": 16, "hidden": 1024, "seq": 2048, "mbs": 1, "microbatches": 8}
+    | {"pp": 4, "vpp": 2},
+    "tiny": {"layers": 4, "hidden": 64, "heads": 4, "seq": 32, "mbs": 2, "microbatches": 4}
+    | {"vocabulary": 128, "dtype": "fp32", "pp": 2, "vpp": 2, "min_elements": 1}
+    # On a CPU torch's RMSNorm is many operations, which use their input more than once: a group's
+    # boundary in front of it changes the order in which those gradients are summed.
+    | {"normalization": "LayerNorm", "positions": "rope"},
+}
+"""Sizes; a head is 128 wide where a shape doesn't say otherwise."""
+
+SIZES = (
+    *("layers", "hidden", "heads", "seq", "mbs", "microbatches"),
+    *("pp", "vpp", "vocabulary", "min_elements"),
+)
+
+
+def parse_arguments(arguments=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
+    for size in SIZES:
+        parser.add_argument(f"--{size.replace('_', '-')}", type=int, help="in place of the shape's")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="in place of the shape's")
+    parser.add_argument("--normalization", choices=("RMSNorm", "LayerNorm"), help="likewise")
+    parser.add_argument("--positions", choices=("rope", "none"), help="likewise")
+    parser.add_argument(
+        "--modes", nargs="+", default=["none", "ours-five", "ours-all", "megatron", "recompute"]
+    )
+    parser.add_argument("--modules", nargs="+", help="for ours, ours-five and megatron")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--repetitions", type=int, default=1, help="odd ones in reverse order")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mode")
+    parser.add_argument("--deterministic", action="store_true", help="as for --shape bitwise")
+    parser.add_argument("--examine", action="store_true", help="trace one more step of ours")
+    parser.add_argument("--profile", action="store_true", help="profile one more step of ours")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--output", type=Path, required=True, help="a folder")
+    options = parser.parse_args(arguments)
+    if options.steps < 1 or options.warmup < 0 or options.repetitions < 1:
+        parser.error("--steps and --repetitions are at least 1, --warmup at least 0")
+    options.deterministic |= options.shape == "bitwise"
+    try:
+        options.sizes = read_sizes(options)
+        options.specs = [read_mode(text, options.modules) for text in options.modes]
+    except ValueError as error:
+        parser.error(str(error))
+    plans = {f"policy.kind={kind}" for kind in PLANNING_KINDS}
+    needed = PLAN_AT_STEP + 1  # the first with the plan takes its memory anew
+    if options.warmup < needed and any(plans & set(spec["options"]) for spec in options.specs):
+        parser.error(f"a mode that plans needs --warmup {needed} or more")
+    if len(set(options.modes)) != len(options.modes):
+        parser.error("a mode is listed twice")
+    return options
+
+
+def read_sizes(options):
+    """Return the shape's sizes with what was given in their place."""
+    sizes = dict(SHAPES[options.shape])
+    for name in (*SIZES, "dtype", "normalization", "positions"):
+        if (given := getattr(options, name)) is not None:
+            sizes[name] = given
+    sizes.setdefault("heads", max(1, sizes["hidden"] // 128))
+    if sizes["hidden"] % sizes["heads"]:
+        raise ValueError(f"hidden {sizes['hidden']} is no multiple of heads {sizes['heads']}")
+    stages = sizes["pp"] * sizes["vpp"]
+    if min(sizes[name] for name in SIZES) < 1 or sizes["layers"] % stages:
+        raise ValueError(f"{sizes['layers']} layers don't divide into {stages} stages")
+    if sizes["vpp"] > 1 and (sizes["pp"] == 1 or sizes["microbatches"] % sizes["pp"]):
+        raise ValueError("vpp above 1 needs pp above 1 and microbatches divisible by pp")
+    return sizes
+
+
+def read_mode(text, modules=None):
+    """Read ``kind`` or ``kind:key=value,key=value`` into a plain description."""
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS:
+        raise ValueError(f"unknown mode {kind!r}; there are {', '.join(KINDS)}")
+    items = [item for item in rest.split(",") if item]
+    if any("=" not in item for item in items):
+        raise ValueError(f"{text!r}: settings are key=value, separated by commas")
+    chosen = ["layer"] if kind == "ours-all" else list(modules or FIVE)
+    options, arguments = [], {}
+    te_v1 = "1" if kind == "megatron" else "0"
+    for item in items:
+        key, _, value = item.partition("=")
+        if key == "modules" and kind in ("ours", "megatron"):
+            chosen = value.split("+")
+        elif key == "te_v1" and kind == "megatron" and value in ("0", "1"):
+            te_v1 = value
+        elif key in WHOLE_MODEL_SETTINGS and kind == "ours-whole" and value.isdigit():
+            arguments[key] = int(value)
+        elif key != "modules" and kind.startswith("ours"):
+            options.append(item)
+        else:
+            raise ValueError(f"mode {kind!r} takes no setting {key!r}")
+    return {
+        "mode": text,
+        "kind": kind,
+        "options": options,
+        "arguments": arguments,
+        "modules": chosen,
+        "te_v1": te_v1,
+    }
+
+
+def options_of_rank(options, rank):
+    """Return the settings of a rank: of ``key=one|two|three`` its own, or the last."""
+    chosen = []
+    for option in options:
+        key, _, values = option.partition("=")
+        several = values.split("|")
+        chosen.append(f"{key}={several[min(rank, len(several) - 1)]}")
+    return chosen
+
+
+def order_of(specs, repetition):
+    """Alternate: every second repetition runs the modes backwards."""
+    return list(specs) if repetition % 2 == 0 else list(reversed(specs))
+
+
+def run_mode(options, spec, repetition):
+    """Run one mode in processes of its own; return its record, whatever happened."""
+    sizes = options.sizes
+    record = {"mode": spec["mode"], "repetition": repetition, "status": "ok", "error": None}
+    if spec["kind"] in SINGLE_STAGE and sizes["pp"] > 1:
+        return record | {"status": "left out", "error": "knows no pipeline parallelism"}
+    words = re.sub(r"[^\w.=-]+", "_", spec["mode"])[:80]  # file names have an end
+    label = f"{options.modes.index(spec['mode'])}_{words}"
+    logs = options.output / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "spec.json"
+        whole = {**sizes, **spec, "results": folder, "timeout_s": options.timeout}
+        for name in ("device", "steps", "warmup", "seed", "deterministic", "examine", "profile"):
+            whole[name] = getattr(options, name)
+        path.write_text(json.dumps(whole))
+        started = time.monotonic()
+        status, failed_rank = _run_ranks(
+            [sys.executable, str(WORKER), str(path)],
+            worker_environment(options, spec),
+            [logs / f"{label}.{repetition}.rank{rank}.log" for rank in range(sizes["pp"])],
+            options.timeout,
+        )
+        record["seconds"] = round(time.monotonic() - started, 1)
+        if status == "ok":
+            ranks = [Path(folder) / f"rank{rank}.json" for rank in range(sizes["pp"])]
+            traces = sorted(Path(folder).glob("trace*.json"))
+            if traces:
+                keep_traces(traces, options.output / "traces" / f"{label}.{repetition}.json")
+            for plan in Path(folder).glob("plan.json"):
+                (options.output / "plans").mkdir(exist_ok=True)
+                shutil.copy(plan, options.output / "plans" / f"{label}.{repetition}.json")
+            profiles = sorted(Path(folder).glob("profile_*.json"))
+            if profiles:
+                keep_profiles(profiles, options.output / "profiles" / f"{label}.{repetition}")
+            return record | {"ranks": [json.loads(file.read_text()) for file in ranks]}
+        error = f"after {options.timeout:g} s"
+        if failed_rank is not None:
+            log = logs / f"{label}.{repetition}.rank{failed_rank}.log"
+            error = f"rank {failed_rank}: {_reason(Path(folder), failed_rank, log)}"
+        return record | {"status": status, "error": error}
+
+
+def keep_traces(paths, path):
+    """Put the traces of a mode's ranks into one file."""
+    sys.path.insert(0, str(ROOT))
+    from megatron_offload.core.trace import merge_files
+
+    merge_files(paths, path)
+
+
+def keep_profiles(paths, folder):
+    """Put the profiles of a mode's ranks into a folder of their own, in the place of older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("profile_*.json"):
+        old.unlink()
+    for path in paths:
+        shutil.copyfile(path, folder / path.name)
+
+
+def _reason(folder, rank, log):
+    file = folder / f"rank{rank}.json"
+    if file.exists():
+        return json.loads(file.read_text()).get("error", "failed after it had finished")
+    return last_line(log.read_text(errors="replace"))
+
+
+def last_line(text):
+    """Return the last line of a log that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "ended without a word"
+
+
+def worker_environment(options, spec):
+    environment = dict(os.environ)
+    places = [str(ROOT), environment.get("PYTHONPATH", "")]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(place for place in places if place),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(options.sizes["pp"]),
+        "LOCAL_WORLD_SIZE": str(options.sizes["pp"]),
+        "NVTE_CPU_OFFLOAD_V1": spec["te_v1"],
+    }
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # A program that uses NVLink multicast can put a shared host's GPUs out of service.
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    if options.deterministic:
+        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _free_port():
+    # Not one that the kernel gives out to others meanwhile: those begin at 32768.
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _run_ranks(command, environment, logs, timeout_s):
+    """Return ("ok" | "failed" | "timed out", the rank that failed first)."""
+    processes = []
+    files = [log.open("w") for log in logs]
+    try:
+        for rank, file in enumerate(files):
+            ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(
+                subprocess.Popen(
+                    command, env=ranked, stdout=file, stderr=file, start_new_session=True
+                )
+            )
+        return _wait(processes, time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for file in files:
+            file.close()
+
+
+def _wait(processes, deadline):
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            time.sleep(min(GRACE_S, max(0.0, deadline - time.monotonic())))
+            return "failed", failed[0]
+        if all(code == 0 for code in codes):
+            return "ok", None
+        time.sleep(0.1)
+    return "timed out", None
+
+
+def main():
+    options = parse_arguments()
+    options.output.mkdir(parents=True, exist_ok=True)
+    check_settings(options)
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "shape": options.shape,
+        "sizes": options.sizes,
+        "steps": options.steps,
+        "warmup": options.warmup,
+        "deterministic": options.deterministic,
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("NVTE_", "NCCL_", "PYTORCH_", "CUDA_", "CUBLAS_"))
+        },
+        "runs": [],
+    }
+    for repetition in range(options.repetitions):
+        for spec in order_of(options.specs, repetition):
+            record = run_mode(options, spec, repetition)
+            report["runs"].append(record)
+            took = f"{record.get('seconds', 0):.0f} s"
+            print(f"{spec['mode']}: {record['error'] or record['status']}, {took}", flush=True)
+            save(report, options.output)
+    print((options.output / "bench_peers.txt").read_text())
+
+
+def check_settings(options):
+    """End at once, before any process, on a setting of this package that is wrong."""
+    sys.path.insert(0, str(ROOT))
+    from megatron_offload.config import (
+        MEGATRON_MODULES,
+        OffloadConfig,
+        apply_overrides,
+        validate,
+    )
+    from megatron_offload.errors import ConfigError
+
+    for spec in options.specs:
+        unknown = set(spec["modules"]) - set(MEGATRON_MODULES)
+        if spec["kind"] == "megatron" and unknown:
+            sys.exit(f"{spec['mode']}: megatron-core has no modules {', '.join(sorted(unknown))}")
+        if spec["kind"].startswith("ours"):
+            for rank in range(options.sizes["pp"]):
+                try:
+                    data = apply_overrides({}, options_of_rank(spec["options"], rank))
+                    validate(OffloadConfig, data | {"modules": spec["modules"]}, spec["mode"])
+                except ConfigError as error:
+                    sys.exit(str(error))
+
+
+def save(report, folder):
+    """Write both files aside and put them in place, so that a killed run keeps what it has."""
+    report["rows"] = rows(report["runs"])
+    for name, text in (
+        ("bench_peers.json", json.dumps(report, indent=1)),
+        ("bench_peers.txt", table(report)),
+    ):
+        aside = folder / f"{name}.part"
+        aside.write_text(text)
+        os.replace(aside, folder / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,445 @@
+"""The modes that `bench_peers.py` compares, one class each: what differs from no offload.
+
+A mode may prepare the process, add options to the TransformerConfig, attach itself to the built
+chunks, wrap each forward, and end the step; afterwards it reports what it moved and held in the
+measured steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+import weakref
+from pathlib import Path
+
+import torch
+from bench_peers import PLAN_AT_STEP, PLANNING_KINDS, options_of_rank
+from bench_peers_link import link_shares
+
+
+class Mode:
+    """No offload; the base of all others."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.link_gbps = None
+        self.examination = {}
+        self.planning = {}
+        self.held_bytes = 0
+        self.d2h_bytes = None
+        self.h2d_bytes = None
+
+    def prepare(self):
+        """Before the model is built."""
+
+    def transformer_options(self):
+        return {}
+
+    def attach(self, chunks, pp_rank):
+        """After the model is built."""
+
+    def forward_context(self):
+        return contextlib.nullcontext()
+
+    def after_forward(self):
+        """After the forward of one microbatch through one chunk."""
+
+    def end_step(self):
+        """After all backwards, inside the time that is measured."""
+
+    def take_step(self, step):
+        """Take a step of the warm-up."""
+        return step()
+
+    def begin_measured(self):
+        """Warm-up is over: the most that is held counts from here."""
+        self.held_bytes = 0
+
+    @contextlib.contextmanager
+    def examined(self, rank):
+        """Look closely at one more step, at a cost that the measured ones don't pay."""
+        yield
+
+    @contextlib.contextmanager
+    def profiled(self, rank, pp_rank):
+        """Record one more step to plan with."""
+        yield
+
+    def report(self):
+        """Return what this mode did in a steady step."""
+        return {
+            "held_bytes": self.held_bytes,
+            "d2h_bytes": self.d2h_bytes,
+            "h2d_bytes": self.h2d_bytes,
+            "pinned_bytes": torch_pinned_bytes(),
+        }
+
+
+class Nothing(Mode):
+    def report(self):
+        return {**super().report(), "d2h_bytes": 0, "h2d_bytes": 0}
+
+
+class Recompute(Nothing):
+    def transformer_options(self):
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+
+
+class Marked(Mode):
+    """Megatron's own call sites mark the groups."""
+
+    def __init__(self, spec):
+        from megatron_offload.config import split_modules
+
+        super().__init__(spec)
+        self.core, extra, patterns = split_modules(spec["modules"])
+        self.hooked = [*extra, *patterns]
+
+    def transformer_options(self):
+        if not self.core:
+            return {}
+        return {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(self.core),
+            "min_offloaded_tensor_size": self.spec["min_elements"],
+        }
+
+
+class Ours(Marked):
+    num_steps = 0
+    policy = None
+
+    def prepare(self):
+        from megatron_offload import PipelineOffloadManager
+        from megatron_offload.config import OffloadConfig, apply_overrides, validate
+        from megatron_offload.integrations import megatron_core
+
+        options = apply_overrides({}, options_of_rank(self.spec["options"], self.spec["rank"]))
+        if self.spec["min_elements"] <= 1:
+            options.setdefault("min_tensor_bytes", 0)
+        options |= {"enabled": True, "modules": self.spec["modules"]}
+        self.manager = PipelineOffloadManager.get_instance()
+        config = validate(OffloadConfig, options, self.spec["mode"])
+        if getattr(config.policy, "kind", None) in PLANNING_KINDS:
+            self.policy = config.policy
+            config = config.model_copy(update={"policy": None})
+        self.manager.configure(config)
+        megatron_core.install()
+
+    def attach(self, chunks, pp_rank):
+        from megatron_offload.frontends.modules import offload_modules
+
+        if self.hooked:
+            offload_modules(chunks, self.hooked, pp_rank=pp_rank)
+
+    def take_step(self, step):
+        self.num_steps += 1
+        if self.num_steps != PLAN_AT_STEP or self.policy is None:
+            return step()
+        from megatron_offload.autotune.planned_run import plan_run
+        from megatron_offload.core.profile import RunShape
+        from megatron_offload.planning.plan_file import save_plan
+
+        taken = []  # the same microbatches each time
+        spec = self.spec
+        run = RunShape(spec["microbatches"], spec["rank"], spec["pp"], spec["vpp"], spec["rank"])
+        started = time.perf_counter()
+        plan = plan_run(self.manager, lambda: taken.append(step()), run, policy=self.policy)
+        planning_s = time.perf_counter() - started
+        steps_ms = [found[0] for found in taken]
+        self.planning = {"planning_s": planning_s, "planning_steps_ms": steps_ms}
+        print(f"planning has taken {planning_s:.1f} s, {sum(steps_ms) / 1e3:.1f} s of it in steps")
+        if spec["rank"] == 0:
+            save_plan(plan, Path(spec["results"]) / "plan.json")
+        if spec["deterministic"] and len({found[1:] for found in taken}) > 1:
+            raise RuntimeError(f"steps of planning differ in loss or gradients: {taken}")
+        return taken[0]
+
+    def end_step(self):
+        if not self.core:  # else the schedule has done it
+            self.manager.reset()
+        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_away_bytes)
+
+    @contextlib.contextmanager
+    def examined(self, rank):
+        from megatron_offload.observe.trace_step import trace_step
+
+        take_peak = take_peak_bytes if self.spec["device"] == "cuda" else None
+        with PeakWatch(self.manager, take_peak) as watch, trace_step(self.manager, rank) as trace:
+            yield
+        trace.write_chrome(Path(self.spec["results"]) / f"trace{rank}.json")
+        summary = trace.summary()
+        self.examination = {
+            "held_at_peak_bytes": watch.held_bytes,
+            "inflight_at_peak_bytes": watch.inflight_bytes,
+            "prefetched_at_peak_bytes": watch.prefetched_bytes,
+            "device_profile": watch.profile,
+            "traced_step_us": summary.duration_us,
+            "stall_us": summary.stall_us,
+            "busy_us": summary.busy_us,
+            "gbps": {stream: summary.gbps(stream) for stream in summary.busy_us},
+            "link_share": link_shares(trace.spans, self.link_gbps) if self.link_gbps else None,
+        }
+
+    @contextlib.contextmanager
+    def profiled(self, rank, pp_rank):
+        from megatron_offload.core.profile import RunShape
+        from megatron_offload.observe.recorder import profile_step
+        from megatron_offload.planning.profile_file import save_profile
+
+        spec = self.spec
+        run = RunShape(
+            num_microbatches=spec["microbatches"],
+            pp_rank=pp_rank,
+            pp_size=spec["pp"],
+            vp_size=spec["vpp"],
+            rank=rank,
+            modules=tuple(spec["modules"]),
+        )
+        with profile_step(self.manager, run=run, moves=False) as recorded:
+            yield
+        save_profile(recorded.profile, Path(spec["results"]) / f"profile_{rank}.json")
+
+    def report(self):
+        stats, pool = self.manager.last_step, self.manager.host_pool.stats
+        return {
+            "held_bytes": self.held_bytes,
+            "d2h_bytes": stats.offloaded_bytes,
+            "h2d_bytes": stats.reloaded_bytes,
+            "pinned_bytes": pool.peak_slab_bytes,
+            "pinned_now_bytes": pool.slab_bytes_total,
+            "in_use_bytes": stats.peak_host_bytes,
+            "late_reloads": stats.num_late_reloads,
+            "early_returns": stats.num_early_returns,
+            "kept_bytes": sum(group.kept_bytes for group in stats.by_name.values()),
+            "refused_bytes": stats.refused_bytes,
+            "held_elsewhere_bytes": stats.held_elsewhere_bytes,
+            "num_groups": stats.num_groups,
+            "max_inflight_bytes": self.manager.budget.max_inflight_bytes,
+            "prefetch_bytes": self.manager.budget.prefetch_bytes,
+            **self.planning,
+        }
+
+
+class OursWhole(Ours):
+    """`OffloadActivations` around each forward, as a program without marks would have it."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.core = self.hooked = ()
+
+    def transformer_options(self):
+        return {}
+
+    def prepare(self):
+        from megatron_offload.config import OffloadConfig, apply_overrides, validate
+
+        options = apply_overrides({}, options_of_rank(self.spec["options"], self.spec["rank"]))
+        self.config = validate(OffloadConfig, options, self.spec["mode"])
+
+    def attach(self, chunks, pp_rank):
+        from megatron_offload import OffloadActivations, get_act_offloading_ctx_manager
+
+        options = {"config": self.config, **self.spec["arguments"]}
+        heads = [chunk for chunk in chunks if getattr(chunk, "output_layer", None) is not None]
+        self.context = (
+            get_act_offloading_ctx_manager(heads[0], True, **options)
+            if heads
+            else OffloadActivations(**options)
+        )
+        self.manager = self.context.manager
+        for chunk in chunks:
+            for tensor in (*chunk.parameters(), *chunk.buffers()):
+                self.manager.mark_not_offload(tensor)
+
+    def forward_context(self):
+        return self.context
+
+    def end_step(self):
+        if not self.context.end_step():
+            raise RuntimeError("something of the step is still alive")
+        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_away_bytes)
+
+
+class PeakWatch:
+    """Looks at every boundary whether the device's peak has come by, and what was held then.
+
+    What is held changes where the manager looks ahead, at the end of every boundary; a peak that is
+    seen later came by with what was held since.
+
+    Args:
+        manager: whose bytes are asked for.
+        take_peak_bytes: returns the device's peak since the last call; None watches nothing.
+
+    Attributes:
+        profile: for each boundary the step's clock there, the device's peak since the one before,
+            and what of it was in flight, held and resident.
+    """
+
+    def __init__(self, manager, take_peak_bytes):
+        self.manager = manager
+        self.held_bytes = self.inflight_bytes = self.prefetched_bytes = None
+        self.profile = []
+        self._take_peak_bytes = take_peak_bytes
+        self._peak_bytes = 0
+        self._now = (0, 0, 0, 0)
+
+    def __enter__(self):
+        if self._take_peak_bytes is not None:
+            self._take_peak_bytes()
+            self._advance = self.manager.prefetcher.advance
+            self.manager.prefetcher.advance = self._look
+        return self
+
+    def __exit__(self, *exception):
+        if self._take_peak_bytes is not None:
+            self.manager.prefetcher.advance = self._advance
+
+    def _look(self):
+        peak_bytes = self._take_peak_bytes()
+        if peak_bytes > self._peak_bytes:
+            self._peak_bytes = peak_bytes
+            self.held_bytes, self.inflight_bytes, self.prefetched_bytes, _ = self._now
+        self.profile.append((self.manager.window.step_bytes, peak_bytes, *self._now[1:]))
+        self._advance()
+        budget = self.manager.budget
+        host_bytes = self.manager.transfers.host_bytes - budget.inflight_bytes
+        self._now = (host_bytes, budget.inflight_bytes, budget.held_bytes, budget.resident_bytes)
+
+
+def take_peak_bytes():
+    """Return the device's peak since the last call."""
+    peak_bytes = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak_bytes
+
+
+class Megatron(Marked):
+    def report(self):
+        from megatron.core.pipeline_parallel import fine_grained_activation_offload as theirs
+
+        manager = theirs.PipelineOffloadManager.get_instance()
+        moved = sum(
+            group.total_offload_bytes
+            for chunk in manager._cached_chunks_forward
+            for group in chunk.offload_groups
+            if group.offload
+        )
+        self.held_bytes = manager.offload_summary_total_bytes
+        self.d2h_bytes = self.h2d_bytes = moved
+        return super().report()
+
+
+class OneAtATime(Mode):
+    """Without a pipeline the host holds most between a microbatch's forward and its backward."""
+
+    step_bytes = 0
+
+    def count(self, num_bytes):
+        self.held_bytes = max(self.held_bytes, num_bytes)
+        self.step_bytes += num_bytes
+
+    def end_step(self):
+        self.d2h_bytes = self.h2d_bytes = self.step_bytes
+        self.step_bytes = 0
+
+
+class TransformerEngine(OneAtATime):
+    def transformer_options(self):
+        return {
+            "cpu_offloading": True,
+            "cpu_offloading_num_layers": self.spec["layers"] - 1,
+            "cpu_offloading_activations": True,
+            "cpu_offloading_weights": False,
+        }
+
+    def attach(self, chunks, pp_rank):
+        self.synchronizers = [
+            chunk.decoder.offload_context.offload_synchronizer for chunk in chunks
+        ]
+
+    def after_forward(self):
+        sizes = [each.get_offloaded_total_size_mb() for each in self.synchronizers]
+        self.count(int(sum(sizes) * 2**20))
+
+
+class Trl(OneAtATime):
+    def prepare(self):
+        try:
+            module = importlib.import_module("trl.models.activation_offloading")
+        except ImportError as error:
+            raise RuntimeError(f"not installed ({error})") from error
+        self.context = module.OffloadActivations()
+
+    def attach(self, chunks, pp_rank):
+        update = getattr(self.context, "update_model_params", None)
+        for chunk in chunks if update is not None else ():
+            update(chunk)
+
+    def forward_context(self):
+        return self.context
+
+    def after_forward(self):
+        held = {}
+        for entry in self.context.tracker.values():
+            if entry[1]:
+                held[entry[0].data_ptr()] = entry[0].nbytes
+        self.count(sum(held.values()))
+
+
+class SaveOnCpu(Mode):
+    """Counts its bytes through the hook that torch's own context manager has set."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.now_bytes = 0
+        self.step_bytes = 0
+
+    def forward_context(self):
+        context = torch.autograd.graph.save_on_cpu(pin_memory=self.spec["device"] == "cuda")
+        pack = context.pack_hook
+
+        def counted(tensor):
+            packed = pack(tensor)
+            self.now_bytes += tensor.nbytes
+            self.step_bytes += tensor.nbytes
+            self.held_bytes = max(self.held_bytes, self.now_bytes)
+            weakref.finalize(packed[1], self._drop, tensor.nbytes)
+            return packed
+
+        context.pack_hook = counted
+        return context
+
+    def _drop(self, num_bytes):
+        self.now_bytes -= num_bytes
+
+    def end_step(self):
+        self.d2h_bytes = self.h2d_bytes = self.step_bytes
+        self.step_bytes = 0
+
+
+MODES = {
+    "none": Nothing,
+    "ours": Ours,
+    "ours-five": Ours,
+    "ours-all": Ours,
+    "ours-whole": OursWhole,
+    "megatron": Megatron,
+    "te": TransformerEngine,
+    "trl": Trl,
+    "save_on_cpu": SaveOnCpu,
+    "recompute": Recompute,
+}
+
+
+def torch_pinned_bytes():
+    """Return the most that torch's own pinned allocator ever had; None where it doesn't count."""
+    stats = getattr(torch.cuda, "host_memory_stats", None)
+    if stats is None or not torch.cuda.is_available():
+        return None
+    return stats().get("allocated_bytes.peak")

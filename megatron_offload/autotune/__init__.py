@@ -1,0 +1,1 @@
+"""Planning inside a run: agree, measure, correct, stop."""

@@ -1,0 +1,156 @@
+"""A plan that has to keep its promise of memory: steps of the run say whether it does.
+
+Owns what is done with the manager for that, and which of the measured plans stays. Must not know
+how plans are made or agreed on, how ranks talk, nor the verdict's rules.
+
+Each plan takes three steps. The first doesn't count: its plan's host memory is pinned in it, and
+what it learns of the step counts from the next on. What is unused is handed back before the second;
+the third shows what the second's optimizer has reserved, and what the allocator reserves for a step
+that begins with what the last one has left.
+
+Invariant: what is decided rests on what all ranks have told each other.
+Read next: `megatron_offload.planning.target_check`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from megatron_offload.core.units import format_bytes
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import TargetError
+from megatron_offload.observe.step_memory import can_weigh, weigh_step
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.target_check import TargetCheck
+
+__all__ = ["MemoryCheck"]
+
+_logger = logging.getLogger(__name__)
+
+_NUM_STEPS = 3
+
+
+class MemoryCheck:
+    """Keeps a plan under which no rank reserves more than it should, or has another one made.
+
+    Of the plans that were measured the one stays that keeps all targets and moves least; where none
+    does, the one that misses them by least, with a warning.
+
+    Args:
+        manager: follows the plan.
+        target_bytes: most that each pipeline rank should reserve, in order.
+        most_plans: to measure; 0 for no check.
+        make_plan: makes a plan for such targets on all ranks together, and has the manager follow
+            it; it raises `TargetError` on all ranks where one can't be kept.
+        gather: tells the most that was reserved on each pipeline rank to all, in order; collective.
+
+    Attributes:
+        plan: what the manager follows. It says what each rank was measured to reserve once that is
+            known.
+    """
+
+    plan: OffloadPlan
+
+    def __init__(
+        self,
+        manager: PipelineOffloadManager,
+        target_bytes: Sequence[int],
+        most_plans: int,
+        make_plan: Callable[[Sequence[int]], OffloadPlan],
+        gather: Callable[[int], Sequence[int]],
+    ) -> None:
+        self._manager = manager
+        self._target_bytes = tuple(target_bytes)
+        self._make_plan = make_plan
+        self._gather = gather
+        self._most_plans = most_plans
+        self._check: TargetCheck | None = None
+        self._measured: list[tuple[int, int, OffloadPlan]] = []
+        self._num_steps = 0
+        self._reserved_bytes = 0
+
+    def begin(self, plan: OffloadPlan) -> bool:
+        """Take a plan; return whether there is a step to take."""
+        self.plan = plan
+        if self._most_plans and can_weigh(self._manager):
+            self._check = TargetCheck(self._target_bytes, self._most_plans)
+        return self._check is not None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Weigh the step that is taken inside."""
+        with weigh_step(self._manager, empties=self._num_steps == 1) as weighed:
+            yield
+        self._num_steps += 1
+        if self._num_steps > 1:
+            self._reserved_bytes = max(self._reserved_bytes, weighed.reserved_bytes)
+
+    def note(self) -> tuple[bool, str]:
+        """Return whether it is over, and the verdict on a plan where there is one; collective."""
+        check = self._check
+        assert check is not None
+        if self._num_steps < _NUM_STEPS:
+            return False, ""
+        reserved = self._gather(self._reserved_bytes)
+        self._num_steps = self._reserved_bytes = 0
+        self.plan = _with_measured(self.plan, reserved)
+        missed_bytes = check.missed_bytes(reserved)
+        self._measured.append((missed_bytes, self.plan.moved_bytes, self.plan))
+        moved = [rank.moved_bytes for rank in self.plan.ranks]
+        text = (
+            f"ranks reserve {_sizes(reserved)} where {_sizes(moved)} move, "
+            f"at most {_sizes(self._target_bytes)} is wanted"
+        )
+        if check.wants_another(reserved, moved) and self._plan_again(check):
+            _logger.info("%s: planned again", text)
+            return False, f"{text}: planned again"
+        return True, self._settle(text)
+
+    def _plan_again(self, check: TargetCheck) -> bool:
+        """Return whether there is a plan that wasn't measured yet; the manager follows it then."""
+        before = self.plan
+        while self.plan is before:
+            try:
+                self.plan = self._make_plan(check.planned_bytes)
+            except TargetError as error:
+                if not check.give_way():
+                    _logger.info("no other plan: %s", error)
+                    return False
+        known = [_with_measured(plan, None) for _, _, plan in self._measured]
+        if self.plan not in known:
+            return True
+        self.plan = before
+        return False
+
+    def _settle(self, text: str) -> str:
+        """Follow the best of the plans that were measured; return what there is to say."""
+        missed_bytes, _, best = min(self._measured, key=lambda measured: measured[:2])
+        if best is not self.plan:
+            text += "; an earlier plan is followed again"
+        self.plan = best
+        self._manager.follow_plan(best)
+        if missed_bytes:
+            text += f"; {format_bytes(missed_bytes, 2)} more than wanted stay reserved"
+            _logger.warning("%s", text)
+        else:
+            text += ": kept"
+            _logger.info("%s", text)
+        return text
+
+
+def _with_measured(plan: OffloadPlan, reserved_bytes: Sequence[int] | None) -> OffloadPlan:
+    found: Sequence[int | None] = reserved_bytes or [None] * plan.pp_size
+    pairs = zip(plan.ranks, found, strict=True)
+    return replace(
+        plan, ranks=tuple(replace(rank, measured_peak_bytes=each) for rank, each in pairs)
+    )
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """Return one size where all are the same."""
+    return ", ".join(
+        format_bytes(size, 2) for size in (sizes if len(set(sizes)) > 1 else sizes[:1])
+    )

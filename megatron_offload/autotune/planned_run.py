@@ -1,0 +1,167 @@
+"""Plan a run from one of its own steps, and correct and measure the plan by later ones.
+
+Owns by what a plan is held against later steps. Must not know how plans are made, nor how ranks
+agree on one. Nothing here happens unasked: no step holds a collective of its own.
+
+Invariant: every step that is looked at is a training step like any other. Read next:
+`megatron_offload.autotune.joint_planning`, `megatron_offload.autotune.check` and
+`megatron_offload.core.policy_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_offload.autotune.check import PlanCheck
+from megatron_offload.autotune.cost import TimeCheck
+from megatron_offload.autotune.distances import DistanceCheck, PlanCorrection
+from megatron_offload.autotune.joint_planning import JointPlanner, planning_policy
+from megatron_offload.autotune.memory import MemoryCheck
+from megatron_offload.core.policy_config import (
+    AutoConfig,
+    PolicyConfig,
+)
+from megatron_offload.core.profile import RunShape, StepProfile
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.machine.job_ranks import gather
+from megatron_offload.observe.recorder import profile_step
+from megatron_offload.planning.adapt import Distances
+from megatron_offload.planning.bandwidths import (
+    Bandwidths,
+)
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.schedule import Schedule
+
+_Said = TypeVar("_Said")
+
+__all__ = ["check_plan", "correct_plan", "plan_run"]
+
+
+def plan_run(
+    manager: PipelineOffloadManager,
+    train_step: Callable[[], object],
+    run: RunShape,
+    *,
+    policy: PolicyConfig,
+    schedule: Schedule | None = None,
+    group: dist.ProcessGroup | None = None,
+    moves: bool = False,
+) -> OffloadPlan:
+    """Profile one training step, plan, and follow the plan from then on; collective.
+
+    To be called once the steps look alike, after the second or third. Nothing moves in the step
+    that is profiled, so it must fit into memory as it does without offload; where it doesn't, give
+    ``moves=True`` for a ``memory_target``.
+
+    The plan is corrected and measured at once: it takes as many training steps as that needs,
+    ``1 + correction_steps`` and ``3 measured_plans`` (for ``auto`` `cost_check.most_steps`) at
+    most, and each rank has to be able to go on for so long. A program that takes its steps itself
+    makes a `check_plan`.
+
+    Args:
+        manager: whose groups are planned for.
+        train_step: takes one training step, the manager's `reset` included.
+        run: which part of the run this rank is.
+        policy: ``memory_target`` or ``auto``.
+        schedule: what the pipeline ranks run; by default 1F1B, interleaved with virtual stages.
+        group: all ranks that are to follow one plan; None for all there are.
+        moves: whether the profiled step moves what those before it have moved; not for ``auto``.
+
+    Returns:
+        The plan of all pipeline ranks.
+
+    Raises:
+        ConfigError: another policy is given, or no plan can be made; on all ranks.
+        TargetError: a rank can't be brought under its target; on all ranks.
+    """
+    planned = planning_policy(policy)
+    with profile_step(manager, run=run, moves=moves) as recorded:
+        train_step()
+    check = check_plan(manager, recorded.profile, planned, schedule=schedule, group=group)
+    while not check.is_over:
+        with check.step():
+            train_step()
+        check.note()
+    return check.plan
+
+
+def check_plan(
+    manager: PipelineOffloadManager,
+    profile: StepProfile,
+    policy: PolicyConfig | None,
+    *,
+    bandwidths: Bandwidths | None = None,
+    schedule: Schedule | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> PlanCheck:
+    """Plan from the profiles of one step; return the plan with what holds it against later steps.
+
+    Collective. All ranks follow the plan from the next step on.
+
+    Nothing is looked at until the caller does: see `PlanCheck`. The plan's distances are corrected,
+    unless the policy gives one or ``device_target_bytes`` sets them. For ``memory_target`` what
+    ranks reserve comes before that, as another plan has other distances; for ``auto`` what the plan
+    costs comes after, so that no plan is too slow for its distances alone.
+    """
+    planned = planning_policy(policy)
+    planner = JointPlanner(
+        manager, profile, planned, bandwidths=bandwidths, schedule=schedule, group=group
+    )
+    plan, pp_rank = planner.follow(), profile.run.pp_rank
+    is_given = planned.max_inflight_bytes is not None or planned.prefetch_bytes is not None
+    is_fixed = is_given or manager.config.device_target_bytes is not None
+    num_steps = 0 if is_fixed else planned.correction_steps
+
+    def gather_distances(mine: Distances) -> list[Distances]:
+        return [Distances(*found[0]) for found in _gather_by_place(tuple(mine), pp_rank, group)]
+
+    if isinstance(planned, AutoConfig):
+        cost = TimeCheck(
+            manager,
+            planned.most_slowdown_percent,
+            planned.measured_steps,
+            lambda most_bytes: planner.follow(most_moved_bytes=most_bytes),
+            lambda mine: max(gather(mine, group)),
+        )
+        return PlanCheck(plan, (DistanceCheck(manager, num_steps, None, gather_distances), cost))
+    targets = planned.targets(plan.pp_size)
+    memory = MemoryCheck(
+        manager,
+        targets,
+        planned.measured_plans,
+        lambda targets: planner.follow(target_bytes=targets),
+        lambda mine: [max(found) for found in _gather_by_place(mine, pp_rank, group)],
+    )
+    distances = DistanceCheck(manager, num_steps, targets[pp_rank], gather_distances)
+    return PlanCheck(plan, (memory, distances))
+
+
+def _gather_by_place(
+    mine: _Said, pp_rank: int, group: dist.ProcessGroup | None
+) -> list[list[_Said]]:
+    """Return what the ranks of each place in the pipeline say, in the order of places and ranks."""
+    found: dict[int, list[_Said]] = {}
+    for place, said in gather((pp_rank, mine), group):
+        found.setdefault(place, []).append(said)
+    return [found[place] for place in sorted(found)]
+
+
+def correct_plan(
+    manager: PipelineOffloadManager, train_step: Callable[[], object], *, num_steps: int = 8
+) -> None:
+    """Take training steps and let what they show correct the distances of a plan.
+
+    For a plan that was made elsewhere; `plan_run` corrects its own.
+
+    Args:
+        manager: follows a plan.
+        train_step: takes one training step, the manager's `reset` included.
+        num_steps: to look at, behind a first one; what was best of them stays.
+    """
+    correction = PlanCorrection(manager, num_steps)
+    while not correction.is_over:
+        with correction.step():
+            train_step()

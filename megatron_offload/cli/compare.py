@@ -1,0 +1,48 @@
+"""The command ``compare``: its flags are those of ``train``.
+
+Must not import torch before the input is checked. Read next: `megatron_offload.cli.compare_runs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_offload.cli.train import add_run_arguments, read_config
+
+__all__ = ["ABOUT", "add_arguments", "run"]
+
+ABOUT = """\
+Train twice from the same seed, without and then with offload, and compare every step's bits.
+
+reads    --config, a YAML file (or the name of one in configs/); flags win over the file, and
+         whether offload is enabled there makes no difference
+prints   losses and gradient norms of every step, what moved, peak memory, and in the end
+         'bitwise identical: yes' or 'no'
+writes   run.output: both runs in without_offload/ and with_offload/, compare.json, compare.png
+         (extra 'plots'), report.html (extra 'report'); where the runs have left profiles, plan.json
+         and tradeoff.json (extra 'plan'; see 'megatron-offload plan'). An earlier comparison in the
+         same folder is replaced; one that holds another run is refused
+
+exit status: 0 the same bits, 1 they differ or a rank failed, 2 bad input (nothing was started), 143
+or 130 stopped by SIGTERM or SIGINT
+
+example: megatron-offload compare --config quickstart
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``compare``."""
+    add_run_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare two runs; return 0 where their bits are the same, else 1.
+
+    Raises:
+        ConfigError: bad input; nothing was started.
+        OffloadError: a rank failed.
+    """
+    config = read_config(options)
+    from megatron_offload.cli.compare_runs import compare
+
+    return compare(config)

@@ -1,0 +1,186 @@
+"""Trains twice, without and with offload, and says whether the two runs are the same bits.
+
+Owns the two runs and what is printed and written about them. Must not know how a run is done, nor
+what being the same means. Read next: `megatron_offload.train.comparison`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_offload.cli import report as html_report
+from megatron_offload.core.policy_config import PlanFileConfig, PolicyConfig
+from megatron_offload.core.profile import StepProfile
+from megatron_offload.errors import ConfigError
+from megatron_offload.planning.policy import PlanFilePolicy
+from megatron_offload.report.console import console
+from megatron_offload.report.plots import plot_comparison
+from megatron_offload.report.summary import (
+    compare_table,
+    group_table,
+    memory_table,
+    rank_table,
+)
+from megatron_offload.train.comparison import (
+    FOLDERS,
+    Comparison,
+    compare_reports,
+    write_comparison,
+)
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.launch import launch
+from megatron_offload.train.records import RunReport
+from megatron_offload.train.run_folder import plan_path, write_config
+
+__all__ = ["compare"]
+
+_NUM_TARGETS = 3
+"""Points of the predicted trade-off curve, which a comparison should not wait long for."""
+
+
+def compare(config: TrainConfig) -> int:
+    """Run without and with offload, print and write the comparison.
+
+    Args:
+        config: the run; whether it has offload enabled makes no difference.
+
+    Returns:
+        0 where the runs are bitwise identical, else 1; 0 on torchrun's ranks other than 0.
+
+    Raises:
+        ConfigError: nothing was started.
+    """
+    plain, offloaded = (_variant(config, folder) for folder in FOLDERS)
+    folder = config.run.output
+    runs = [("without offload", plain), ("with offload", offloaded)]
+    with launch(runs, comparison=folder) as reports:
+        if reports is None:
+            return 0
+        result = compare_reports(*reports)
+        out = console()
+        _print(out, config, reports, result)
+        write_config(config, folder)
+        numbers = write_comparison(config, reports, result, folder)
+        plot = f"plot: {_plot(config, reports)}"
+        for line in (f"numbers: {numbers}", plot, *_plan(folder), _report(folder)):
+            out.print(line)
+    return 0 if result.identical else 1
+
+
+def _variant(config: TrainConfig, folder: str) -> TrainConfig:
+    """Return the same run with or without offload, writing into a folder of its own."""
+    is_offloaded = folder == FOLDERS[1]
+    looks = ("trace_step", "profile_step")
+    # Copies and not new objects: which offload settings were given must not change.
+    return config.model_copy(
+        update={
+            "offload": config.offload.model_copy(update={"enabled": is_offloaded}),
+            # A comparison is of whole runs, from the first step on.
+            "run": config.run.model_copy(
+                update={
+                    "output": config.run.output / folder,
+                    "resume": False,
+                    "checkpoint_interval": 0,
+                    "max_restarts": 0,
+                    # Without offload there are no groups to look at.
+                    **({} if is_offloaded else dict.fromkeys(looks, 0)),
+                }
+            ),
+        }
+    )
+
+
+def _print(out: Console, config: TrainConfig, reports: list[RunReport], result: Comparison) -> None:
+    without, offloaded = reports
+    rows = [
+        {
+            "step": a.step,
+            "loss": (a.loss, b.loss),
+            "grad_norm": (a.grad_norm, b.grad_norm),
+            "equal": result.losses[index] and result.grad_norms[index],
+        }
+        for index, (a, b) in enumerate(zip(without.steps, offloaded.steps, strict=True))
+    ]
+    out.print(compare_table(rows))
+    ranks = offloaded.peaks()
+    out.print(rank_table(ranks, "With offload: bytes of the last step, peaks over usual steps"))
+    out.print(group_table(ranks, "Groups of the last step"))
+    if ranks[0]["peak_live_activation_bytes"] is not None:
+        out.print(memory_table(without.peaks(), ranks))
+    on_gpu = ranks[0]["peak_reserved_bytes"] is not None
+    times = [report.median_step_time_s(without=config.traced_step) for report in reports]
+    if times[0] and times[1]:
+        out.print(
+            f"median step time: {1e3 * times[0]:.1f} ms without, {1e3 * times[1]:.1f} ms with "
+            f"offload ({100 * (times[1] / times[0] - 1):+.1f} %)"
+            + ("" if on_gpu else "; on a CPU the device is simulated and its speed means nothing")
+        )
+    for name, equal in result.findings.items():
+        out.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
+    out.print(f"bitwise identical: {'yes' if result.identical else 'no'}", style="bold")
+
+
+def _plot(config: TrainConfig, reports: list[RunReport]) -> str:
+    """Draw both runs; return the file's path, or why there is none."""
+    path = config.run.output / "compare.png"
+    key, title = "peak_live_activation_bytes", "Peak live saved activations"
+    if reports[0].peaks()[0][key] is None:
+        if reports[0].peaks()[0]["peak_reserved_bytes"] is None:
+            return "left out: nothing was measured; set run.measure_live_bytes: true"
+        key, title = "peak_reserved_bytes", "Peak reserved device memory"
+    without, offloaded = reports
+    drawn = plot_comparison(
+        path,
+        ([step.loss for step in without.steps], [step.loss for step in offloaded.steps]),
+        ([rank[key] for rank in without.peaks()], [rank[key] for rank in offloaded.peaks()]),
+        title,
+    )
+    if drawn:
+        return str(path)
+    return "left out: matplotlib is missing; run: pip install 'megatron-offload[plots]'"
+
+
+def _plan(folder: Path) -> list[str]:
+    """Plan from the profiles that the run has left; return what became of it, line by line.
+
+    A plan that fits the run stays, because it may have followed it.
+    """
+    try:
+        # The extra ``plan`` may be missing.
+        from megatron_offload.cli import plan, source
+
+        if not source.has_profiles(folder):
+            return []
+        job = source.load_run(folder)
+        places = (plan_path(folder / FOLDERS[1]), plan_path(folder))
+        path = next((path for path in places if _fits(path, job.profiles)), None)
+        config: PolicyConfig = plan.policy_config(job)
+        if path is not None:
+            config = PlanFileConfig(kind="plan_file", path=str(path))
+        outcome = plan.make(job, config, _NUM_TARGETS)
+        if path is None:
+            path = plan_path(folder)
+            plan.write_plan(outcome, path)
+        return [f"plan: {path}", f"predicted trade-off: {plan.write_curve(outcome, folder)}"]
+    except ConfigError as error:
+        return [f"plan: left out: {error}"]
+
+
+def _fits(path: Path, profiles: Sequence[StepProfile]) -> bool:
+    """Return whether there is a plan, and it is one for these profiles."""
+    try:
+        PlanFilePolicy(path).make_plan(profiles)
+    except ConfigError:
+        return False
+    return True
+
+
+def _report(folder: Path) -> str:
+    """Write the HTML page; return where it is, or why there is none: the comparison stands."""
+    try:
+        return f"report, for a browser: {html_report.write(folder)}"
+    except ConfigError as error:
+        return f"report: left out: {error}"

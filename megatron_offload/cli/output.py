@@ -1,0 +1,100 @@
+"""Where the commands write, and what they say while they work.
+
+Owns where files may go, and progress. Must not know what is written, nor what takes its time.
+
+Invariants: a file that can't be written fails before anything long begins; folders are made; of
+progress nothing reaches the standard output. Read next: `megatron_offload.cli.plan`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_offload.core.extras import require
+from megatron_offload.errors import ConfigError
+from megatron_offload.report.console import console
+
+__all__ = ["PREDICTED", "check_picture", "check_place", "progress", "writing"]
+
+PREDICTED = "predicted by simulation, not measured: hold it against a run before you rely on it"
+
+_QUIET_S = 2.0
+"""Work that is over sooner says nothing."""
+
+
+def check_place(flag: str, path: Path | None) -> None:
+    """Refuse a file that couldn't be written where it is asked for; its folder need not exist.
+
+    Raises:
+        ConfigError: it is a folder, or its folder can't be made or written into.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; name a file")
+    folder = next(one for one in path.absolute().parents if one.exists())
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} {path}: {folder} is no folder; choose another file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {path}: {folder} can't be written into; choose another file")
+
+
+def check_picture(flag: str, path: Path | None) -> None:
+    """Refuse a picture that couldn't be drawn, likewise.
+
+    Raises:
+        ConfigError: as for `check_place`, its name doesn't end in ``.png``, or matplotlib is
+            missing.
+    """
+    check_place(flag, path)
+    if path is None:
+        return
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"{flag} {path}: a PNG is drawn; name a file that ends in .png")
+    require("matplotlib")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make a file's folder, and turn what the operating system refuses into a user's error.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(f"can't write {path}: {error.strerror}; choose another file") from error
+
+
+@contextlib.contextmanager
+def progress(what: str, quiet_s: float = _QUIET_S) -> Iterator[Callable[[str], None]]:
+    """Show on the standard error stream what takes its time, once it has taken some.
+
+    In a terminal that is a line that moves and goes again, elsewhere one plain line.
+
+    Args:
+        what: such as "planning".
+        quiet_s: so many seconds say nothing.
+
+    Yields:
+        What is to be told how far the work is.
+    """
+    out = console(stderr=True)
+    status = out.status(what, spinner="line")
+    timer = threading.Timer(
+        quiet_s, status.start if out.is_terminal else lambda: out.print(f"{what} ...")
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda text: status.update(f"{what}: {text}")
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()

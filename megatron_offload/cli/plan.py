@@ -1,0 +1,432 @@
+"""The command ``plan``: chooses what moves, says why and what it should bring, and writes it down.
+
+Owns its flags, what it prints, and the points of the trade-off curve. Must not know torch, nor how
+choices are made.
+
+Invariant: all that is printed of a plan is what its file holds, or what simulating it says; files
+are replaced as a whole, the plan first. Read next: `megatron_offload.core.policy_config`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich.console import Console
+
+from megatron_offload.cli import source as sources
+from megatron_offload.cli.output import PREDICTED, check_place, progress, writing
+from megatron_offload.cli.recorded import PLAN_NAME
+from megatron_offload.cli.source import Source, load_source
+from megatron_offload.core.extras import require
+from megatron_offload.core.policy_config import (
+    AutoConfig,
+    MemoryTargetConfig,
+    ModulesConfig,
+    PolicyConfig,
+    RatioConfig,
+)
+from megatron_offload.core.units import format_bytes
+from megatron_offload.errors import ConfigError, TargetError, did_you_mean
+from megatron_offload.files.strict_model import Bytes, StrictModel, validate
+from megatron_offload.planning.auto import Prediction, with_prediction
+from megatron_offload.planning.make_policy import make_policy
+from megatron_offload.planning.memory_target import MemoryPlanner
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.plan_file import save_plan
+from megatron_offload.planning.simulate import simulate
+from megatron_offload.report.console import console, plain_table
+from megatron_offload.report.plan_tables import plan_list, plan_table
+from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
+
+__all__ = [
+    "ABOUT",
+    "PLAN_NAME",
+    "Outcome",
+    "add_arguments",
+    "make",
+    "policy_config",
+    "run",
+    "show",
+    "write_curve",
+    "write_plan",
+]
+
+TRADEOFF_NAME = "tradeoff.json"
+
+ABOUT = """\
+Choose what moves to the host, from the profiles of a run or from a described model, with no GPU.
+
+reads    RUN_FOLDER/profile_<rank>.json and bandwidths.json, which run.profile_step makes a run
+         leave (of a comparison, its run with offload); or the YAML of --model
+prints   for every pipeline rank what moves, what stays, peak memory and step time; for every kind
+         of group why; all predicted, not measured
+writes   the plan to --output (RUN_FOLDER/plan.json unless given, in the place of one that is there;
+         with --model nothing is written without --output), and the predicted trade-off curve to
+         tradeoff.json beside it. 'megatron-offload report RUN_FOLDER' shows both; with
+         'offload: {policy: {kind: plan_file, path: FILE}}' a run follows the plan
+
+policies: auto           the most memory that costs no more than --max-cost of the step's time
+          memory_target  as few bytes as it takes to bring every rank under --device-target
+          modules        Megatron's rules: --modules, and --fraction of each chunk's groups
+          ratio          --ratio of each rank's bytes
+
+exit status: 0 planned, 1 the target can't be kept, 2 bad input
+
+example: megatron-offload plan --model gpt_16x8192_pp4_vpp2 \\
+             --device-target 26GiB --output plan.json
+"""
+
+_KINDS: dict[str, Any] = {
+    "auto": AutoConfig,
+    "memory_target": MemoryTargetConfig,
+    "modules": ModulesConfig,
+    "ratio": RatioConfig,
+}
+
+_FLAGS = {
+    "max_cost": ("auto", "most_slowdown_percent"),
+    "device_target": ("memory_target", "target_bytes"),
+    "modules": ("modules", "modules"),
+    "fraction": ("modules", "fraction"),
+    "ratio": ("ratio", "ratio"),
+}
+"""The policy that a flag belongs to, and its key there."""
+
+_NEEDED = {"memory_target": "device_target", "ratio": "ratio"}
+
+_SOLVED = frozenset({"auto", "memory_target"})
+"""Policies that need the solver, and so does the curve."""
+
+_MOST_TARGETS = 64
+
+_LEAST_TARGET_BYTES = 2**20
+
+_MOST_LOWERED = 4
+"""Plans for lower targets, at most, until one is predicted to keep those asked for."""
+
+
+class _Numbers(StrictModel):
+    """Flags that are more than a number."""
+
+    device_target: tuple[Bytes, ...] = ()
+    max_cost: float | None = Field(default=None, ge=0.0, le=1000.0)
+    curve: int = Field(default=6, ge=0, le=_MOST_TARGETS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan, and what simulating it says."""
+
+    source: Source
+    plan: OffloadPlan
+    prediction: Prediction
+    without: Prediction
+    """The same step without offload."""
+    points: tuple[TradeOffPoint, ...]
+    """Of the trade-off curve."""
+
+    @property
+    def change(self) -> float:
+        """How much longer the step takes, as a share."""
+        return self.prediction.step_us / self.without.step_us - 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``plan``."""
+    sources.add_arguments(parser)
+    parser.add_argument(
+        "--policy", metavar="KIND", help="see above; that of the flags given, else auto"
+    )
+    parser.add_argument(
+        "--device-target",
+        nargs="+",
+        metavar="SIZE",
+        help="most device memory of every pipeline rank, such as 26GiB; or one size for each",
+    )
+    parser.add_argument(
+        "--max-cost", metavar="PERCENT", help="most that the step may take longer; 0.5%% unless set"
+    )
+    parser.add_argument("--modules", nargs="+", metavar="NAME", help="names or patterns of groups")
+    parser.add_argument(
+        "--fraction", type=float, metavar="F", help="share of each chunk's groups that moves"
+    )
+    parser.add_argument(
+        "--ratio", type=float, metavar="R", help="share of each rank's bytes that moves"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where the plan goes")
+    parser.add_argument(
+        "--curve",
+        type=int,
+        default=6,
+        metavar="N",
+        help="memory targets on the trade-off curve; 6 unless set, 0 for none",
+    )
+    parser.add_argument("--groups", action="store_true", help="list every group with its reason")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, print and write; return 0.
+
+    Raises:
+        ConfigError: bad input, or highspy or simpy are missing.
+        TargetError: a rank can't be brought under its target, or is predicted to lie above it with
+            the plan that was written.
+    """
+    output: Path | None = options.output or (options.folder and options.folder / PLAN_NAME)
+    check_place("--output", output)
+    kind, keys, num_targets = _read_flags(options)
+    require("simpy", *(("highspy",) if kind in _SOLVED or num_targets else ()))
+    with progress("planning") as say:
+        source = load_source(options)
+        recorded = source.recorded
+        if recorded is not None and recorded.own_plan == output:
+            raise ConfigError(
+                f"{output} is the plan that the run made and followed; --output FILE takes another"
+            )
+        outcome = make(source, policy_config(source, kind, keys), num_targets, say)
+    out = console()
+    show(outcome, out, lists_groups=options.groups)
+    if output is None:
+        out.print("nothing was written; --output FILE keeps the plan")
+    else:
+        write_plan(outcome, output)
+        out.print(f"plan: {output}")
+        if outcome.points:
+            out.print(f"curve: {write_curve(outcome, output.parent)}")
+    _check_targets(outcome, keys.get("target_bytes"))
+    return 0
+
+
+def make(
+    source: Source,
+    config: PolicyConfig,
+    num_targets: int = 6,
+    say: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """Return a plan with what is predicted of it, and of others.
+
+    Args:
+        source: the job.
+        config: the policy.
+        num_targets: memory targets that the trade-off curve has; 0 leaves it out.
+        say: told how far it is.
+
+    Raises:
+        ConfigError: as for `run`.
+    """
+    num_plans = 0
+
+    def predict(plan: OffloadPlan) -> Prediction:
+        nonlocal num_plans
+        num_plans += 1
+        say(f"plan {num_plans} is simulated")
+        return source.predict(plan)
+
+    plan = make_policy(config, predict).make_plan(source.profiles)
+    prediction = predict(plan)
+    if isinstance(config, MemoryTargetConfig):
+        plan, prediction = _lowered(source, config, plan, prediction, predict)
+    plan = replace(with_prediction(plan, prediction), bandwidths=source.machine)
+    step = simulate(source.job)
+    without = Prediction(step.step_us, tuple(map(source.peak_bytes, step.ranks)))
+    points = []
+    if num_targets:
+        points = [
+            _point("no offload", without, without),
+            *_as_run(source, without),
+            *_targets(source, without, num_targets, say),
+            _point(f"the plan ({plan.policy})", prediction, without, is_plan=True),
+        ]
+    return Outcome(source, plan, prediction, without, tuple(points))
+
+
+def write_plan(outcome: Outcome, path: Path) -> None:
+    """Write the plan with what is predicted of it.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    with writing(path):
+        save_plan(outcome.plan, path)
+
+
+def write_curve(outcome: Outcome, folder: Path) -> Path:
+    """Write the trade-off curve into a folder, where a report looks for it; return the file.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    path = folder / TRADEOFF_NAME
+    with writing(path):
+        write_tradeoff(path, outcome.source.memory, outcome.points)
+    return path
+
+
+def show(outcome: Outcome, out: Console, *, lists_groups: bool = False) -> None:
+    """Print a plan: ranks, groups and reasons, and what all of it rests on."""
+    plan, without = outcome.plan, outcome.without
+    title = f"Plan of {outcome.source.title}, policy {plan.policy}: PREDICTED"
+    peak = f"peak {outcome.source.memory}"
+    ranks = plain_table(title, ["rank", "moved", "kept", peak, "with the plan", "step time"])
+    step_time = f"{outcome.prediction.step_us / 1e3:.1f} ms"
+    for index, (rank, before, after) in enumerate(
+        zip(plan.ranks, without.peak_bytes, outcome.prediction.peak_bytes, strict=True)
+    ):
+        sizes = (rank.moved_bytes, rank.saved_bytes - rank.moved_bytes, before, after)
+        ranks.add_row(str(index), *map(format_bytes, sizes), step_time)
+    out.print(ranks)
+    out.print(
+        f"step time: {without.step_us / 1e3:.1f} ms without offload, "
+        f"{outcome.prediction.step_us / 1e3:.1f} ms with the plan ({100 * outcome.change:+.2f} %)"
+    )
+    out.print(plan_list(plan) if lists_groups else plan_table(plan))
+    out.print(f"bandwidths: {plan.bandwidths}")
+    out.print(PREDICTED, style="yellow")
+
+
+def _read_flags(options: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+    """Return the kind of the policy, the keys that were given of it, and the curve's targets."""
+    given = {name: getattr(options, name) for name in _FLAGS if getattr(options, name) is not None}
+    kinds = {_FLAGS[name][0]: f"--{name.replace('_', '-')}" for name in given}
+    kind = options.policy or next(iter(kinds), "auto")
+    if kind not in _KINDS:
+        raise ConfigError(f"unknown --policy {kind!r}{did_you_mean(kind, _KINDS)}")
+    for other, flag in kinds.items():
+        if other != kind:
+            raise ConfigError(f"{flag} belongs to --policy {other}, not to {kind}")
+    needed = _NEEDED.get(kind)
+    if needed and needed not in given:
+        raise ConfigError(f"--policy {kind} needs --{needed.replace('_', '-')}")
+    numbers = {"curve": options.curve}
+    numbers |= {name: given[name] for name in ("device_target", "max_cost") if name in given}
+    if "max_cost" in given:
+        numbers["max_cost"] = given["max_cost"].removesuffix("%").strip()
+    read = validate(_Numbers, numbers, "command line")
+    if read.device_target:
+        targets = read.device_target
+        for size, text in zip(targets, options.device_target, strict=True):
+            if size < _LEAST_TARGET_BYTES:
+                raise ConfigError(
+                    f"--device-target {text} is {format_bytes(size)}, which no step fits into; "
+                    f"write {text.rstrip('B ')}GiB or {text.rstrip('B ')}MiB"
+                )
+        given["device_target"] = targets[0] if len(targets) == 1 else targets
+    if read.max_cost is not None:
+        given["max_cost"] = read.max_cost
+    return kind, {_FLAGS[name][1]: value for name, value in given.items()}, read.curve
+
+
+def policy_config(
+    source: Source, kind: str = "auto", keys: Mapping[str, Any] | None = None
+) -> PolicyConfig:
+    """Return the section ``policy`` of a kind, for the machine and the budgets of a job.
+
+    Raises:
+        ConfigError: a key is wrong, or one of its ``modules`` is no group of the job.
+    """
+    keys = keys or {}
+    names = {group.name for profile in source.profiles for group in profile.groups}
+    for pattern in keys.get("modules", ()):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"no group is called {pattern!r}{did_you_mean(pattern, names)}")
+    data = {"kind": kind, **keys}
+    if kind in ("auto", "memory_target"):
+        budgets = source.around.offload
+        data |= {
+            "machine": source.around.machine,
+            "gpus_per_rank": source.job.gpus_per_rank,
+            "max_inflight_bytes": budgets.max_inflight_bytes,
+            "prefetch_bytes": budgets.prefetch_bytes,
+        }
+    return validate(_KINDS[kind], data, f"--policy {kind}")
+
+
+def _lowered(
+    source: Source,
+    config: MemoryTargetConfig,
+    plan: OffloadPlan,
+    prediction: Prediction,
+    predict: Callable[[OffloadPlan], Prediction],
+) -> tuple[OffloadPlan, Prediction]:
+    """Return a plan for lower targets where one for those asked for is predicted to miss them.
+
+    Planning knows memory at the boundaries of groups alone, simulating at every copy.
+    """
+    targets = config.targets(len(source.profiles))
+    for _ in range(_MOST_LOWERED):
+        above = source.above(prediction, config.targets(len(source.profiles)))
+        if not any(above):
+            break
+        targets = tuple(
+            target - more - more // 2 for target, more in zip(targets, above, strict=True)
+        )
+        lower = config.model_copy(update={"target_bytes": targets})
+        try:
+            plan = make_policy(lower).make_plan(source.profiles)
+        except ConfigError:  # so low it can't be: the last one has to do
+            break
+        prediction = predict(plan)
+    return plan, prediction
+
+
+def _check_targets(outcome: Outcome, target: int | Sequence[int] | None) -> None:
+    """See that a plan is predicted to keep its targets.
+
+    Raises:
+        TargetError: it isn't; the text says where, and by how much.
+    """
+    if target is None:
+        return
+    peaks = outcome.prediction.peak_bytes
+    targets = (target,) * len(peaks) if isinstance(target, int) else target
+    above = outcome.source.above(outcome.prediction, targets)
+    lines = [
+        f"rank {rank}: the plan is predicted to take {format_bytes(peak)}, {format_bytes(more)} "
+        f"above its target of {format_bytes(most)}; give it more, or move more"
+        for rank, (peak, most, more) in enumerate(zip(peaks, targets, above, strict=True))
+        if more
+    ]
+    if lines:
+        raise TargetError("\n".join(lines))
+
+
+def _as_run(source: Source, without: Prediction) -> Iterator[TradeOffPoint]:
+    """Yield what a run's own settings are predicted to bring, to be held against what they did."""
+    if source.recorded is not None:
+        step = simulate(source.job, source.as_run())
+        seen = Prediction(step.step_us, tuple(map(source.peak_bytes, step.ranks)))
+        yield _point("this run's own settings", seen, without)
+
+
+def _targets(
+    source: Source, without: Prediction, num_targets: int, say: Callable[[str], None]
+) -> Iterator[TradeOffPoint]:
+    """Yield what plans for memory targets bring, from the lowest that can be kept up."""
+    resources = source.around.resources(source.job.gpus_per_rank)
+    planner = MemoryPlanner(source.profiles, resources)
+    lowest, highest = planner.lowest_bytes, planner.highest_bytes
+    if lowest >= highest:
+        return  # nothing can move
+    for index in range(num_targets):
+        say(f"target {index + 1} of {num_targets} for the trade-off curve")
+        target = lowest + (highest - lowest) * index // num_targets
+        plan = planner.plan((target,) * len(planner.ranks), "memory_target")
+        yield _point(f"target {format_bytes(target)}", source.predict(plan), without)
+
+
+def _point(
+    label: str, seen: Prediction, without: Prediction, *, is_plan: bool = False
+) -> TradeOffPoint:
+    return TradeOffPoint(
+        label=label,
+        peak_bytes=max(seen.peak_bytes),
+        step_time_percent=100 * (seen.step_us / without.step_us - 1),
+        is_predicted=True,
+        is_plan=is_plan,
+    )

@@ -1,0 +1,314 @@
+"""The command ``report``: reads a run's folder and writes one HTML page about it.
+
+Owns what of a folder becomes which part of `Report`, and what is left out where a file is missing.
+Must not know how a page looks.
+
+Invariants: every file is read strictly, and a damaged one is an error, never a gap; a missing one
+is a gap that the page names. Read next: `megatron_offload.report.report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from megatron_offload.cli.output import check_place, writing
+from megatron_offload.cli.trace import read_run_traces
+from megatron_offload.config import load_yaml, validate
+from megatron_offload.core.extras import require
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
+from megatron_offload.core.units import format_bytes
+from megatron_offload.engine.stats import GroupStats
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.text import read_text
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.plan_file import load_plan
+from megatron_offload.report.console import console
+from megatron_offload.report.html import write_report
+from megatron_offload.report.report import (
+    Comparison,
+    GroupRow,
+    MemoryKind,
+    Pair,
+    RankRow,
+    Report,
+)
+from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, read_tradeoff
+from megatron_offload.train.comparison import FOLDERS, read_comparison
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.records import RunReport, read_steps
+from megatron_offload.train.run_folder import (
+    CONFIG_NAME,
+    has_facts,
+    main_folder,
+    plan_path,
+    read_facts,
+)
+
+__all__ = ["ABOUT", "REPORT_NAME", "add_arguments", "read_report", "run"]
+
+ABOUT = """\
+Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
+
+reads    run.output of a train or a compare run: steps.jsonl, and of config.yaml, run.json,
+         timelines, compare.json, plan.json and tradeoff.json what is there; one that is missing is
+         a gap that the page names, a damaged one is an error
+prints   where the page is
+writes   report.html; needs the extra 'report' (jinja2)
+
+exit status: 0 written, 2 bad input (the last page stays)
+
+example: megatron-offload report runs/quickstart
+"""
+
+REPORT_NAME = "report.html"
+
+_TRADEOFF_NAME = "tradeoff.json"
+
+_MOST_NAMED = 5
+"""Steps that are named one by one."""
+
+_MEMORY = (
+    ("reserved memory", "peak_reserved_bytes"),
+    ("allocated memory", "peak_allocated_bytes"),
+    ("saved activations", "peak_live_activation_bytes"),
+)
+"""What the device really takes counts most, where there is a device."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``report``."""
+    parser.add_argument("folder", type=Path, help="run.output of a train or compare run")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page; FOLDER/report.html unless given"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the report of a folder and say where it is; returns 0.
+
+    Raises:
+        ConfigError: the folder holds no run, something in it is damaged, or jinja2 is missing.
+    """
+    path = write(options.folder, options.output)
+    console().print(f"report: {path}")
+    return 0
+
+
+def write(folder: Path, output: Path | None = None) -> Path:
+    """Write the report of a folder; return its path.
+
+    Raises:
+        ConfigError: as for `run`, or the file can't be written.
+    """
+    path = output or folder / REPORT_NAME
+    require("jinja2")
+    check_place("--output", output)
+    report = read_report(folder)
+    with writing(path):
+        write_report(report, path)
+    return path
+
+
+def read_report(folder: Path) -> Report:
+    """Read what a run has left.
+
+    Args:
+        folder: ``run.output`` of a ``train`` or a ``compare``.
+
+    Raises:
+        ConfigError: it holds no run, or something in it is damaged.
+    """
+    main = main_folder(folder)
+    is_comparison = main != folder
+    offloaded = RunReport(read_steps(main)[0])
+    if not offloaded.steps:
+        raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
+    last, world_size = offloaded.steps[-1].step, len(offloaded.steps[-1].ranks)
+    plain = None
+    if is_comparison:
+        plain = RunReport(read_steps(folder / FOLDERS[0], last, world_size)[0])
+    config_path = folder / CONFIG_NAME
+    config = _config(config_path)
+    facts = read_facts(main) if has_facts(main) else None
+    memory = _memory(plain, offloaded)
+    traced_step = config.traced_step if config else 0
+    times = Pair(
+        plain.median_step_time_s(without=traced_step) if plain else None,
+        offloaded.median_step_time_s(without=traced_step),
+    )
+    groups = _group_stats(offloaded, main)
+    command = "compare" if is_comparison else "train"
+    plan, is_followed = _plan(main, folder, config)
+    # Only a GPU has memory to reserve.
+    is_simulated = facts.is_simulated if facts else offloaded.peaks()[0][_MEMORY[0][1]] is None
+    again = f"megatron-offload {command} --config {shlex.quote(str(config_path))}"
+    if not is_comparison:  # a run is not replaced
+        again += f" --set {shlex.quote(f'run.output={folder}_again')}"
+    return Report(
+        title=folder.resolve().name,
+        num_steps=len(offloaded.steps),
+        device=facts.device if facts else "device not known",
+        is_simulated=is_simulated,
+        date=f"{facts.date:%Y-%m-%d %H:%M} UTC" if facts else "date not known",
+        memory=memory,
+        ranks=_ranks(offloaded, groups),
+        groups=_groups(groups),
+        step_time_s=times,
+        config=read_text(config_path).rstrip() if config else None,
+        versions=facts.versions if facts else {},
+        commands=(
+            *((again,) if config else ()),
+            f"megatron-offload report {shlex.quote(str(folder))}",
+        ),
+        comparison=_comparison(folder) if is_comparison else None,
+        traces=read_run_traces(folder),
+        plan=plan,
+        plan_is_followed=is_followed,
+        left_out=_left_out(offloaded, memory),
+        tradeoff=_tradeoff(folder, memory, None if is_simulated else times.change),
+    )
+
+
+def _config(path: Path) -> TrainConfig | None:
+    return validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
+
+
+def _plan(main: Path, folder: Path, config: TrainConfig | None) -> tuple[OffloadPlan | None, bool]:
+    """Return the plan that the run followed, or else one beside it, and whether it did."""
+    policy = config.offload.policy if config else None
+    if isinstance(policy, PlanFileConfig) and Path(policy.path).exists():
+        return load_plan(policy.path), True
+    if plan_path(main).exists():
+        return load_plan(plan_path(main)), isinstance(policy, AutoConfig | MemoryTargetConfig)
+    return (load_plan(plan_path(folder)) if plan_path(folder).exists() else None), False
+
+
+def _left_out(report: RunReport, memory: Sequence[MemoryKind]) -> str:
+    """Return a sentence on the steps that count in no peak."""
+    steps = [step for step in report.steps if not step.is_usual]
+    if not memory or not steps or len(steps) == len(report.steps):
+        return ""
+    key = next(key for name, key in _MEMORY if name == memory[0].name)
+    found = (getattr(rank, key) for step in steps for rank in step.ranks)
+    peak = max((value for value in found if value is not None), default=None)
+    names = ", ".join(str(step.step) for step in steps[:_MOST_NAMED])
+    more = f" and {len(steps) - _MOST_NAMED} more" if len(steps) > _MOST_NAMED else ""
+    what = (
+        "was profiled or measured a plan and counts"
+        if len(steps) == 1
+        else ("were profiled or measured a plan and count")
+    )
+    took = f"; the fullest rank took {format_bytes(peak)} there" if peak is not None else ""
+    return f"Step{'s' if len(steps) > 1 else ''} {names}{more} {what} in no peak{took}."
+
+
+def _memory(plain: RunReport | None, offloaded: RunReport) -> list[MemoryKind]:
+    after = offloaded.peaks()
+    before: Sequence[dict[str, Any] | None] = plain.peaks() if plain else [None] * len(after)
+    return [
+        MemoryKind(
+            name,
+            tuple(Pair(a[key] if a else None, b[key]) for a, b in zip(before, after, strict=True)),
+        )
+        for name, key in _MEMORY
+        if any(rank[key] is not None for rank in after)
+    ]
+
+
+_GROUPS = pydantic.TypeAdapter(tuple[GroupStats, ...])
+
+
+def _group_stats(report: RunReport, folder: Path) -> list[tuple[GroupStats, ...]]:
+    """Return the counters by group name of the last step, for each rank."""
+    try:
+        return [_GROUPS.validate_python(rank.groups) for rank in report.steps[-1].ranks]
+    except pydantic.ValidationError as error:
+        issue = error.errors()[0]
+        where = ".".join(str(part) for part in issue["loc"])
+        raise ConfigError(
+            f"{folder}: groups of the last step: {where!r}: {issue['msg']}"
+        ) from error
+
+
+def _ranks(report: RunReport, groups: Sequence[Sequence[GroupStats]]) -> list[RankRow]:
+    return [
+        RankRow(
+            rank=rank["rank"],
+            pp_rank=rank["pp_rank"],
+            dp_rank=rank["dp_rank"],
+            offloaded_bytes=rank["offloaded_bytes"],
+            reloaded_bytes=rank["reloaded_bytes"],
+            kept_bytes=sum(group.kept_bytes for group in mine),
+            num_late_reloads=rank["num_late_reloads"],
+            num_early_returns=rank["num_early_returns"],
+            peak_host_bytes=rank["peak_host_bytes"],
+            pinned_host_bytes=rank["pinned_host_bytes"],
+        )
+        for rank, mine in zip(report.peaks(), groups, strict=True)
+    ]
+
+
+def _groups(by_rank: Sequence[Sequence[GroupStats]]) -> list[GroupRow]:
+    """Add up the groups of one name over all ranks."""
+    by_name: dict[str, list[GroupStats]] = {}
+    for groups in by_rank:
+        for group in groups:
+            by_name.setdefault(group.name, []).append(group)
+    return [
+        GroupRow(
+            name=name,
+            num_groups=sum(group.num_groups for group in groups),
+            offloaded_bytes=sum(group.offloaded_bytes for group in groups),
+            reloaded_bytes=sum(group.reloaded_bytes for group in groups),
+            kept_bytes=sum(group.kept_bytes for group in groups),
+            num_late_reloads=sum(group.num_late_reloads for group in groups),
+            kept_bytes_by_reason=sum(
+                (Counter(group.kept_bytes_by_reason) for group in groups), Counter()
+            ),
+        )
+        for name, groups in by_name.items()
+    ]
+
+
+def _comparison(folder: Path) -> Comparison:
+    found = read_comparison(folder)
+    return Comparison(found.identical, tuple(found.findings.items()))
+
+
+def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) -> TradeOff | None:
+    """Return the points of the folder's file, and those that the run itself has measured.
+
+    Args:
+        folder: the run's or the comparison's.
+        memory: what was measured.
+        change: how much longer a step took, as a share; None where that was not measured.
+    """
+    path = folder / _TRADEOFF_NAME
+    given = read_tradeoff(path) if path.exists() else None
+    kinds = {kind.name: kind for kind in memory}
+    kind = kinds.get(given.memory) if given else next(iter(memory), None)
+    points = list(given.points) if given else []
+    without, offloaded = kind.highest if kind is not None else (None, None)
+    if given is None and change is None:
+        return None
+    if without is not None:
+        points.append(
+            TradeOffPoint(label="no offload", peak_bytes=int(without), step_time_percent=0.0)
+        )
+    if offloaded is not None:
+        points.append(
+            TradeOffPoint(
+                label="this run",
+                peak_bytes=int(offloaded),
+                step_time_percent=None if change is None else 100 * change,
+            )
+        )
+    name = given.memory if given else kind.name if kind else ""
+    return TradeOff(memory=name, points=tuple(points)) if points else None

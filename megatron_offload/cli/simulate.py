@@ -1,0 +1,168 @@
+"""The command ``simulate``: what a step takes without and with offload, with no GPU at all.
+
+Owns its flags, its tables and the files that it draws. Must not know torch, nor how a step is
+simulated.
+
+Invariant: both steps are of the same job; a plan is followed only if it was made for it.
+Read next: `megatron_offload.planning.simulate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_offload.cli import source as sources
+from megatron_offload.cli.output import (
+    PREDICTED,
+    check_picture,
+    check_place,
+    progress,
+    writing,
+)
+from megatron_offload.cli.source import Source, load_source
+from megatron_offload.core.extras import require
+from megatron_offload.core.trace import write_traces
+from megatron_offload.core.units import format_bytes
+from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.plan_file import load_plan
+from megatron_offload.planning.predict import settings_of
+from megatron_offload.planning.simulate import (
+    PIPELINE,
+    RELEASE,
+    RELOAD,
+    RankResult,
+    Simulation,
+    simulate,
+)
+from megatron_offload.report.console import console, plain_table
+from megatron_offload.report.plots import MOST_TIMELINES, plot_timeline
+
+__all__ = ["ABOUT", "add_arguments", "run"]
+
+ABOUT = """\
+Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.
+
+reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json and bandwidths.json, which
+         run.profile_step makes a run leave (of a comparison, its run with offload); of a run also
+         config.yaml, and the plan that it followed: what moves, and within which budgets, is what
+         the run did, unless --plan, a file of 'megatron-offload plan', or --set offload.KEY=VALUE
+         says otherwise; of a described model everything that can move does
+prints   what was simulated, the step's time, and for every pipeline rank: compute, what it waits
+         for other stages (pipeline), for copies to the host whose memory is wanted (W2) and for
+         reloads (W4), peak device and host bytes, and what moved; all predicted, not measured
+writes   --trace: the timeline with offload for https://ui.perfetto.dev; --png: a picture of it
+
+exit status: 0 simulated, 2 bad input
+
+example: megatron-offload simulate --model gpt_16x8192_pp4_vpp2 \\
+             --set offload.max_inflight_bytes=3GiB offload.prefetch_bytes=2GiB --png step.png
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``simulate``."""
+    sources.add_arguments(parser)
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="follow this plan")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline (JSON)")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help=f"draw it, the first {MOST_TIMELINES} ranks"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate both steps, print them and write what was asked for; return 0.
+
+    Raises:
+        ConfigError: bad input, a file can't be written, or a library is missing.
+    """
+    require("simpy")
+    check_place("--trace", options.trace)
+    check_picture("--png", options.png)
+    with progress("simulating") as say:
+        source = load_source(options)
+        settings = _settings(source, options.plan)
+        say("the step without offload")
+        without = simulate(source.job)
+        say("the step with offload")
+        offloaded = simulate(source.job, settings, record=bool(options.trace or options.png))
+    out = console()
+    _show(source, without, offloaded, out)
+    for line in _describe(source, options, offloaded):
+        out.print(line)
+    out.print(f"bandwidths: {source.machine}")
+    out.print(PREDICTED, style="yellow")
+    traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
+    if options.trace is not None:
+        with writing(options.trace):
+            write_traces(options.trace, traces)
+        out.print(f"trace: {options.trace}, for https://ui.perfetto.dev")
+    if options.png is not None:
+        drawn = traces[:MOST_TIMELINES]
+        with writing(options.png):
+            plot_timeline(drawn, options.png, f"{source.title}, predicted")
+        out.print(f"picture: {options.png}, {len(drawn)} of {len(traces)} ranks")
+    return 0
+
+
+def _settings(source: Source, plan_path: Path | None) -> Sequence[RankSettings]:
+    """Return what each rank does: what the plan says, or what the run did, or all that can move."""
+    if plan_path is None:
+        return source.as_run()
+    plan = load_plan(plan_path)
+    for profile in source.profiles:
+        plan.check(profile)
+    budgets = source.around.offload
+    return [
+        one if not one.offloads else budgets.over(one) for one in settings_of(plan, source.default)
+    ]
+
+
+def _describe(source: Source, options: argparse.Namespace, step: Simulation) -> Iterator[str]:
+    """Yield what the step with offload is, and what of a run it leaves out."""
+    recorded = source.recorded
+    if options.plan is not None:
+        what = f"the plan {options.plan}"
+    elif recorded is not None:
+        what = f"as the run did, by {recorded.path}: {recorded.describe()}"
+    else:
+        what = "everything that can move"
+    flags = [one for one in options.set if one.strip().startswith("offload.")]
+    yield f"with offload: {'; '.join([what, *flags])}"
+    if recorded is not None and options.plan is None:
+        left_out = recorded.not_simulated(max(rank.peak_host_bytes for rank in step.ranks))
+        if left_out:
+            yield f"not simulated of what the run was set to: {', '.join(left_out)}"
+
+
+def _show(source: Source, without: Simulation, offloaded: Simulation, out: Console) -> None:
+    times = plain_table(
+        f"Time of {source.title} in ms: PREDICTED",
+        ["rank", "ends without", "with offload", "compute", "pipeline", "W2 release", "W4 reload"],
+    )
+    memory = plain_table(
+        f"Memory of {source.title}: PREDICTED",
+        ["rank", f"peak {source.memory}", "with offload", "peak host", "out", "back", "late"],
+    )
+    for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
+        times.add_row(str(index), *(f"{us / 1e3:.1f}" for us in _times_us(plain, rank)))
+        sizes = (
+            *(source.peak_bytes(plain), source.peak_bytes(rank), rank.peak_host_bytes),
+            *(rank.offloaded_bytes, rank.reloaded_bytes),
+        )
+        memory.add_row(str(index), *map(format_bytes, sizes), str(rank.num_late))
+    out.print(times)
+    out.print(memory)
+    out.print(
+        f"step time: {without.step_us / 1e3:.1f} ms without offload, "
+        f"{offloaded.step_us / 1e3:.1f} ms with it "
+        f"({100 * (offloaded.step_us / without.step_us - 1):+.2f} %)"
+    )
+
+
+def _times_us(plain: RankResult, rank: RankResult) -> tuple[float, ...]:
+    stalls = (rank.stall_us[cause] for cause in (PIPELINE, RELEASE, RELOAD))
+    return (plain.end_us, rank.end_us, rank.compute_us, *stalls)

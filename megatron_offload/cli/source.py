@@ -1,0 +1,355 @@
+"""What ``plan`` and ``simulate`` are about: the profiles of a run's folder, or a described model.
+
+Owns the arguments that both share, and the way from them to a job. Must not know torch, nor what
+is done with the job.
+
+Profiles hold no temporaries, and what the allocator wastes. Of a run therefore all that its groups
+don't explain of each rank's measured peak counts as always there, and peaks are those of reserved
+memory where the run had a GPU; of saved activations alone where it had none.
+
+Invariants: profiles are those of one whole run, one of each pipeline rank; nothing is guessed of a
+machine that the user could have given: what was assumed is said. Read next:
+`megatron_offload.planning.profiled_job`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_offload.cli.example_configs import find_config
+from megatron_offload.cli.recorded import Recorded, load_recorded
+from megatron_offload.config import apply_overrides, load_yaml
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import StepProfile
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
+from megatron_offload.files.text import read_json
+from megatron_offload.machine.profile import MachineProfile
+from megatron_offload.planning.auto import Prediction
+from megatron_offload.planning.bandwidths import (
+    BANDWIDTHS_NAME,
+    DEFAULTS,
+    Bandwidths,
+    load_bandwidths,
+    measured_machine,
+    simulated_machine,
+)
+from megatron_offload.planning.description import (
+    Budgets,
+    MachineDescription,
+    Surroundings,
+    load_description,
+)
+from megatron_offload.planning.job import Job, RankSettings
+from megatron_offload.planning.plan import OffloadPlan, check_profiles
+from megatron_offload.planning.predict import job_of, predictor_of, profiles_of
+from megatron_offload.planning.profile_file import load_profile
+from megatron_offload.planning.schedule import make_schedule
+from megatron_offload.planning.simulate import SEGMENT_BYTES, RankResult
+
+__all__ = [
+    "Source",
+    "add_arguments",
+    "has_profiles",
+    "load_model",
+    "load_run",
+    "load_source",
+    "read_machine",
+]
+
+_PROFILE_NAME = re.compile(r"profile_(0|[1-9]\d{0,5})\.json")
+_OFFLOADED = "with_offload"
+"""Where a comparison keeps the run with offload, which profiles a step that moves nothing."""
+
+_RUN_FIELDS = ("num_microbatches", "pp_size", "vp_size", "modules", "versions")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A job, and what its ranks have seen of a step without offload."""
+
+    title: str
+    job: Job
+    profiles: tuple[StepProfile, ...]
+    """Of each pipeline rank, in order."""
+    around: Surroundings
+    memory: str
+    """Which memory peaks are of, such as "reserved memory"."""
+    machine: str
+    """Where the bandwidths come from, in words."""
+    in_segments: bool
+    """Whether peaks are estimates of what the allocator takes, in its segments."""
+    recorded: Recorded | None = None
+    """What the run was set to; None for a job that was only described, or by another program."""
+
+    @property
+    def default(self) -> RankSettings:
+        """What counts on each rank where no plan says something else: the flags', then the run's.
+
+        All that can move does.
+        """
+        run = self.recorded.budgets if self.recorded else Budgets()
+        return self.around.offload.over(run.over(RankSettings()))
+
+    def as_run(self) -> list[RankSettings]:
+        """Return what each rank does, as the run did it; flags win. Without a run, `default`.
+
+        Raises:
+            ConfigError: the run followed a plan that can't be read, or is another run's.
+        """
+        if self.recorded is None:
+            return [self.default] * self.job.schedule.num_ranks
+        return self.recorded.settings(self.profiles, self.default)
+
+    def peak_bytes(self, rank: RankResult) -> int:
+        """Return a rank's peak of `memory`."""
+        return rank.peak_reserved_bytes if self.in_segments else rank.peak_device_bytes
+
+    def predict(self, plan: OffloadPlan) -> Prediction:
+        """Return what a plan would bring, by simulating a step."""
+        return predictor_of(self.job, self.peak_bytes, self.default)(plan)
+
+    def above(self, prediction: Prediction, targets: Sequence[int]) -> list[int]:
+        """Return by how many bytes each rank is predicted to miss its target; 0 where it doesn't.
+
+        A segment of the allocator more is none that a plan could avoid.
+        """
+        slack = SEGMENT_BYTES - 1 if self.in_segments else 0
+        differences = zip(prediction.peak_bytes, targets, strict=True)
+        return [peak - most if peak > most + slack else 0 for peak, most in differences]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says which job it is."""
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="RUN_FOLDER",
+        help="run.output of a train or compare run that had run.profile_step",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FILE",
+        help="a described job instead: a file, or the name of one in configs/models/",
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="gpipe, 1f1b, interleaved or zb-h1; of a run, what it ran: interleaved with several "
+        "virtual stages, else 1f1b",
+    )
+    parser.add_argument(
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="bandwidths: the JSON of 'doctor --output FILE', or YAML with keys of the section "
+        "'machine'; else those of the description or that the run has left, else those "
+        "measured with four H200s",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set a key of the description, such as model.sequence=8192, machine.node_gbps=300 or "
+        "offload.max_inflight_bytes=2GiB; of a run, machine and offload only",
+    )
+
+
+def load_source(options: argparse.Namespace) -> Source:
+    """Return the job that the arguments name.
+
+    Raises:
+        ConfigError: everything that is wrong with the input.
+    """
+    if (options.folder is None) == (options.model is None):
+        raise ConfigError("give either a run's folder or --model FILE")
+    load = load_run if options.model is None else load_model
+    path = options.folder if options.model is None else find_config(options.model, kind="models")
+    return load(path, options.schedule, options.machine, options.set)
+
+
+def read_machine(path: Path, gpus_per_rank: int = 1) -> dict[str, Any]:
+    """Return the section ``machine`` that a file holds.
+
+    Args:
+        path: YAML with keys of the section, or JSON of the doctor's.
+        gpus_per_rank: GPUs of a node that share a pipeline rank.
+
+    Raises:
+        ConfigError: it can't be read, or is neither.
+    """
+    if path.suffix != ".json":
+        section = load_yaml(path)
+        if section and not section.keys() & MachineDescription.model_fields.keys():
+            raise ConfigError(
+                f"{path} holds no bandwidths; give YAML with keys such as d2h_gbps, or the JSON of "
+                "'megatron-offload doctor --output FILE'"
+            )
+        return validate(MachineDescription, section, str(path)).model_dump(exclude_unset=True)
+    data = read_json(path)
+    if isinstance(data, dict) and "profile" in data:
+        data = data["profile"]
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no measured bandwidths; run: megatron-offload doctor")
+    profile = validate(MachineProfile, data, str(path))
+    if not profile.gpus:
+        raise ConfigError(f"{path} is of a machine without a GPU")
+    return measured_machine([profile], gpus_per_rank).model_dump()
+
+
+def load_model(
+    path: Path,
+    schedule: str | None = None,
+    machine: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> Source:
+    """Return the job that a file describes; arguments are those of the command line.
+
+    Raises:
+        ConfigError: as for `load_source`.
+    """
+    if schedule is not None:
+        overrides = (*overrides, f"model.schedule={schedule}")
+    described = load_description(path, overrides)
+    if machine is not None:
+        section = read_machine(machine, described.model.tensor_parallel)
+        described = load_description(path, overrides, machine=section)
+    job = described.job()
+    return Source(
+        title=path.stem,
+        job=job,
+        profiles=tuple(profiles_of(job)),
+        around=described,
+        memory="reserved memory",
+        machine=str(machine or f"{path}, what it leaves out as measured with four H200s"),
+        in_segments=True,
+    )
+
+
+def load_run(
+    folder: Path,
+    schedule: str | None = None,
+    machine: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> Source:
+    """Return the job that the profiles in a run's folder show; arguments as for `load_model`.
+
+    Raises:
+        ConfigError: as for `load_source`.
+    """
+    profiles, place = _profiles_in(folder)
+    is_simulated = _is_simulated(place / "run.json")
+    recorded = load_recorded(place)
+    bandwidths = _bandwidths(place)
+    gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
+    section: Mapping[str, Any] = {}
+    if machine is not None:
+        section, origin = read_machine(machine, gpus_per_rank), str(machine)
+    elif bandwidths is not None:
+        section = bandwidths.machine.model_dump()
+        origin = f"{place / BANDWIDTHS_NAME}: {bandwidths.origin}"
+    elif is_simulated and recorded is not None:
+        section = simulated_machine(recorded.offload.simulated).model_dump()
+        origin = f"the simulated device's, by {recorded.path}"
+    else:
+        origin = f"{DEFAULTS}; --machine FILE takes others"
+    data = apply_overrides({"machine": dict(section)}, overrides)
+    around = validate(Surroundings, data, "--set")
+    job = _job_of(profiles, schedule, around.machine.machine(), gpus_per_rank)
+    return Source(
+        title=folder.resolve().name,
+        job=job,
+        profiles=profiles,
+        around=around,
+        memory="saved activations" if is_simulated else "reserved memory",
+        machine=origin,
+        in_segments=False,
+        recorded=recorded,
+    )
+
+
+def has_profiles(folder: Path) -> bool:
+    """Whether a run has left profiles in its folder."""
+    return _find_profiles(folder) is not None
+
+
+def _profiles_in(folder: Path) -> tuple[tuple[StepProfile, ...], Path]:
+    """Return the profiles of a run, one of each pipeline rank, and where they lie."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; give run.output of a run")
+    found = _find_profiles(folder)
+    if found is None:
+        raise ConfigError(
+            f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
+        )
+    paths, place = found
+    return _of_one_run(paths), place
+
+
+def _find_profiles(folder: Path) -> tuple[list[Path], Path] | None:
+    """Return the profiles of a run in the order of ranks, and where they lie."""
+    for place in (folder, folder / _OFFLOADED):
+        paths = {
+            int(match[1]): path
+            for path in (place.iterdir() if place.is_dir() else ())
+            if (match := _PROFILE_NAME.fullmatch(path.name))
+        }
+        if paths:
+            return [paths[rank] for rank in sorted(paths)], place
+    return None
+
+
+def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
+    by_rank: dict[int, StepProfile] = {}
+    first = None
+    for path in paths:
+        profile = load_profile(path)
+        if path.name != f"profile_{profile.run.rank}.json":
+            raise ConfigError(
+                f"{path} is of rank {profile.run.rank}; put the file back or run again"
+            )
+        first = first or profile
+        for name in _RUN_FIELDS:
+            ours, others = getattr(profile.run, name), getattr(first.run, name)
+            if ours != others:
+                raise ConfigError(
+                    f"{path} and {paths[0].name} are of different runs: {name} {ours} and {others}"
+                )
+        replica = by_rank.setdefault(profile.run.pp_rank, profile)
+        if not replica.has_groups_of(profile):
+            raise ConfigError(
+                f"{path} and profile_{replica.run.rank}.json are of the same pipeline rank and "
+                "have other groups: they are of different runs"
+            )
+    return check_profiles(by_rank.values())
+
+
+def _bandwidths(place: Path) -> Bandwidths | None:
+    """Return the bandwidths that a run has left beside its profiles, if it has."""
+    path = place / BANDWIDTHS_NAME
+    return load_bandwidths(path) if path.exists() else None
+
+
+def _is_simulated(facts: Path) -> bool:
+    """Return whether a run had no GPU, as far as it has left its facts."""
+    data = read_json(facts) if facts.exists() else None
+    return isinstance(data, dict) and data.get("is_simulated") is True
+
+
+def _job_of(
+    profiles: Sequence[StepProfile], schedule: str | None, machine: Machine, gpus_per_rank: int
+) -> Job:
+    """Return the step of the profiles, whose peaks without offload are those that were measured."""
+    run = profiles[0].run
+    name = schedule or ("interleaved" if run.vp_size > 1 else "1f1b")
+    passes = make_schedule(name, run.pp_size, run.num_microbatches, run.vp_size)
+    return job_of(profiles, passes, machine, gpus_per_rank=gpus_per_rank)

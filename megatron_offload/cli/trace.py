@@ -1,0 +1,87 @@
+"""The command ``trace``: puts the timelines of a run's ranks into one file, and into a picture.
+
+Owns what it reads and writes. Must not know what is in a trace. Read next:
+`megatron_offload.core.trace`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_offload.cli.output import check_picture, writing
+from megatron_offload.core.trace import StepTrace, write_traces
+from megatron_offload.errors import ConfigError
+from megatron_offload.report.console import console
+from megatron_offload.report.plots import MOST_TIMELINES, plot_timeline
+from megatron_offload.train.run_folder import main_folder, trace_paths
+
+__all__ = ["ABOUT", "TRACE_NAME", "add_arguments", "read_run_traces", "run"]
+
+ABOUT = """\
+Put the timelines of a run's ranks into one file for https://ui.perfetto.dev, and into a picture.
+
+reads    trace_<rank>.json in run.output, of a comparison in that of its run with offload; a run
+         leaves them with run.trace_step
+prints   where the files are
+writes   FOLDER/trace.json; --png: a picture of the first 16 ranks (extra 'plots')
+
+exit status: 0 written, 2 bad input
+
+example: megatron-offload trace runs/quickstart --png timeline.png
+"""
+
+TRACE_NAME = "trace.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trace``."""
+    parser.add_argument("folder", type=Path, help="run.output of a run with run.trace_step")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timelines, too")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write ``trace.json`` for https://ui.perfetto.dev, and the picture; returns 0.
+
+    Raises:
+        ConfigError: there are no timelines, one is damaged, a file can't be written, or the picture
+            needs matplotlib.
+    """
+    folder: Path = options.folder
+    check_picture("--png", options.png)
+    traces = read_run_traces(folder)
+    if not traces:
+        raise ConfigError(
+            f"{folder} holds no timelines; set run.trace_step: 4, with offload on, and run again"
+        )
+    out = console()
+    path = folder / TRACE_NAME
+    with writing(path):
+        write_traces(path, traces)
+    out.print(f"trace: {path}, for https://ui.perfetto.dev")
+    if options.png is not None:
+        drawn = traces[:MOST_TIMELINES]
+        with writing(options.png):
+            plot_timeline(drawn, options.png, folder.resolve().name)
+        out.print(f"picture: {options.png}, {len(drawn)} of {len(traces)} ranks")
+    return 0
+
+
+def read_run_traces(folder: Path) -> list[StepTrace]:
+    """Return the timelines of a run, or of the run with offload in a comparison, by rank.
+
+    Raises:
+        ConfigError: one is damaged, or of another rank than its name says; or as for `main_folder`.
+    """
+    traces = []
+    for rank, path in trace_paths(main_folder(folder)).items():
+        try:
+            trace = StepTrace.read(path)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if trace.rank != rank:
+            raise ConfigError(f"{path} is of rank {trace.rank}; put the file back or run again")
+        traces.append(trace)
+    return traces

@@ -1,1 +1,0 @@
-"""Commands that need neither torch nor a GPU: ``plan`` and ``simulate``."""

@@ -1,0 +1,1 @@
+"""What engine and simulator share: plain numbers and decisions, without torch."""

@@ -1,0 +1,348 @@
+"""One traced step: what each stream did when, how many bytes that held, and the sums.
+
+Owns `Span`, `Counter`, `StepTrace` and their file format, the Chrome trace events that
+chrome://tracing and ui.perfetto.dev open. Must not know torch, the engine or how times are taken.
+
+Invariants: times are microseconds since the trace began; spans of one stream don't overlap; a file
+is written aside and put in place whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_offload.files.text import read_json, replace_text
+
+__all__ = [
+    "HELD_BYTES",
+    "HOST_BYTES",
+    "INFLIGHT_BYTES",
+    "LIVE_BYTES",
+    "PIPELINE_WAIT",
+    "PREFETCHED_BYTES",
+    "STREAMS",
+    "Counter",
+    "Span",
+    "StepTrace",
+    "TraceSummary",
+    "merge_files",
+    "read_traces",
+    "write_traces",
+]
+
+STREAMS = ("compute", "d2h", "h2d")
+
+PIPELINE_WAIT = "pipeline"
+"""The wait of a stall that is for another stage, and no copy: only a simulation can tell."""
+
+INFLIGHT_BYTES = "bytes in flight"
+"""Copied or being copied to the host, with the device memory still held."""
+
+HOST_BYTES = "bytes on the host"
+"""Held in host memory, from the issue of the offload to the issue of the reload."""
+
+PREFETCHED_BYTES = "bytes prefetched, not consumed"
+"""Back on the device, or kept there because it is needed soon, and not yet consumed."""
+
+LIVE_BYTES = "bytes saved"
+"""What the groups between their commit and their backward have saved, wherever it lies."""
+
+HELD_BYTES = "bytes saved, on the device"
+"""The part of `LIVE_BYTES` that takes device memory; an upper bound while a copy that was called
+off is still in flight."""
+
+
+_MAX_TRACE_BYTES = 1024**3
+"""Larger files are no trace of a few steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of one stream."""
+
+    stream: str
+    """One of `STREAMS`."""
+    kind: str
+    """On the compute stream ``forward``, ``backward``, ``stall`` or ``other`` (outside any group);
+    else the stream's name."""
+    label: str
+    """The group; empty outside any."""
+    start_us: float
+    duration_us: float
+    num_bytes: int = 0
+    """What a copy moved."""
+    wait: str = ""
+    """Which of the six waits a stall is, or `PIPELINE_WAIT`."""
+
+    @property
+    def end_us(self) -> float:
+        """When the stretch is over."""
+        return self.start_us + self.duration_us
+
+    @property
+    def name(self) -> str:
+        """What to call the stretch in a picture."""
+        return f"{self.wait or self.kind} {self.label}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A number that holds from a moment on."""
+
+    name: str
+    time_us: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """The sums of one trace."""
+
+    duration_us: float
+    compute_us: float
+    """The compute stream outside its stalls; where the host is too slow, idle time too."""
+    stall_us: dict[str, float]
+    """What the compute stream lost, by wait."""
+    busy_us: dict[str, float]
+    """How long each copy stream copied."""
+    overlap_us: dict[str, float]
+    """The part of it during which the compute stream did not stand."""
+    num_bytes: dict[str, int]
+    """What each copy stream moved."""
+    prefetch_distances_us: tuple[float, ...]
+    """For each reload, from its end to the start of its group's backward; negative where the
+    backward was there first."""
+
+    @property
+    def total_stall_us(self) -> float:
+        """What the compute stream lost in all waits."""
+        return sum(self.stall_us.values())
+
+    @property
+    def copy_stall_us(self) -> float:
+        """The part of it that it lost to copies."""
+        return self.total_stall_us - self.stall_us.get(PIPELINE_WAIT, 0.0)
+
+    def gbps(self, stream: str) -> float | None:
+        """Return the bandwidth while copying, in 10^9 bytes a second; None without copies."""
+        busy_us = self.busy_us[stream]
+        return self.num_bytes[stream] / busy_us / 1e3 if busy_us else None
+
+    def lines(self) -> list[str]:
+        """Return the numbers as text, one subject a line."""
+        lines = [
+            f"step {self.duration_us:.1f} us, compute {self.compute_us:.1f} us, "
+            f"stalled {self.total_stall_us:.1f} us"
+        ]
+        lines += [f"  {wait}: {lost_us:.1f} us" for wait, lost_us in self.stall_us.items()]
+        for stream, busy_us in self.busy_us.items():
+            gbps = self.gbps(stream)
+            rate = f" at {gbps:.2f} GB/s" if gbps is not None else ""
+            hidden = f", {self.overlap_us[stream] / busy_us:.0%} beside compute" if busy_us else ""
+            lines.append(
+                f"{stream}: {self.num_bytes[stream]} bytes in {busy_us:.1f} us{rate}{hidden}"
+            )
+        if self.prefetch_distances_us:
+            lines.append(
+                f"prefetch distance: median {statistics.median(self.prefetch_distances_us):.1f} us,"
+                f" least {min(self.prefetch_distances_us):.1f} us"
+            )
+        return lines
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One step on one rank."""
+
+    rank: int = 0
+    spans: list[Span] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
+
+    def of(self, stream: str) -> list[Span]:
+        """Return the spans of one stream in the order of time."""
+        return sorted(
+            (span for span in self.spans if span.stream == stream), key=lambda span: span.start_us
+        )
+
+    def summary(self) -> TraceSummary:
+        """Add up what the spans say."""
+        compute = [span for span in self.of("compute") if span.kind != "stall"]
+        stall_us: dict[str, float] = {}
+        for span in self.of("compute"):
+            if span.kind == "stall":
+                stall_us[span.wait] = stall_us.get(span.wait, 0.0) + span.duration_us
+        copies = {stream: self.of(stream) for stream in STREAMS[1:]}
+        first_us = min((span.start_us for span in self.spans), default=0.0)
+        return TraceSummary(
+            duration_us=max((span.end_us for span in self.spans), default=0.0) - first_us,
+            compute_us=sum(span.duration_us for span in compute),
+            stall_us=dict(sorted(stall_us.items())),
+            busy_us={name: sum(span.duration_us for span in copies[name]) for name in copies},
+            overlap_us={name: _overlap_us(copies[name], compute) for name in copies},
+            num_bytes={name: sum(span.num_bytes for span in copies[name]) for name in copies},
+            prefetch_distances_us=tuple(self._prefetch_distances_us()),
+        )
+
+    def _prefetch_distances_us(self) -> Iterable[float]:
+        needed_us: dict[str, float] = {}
+        for span in self.of("compute"):
+            if span.label and (span.kind == "backward" or span.wait == "W4"):
+                needed_us.setdefault(span.label, span.start_us)
+        for span in self.of("h2d"):
+            if span.label in needed_us:
+                yield needed_us[span.label] - span.end_us
+
+    def write_chrome(self, path: str | Path) -> None:
+        """Write the trace to a file of Chrome trace events."""
+        write_traces(path, [self])
+
+    @staticmethod
+    def read(path: str | Path) -> StepTrace:
+        """Read the trace of a single rank back.
+
+        Raises:
+            ValueError: the file holds none, or several: `read_traces` reads those.
+        """
+        traces = read_traces(path)
+        if len(traces) != 1:
+            raise ValueError(f"{path} holds the traces of {len(traces)} ranks, not of one")
+        return traces[0]
+
+
+def write_traces(path: str | Path, traces: Sequence[StepTrace]) -> None:
+    """Write the traces of several ranks to one file, a process for each rank.
+
+    Every rank's time starts at zero: clocks are not aligned between ranks.
+
+    Raises:
+        ValueError: two traces are of the same rank.
+    """
+    ranks = [trace.rank for trace in traces]
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"one trace for each rank, got ranks {ranks}")
+    events = [event for trace in traces for event in _events(trace)]
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def read_traces(path: str | Path) -> list[StepTrace]:
+    """Read what `write_traces` wrote, in the order of ranks.
+
+    Raises:
+        ValueError: the file can't be read, or is not one of `write_traces`.
+    """
+    traces: dict[int, StepTrace] = {}
+    data = read_json(path, limit_bytes=_MAX_TRACE_BYTES)
+    try:
+        for event in data["traceEvents"]:
+            rank = _typed(event["pid"], int)
+            _read_event(event, traces.setdefault(rank, StepTrace(rank)))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a trace of this package: {error!r}") from error
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def _read_event(event: dict[str, Any], trace: StepTrace) -> None:
+    """Add what one event says; those that only name things say nothing."""
+    args = event["args"]
+    if event["ph"] == "X":
+        trace.spans.append(
+            Span(
+                stream=dict(enumerate(STREAMS))[event["tid"]],
+                kind=_typed(event["cat"], str),
+                label=_typed(args["group"], str),
+                start_us=_time_us(event["ts"]),
+                duration_us=_time_us(event["dur"]),
+                num_bytes=_typed(args.get("bytes", 0), int),
+                wait=_typed(args.get("wait", ""), str),
+            )
+        )
+    elif event["ph"] == "C":
+        name, time_us = _typed(event["name"], str), _time_us(event["ts"])
+        trace.counters.append(Counter(name, time_us, _typed(args["bytes"], int, float)))
+
+
+def _time_us(value: Any) -> float:
+    time_us: float = _typed(value, int, float)
+    if time_us < 0:
+        raise TypeError(f"{time_us!r} is before the trace began")
+    return time_us
+
+
+def _typed(value: Any, *kinds: type) -> Any:
+    """Return ``value`` if it is of one of these types, finite, and no truth value."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{value!r:.40} is of another type")
+    if isinstance(value, float) and not math.isfinite(value):  # JSON's 1e999
+        raise TypeError(f"{value!r} is not finite")
+    return value
+
+
+def merge_files(paths: Iterable[str | Path], path: str | Path) -> None:
+    """Put the traces of several files, such as one for each rank, into one.
+
+    Raises:
+        ValueError: a file can't be read as a trace, or two hold the same rank.
+    """
+    write_traces(path, [trace for one in paths for trace in read_traces(one)])
+
+
+def _events(trace: StepTrace) -> Iterable[dict[str, Any]]:
+    """Yield Chrome trace events: names first, then spans, then counters."""
+    pid = trace.rank
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    for tid, stream in enumerate(STREAMS):
+        names = {"name": stream}
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": names}
+        order = {"sort_index": tid}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": order}
+    for tid, stream in enumerate(STREAMS):
+        for span in trace.of(stream):
+            args: dict[str, Any] = {"group": span.label}
+            if span.stream != "compute":
+                args["bytes"] = span.num_bytes
+                if span.duration_us:
+                    args["GB/s"] = round(span.num_bytes / span.duration_us / 1e3, 3)
+            if span.wait:
+                args["wait"] = span.wait
+            yield {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.kind,
+                "pid": pid,
+                "tid": tid,
+                "ts": span.start_us,
+                "dur": span.duration_us,
+                "args": args,
+            }
+    for counter in sorted(trace.counters, key=lambda counter: counter.time_us):
+        yield {
+            "ph": "C",
+            "name": counter.name,
+            "pid": pid,
+            "ts": counter.time_us,
+            "args": {"bytes": counter.value},
+        }
+
+
+def _overlap_us(left: Sequence[Span], right: Sequence[Span]) -> float:
+    """Return how long two streams, each in the order of time, were in a span at once."""
+    total_us = 0.0
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start_us = max(left[i].start_us, right[j].start_us)
+        end_us = min(left[i].end_us, right[j].end_us)
+        total_us += max(0.0, end_us - start_us)
+        if left[i].end_us <= right[j].end_us:
+            i += 1
+        else:
+            j += 1
+    return total_us

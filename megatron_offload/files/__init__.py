@@ -1,0 +1,1 @@
+"""Files of people, read and written strictly."""

@@ -1,0 +1,63 @@
+"""Small files in which the kernel shows its accounts: ``/proc`` and ``/sys``.
+
+Owns their bounded reading. Must not know torch, nor what any file means.
+
+Invariant: nothing here raises. What is absent, unreadable, too large or makes no sense is unknown:
+empty text, no number, no members. Read next: `megatron_offload.backends.host_limit`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.text import read_text
+
+__all__ = ["read_field", "read_int", "read_kernel_text", "read_members", "to_int"]
+
+_MAX_BYTES = 4 * 1024**2
+_MAX_DIGITS = 20
+_MAX_LIST_LENGTH = 4096
+_MAX_MEMBER = 2**14
+
+
+def read_kernel_text(path: Path) -> str:
+    """Return a file's text, empty where there is none that can be read."""
+    try:
+        return read_text(path, limit_bytes=_MAX_BYTES)
+    except ConfigError:
+        return ""
+
+
+def read_int(path: Path) -> int | None:
+    """Return the integer that a file holds; None for no file or another word, such as "max"."""
+    return to_int(read_kernel_text(path).strip())
+
+
+def read_field(path: Path, name: str) -> int | None:
+    """Return the integer behind ``name`` in a file of one name and one number a line."""
+    for line in read_kernel_text(path).splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == name:
+            return to_int(words[1])
+    return None
+
+
+def read_members(text: str) -> frozenset[int]:
+    """Return the members of a list such as ``0-3,8``; none where it is no such list."""
+    if len(text) > _MAX_LIST_LENGTH:
+        return frozenset()
+    members: set[int] = set()
+    for part in text.strip().split(","):
+        first, dash, last = part.partition("-")
+        start, end = to_int(first), to_int(last if dash else first)
+        if start is None or end is None or end >= _MAX_MEMBER:
+            return frozenset()
+        members.update(range(start, end + 1))
+    return frozenset(members)
+
+
+def to_int(word: str) -> int | None:
+    """Return a plain decimal number that is not negative; None for anything else."""
+    is_number = word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS
+    return int(word) if is_number else None

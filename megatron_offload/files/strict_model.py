@@ -1,0 +1,175 @@
+"""Models of plain data from outside: strict, immutable, and clear about what is wrong.
+
+Owns `StrictModel`, sizes in bytes, and the text of every validation error. Must not know what any
+model means, nor torch.
+
+Invariant: whatever is wrong ends in one `ConfigError` that names the key, what was given, and the
+nearest valid name. Read next: `megatron_offload.config`.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    ValidationError,
+)
+
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.files.strict_yaml import shorten
+
+__all__ = [
+    "Bytes",
+    "BytesField",
+    "Converted",
+    "NamesField",
+    "OptionalBytesField",
+    "StrictModel",
+    "default",
+    "validate",
+]
+
+_MAX_SIZE_LENGTH = 64
+
+
+def _plain_size(value: Any) -> Any:
+    """Say what is wrong in plain words: `ByteSize` alone would call ``-1`` an unreadable size."""
+    if isinstance(value, bool):
+        raise ValueError("a size is a number of bytes or a text such as '64MiB', not true or false")
+    if isinstance(value, str) and len(value) > _MAX_SIZE_LENGTH:
+        raise ValueError(f"a size has at most {_MAX_SIZE_LENGTH} characters")
+    if isinstance(value, (int, float)) and value < 0:
+        raise ValueError(f"a size can't be negative, got {value}")
+    if isinstance(value, str) and value.strip().startswith("-"):
+        raise ValueError(f"a size can't be negative, got {value!r}")
+    return value
+
+
+def _not_absurd(value: ByteSize) -> ByteSize:
+    if value >= 2**63:
+        raise ValueError("a size is less than 2^63 bytes")
+    return value
+
+
+Bytes = Annotated[ByteSize, BeforeValidator(_plain_size), AfterValidator(_not_absurd)]
+"""A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
+
+if TYPE_CHECKING:
+    _Read = TypeVar("_Read")
+    _Given = TypeVar("_Given")
+
+    class Converted(Generic[_Read, _Given]):
+        """A field that is read as the first type, and may be given as the second."""
+
+        def __get__(self, instance: object, owner: object) -> _Read: ...
+
+        def __set__(self, instance: object, value: _Given) -> None: ...
+else:
+
+    class Converted:
+        """For pydantic, which converts by itself, the first type alone."""
+
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[0]
+
+
+BytesField = Converted[Bytes, int | str]
+OptionalBytesField = Converted[Bytes | None, int | str | None]
+NamesField = Converted[tuple[str, ...], list[str] | tuple[str, ...]]
+
+
+def default(value: Any) -> Any:
+    """Return the default of a `Converted` field, for whose sake its type is hidden."""
+    return value
+
+
+class StrictModel(BaseModel):
+    """A configuration section: immutable, and every unknown key is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_MOST_ISSUES = 20
+"""So many of a configuration's errors are said one by one."""
+
+
+def validate(model: type[Model], data: Mapping[str, Any], source: str) -> Model:
+    """Build ``model`` from plain data.
+
+    Args:
+        model: the section's class.
+        data: nested plain values.
+        source: what to call the input in an error, such as the file's path.
+
+    Raises:
+        ConfigError: all that is wrong, one line each, with the nearest valid key.
+    """
+    try:
+        return model.model_validate(data)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    except ValidationError as error:
+        issues = error.errors()
+        lines = [_explain(model, issue) for issue in issues[:_MOST_ISSUES]]
+        if len(issues) > _MOST_ISSUES:
+            lines.append(f"and {len(issues) - _MOST_ISSUES} more")
+        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+
+
+def _explain(model: type[BaseModel], issue: Any) -> str:
+    where = shorten(".".join(str(part) for part in issue["loc"]))
+    if issue["type"] == "extra_forbidden":
+        section = _section_at(model, issue["loc"][:-1])
+        fields = section.model_fields if section is not None else {}
+        return f"unknown key {where!r}{did_you_mean(str(issue['loc'][-1]), fields)}"
+    if issue["type"] == "missing":
+        return f"{where!r} is required"
+    if issue["input"] is None:
+        return f"{where!r} has no value; give one, or leave the key out for its default"
+    message = issue["msg"].removeprefix("Value error, ")
+    given = shorten(repr(issue["input"]), 81)
+    got = "" if given in message or len(given) > 80 else f" (got {given})"
+    # What is wrong with all of it together stands at no key.
+    key = f"{where!r}: " if issue["loc"] else ""
+    return f"{key}{message[0].lower()}{message[1:]}{got}"
+
+
+def _section_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel] | None:
+    """Return the section that a path leads to; None where that can't be told."""
+    sections = [model]
+    for part in path:
+        fields = [section.model_fields.get(str(part)) for section in sections]
+        inner = [each for field in fields if field for each in _models_in(field.annotation)]
+        if inner:
+            sections = inner
+        elif isinstance(part, str):  # which of a union's sections it was, by its kind
+            sections = [each for each in sections if _is_kind(each, part)]
+    return sections[0] if len(sections) == 1 else None
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated, tuple):
+        for inner in typing.get_args(annotation):
+            yield from _models_in(inner)
+
+
+def _is_kind(model: type[BaseModel], kind: str) -> bool:
+    return any(kind in typing.get_args(each.annotation) for each in model.model_fields.values())

@@ -1,0 +1,1 @@
+"""Who watches a step, and what he makes of it."""

@@ -1,0 +1,133 @@
+"""Counts the bytes of storages that autograd keeps alive for backward.
+
+Owns `LiveActivationMeter`. It is one rule for runs with and without offload: every storage that a
+saved tensor or a reload target lives in counts once, from when it is first seen until it is really
+freed. Must not know the engine; the engine only calls `LiveActivationMeter.observe`.
+
+Invariant: the meter holds no storage alive and changes no value. Read next:
+`megatron_offload.report.summary`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+
+__all__ = ["LiveActivationMeter"]
+
+
+class LiveActivationMeter:
+    """Live bytes of saved activations, now and at their peak.
+
+    As a context manager it sees every tensor that autograd saves, except where hooks that were
+    pushed later (such as an offload group's) take over and call `observe` themselves.
+
+    A storage that is emptied in place (``resize_(0)``, as selective recompute does) counts as what
+    is left of it, and again once it is filled.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._ignored = {parameter.untyped_storage()._cdata for parameter in parameters}
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._emptied: set[int] = set()
+        self._live_bytes = 0
+        self._peak_bytes = 0
+        self._hooks = contextlib.ExitStack()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that are alive now."""
+        self._measure_again(list(self._seen))
+        return self._live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that were alive at one time since the last `reset_peak`."""
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is alive now."""
+        self._peak_bytes = self.live_bytes
+
+    def restore_peak(self, num_bytes: int) -> None:
+        """Count a peak that came by before someone called `reset_peak` for a look of his own."""
+        self._peak_bytes = max(self._peak_bytes, num_bytes)
+
+    def observe(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor`` until it is freed; parameters are not activations."""
+        if isinstance(tensor, torch.nn.Parameter):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._ignored and key not in self._seen:
+            # The Python object of a storage lives as long as the storage itself, even while only
+            # C++ holds it, so this fires when the memory is given back and not before.
+            weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
+            self._seen[key] = (weakref.ref(storage), 0)
+            self._set_size(key, storage.nbytes())
+        if self._emptied:
+            self._measure_again(list(self._emptied))
+        if self._live_bytes > self._peak_bytes:
+            # Sizes can only have shrunk unseen, so the exact sum is taken just where it matters.
+            self._measure_again(list(self._seen))
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+    def __enter__(self) -> LiveActivationMeter:
+        self._hooks.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(
+                functools.partial(_pack, weakref.ref(self)), _unpack
+            )
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._hooks.close()
+
+    def _measure_again(self, keys: list[int]) -> None:
+        for key in keys:
+            entry = self._seen.get(key)
+            storage = entry[0]() if entry is not None else None
+            if storage is not None:
+                self._set_size(key, storage.nbytes())
+
+    def _set_size(self, key: int, size: int) -> None:
+        reference, before = self._seen[key]
+        self._seen[key] = (reference, size)
+        self._live_bytes += size - before
+        if size:
+            self._emptied.discard(key)
+        else:
+            self._emptied.add(key)
+
+    def _drop(self, key: int) -> None:
+        _, size = self._seen.pop(key)
+        self._live_bytes -= size
+        self._emptied.discard(key)
+
+
+def _pack(meter: weakref.ref[LiveActivationMeter], tensor: torch.Tensor) -> torch.Tensor:
+    """Hand on an alias: the tensor itself would keep its own node alive in a cycle."""
+    alive = meter()
+    if alive is not None:
+        alive.observe(tensor)
+    return tensor.detach()
+
+
+def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _forget(meter: weakref.ref[LiveActivationMeter], key: int) -> None:
+    alive = meter()
+    if alive is not None:
+        alive._drop(key)

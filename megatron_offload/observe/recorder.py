@@ -1,0 +1,436 @@
+"""Record what one step showed: times, memory, and what each group saves.
+
+Owns `profile_step`, and how the engine's boundaries become a `StepProfile`. Must not know what a
+profile is used for.
+
+At each boundary one event is put on the compute stream and the allocator's numbers are read; when
+the step is over the times are read, and the host waits for the device for the first time.
+
+Of a step that moves something, memory is told as it would be if nothing had moved: what lies on
+the host alone just then is added. The engine counts it to the byte, and changes it at boundaries
+and where a reload is late; so between two looks the larger count is added to the peak.
+
+Invariant: the manager is left as it was found, also by an exception; no result changes by a bit.
+Read next: `megatron_offload.core.profile`.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_offload.backends.base import DeviceMemory
+from megatron_offload.core.profile import (
+    GroupKey,
+    GroupProfile,
+    GroupTimes,
+    MemorySample,
+    RunShape,
+    StepProfile,
+)
+from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.stats import TensorObserver
+from megatron_offload.errors import StateError
+from megatron_offload.observe.boundary_watch import (
+    Entry,
+    Learn,
+    stay,
+    surrounds,
+    watch_boundaries,
+    watch_ends,
+)
+from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.saved_bytes import SavedBytes
+
+__all__ = ["RecordedStep", "profile_step"]
+
+_NO_SHAPE = RunShape()
+
+
+class RecordedStep:
+    """What `profile_step` has recorded, once its block is left.
+
+    Attributes:
+        peak_allocated_bytes: the most that was allocated since the device's own peaks were last
+            reset by someone else, before the step or in it; None where nothing is known.
+        peak_reserved_bytes: likewise.
+    """
+
+    def __init__(self) -> None:
+        self.peak_allocated_bytes: int | None = None
+        self.peak_reserved_bytes: int | None = None
+        self._profile: StepProfile | None = None
+
+    @property
+    def profile(self) -> StepProfile:
+        """The step.
+
+        Raises:
+            StateError: the block wasn't left yet, or by an exception.
+        """
+        if self._profile is None:
+            raise StateError("there is no profile: profile_step's block has not come to its end")
+        return self._profile
+
+
+@contextmanager
+def profile_step(
+    manager: PipelineOffloadManager,
+    *,
+    run: RunShape = _NO_SHAPE,
+    moves: bool = True,
+    peaks: bool = True,
+) -> Iterator[RecordedStep]:
+    """Record the first step that ends inside; meant for one step, its ``reset`` included.
+
+        with profile_step(manager, run=RunShape(num_microbatches=8), moves=False) as recorded:
+            train_step()
+        save_profile(recorded.profile, "profile_0.json")
+
+    The step's time and memory go from the block's begin to the end of the step. Take one after the
+    first few, which are not like the rest. Samples of memory are the device's; the simulated device
+    has none of its own, there they are what a `LiveActivationMeter` that is the manager's ``meter``
+    counts, and there are none without.
+
+    Args:
+        manager: whose groups are recorded.
+        run: which part of which run the step is of.
+        moves: whether the step moves what others would. One that moves nothing tells more: its
+            times hold no waits for copies. Nothing is learned from it, and what it reserved is
+            given back. But it takes the memory of a step without offload.
+        peaks: whether the most between two boundaries is looked at. A device has one peak for all
+            who ask, which has to be reset for that: what it was is in the recorded step. A meter's
+            is put back.
+
+    Yields:
+        The record, which is filled when the block is left, unless by an exception.
+
+    Raises:
+        RuntimeError: the manager is being traced or profiled already.
+        StateError: no step has ended inside, or one that had begun before.
+    """
+    recorded = RecordedStep()
+    memory = _Memory(manager, takes_peaks=peaks)
+    saved = SavedBytes(is_pipeline=run.pp_size > 1)
+    recorder = _Recorder(manager, memory, saved, moves=moves)
+    transfers = manager.transfers
+    with ExitStack() as undo:
+        undo.enter_context(watch_boundaries(manager, recorder))
+        undo.callback(memory.finish, recorded)
+        undo.callback(setattr, transfers, "observer", transfers.observer)
+        transfers.observer = _Observer(saved.observe, transfers.observer)
+        undo.enter_context(watch_ends(manager, recorder.learn))
+        if not moves:
+            undo.callback(manager.backend.trim_device)
+            undo.enter_context(stay(manager, "the step is profiled without offload"))
+        recorder.look()
+        yield recorded
+        recorded._profile = recorder.finish(run)
+
+
+class _Boundary(enum.IntEnum):
+    START = 0
+    COMMIT = 1
+    BACKWARD = 2
+    DONE = 3
+
+
+class _Look(NamedTuple):
+    """What was found at one place of the program."""
+
+    time: Any
+    """Of the compute stream, to be read when the step is over."""
+    host_us: float
+    memory: DeviceMemory | None
+    away_bytes: int
+    """On the host alone."""
+    most_away_bytes: int
+    """The most of that since the engine last changed it at a boundary."""
+
+
+class _Recorder:
+    """A step as it runs: a look at each boundary, and which of them count."""
+
+    def __init__(
+        self,
+        manager: PipelineOffloadManager,
+        memory: _Memory,
+        saved: SavedBytes,
+        *,
+        moves: bool,
+    ) -> None:
+        self._manager = manager
+        self._backend = manager.backend
+        self._memory = memory
+        self._saved = saved
+        self._moves = moves
+        self._looks: list[_Look] = []
+        self._marks: dict[OffloadGroup, dict[_Boundary, int]] = {}
+        # Groups that backward is in.
+        self._open: list[OffloadGroup] = []
+        self._learned: StepProfile | None = None
+        self._groups: dict[GroupKey, OffloadGroup] = {}
+        self._offloaded_bytes = 0
+        self._settled_away_bytes = 0
+
+    def look(self) -> None:
+        """Look at clock and memory."""
+        backend = self._backend
+        with backend.uncounted():
+            passed = backend.timestamp(backend.compute_stream())
+            now_us, found, away_bytes = time.perf_counter() * 1e6, self._memory.look(), self._away()
+            most_bytes = max(away_bytes, self._settled_away_bytes)
+            self._looks.append(_Look(passed, now_us, found, away_bytes, most_bytes))
+            self._settled_away_bytes = away_bytes
+
+    def _away(self) -> int:
+        return self._manager.transfers.host_copies.away_bytes if self._moves else 0
+
+    def _settle(self) -> None:
+        """Forget the peak of what the engine does at a boundary, which counts at either end."""
+        away_bytes = self._away()
+        if away_bytes != self._settled_away_bytes:
+            self._memory.look()
+            self._settled_away_bytes = away_bytes
+
+    # Boundaries
+
+    def start(self, register: Entry, group: OffloadGroup) -> None:
+        """A forward enters a group."""
+        if group.key == (0, 0) and self._learned is None:
+            self._restart()
+        self._leave_all()
+        self._mark(_Boundary.START, group)
+        register(group)
+
+    def commit(self, commit: Entry, group: OffloadGroup, *args: Any, **kw: Any) -> None:
+        """A forward leaves a group."""
+        if _Boundary.COMMIT not in self._marks.get(group, ()):
+            self._mark(_Boundary.COMMIT, group)
+        if not kw.get("delay", False) and self._learned is None:
+            with self._backend.uncounted():
+                self._saved.commit(group)
+        commit(group, *args, **kw)
+        self._settle()
+
+    def enter_backward(self, enter: Entry, group: OffloadGroup) -> None:
+        """A backward enters a group."""
+        for left in [left for left in self._open if not surrounds(left, group)]:
+            self._leave(left)
+        if _Boundary.BACKWARD not in self._marks.get(group, ()):
+            self._mark(_Boundary.BACKWARD, group)
+        self._open.append(group)
+        enter(group)
+        self._settle()
+        # A graph of an earlier step may have groups of the same keys.
+        if self._learned is None and self._manager.prefetcher.knows(group):
+            with self._backend.uncounted():
+                self._saved.enter_backward(group)
+
+    def leave_backward(self, leave: Entry, group: OffloadGroup) -> None:
+        """A backward leaves a group; of several, as through a graph that is kept, the last."""
+        if group in self._open:
+            self._leave(group)
+        leave(group)
+        self._settle()
+
+    def learn(self, learn: Learn, profile: StepProfile) -> None:
+        """A step is over."""
+        if self._learned is None:
+            self._leave_all()
+            self.look()
+            self._learned = profile
+            self._groups = {group.key: group for group in self._manager.prefetcher.groups()}
+            self._offloaded_bytes = self._manager.transfers.stats.offloaded_bytes
+        if self._moves:  # how a step goes that moves nothing is no lesson for those that do
+            learn(profile)
+
+    def _restart(self) -> None:
+        """Begin anew: what was passed so far, such as an evaluation, is no part of a step."""
+        del self._looks[:-1]
+        self._marks.clear()
+        self._open.clear()
+        self._saved.begin_step()
+
+    def _leave_all(self) -> None:
+        for group in list(self._open):
+            self._leave(group)
+
+    def _leave(self, group: OffloadGroup) -> None:
+        self._open.remove(group)
+        self._mark(_Boundary.DONE, group)
+
+    def _mark(self, boundary: _Boundary, group: OffloadGroup) -> None:
+        if self._learned is None:
+            self._marks.setdefault(group, {})[boundary] = len(self._looks)
+            self.look()
+
+    # The profile
+
+    def finish(self, run: RunShape) -> StepProfile:
+        """Wait for the step's end on the device; return what was seen.
+
+        Raises:
+            StateError: there was no whole step.
+        """
+        if self._learned is None:
+            raise StateError(
+                "no step with a backward has ended inside profile_step: call the manager's reset, "
+                "or the front door's end_step, before the block ends"
+            )
+        learned = self._learned
+        marks = {
+            group.key: self._marks.get(self._groups[group.key], {}) for group in learned.groups
+        }
+        if any(
+            _Boundary.START not in mark or _Boundary.COMMIT not in mark for mark in marks.values()
+        ):
+            raise StateError("profile_step was entered in the middle of a step: enter it before")
+        # A graph that is kept may be gone through twice.
+        backwards: dict[GroupKey, int] = {}
+        at_bytes = zip(learned.backward_order, learned.backward_at_bytes, strict=True)
+        for key, num_bytes in at_bytes:
+            backwards.setdefault(key, num_bytes)
+        at_us = self._read_times()
+        return replace(
+            learned,
+            groups=tuple(self._group(group) for group in learned.groups),
+            backward_order=tuple(backwards),
+            backward_at_bytes=tuple(backwards.values()),
+            times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
+            step_us=at_us[-1],
+            memory=self._samples(marks.values(), at_us),
+            run=run,
+            offloaded_bytes=self._offloaded_bytes,
+            counts_what_moved=self._moves,
+        )
+
+    def _group(self, group: GroupProfile) -> GroupProfile:
+        num_bytes, elsewhere_bytes, keeper = self._saved.of(group.key)
+        return group._replace(
+            num_bytes=num_bytes, elsewhere_bytes=elsewhere_bytes, keeper=keeper, shared_bytes=0
+        )
+
+    def _read_times(self) -> list[float]:
+        """Wait until the device has passed every look; return when it did, since the first."""
+        began, at_us = self._looks[0].time, [0.0]
+        for look in self._looks[1:]:
+            elapsed_us = self._backend.sync_elapsed_us(began, look.time)
+            at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
+        return at_us
+
+    def _samples(
+        self, marks: Iterable[Mapping[_Boundary, int]], at_us: Sequence[float]
+    ) -> tuple[MemorySample, ...]:
+        """Return a sample for each boundary that counts, and one for the step's end."""
+        counts = {place for mark in marks for place in mark.values()} | {len(self._looks) - 1}
+        samples = []
+        began_us = self._looks[0].host_us
+        peak_bytes = 0  # of what lies between two of these looks, with those that don't count
+        most_bytes = most_with_away_bytes = 0
+        for place, look in enumerate(self._looks[1:], start=1):
+            if look.memory is None:
+                return ()
+            allocated_bytes, peak = look.memory.allocated_bytes, look.memory.peak_allocated_bytes
+            most_bytes = max(most_bytes, allocated_bytes, peak)
+            allocated_bytes += look.away_bytes
+            if peak:
+                peak_bytes = max(peak_bytes, peak + look.most_away_bytes)
+            most_with_away_bytes = max(most_with_away_bytes, allocated_bytes, peak_bytes)
+            if place in counts:
+                samples.append(
+                    MemorySample(
+                        look.host_us - began_us if self._memory.is_of_device else at_us[place],
+                        allocated_bytes,
+                        look.memory.reserved_bytes,
+                        peak_bytes,
+                    )
+                )
+                peak_bytes = 0
+        # What the allocator can't use is taken to be as much.
+        more_bytes = most_with_away_bytes - most_bytes
+        return tuple(
+            each._replace(
+                reserved_bytes=max(each.reserved_bytes + more_bytes, each.allocated_bytes)
+            )
+            for each in samples
+        )
+
+
+def _times_of(mark: Mapping[_Boundary, int], at_us: Sequence[float]) -> GroupTimes:
+    """Return when a group was passed; one that backward never came to counts as left at once."""
+    started_us, committed_us = at_us[mark[_Boundary.START]], at_us[mark[_Boundary.COMMIT]]
+    if _Boundary.BACKWARD not in mark:
+        return GroupTimes(started_us, committed_us, committed_us, committed_us)
+    return GroupTimes(
+        started_us, committed_us, at_us[mark[_Boundary.BACKWARD]], at_us[mark[_Boundary.DONE]]
+    )
+
+
+class _Memory:
+    """The device's memory; where it doesn't tell, what the manager's meter counts."""
+
+    def __init__(self, manager: PipelineOffloadManager, *, takes_peaks: bool) -> None:
+        self._backend = manager.backend
+        self.is_of_device = self._backend.memory() is not None
+        meter = manager.meter
+        self._meter = meter if isinstance(meter, LiveActivationMeter) else None
+        self._takes_peaks = takes_peaks
+        self._most_allocated_bytes = 0
+        self._most_reserved_bytes = 0
+
+    def look(self) -> DeviceMemory | None:
+        """Return what there is now, with the peak since the last look; None if nothing is known."""
+        found = self._read()
+        if found is None:
+            return None
+        if not self._takes_peaks:
+            return found._replace(peak_allocated_bytes=0)
+        if self.is_of_device:
+            self._backend.reset_memory_peaks()
+        elif self._meter is not None:
+            self._meter.reset_peak()
+        return found
+
+    def finish(self, recorded: RecordedStep) -> None:
+        """Tell the peaks, and put back the one that can be."""
+        if self._read() is None:
+            return
+        if self.is_of_device:
+            recorded.peak_allocated_bytes = self._most_allocated_bytes
+            recorded.peak_reserved_bytes = self._most_reserved_bytes
+        elif self._meter is not None:
+            self._meter.restore_peak(self._most_allocated_bytes)
+
+    def _read(self) -> DeviceMemory | None:
+        found = self._backend.memory()
+        if found is None and self._meter is not None:
+            live_bytes, peak_bytes = self._meter.live_bytes, self._meter.peak_bytes
+            found = DeviceMemory(live_bytes, live_bytes, peak_bytes, peak_bytes)
+        if found is not None:
+            self._most_allocated_bytes = max(self._most_allocated_bytes, found.peak_allocated_bytes)
+            self._most_reserved_bytes = max(self._most_reserved_bytes, found.peak_reserved_bytes)
+        return found
+
+
+class _Observer:
+    """Shows each saved tensor to two who want to see it."""
+
+    def __init__(
+        self, first: Callable[[torch.Tensor], None], second: TensorObserver | None
+    ) -> None:
+        self._first = first
+        self._second = second
+
+    def observe(self, tensor: torch.Tensor) -> None:
+        """Take note of a tensor in device memory."""
+        self._first(tensor)
+        if self._second is not None:
+            self._second.observe(tensor)

@@ -1,1 +1,0 @@
-"""How a plan meets the steps of the run that it was made for: corrected, weighed, timed."""

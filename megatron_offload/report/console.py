@@ -1,0 +1,88 @@
+r"""The one console that all output for people goes through, and the tables made for it.
+
+Owns how text and tables look in a terminal, a pipe and a file. Must not know what is printed.
+
+Invariants: nothing is cut off; no text is taken for markup; control characters, which a terminal
+would obey, are written out, as ``\x1b``, wherever the text came from (a group's name, a path).
+Text goes to the console as a string: `rich.text.Text` is for words of this package alone.
+Read next: `megatron_offload.report.summary`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleDimensions
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["console", "plain_table", "printable"]
+
+_WIDEST = 1 << 16
+"""Columns of what isn't a terminal: more than any table needs."""
+
+# All controls but tab and newline, and what turns the direction of writing.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Return the console for results, or for messages.
+
+    In a pipe or a file tables are plain ASCII and as wide as what is in them, whatever ``COLUMNS``
+    says. In a terminal they fold to its width, as long as their words fit.
+
+    Args:
+        stderr: for messages: the standard error stream.
+        quiet: print nothing.
+    """
+    return _Output(stderr=stderr, quiet=quiet)
+
+
+def plain_table(title: str, columns: Sequence[str], num_left: int = 0) -> Table:
+    """Return a table without rows, its first columns to the left and the others to the right."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < num_left else "right", overflow="fold")
+    return table
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """Return text in which what an encoding lacks and what a terminal obeys is written out."""
+    text = _CONTROLS.sub(lambda control: ascii(control[0])[1:-1], text)
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+class _Output(Console):
+    """Strings that reach it, in tables too, are printed as they are."""
+
+    def __init__(self, *, stderr: bool, quiet: bool) -> None:
+        super().__init__(
+            stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False, soft_wrap=True
+        )
+        self._is_tty = self.file.isatty()
+        if not self._is_tty:
+            self.size = ConsoleDimensions(_WIDEST, _WIDEST)
+
+    @property
+    def encoding(self) -> str:
+        """What rich draws lines for: nothing but ASCII where no terminal shows them."""
+        return super().encoding if self._is_tty else "ascii"
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make text of a string; rich calls it for all that is printed, cells and titles too."""
+        return super().render_str(printable(text, super().encoding), **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; a table whose words are too long for the terminal is as wide as they need."""
+        if self._is_tty:
+            unbound = self.options.update(width=_WIDEST)
+            for table in (one for one in objects if isinstance(one, Table)):
+                least = Measurement.get(self, unbound, table).minimum
+                if least > self.width:
+                    table.width = least
+        super().print(*objects, **options)

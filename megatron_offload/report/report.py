@@ -1,0 +1,192 @@
+"""All that a report of one run shows, as plain data, and the sentences that follow from it.
+
+Owns `Report` and its parts. Must not know where the numbers come from, nor how they are drawn.
+
+Invariant: nothing is guessed: what was not measured is None, and the report says so. Read next:
+`megatron_offload.report.html`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_offload.core.trace import StepTrace
+from megatron_offload.core.units import format_bytes
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.report.plan_rows import PlanRow, plan_rows
+from megatron_offload.report.tradeoff import TradeOff
+
+__all__ = ["Comparison", "GroupRow", "MemoryKind", "Pair", "RankRow", "Report"]
+
+
+class Pair(NamedTuple):
+    """One quantity without and with offload; None where it was not measured."""
+
+    without: float | None
+    offloaded: float | None
+
+    @property
+    def change(self) -> float | None:
+        """Return how much more there is with offload, as a share of what is there without."""
+        if not self.without or self.offloaded is None:
+            return None
+        return self.offloaded / self.without - 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKind:
+    """A way to measure device memory, and the peaks on every rank. Sizes in bytes."""
+
+    name: str
+    """Such as "reserved memory"."""
+    by_rank: tuple[Pair, ...]
+
+    @property
+    def highest(self) -> Pair:
+        """Return the peak of the rank that needs most, in each of the runs."""
+        without = [pair.without for pair in self.by_rank if pair.without is not None]
+        offloaded = [pair.offloaded for pair in self.by_rank if pair.offloaded is not None]
+        return Pair(max(without, default=None), max(offloaded, default=None))
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """What one rank moved in the last step. Sizes in bytes."""
+
+    rank: int
+    pp_rank: int
+    dp_rank: int
+    offloaded_bytes: int
+    reloaded_bytes: int
+    kept_bytes: int
+    num_late_reloads: int
+    num_early_returns: int
+    peak_host_bytes: int
+    pinned_host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """All groups of one name, over all ranks of the last step. Sizes in bytes."""
+
+    name: str
+    num_groups: int
+    offloaded_bytes: int
+    reloaded_bytes: int
+    kept_bytes: int
+    num_late_reloads: int
+    kept_bytes_by_reason: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Return why the bytes moved, and why they stayed, in sentences."""
+        found = []
+        if self.offloaded_bytes:
+            found.append(f"{format_bytes(self.offloaded_bytes)} moved: named in offload.modules")
+        found += [
+            f"{format_bytes(num_bytes)} kept: {reason}"
+            for reason, num_bytes in sorted(
+                self.kept_bytes_by_reason.items(), key=lambda item: -item[1]
+            )
+        ]
+        unexplained = self.kept_bytes - sum(self.kept_bytes_by_reason.values())
+        if unexplained > 0:
+            found.append(f"{format_bytes(unexplained)} kept: the run did not note why")
+        return found or ["nothing in it to move: too small, or kept alive by something else"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Whether a run with offload is the same bits as one without."""
+
+    identical: bool
+    findings: tuple[tuple[str, bool], ...]
+    """What was compared, and whether it was equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One run, or the two runs of a comparison."""
+
+    title: str
+    num_steps: int
+    device: str
+    is_simulated: bool
+    """Whether there was no GPU: times then say nothing about one."""
+    date: str
+    memory: Sequence[MemoryKind]
+    """What was measured, the one that counts most first."""
+    ranks: Sequence[RankRow]
+    groups: Sequence[GroupRow]
+    step_time_s: Pair
+    """Median over the steps."""
+    config: str | None
+    """As YAML, what was given of it; None where the run has left none."""
+    versions: Mapping[str, str]
+    """Empty where the run has left none."""
+    commands: Sequence[str]
+    """What does the same again."""
+    comparison: Comparison | None = None
+    """None where there was one run only."""
+    traces: Sequence[StepTrace] = ()
+    tradeoff: TradeOff | None = None
+    plan: OffloadPlan | None = None
+    plan_is_followed: bool = False
+    """Whether the run did what the plan says."""
+    left_out: str = ""
+    """A sentence on the steps whose peaks count in no number here; "" without such."""
+
+    @property
+    def plan_rows(self) -> list[PlanRow]:
+        """Return what the plan says by group name, in the order of its groups."""
+        return plan_rows(self.plan) if self.plan else []
+
+    @property
+    def verdict(self) -> str:
+        """Return the one line at the top: the same bits? how much memory saved? at what cost?"""
+        return "; ".join([self._bits(), *self._memory(), self._time()]) + "."
+
+    def _bits(self) -> str:
+        where = f"over {_count(self.num_steps, 'step')} on {_count(len(self.ranks), 'rank')}"
+        if self.comparison is None:
+            return f"Not compared with a run without offload, {where}"
+        if self.comparison.identical:
+            return f"Bitwise identical {where}"
+        wrong = [name for name, is_equal in self.comparison.findings if not is_equal]
+        return f"NOT the same bits {where}: {', '.join(wrong) or 'see below'} differ"
+
+    def _memory(self) -> list[str]:
+        if not self.memory:
+            return ["memory was not measured"]
+        kind = self.memory[0]
+        without, offloaded = kind.highest
+        change = kind.highest.change
+        if change is None:
+            return [f"peak {kind.name} {format_bytes(offloaded)}"]
+        way = "up" if change > 0 else "down"
+        return [
+            f"peak {kind.name} {way} from {format_bytes(without)} to {format_bytes(offloaded)} "
+            f"({format_percent(change)})"
+        ]
+
+    def _time(self) -> str:
+        if self.is_simulated:
+            return "speed is not judged, as the device is simulated"
+        change = self.step_time_s.change
+        if change is not None:
+            return f"step time {format_percent(change)}"
+        return "step time has nothing to be held against"
+
+
+def format_percent(share: float | None) -> str:
+    """Return a change in percent with its sign; ``-`` for None."""
+    if share is None:
+        return "-"
+    percent = 100 * share
+    return f"{percent:+.1f} %".replace("-", "\N{MINUS SIGN}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,93 @@
+"""What a run costs in memory and in time, beside what other settings would: the trade-off curve.
+
+Owns `TradeOffPoint`, its frontier, and the file that holds such points. Must not know who measures
+or predicts them.
+
+Invariant: all points of a file are against one reference, the same job without offload. Read next:
+`megatron_offload.report.plots` and `megatron_offload.report.html`, which draw them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_offload.config import StrictModel, validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.text import read_json, replace_text
+
+__all__ = ["TradeOff", "TradeOffPoint", "frontier", "read_tradeoff", "write_tradeoff"]
+
+
+class TradeOffPoint(StrictModel):
+    """One setting of a job."""
+
+    label: str = Field(max_length=200)
+    """What to call the setting."""
+
+    peak_bytes: int = Field(ge=0, lt=2**63)
+    """Peak device memory of the rank that needs most."""
+
+    step_time_percent: float | None = Field(ge=-100.0, le=1e6)
+    """Step time against no offload: 3.1 means 3.1 % longer. None where it was not measured."""
+
+    is_predicted: bool = False
+    """Simulated, and not measured."""
+
+    is_plan: bool = False
+    """The plan of the file beside it, whether or not a run has followed it."""
+
+
+class TradeOff(StrictModel):
+    """The points of one job."""
+
+    memory: str = Field(default="device memory", max_length=200)
+    """What ``peak_bytes`` is the peak of, such as "reserved memory"."""
+
+    points: Annotated[tuple[TradeOffPoint, ...], Field(min_length=1, max_length=10_000)]
+    """In any order."""
+
+
+def frontier(points: Iterable[TradeOffPoint]) -> list[TradeOffPoint]:
+    """Return the points that no other beats in both, by memory, the least first.
+
+    Points whose time was not measured are none of them.
+    """
+    best: list[TradeOffPoint] = []
+    timed = [
+        (p.peak_bytes, p.step_time_percent, p) for p in points if p.step_time_percent is not None
+    ]
+    lowest = math.inf
+    for _, percent, point in sorted(timed, key=lambda one: one[:2]):
+        if percent < lowest:
+            lowest = percent
+            best.append(point)
+    return best
+
+
+def read_tradeoff(path: str | Path) -> TradeOff:
+    """Read what `write_tradeoff` wrote.
+
+    Raises:
+        ConfigError: the file can't be read, or holds something else.
+    """
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping, got a {type(data).__name__}")
+    return validate(TradeOff, data, str(path))
+
+
+def write_tradeoff(path: str | Path, memory: str, points: Sequence[TradeOffPoint]) -> None:
+    """Write points to a file, whole or not at all.
+
+    Args:
+        path: the file; a report looks for ``tradeoff.json`` in its run's folder.
+        memory: which memory ``peak_bytes`` is.
+        points: of one job, all against the same reference.
+    """
+    tradeoff = TradeOff(memory=memory, points=tuple(points))
+    replace_text(path, tradeoff.model_dump_json(indent=1) + "\n")

@@ -1,1 +1,0 @@
-"""What happened, for people: tables, plots, traces and meters."""

@@ -1,0 +1,317 @@
+"""A run that plans from one of its own steps: every step a training step, every bit the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from fake_gpus import FakeGpu, copy_little
+from programs import (
+    KIB,
+    assert_nothing_left,
+    assert_same,
+    make_config,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+from megatron_offload.autotune import joint_planning
+from megatron_offload.autotune.joint_planning import JointPlanner, agree_on_bandwidths
+from megatron_offload.autotune.planned_run import plan_run
+from megatron_offload.autotune.run_planner import RunPlanner
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.policy_config import AutoConfig, MachineConfig
+from megatron_offload.core.profile import RunShape
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import ConfigError, TargetError
+from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.recorder import profile_step
+from megatron_offload.planning.bandwidths import DEFAULTS, Bandwidths, simulated_machine
+from megatron_offload.planning.make_policy import resources_of
+from megatron_offload.planning.model_cost import ModelDescription, job_from_model
+from megatron_offload.planning.predict import profiles_of
+from megatron_offload.planning.profile_file import profile_to_json
+from megatron_offload.planning.schedule import make_schedule
+
+ORDER = one_forward_one_backward(6, depth=3)
+RUN = RunShape(num_microbatches=6)
+FAST = {"node_gbps": 2.0, "d2h_gbps": 1.0, "h2d_gbps": 1.0, "both_gbps": 1.0}
+DAY = timedelta(days=1)
+UNSET = {"kind": "memory_target", "target_bytes": 100 * KIB, "measured_plans": 0}
+TARGET = {**UNSET, "machine": FAST}
+
+ANY_COST = {"kind": "auto", "most_slowdown_percent": 1000}
+
+
+class Job:
+    """A program whose steps are compared with those without offload."""
+
+    def __init__(self, *, policy=None, **settings):
+        self.policy = make_config(policy=policy).policy
+        """What is planned by."""
+        self.model = make_model(layers=4)
+        self.expected = run_step(self.model, None, ORDER)
+        config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
+        simulated = config.simulated.model_copy(update={"host_time": True, "d2h_gbps": 1.0})
+        self.manager = PipelineOffloadManager(config.model_copy(update={"simulated": simulated}))
+        self.manager.meter = LiveActivationMeter(self.model.parameters())
+        self.num_steps = 0
+
+    def step(self):
+        self.num_steps += 1
+        assert_same(self.expected, run_step(self.model, self.manager, ORDER))
+        assert_nothing_left(self.manager)
+
+    def warmed_up(self):
+        for _ in range(2):
+            self.step()
+        return self
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_memory_target_is_planned_for_and_followed(moves):
+    job = Job(policy=TARGET).warmed_up()
+    plan = plan_run(job.manager, job.step, RUN, policy=job.policy, moves=moves)
+    # The profiled step, the first that follows the plan, and eight that correct it.
+    assert job.num_steps == 2 + 1 + 1 + 8
+    rank = plan.ranks[0]
+    assert 0 < rank.moved_bytes < rank.saved_bytes
+    for _ in range(3):
+        job.step()
+        # What is needed too soon stays, whatever was planned.
+        assert 0 < job.manager.last_step.offloaded_bytes <= rank.moved_bytes
+        assert job.manager.kept == rank.kept
+        assert job.manager.budget.max_inflight_bytes == rank.max_inflight_bytes
+        assert job.manager.budget.prefetch_bytes == rank.prefetch_bytes
+
+
+def test_auto_saves_memory_where_copies_are_fast_and_predicts_it():
+    job = Job().warmed_up()
+    policy = make_config(policy={"kind": "auto", "machine": FAST, "measured_steps": 0}).policy
+    plan = plan_run(job.manager, job.step, RUN, policy=policy)
+    assert plan.policy == "auto"
+    assert plan.ranks[0].predicted_step_us > 0
+    assert plan.ranks[0].predicted_peak_bytes > 0
+    job.step()
+
+
+def test_a_target_that_cannot_be_met_changes_nothing():
+    job = Job(policy={**TARGET, "target_bytes": 1}).warmed_up()
+    moved_bytes = job.manager.last_step.offloaded_bytes
+    with pytest.raises(TargetError, match="can't be brought under"):
+        plan_run(job.manager, job.step, RUN, policy=job.policy)
+    job.step()
+    assert job.manager.last_step.offloaded_bytes == moved_bytes > 0
+
+
+@pytest.mark.parametrize("policy", [None, {"kind": "ratio", "ratio": 0.5}])
+def test_other_policies_plan_no_run(policy):
+    job = Job(policy=policy)
+    with pytest.raises(ConfigError, match="'memory_target' or 'auto', got "):
+        plan_run(job.manager, job.step, RUN, policy=job.policy)
+    assert job.num_steps == 0
+
+
+def test_what_no_group_saves_counts_in_the_prediction():
+    job = Job().warmed_up()
+    with profile_step(job.manager, run=RUN, moves=False) as recorded:
+        job.step()
+    policy = make_config(policy={"kind": "auto", "most_slowdown_percent": 0.0}).policy
+    schedule = make_schedule("1f1b", 1, 6)
+    peaks = []
+    for weights_bytes in (0, 64 * 1024 * KIB):
+        memory = tuple(
+            sample._replace(
+                allocated_bytes=sample.allocated_bytes + weights_bytes,
+                reserved_bytes=sample.reserved_bytes + weights_bytes,
+                peak_bytes=sample.peak_bytes + weights_bytes,
+            )
+            for sample in recorded.profile.memory
+        )
+        profile = replace(recorded.profile, memory=memory)
+        plan = RunPlanner([profile], policy, schedule).plan()
+        peaks.append(plan.ranks[0].predicted_peak_bytes)
+    segment_bytes = 2 * 1024 * KIB
+    assert peaks[1] - peaks[0] == pytest.approx(64 * 1024 * KIB, abs=segment_bytes)
+
+
+def test_the_first_profile_of_each_pipeline_rank_counts():
+    job = Job().warmed_up()
+    with profile_step(job.manager, run=RUN, moves=False) as recorded:
+        job.step()
+    text = profile_to_json(recorded.profile)
+    policy = make_config(policy=TARGET).policy
+    bandwidths = Bandwidths(machine=policy.machine, gpus_per_rank=1, origin="a guess")
+    alone, twice = (
+        joint_planning._planner_of(texts, policy, bandwidths, None).plan()
+        for texts in ([text], [text] * 2)
+    )
+    assert alone == twice
+
+
+def test_a_rank_that_would_follow_the_part_of_another_is_refused():
+    job = Job(policy=TARGET).warmed_up()
+    with pytest.raises(ConfigError, match="rank 0: its profile is of pipeline rank 1, and its gro"):
+        plan_run(
+            job.manager,
+            job.step,
+            RunShape(num_microbatches=6, pp_rank=1, pp_size=2),
+            policy=job.policy,
+        )
+    job.step()
+
+
+# Bandwidths.
+
+
+class GpuJob(Job):
+    """The same on a device that passes for a GPU."""
+
+    def __init__(self, gbps, **settings):
+        super().__init__(**settings)
+        config = self.manager.config
+        self.manager = PipelineOffloadManager(config, backend=FakeGpu(gbps))
+        self.manager.meter = LiveActivationMeter(self.model.parameters())
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Measure quickly, and keep what was measured in the test's folder."""
+    copy_little(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "megatron-offload"
+
+
+def agreed(job, **keys):
+    policy = make_config(policy={**UNSET, **keys}).policy
+    return agree_on_bandwidths(job.manager, policy)
+
+
+def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
+    policies = []
+
+    def make(profiles, policy, schedule):
+        policies.append(policy)
+        return RunPlanner(profiles, policy, schedule)
+
+    monkeypatch.setattr(joint_planning, "RunPlanner", make)
+    job = GpuJob(3.0, policy=UNSET).warmed_up()
+    plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
+    (path,) = cache.iterdir()
+    assert plan.bandwidths == f"measured now, one GPU, kept in {path}"
+    (policy,) = policies
+    machine = resources_of(policy).machine
+    assert (machine.d2h_gbps, machine.h2d_gbps) == (pytest.approx(3), pytest.approx(6))
+    assert (machine.node_d2h_gbps, machine.ranks_per_node) == (None, 1)
+    assert plan.ranks[0].moved_bytes > 0
+    job.step()
+
+
+def test_what_is_kept_is_not_measured_again(cache):
+    first, later = GpuJob(3.0), GpuJob(20.0)
+    measured = agreed(first)
+    assert measured.machine.d2h_gbps == pytest.approx(3)
+    assert measured.machine.node_gbps == pytest.approx(9)
+    assert measured.machine.ranks_per_node == 1
+    kept = agreed(later)
+    assert later.manager.backend.num_copies == 0
+    assert kept.machine == measured.machine
+    (path,) = cache.iterdir()
+    today = datetime.now(UTC)
+    assert kept.origin in [
+        f"measured {day:%Y-%m-%d}, one GPU, kept in {path}" for day in (today, today - DAY)
+    ]
+
+
+def test_several_gpus_of_a_rank_are_told_to_whoever_plans(cache):
+    assert agreed(GpuJob(3.0), gpus_per_rank=4).gpus_per_rank == 4
+
+
+@pytest.mark.parametrize(
+    ("machine", "d2h_gbps", "origin"),
+    [
+        ("default", Machine().d2h_gbps, DEFAULTS),
+        ({}, Machine().d2h_gbps, DEFAULTS),
+        (FAST, 1.0, "the policy's section 'machine'"),
+    ],
+)
+def test_a_section_machine_wins_and_nothing_is_measured(cache, machine, d2h_gbps, origin):
+    job = GpuJob(3.0)
+    found = agreed(job, machine=machine)
+    assert (found.machine.d2h_gbps, found.origin) == (d2h_gbps, origin)
+    assert job.manager.backend.num_copies == 0
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("setting", ["pin_memory", "copy_streams"])
+def test_copies_that_are_slow_on_purpose_are_not_measured(cache, caplog, setting):
+    job = GpuJob(3.0, **{setting: False})
+    found = agreed(job)
+    assert found.machine == MachineConfig()
+    assert found.origin == f"{DEFAULTS}; measuring failed: it needs copy_streams and pin_memory"
+    assert found.origin in caplog.text
+    assert job.manager.backend.num_copies == 0
+    assert not cache.exists()
+
+
+def test_a_measurement_that_fails_leaves_the_defaults_and_says_so(cache, caplog):
+    job = GpuJob(3.0, policy=UNSET).warmed_up()
+    job.manager.backend.pins = False
+    plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
+    assert plan.bandwidths.startswith(f"{DEFAULTS}; measuring failed: rank 0: ")
+    assert plan.bandwidths.endswith("pinning failed: out of memory")
+    assert plan.bandwidths in caplog.text
+    assert plan.ranks[0].moved_bytes > 0
+    assert not cache.exists()
+    job.step()
+
+
+def test_a_profile_that_is_not_kept_is_said_in_the_plan(cache):
+    cache.write_text("in the way")
+    found = agreed(GpuJob(3.0))
+    assert found.machine.d2h_gbps == pytest.approx(3)
+    assert found.origin == "measured now, one GPU, not kept"
+
+
+def test_the_simulated_device_counts_as_it_says_it_is(cache):
+    job = Job(policy=UNSET).warmed_up()
+    plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
+    assert plan.bandwidths == "the simulated device's own"
+    simulated = job.manager.config.simulated
+    assert agreed(job).machine == simulated_machine(simulated)
+    assert simulated.d2h_gbps == 1.0
+    assert not cache.exists()
+
+
+def test_bandwidths_that_are_given_are_taken():
+    job = Job(policy=UNSET).warmed_up()
+    with profile_step(job.manager, run=RUN, moves=False) as recorded:
+        job.step()
+    given = Bandwidths(machine=MachineConfig(), gpus_per_rank=1, origin="a guess")
+    plan = JointPlanner(job.manager, recorded.profile, job.policy, bandwidths=given).follow()
+    assert plan.bandwidths == "a guess"
+
+
+def test_auto_predicts_with_all_gpus_of_a_rank():
+    model = ModelDescription(
+        layers=4,
+        hidden=1024,
+        ffn=4096,
+        heads=8,
+        vocabulary=1000,
+        sequence=1024,
+        num_microbatches=4,
+        peak_tflops=50,
+        achieved_share=1,
+        memory_gbps=1000,
+    )
+    profiles = profiles_of(job_from_model(model))
+    schedule = make_schedule("1f1b", 1, 4)
+    one, four = (
+        RunPlanner(profiles, AutoConfig(**ANY_COST, gpus_per_rank=number), schedule).plan().ranks[0]
+        for number in (1, 4)
+    )
+    assert one.moved_bytes == four.moved_bytes > 0
+    assert four.predicted_step_us > 1.05 * one.predicted_step_us

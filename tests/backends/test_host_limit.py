@@ -1,0 +1,283 @@
+"""How much may be pinned where nobody said, read off made-up machines."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from megatron_offload.backends.host_limit import default_cap_bytes
+from megatron_offload.errors import ConfigError
+
+KIB = 1024
+FREE = 2000 * KIB
+V1_NO_LIMIT = 9223372036854771712
+
+V2_MOUNT = "35 24 0:30 {shown} {mount} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1_MOUNT = "36 31 0:32 {shown} {mount} rw,relatime - cgroup cgroup rw,memory\n"
+V1_CPU_MOUNT = "37 31 0:33 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n"
+
+
+class Machine:
+    """A file tree of what the kernel says, with 2000 KiB of memory free."""
+
+    def __init__(self, root):
+        self.root = root
+        self.write("proc/meminfo", "MemTotal:  4000 kB\nMemFree: 9 kB\nMemAvailable:   2000 kB\n")
+
+    def write(self, path, text):
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+
+    def use_v2(self, group="/", shown="/", mount="/sys/fs/cgroup"):
+        self.write("proc/self/cgroup", f"0::{group}\n")
+        self.write("proc/self/mountinfo", V2_MOUNT.format(shown=shown, mount=mount))
+
+    def use_v1(self, group="/", shown="/", mount="/sys/fs/cgroup/memory"):
+        self.write("proc/self/cgroup", f"5:cpu,cpuacct:/other\n4:memory:{group}\n0::/\n")
+        self.write("proc/self/mountinfo", V1_CPU_MOUNT + V1_MOUNT.format(shown=shown, mount=mount))
+
+    def limit_v2(self, group, limit, used=0, cached=0, high="max"):
+        folder = f"sys/fs/cgroup/{group}"
+        self.write(f"{folder}/memory.max", f"{limit}\n")
+        self.write(f"{folder}/memory.high", f"{high}\n")
+        self.write(f"{folder}/memory.current", f"{used}\n")
+        self.write(f"{folder}/memory.stat", f"anon 1\ninactive_file {cached}\nslab 2\n")
+
+    def limit_v1(self, group, limit, used=0, cached=0):
+        folder = f"sys/fs/cgroup/memory/{group}"
+        self.write(f"{folder}/memory.limit_in_bytes", f"{limit}\n")
+        self.write(f"{folder}/memory.usage_in_bytes", f"{used}\n")
+        self.write(
+            f"{folder}/memory.stat", f"inactive_file 7\ntotal_inactive_file {cached}\ntotal_rss 3\n"
+        )
+
+    def free(self):
+        """Return what is found to be free, in bytes."""
+        return default_cap_bytes(1.0, {}, root=self.root)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+# Shares.
+
+
+def test_half_of_what_is_free_is_the_default(machine):
+    assert default_cap_bytes(environ={}, root=machine.root) == FREE // 2
+
+
+def test_local_ranks_divide_the_share(machine):
+    for share, ranks in [(0.5, 4), (1.0, 1), (0.25, 2)]:
+        environ = {"LOCAL_WORLD_SIZE": str(ranks)}
+        assert default_cap_bytes(share, environ, root=machine.root) == FREE * share // ranks
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "two", "", " 8", "8.0", "1_0", "²", "9" * 5000])
+def test_an_unreadable_local_world_size_is_an_error(machine, text):
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE must be an integer of 1 or more"):
+        default_cap_bytes(environ={"LOCAL_WORLD_SIZE": text}, root=machine.root)
+
+
+def test_a_machine_without_any_account_still_has_a_cap(tmp_path):
+    assert default_cap_bytes(environ={}, root=tmp_path) > 0
+
+
+def test_this_machine_s_accounts_leave_at_most_its_memory():
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 <= default_cap_bytes(1.0, {}) <= total
+
+
+# Version 2.
+
+
+def test_a_group_s_limit_counts_without_its_page_cache(machine):
+    machine.use_v2("/job")
+    machine.limit_v2("job", 1_000_000, used=700_000)
+    assert machine.free() == 300_000
+    machine.limit_v2("job", 1_000_000, used=700_000, cached=100_000)
+    assert machine.free() == 400_000
+    machine.limit_v2("job", 1_000_000, used=700_000, cached=900_000)
+    assert machine.free() == 1_000_000, "a cache larger than all that is used is out of date"
+
+
+def test_a_group_without_limit_changes_nothing(machine):
+    machine.use_v2("/job")
+    machine.limit_v2("job", "max", used=700_000)
+    assert machine.free() == FREE
+
+
+def test_a_group_over_its_limit_leaves_nothing(machine):
+    machine.use_v2("/job")
+    machine.limit_v2("job", 100, used=200)
+    assert machine.free() == 0
+
+
+@pytest.mark.parametrize("tight", ["a", "a/b", "a/b/c"])
+def test_the_tightest_of_a_group_and_those_above_it_counts(machine, tight):
+    machine.use_v2("/a/b/c")
+    for group in ("a", "a/b", "a/b/c"):
+        machine.limit_v2(group, 600_000 if group == tight else 900_000, used=100_000)
+    machine.limit_v2("a/b/c/below", 1)
+    machine.limit_v2("beside", 1)
+    assert machine.free() == 500_000
+
+
+def test_what_slows_a_group_down_counts_as_its_limit(machine):
+    machine.use_v2("/job")
+    machine.limit_v2("job", 900_000, used=100_000, high=300_000)
+    assert machine.free() == 200_000
+    machine.limit_v2("job", "max", used=100_000, high=300_000)
+    assert machine.free() == 200_000
+
+
+def test_a_container_s_own_mount_is_the_top(machine):
+    machine.use_v2("/")
+    machine.limit_v2("", 400_000)
+    assert machine.free() == 400_000
+
+
+def test_a_mount_that_shows_a_part_of_the_hierarchy_is_entered_from_there(machine):
+    machine.use_v2("/pods/job/worker", shown="/pods/job")
+    machine.limit_v2("worker", 300_000)
+    machine.limit_v2("pods/job/worker", 1)
+    assert machine.free() == 300_000
+    machine.limit_v2("", 200_000)
+    assert machine.free() == 200_000
+
+
+@pytest.mark.parametrize("group", ["/../outside", "/elsewhere"])
+def test_a_group_outside_of_the_mount_has_the_mount_s_limit(machine, group):
+    machine.use_v2(group, shown="/" if ".." in group else "/pods")
+    machine.limit_v2("", 400_000)
+    assert machine.free() == 400_000
+
+
+def test_a_mount_may_lie_anywhere_and_have_a_space_in_its_name(machine):
+    machine.use_v2("/job", mount=r"/mnt/my\040groups")
+    machine.write("mnt/my groups/job/memory.max", "500000")
+    assert machine.free() == 500_000, "with no account of what is used"
+
+
+def test_without_a_list_of_mounts_the_usual_places_are_tried(machine):
+    machine.write("proc/self/cgroup", "0::/job\n")
+    machine.limit_v2("job", 500_000)
+    assert machine.free() == 500_000
+    machine.write("proc/self/cgroup", "3:memory:/job\n")
+    assert machine.free() == FREE
+    machine.limit_v1("job", 600_000)
+    assert machine.free() == 600_000
+
+
+# Version 1, and both.
+
+
+def test_version_1_counts_its_limit_usage_and_whole_page_cache(machine):
+    machine.use_v1("/a/b")
+    machine.limit_v1("a/b", 1_000_000, used=700_000, cached=100_000)
+    machine.limit_v1("a", 2_000_000)
+    machine.limit_v1("", V1_NO_LIMIT, used=10**12)
+    machine.write("sys/fs/cgroup/cpu/a/memory.limit_in_bytes", "1")
+    assert machine.free() == 400_000
+    machine.limit_v1("a", 300_000, used=100_000)
+    assert machine.free() == 200_000
+
+
+def test_version_1_says_no_limit_by_a_huge_number(machine):
+    machine.use_v1("/a")
+    for group in ("", "a"):
+        machine.limit_v1(group, V1_NO_LIMIT, used=10**9)
+    assert machine.free() == FREE
+
+
+def test_version_1_in_a_container_without_a_namespace_is_found(machine):
+    machine.use_v1("/docker/abc", shown="/docker/abc")
+    machine.limit_v1("", 250_000)
+    assert machine.free() == 250_000
+
+
+def test_with_both_versions_mounted_the_one_with_the_limit_counts(machine):
+    machine.write("proc/self/cgroup", "4:memory:/job\n1:name=systemd:/x\n0::/job\n")
+    machine.write(
+        "proc/self/mountinfo",
+        V1_MOUNT.format(shown="/", mount="/sys/fs/cgroup/memory")
+        + V2_MOUNT.format(shown="/", mount="/sys/fs/cgroup/unified"),
+    )
+    machine.limit_v1("job", 700_000)
+    machine.write("sys/fs/cgroup/unified/job/cgroup.procs", "1")
+    assert machine.free() == 700_000
+    machine.write("sys/fs/cgroup/unified/job/memory.max", "600000")
+    assert machine.free() == 600_000
+
+
+# What makes no sense.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "max", "-5", "5.5", "0x10", "1e3", "²", "9" * 30, "9" * 100_000, "5 5", "a\n5"),
+        *(b"\xff\xfe", b"\0\0", b"5" + b"\0" * 10, b"\n" * (5 * 1024**2)),
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+@pytest.mark.parametrize("use", ["v1", "v2"])
+def test_a_limit_that_is_no_number_is_none(machine, text, use):
+    getattr(machine, f"use_{use}")("/job")
+    machine.limit_v1("job", V1_NO_LIMIT)
+    machine.limit_v2("job", "max")
+    machine.write("sys/fs/cgroup/job/memory.max", text)
+    machine.write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", text)
+    assert machine.free() == FREE
+
+
+def test_a_limit_counts_where_its_usage_makes_no_sense(machine):
+    machine.use_v2("/job")
+    machine.limit_v2("job", 500_000, used="much", cached="-1")
+    assert machine.free() == 500_000
+
+
+def test_an_account_that_is_a_pipe_or_a_folder_is_absent(machine):
+    machine.use_v2("/job")
+    (machine.root / "sys/fs/cgroup/job/memory.max").mkdir(parents=True)
+    os.mkfifo(machine.root / "sys/fs/cgroup/job/memory.high")
+    assert machine.free() == FREE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", ":", "::", "0:", "0::", "0::job", "x::/job", "0:memory", "\n\n", "memory:/job"),
+        *(
+            "0::" + "/.." * 100,
+            "0::/" + "a/" * 5000,
+            "4:memory:/\x00",
+            b"\xff\xfe:",
+            "0::/job\\040",
+        ),
+    ],
+)
+def test_a_list_of_groups_that_makes_no_sense_is_survived(machine, text):
+    machine.use_v2("/job")
+    machine.write("proc/self/cgroup", text)
+    assert machine.free() == FREE
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_broken_accounts_never_break_the_start(machine, seed):
+    rng = random.Random(seed)
+    machine.use_v2("/a/b") if seed % 2 else machine.use_v1("/a/b")
+    machine.limit_v2("a/b", 500_000, used=100_000)
+    machine.limit_v1("a/b", 500_000, used=100_000)
+    for path in sorted(machine.root.rglob("*")):
+        if path.is_file() and rng.random() < 0.5:
+            content = bytearray(path.read_bytes())
+            for _ in range(rng.randint(1, 8)):
+                if content:
+                    content[rng.randrange(len(content))] = rng.randrange(256)
+            path.write_bytes(content[: rng.randint(0, len(content))])
+    assert default_cap_bytes(1.0, {}, root=machine.root) >= 0

@@ -1,0 +1,428 @@
+"""The pure parts of benchmarks/bench_peers.py: arguments, order, rows, R, table, and what fails."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench_peers
+import bench_peers_link
+from bench_peers_link import gbps_of, link_shares, overlap_us
+from bench_peers_modes import MODES, PeakWatch
+from bench_peers_table import COUNTERS, HEAD, is_bitwise, last_loss, returned, rows, table
+from programs import KIB, make_manager, make_model, one_forward_one_backward, run_step
+
+from megatron_offload.backends import cuda
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.config import SimulatedConfig
+from megatron_offload.core.trace import Span
+
+GIB = 2**30
+
+
+def parse(*arguments):
+    return bench_peers.parse_arguments([*arguments, "--output", "out"])
+
+
+def entry(rank, step_ms=100.0, allocated=30 * GIB, reserved=32 * GIB, held=0, **more):
+    return {
+        "rank": rank,
+        "step_ms": step_ms,
+        "losses": [None, None] if rank == 0 else [(1.5).hex(), (1.25).hex()],
+        "gradient_hashes": ["aa", "bb"],
+        "peak_allocated_bytes": allocated,
+        "peak_reserved_bytes": reserved,
+        "overall_peak_allocated_bytes": allocated,
+        "overall_peak_reserved_bytes": reserved,
+        "pinned_bytes": held,
+        "torch_pinned_bytes": None,
+        "held_bytes": held,
+        "d2h_bytes": held,
+        "h2d_bytes": held,
+        "device": "a device",
+        "versions": {"torch": "2"},
+        **more,
+    }
+
+
+def record(mode, *ranks, repetition=0):
+    run = {"mode": mode, "repetition": repetition, "status": "ok", "error": None}
+    return run | {"ranks": list(ranks)}
+
+
+def failed(mode, status, error, repetition=0):
+    return {"mode": mode, "repetition": repetition, "status": status, "error": error}
+
+
+def report_of(runs):
+    return {"date": "today", "command": "this", "shape": "c", "runs": runs, "rows": rows(runs)}
+
+
+def test_shape_c_is_a_pipeline_over_four_gpus():
+    sizes = parse("--shape", "c").sizes
+    expected = {"layers": 16, "hidden": 8192, "seq": 4096, "mbs": 1, "microbatches": 8}
+    expected |= {"pp": 4, "vpp": 2, "vocabulary": 32000, "dtype": "bf16", "heads": 64}
+    assert expected.items() <= sizes.items()
+    assert (sizes["normalization"], sizes["positions"]) == ("RMSNorm", "rope")
+
+
+def test_in_shape_d_copies_take_several_times_as_long_as_compute():
+    sizes = parse("--shape", "d").sizes
+    copies_s = 2 * 32 * sizes["hidden"] / 50e9
+    compute_s = 72 * sizes["hidden"] ** 2 / 600e12
+    assert copies_s > 4 * compute_s
+    tokens = sizes["seq"] * sizes["mbs"]
+    assert 32 * sizes["hidden"] * tokens * sizes["layers"] == 16 * GIB
+    assert copies_s * tokens * sizes["layers"] * sizes["microbatches"] < 2
+
+
+def test_flags_replace_sizes():
+    options = parse("--shape", "bitwise", "--vpp", "4", "--dtype", "fp32", "--min-elements", "7")
+    assert (options.sizes["vpp"], options.sizes["dtype"]) == (4, "fp32")
+    assert parse("--shape", "a", "--positions", "none").sizes["positions"] == "none"
+    assert options.sizes["min_elements"] == 7
+    assert options.deterministic
+    assert bench_peers.SHAPES["bitwise"]["vpp"] == 2
+    assert not parse("--shape", "a").deterministic
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--shape", "c", "--modes", "nonsense"], "unknown mode 'nonsense'"),
+        (["--shape", "c", "--modes", "megatron:fraction=1"], "takes no setting"),
+        (["--shape", "c", "--modes", "ours-all:fraction"], "key=value"),
+        (["--shape", "c", "--modes", "none", "none"], "listed twice"),
+        (["--shape", "c", "--layers", "17"], "don't divide"),
+        (["--shape", "c", "--microbatches", "6"], "divisible by pp"),
+        (["--shape", "a", "--vpp", "2"], "vpp above 1"),
+        (["--shape", "a", "--hidden", "1000", "--heads", "7"], "no multiple"),
+        (["--shape", "a", "--steps", "0"], "--steps"),
+        (["--shape", "a", "--modes", "none", "ours-five:policy.kind=auto"], "needs --warmup 4"),
+    ],
+)
+def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert reason in capsys.readouterr().err
+
+
+def test_a_mode_carries_its_settings():
+    spec = bench_peers.read_mode("ours-all:max_inflight_bytes=1GiB,fraction=0.5")
+    assert spec["kind"] == "ours-all"
+    assert spec["modules"] == ["layer"]
+    assert spec["options"] == ["max_inflight_bytes=1GiB", "fraction=0.5"]
+    options = ["prefetch_bytes=3GiB|2GiB|1GiB", "fraction=0.5"]
+    assert [bench_peers.options_of_rank(options, rank) for rank in (0, 1, 3)] == [
+        ["prefetch_bytes=3GiB", "fraction=0.5"],
+        ["prefetch_bytes=2GiB", "fraction=0.5"],
+        ["prefetch_bytes=1GiB", "fraction=0.5"],
+    ]
+    assert bench_peers.read_mode("ours-five")["modules"] == list(bench_peers.FIVE)
+    assert bench_peers.read_mode("ours", ["mlp_act"])["modules"] == ["mlp_act"]
+    spec = bench_peers.read_mode("ours-whole:max_fwd_stash_size=3,prefetch_bytes=1GiB")
+    assert spec["arguments"] == {"max_fwd_stash_size": 3}
+    assert spec["options"] == ["prefetch_bytes=1GiB"]
+    spec = bench_peers.read_mode("ours:modules=mlp_fc1+mlp_act,fraction=0.5")
+    assert spec["modules"] == ["mlp_fc1", "mlp_act"]
+    assert spec["options"] == ["fraction=0.5"]
+
+
+def test_wrong_settings_of_this_package_end_before_anything_starts():
+    options = parse("--shape", "c", "--modes", "none", "ours-all:fracton=0.5")
+    with pytest.raises(SystemExit, match="fraction"):
+        bench_peers.check_settings(options)
+    options = parse("--shape", "c", "--modes", "megatron:modules=core_attn+mlp_act")
+    with pytest.raises(SystemExit, match="mlp_act"):
+        bench_peers.check_settings(options)
+    bench_peers.check_settings(parse("--shape", "c", "--modes", "ours-all:fraction=0.5"))
+
+
+def test_the_order_alternates():
+    assert bench_peers.order_of([1, 2, 3], 0) == [1, 2, 3]
+    assert bench_peers.order_of([1, 2, 3], 1) == [3, 2, 1]
+
+
+def test_environment_of_the_modes(monkeypatch):
+    for name in ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    options = parse("--shape", "bitwise", "--modes", "none", "megatron")
+    none, megatron = (bench_peers.worker_environment(options, spec) for spec in options.specs)
+    assert (none["NVTE_CPU_OFFLOAD_V1"], megatron["NVTE_CPU_OFFLOAD_V1"]) == ("0", "1")
+    assert none["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert none["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    assert none["NCCL_NVLS_ENABLE"] == "0"
+    assert none["WORLD_SIZE"] == "4"
+
+
+def test_r_is_the_drop_of_the_peak_over_what_the_host_holds():
+    assert returned(30, 26, 4) == 1.0
+    assert returned(30, 31, 4) == -0.25
+    assert returned(None, 26, 4) is None
+    assert returned(30, None, 4) is None
+    assert returned(30, 26, 0) is None
+    assert returned(30, 26, None) is None
+
+
+def test_rows_compare_with_none_of_the_same_repetition():
+    runs = [
+        record("none", entry(0, 100.0), entry(1, 90.0)),
+        record("ours-five", entry(0, 105.0, 28 * GIB, 31 * GIB, 2 * GIB), entry(1, 110.0)),
+        record("ours-five", entry(0, 240.0, 27 * GIB, 30 * GIB, 2 * GIB), entry(1), repetition=1),
+        record("none", entry(0, 200.0), entry(1, 190.0), repetition=1),
+    ]
+    none0, _, ours0, ours1 = rows(runs)
+    assert none0["ratio"] == 1.0
+    assert none0["r_allocated"] is None
+    assert ours0["ratio"] == pytest.approx((1.1 + 1.2) / 2)
+    assert ours0["step_ms"] == pytest.approx((110 + 240) / 2)
+    assert ours0["peak_allocated_bytes"] == 28 * GIB
+    assert ours0["r_allocated"] == 1.0
+    assert ours0["r_reserved"] == 0.5
+    assert ours0["loss"] == ours1["loss"] == (1.25).hex()
+    assert ours1["rank"] == 1
+    assert ours0["bitwise"]
+
+
+def test_r_at_the_peak_divides_by_what_lay_on_the_host_alone_then():
+    examined = entry(0, 105.0, 26 * GIB, 29 * GIB, held=8 * GIB, held_at_peak_bytes=5 * GIB)
+    runs = [record("none", entry(0)), record("ours-all", examined), record("trl", entry(0, held=1))]
+    none, ours, trl = rows(runs)
+    assert (ours["r_allocated"], ours["r_reserved"]) == (0.5, 0.375)
+    assert (ours["r_at_peak_allocated"], ours["r_at_peak_reserved"]) == (0.8, 0.6)
+    assert none["r_at_peak_allocated"] is None
+    assert trl["r_at_peak_reserved"] is None
+    columns = slice(HEAD.index("R alloc"), HEAD.index("R@ res") + 1)
+    lines = {line.split()[0]: line.split() for line in table(report_of(runs)).splitlines() if line}
+    assert lines["ours-all"][columns] == ["0.500", "0.375", "0.800", "0.600"]
+    assert lines["none"][columns] == ["-"] * 4
+
+
+def test_one_differing_step_is_not_bitwise():
+    none = record("none", entry(0), entry(1))
+    other = record("te", entry(0), entry(1, gradient_hashes=["xx", "bb"]))
+    assert is_bitwise(other, none, 0)
+    assert not is_bitwise(other, none, 1)
+    assert [row["bitwise"] for row in rows([none, other])] == [True, True, True, False]
+    assert last_loss(other) == (1.25).hex()
+
+
+def test_failures_are_rows_and_never_the_end():
+    runs = [
+        record("none", entry(0)),
+        failed("trl", "failed", "rank 0: not installed"),
+        failed("te", "timed out", "after 120 s"),
+    ]
+    found = rows(runs)
+    assert [row["mode"] for row in found] == ["none", "trl", "te"]
+    text = table(report_of(runs))
+    assert "trl: failed: rank 0: not installed" in text
+    assert "te: timed out: after 120 s" in text
+
+
+def test_rows_without_a_reference_have_no_ratio():
+    runs = [failed("none", "timed out", "after 1 s"), record("ours-all", entry(0, held=GIB))]
+    _, ours = rows(runs)
+    assert ours["ratio"] is None
+    assert ours["bitwise"] is None
+    assert ours["r_reserved"] is None
+    assert "ours-all" in table(report_of(runs))
+
+
+def test_the_table_shows_counters_and_every_column():
+    counters = dict.fromkeys(COUNTERS, 3)
+    runs = [record("none", entry(0)), record("ours-five", entry(0, 101.0, held=GIB, **counters))]
+    lines = table(report_of(runs)).splitlines()
+    head = next(line for line in lines if line.startswith("mode"))
+    assert all(name in head for name in HEAD)
+    ours = next(line for line in lines if line.startswith("ours-five"))
+    assert "+1.00%" in ours
+    assert " yes " in ours
+
+
+def test_files_are_complete_after_every_mode(tmp_path):
+    bench_peers.save(report_of([record("none", entry(0))]), tmp_path)
+    assert json.loads((tmp_path / "bench_peers.json").read_text())["rows"][0]["mode"] == "none"
+    assert {path.name for path in tmp_path.iterdir()} == {"bench_peers.json", "bench_peers.txt"}
+
+
+def test_the_profiles_of_a_mode_take_the_place_of_older_ones(tmp_path):
+    folder = tmp_path / "profiles" / "0_ours.0"
+    folder.mkdir(parents=True)
+    (folder / "profile_7.json").write_text("of more ranks")
+    new = tmp_path / "profile_0.json"
+    new.write_text("new")
+    bench_peers.keep_profiles([new], folder)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"profile_0.json": "new"}
+
+
+def run_script(tmp_path, monkeypatch, script, *arguments):
+    worker = tmp_path / "worker.py"
+    worker.write_text(script)
+    monkeypatch.setattr(bench_peers, "WORKER", worker)
+    monkeypatch.setattr(bench_peers, "GRACE_S", 0.2)
+    options = parse("--shape", "tiny", "--device", "cpu", "--modes", "none", *arguments)
+    options.output = tmp_path / "out"
+    return bench_peers.run_mode(options, options.specs[0], 0)
+
+
+def test_a_crash_is_a_record_with_its_last_line(tmp_path, monkeypatch):
+    script = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nsys.exit('boom')"
+    found = run_script(tmp_path, monkeypatch, script)
+    assert found["status"] == "failed"
+    assert found["error"] == "rank 1: boom"
+    assert found["seconds"] < 30
+
+
+def test_a_hang_is_a_record(tmp_path, monkeypatch):
+    found = run_script(tmp_path, monkeypatch, "import time; time.sleep(60)", "--timeout", "0.5")
+    assert found["status"] == "timed out"
+
+
+def test_modes_without_pipelines_are_left_out():
+    options = parse("--shape", "c", "--modes", "te")
+    found = bench_peers.run_mode(options, options.specs[0], 0)
+    assert found["status"] == "left out"
+
+
+def test_the_last_line_that_says_something():
+    assert bench_peers.last_line("a\n  b  \n\n") == "b"
+    assert bench_peers.last_line("") == "ended without a word"
+
+
+def test_our_steps_of_warm_up_do_not_count_as_held():
+    mode = MODES["ours"]({"modules": ["mlp_fc1"]})
+    stats = SimpleNamespace(peak_away_bytes=100)
+    mode.manager = SimpleNamespace(reset=lambda: None, last_step=stats)
+    mode.end_step()
+    assert mode.held_bytes == 100
+    mode.begin_measured()
+    for stats.peak_away_bytes in (60, 70, 50):
+        mode.end_step()
+    assert mode.held_bytes == 70
+
+
+def test_other_modes_steps_of_warm_up_do_not_count_as_held():
+    mode = MODES["trl"]({})
+    mode.count(100)
+    mode.begin_measured()
+    mode.count(70)
+    assert mode.held_bytes == 70
+
+    mode = MODES["save_on_cpu"]({"device": "cpu"})
+
+    def step(num_values):
+        x = torch.ones(num_values, requires_grad=True)
+        with mode.forward_context():
+            y = x.exp().sum()
+        y.backward()
+        mode.end_step()
+
+    step(100)
+    mode.begin_measured()
+    step(70)
+    assert (mode.held_bytes, mode.now_bytes) == (70 * 4, 0)
+
+
+def copy_span(stream, start_us, end_us, gbps):
+    num_bytes = round((end_us - start_us) * gbps * 1e3)
+    return Span(stream, stream, "g", start_us, end_us - start_us, num_bytes)
+
+
+LINK = {"d2h": 50.0, "h2d": 60.0, "both_d2h": 40.0, "both_h2d": 30.0}
+
+
+def test_copies_are_held_against_the_link_of_one_direction_or_of_both():
+    spans = [
+        Span("compute", "forward", "g", 0, 1000),
+        copy_span("d2h", 0, 100, 25),  # alone
+        copy_span("h2d", 400, 500, 60),  # alone
+        copy_span("d2h", 200, 300, 40),  # beside all of the next
+        copy_span("h2d", 200, 300, 15),
+    ]
+    assert link_shares(spans[:2], LINK) == {"d2h": 0.5, "h2d": None}
+    assert link_shares(spans[:3], LINK) == {"d2h": 0.5, "h2d": 1.0}
+    shares = link_shares(spans, LINK)
+    assert shares["d2h"] == pytest.approx((25 + 40) / (50 + 40))
+    assert shares["h2d"] == pytest.approx((60 + 15) / (60 + 30))
+    assert link_shares([], LINK) == {"d2h": None, "h2d": None}
+
+
+def test_a_copy_that_is_partly_beside_others_is_held_against_both():
+    spans = [
+        copy_span("d2h", 0, 100, 30),
+        copy_span("h2d", 30, 50, 1),
+        copy_span("h2d", 90, 200, 1),
+    ]
+    shares = link_shares(spans, LINK)
+    assert shares["d2h"] == pytest.approx(100 * 30 / (70 * 50 + 30 * 40))
+    assert shares["h2d"] == pytest.approx(130 * 1 / (100 * 60 + 30 * 30))
+
+
+def test_copies_at_the_links_speed_have_a_share_of_one():
+    both = [copy_span("d2h", 0, 100, 40), copy_span("h2d", 0, 100, 30)]
+    alone = [copy_span("d2h", 100, 150, 50), copy_span("h2d", 150, 160, 60)]
+    assert link_shares([*alone, *both], LINK) == pytest.approx({"d2h": 1.0, "h2d": 1.0})
+
+
+def test_overlap_of_two_streams():
+    assert overlap_us([(0, 10), (20, 30)], [(5, 25), (28, 40)]) == 5 + 5 + 2
+    assert overlap_us([(0, 10)], [(10, 20)]) == 0
+    assert overlap_us([], [(0, 1)]) == 0
+
+
+def test_the_link_of_both_directions_counts_while_both_copied():
+    assert gbps_of([[0, 1, 2]], 1000) == [1.0]
+    slow, quick = [0, 4, 8, 12, 16], [1, 2, 3, 4, 5]
+    assert gbps_of([slow, quick], 4000) == [1.0, 4.0]
+    assert gbps_of([[0, 8, 16], quick], 8000) == [1.0, 8.0]  # its first copy took longer
+
+
+def test_the_link_is_measured_each_way_alone_and_both_ways_at_once(monkeypatch):
+    device = SimulatedConfig(d2h_gbps=20, h2d_gbps=10, check_hazards=False)
+    monkeypatch.setattr(cuda, "CudaBackend", lambda: SimulatedBackend(device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(bench_peers_link, "BLOCK_BYTES", 4096)
+    found = bench_peers_link.measure_link()
+    # The simulated link is as quick both ways at once as alone.
+    expected = {"d2h": 20, "h2d": 10, "both_d2h": 20, "both_h2d": 10}
+    assert found == pytest.approx(expected)
+
+
+def test_the_table_shows_the_link_where_it_was_measured():
+    link = {"link_gbps": LINK}
+    examined = entry(0, held=GIB, **link, gbps={"d2h": 45.0, "h2d": None})
+    examined["link_share"] = {"d2h": 0.9, "h2d": None}
+    text = table(report_of([record("none", entry(0, **link)), record("ours-all", examined)]))
+    last = [line.split() for line in text.splitlines()[-2:]]
+    assert last[0] == ["none", "0", "50.00", "60.00", "40.00", "30.00", *"----"]
+    assert last[1] == ["ours-all", "0", "50.00", "60.00", "40.00", "30.00", "45.00", "90.0%", *"--"]
+    assert "GB/s" not in table(report_of([record("none", entry(0))]))
+
+
+@pytest.mark.parametrize("number", [1, 7, 12, 20])
+def test_what_was_held_when_the_peak_came_by(number):
+    order = one_forward_one_backward(4, depth=2)
+    model = make_model()
+    manager = make_manager(max_inflight_bytes=8 * KIB, prefetch_bytes=8 * KIB)
+    run_step(model, manager, order)
+    released, advance = [0], manager.prefetcher.advance
+
+    def advance_and_count():
+        advance()
+        blocks = {id(b): b for group in manager.prefetcher.groups() for b in group.blocks()}
+        alone = [b.num_bytes for b in blocks.values() if b.host is not None and b.released]
+        released.append(sum(alone))
+
+    manager.prefetcher.advance = advance_and_count
+    with PeakWatch(manager, lambda: 1 + (len(released) > number)) as watch:
+        run_step(model, manager, order)
+    assert manager.prefetcher.advance is advance_and_count
+    assert max(released) > 0
+    assert watch.held_bytes == released[number]

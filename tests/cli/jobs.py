@@ -1,0 +1,103 @@
+"""Small jobs for the tests of commands: a described model, and the profiles that a run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_offload.planning.description import load_description
+from megatron_offload.planning.predict import profiles_of
+from megatron_offload.planning.profile_file import save_profile
+
+ROOT = Path(__file__).parent.parent.parent
+
+SMALL = """\
+model:
+  layers: 4
+  hidden: 1024
+  ffn: 4096
+  heads: 8
+  vocabulary: 1000
+  sequence: 1024
+  num_microbatches: 4
+  pipeline_parallel: 2
+  peak_tflops: 100.0
+  achieved_share: 0.5
+  memory_gbps: 1000.0
+machine:
+  ranks_per_node: 2
+"""
+
+MODULES = "[qkv_linear, core_attn, attn_proj, mlp_fc1, mlp_act, mlp_fc2]"
+"""Of a configuration: some of the groups of `SMALL`."""
+
+RATES = {
+    "d2h_gbps": 50.0,
+    "h2d_gbps": 54.0,
+    "both_d2h_gbps": 45.0,
+    "both_h2d_gbps": 44.0,
+    "node_d2h_gbps": 20.0,
+    "node_h2d_gbps": 30.0,
+}
+
+
+def described(folder, text=SMALL):
+    """Write a description; return its path."""
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+def ran(folder, text=SMALL):
+    """Write the profiles that a run of the described job would leave; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = load_description(described(folder, text)).job()
+    for profile in profiles_of(job):
+        save_profile(profile, folder / f"profile_{profile.run.rank}.json")
+    return folder
+
+
+def measured(folder, num_gpus=8):
+    """Write what the doctor would of a machine; return the file's path."""
+    gpu = {"name": "some GPU", "pci_address": None}
+    identity = {
+        "host_hash": "x",
+        "kernel": "x",
+        "gpus": [gpu] * num_gpus,
+        "driver_version": None,
+        "cuda_version": None,
+        "torch_version": "2.13",
+    }
+    profile = {
+        "version": 1,
+        "identity": identity,
+        "measured_at": "2026-11-21T00:00:00Z",
+        "gpus": [{"rates": RATES, "pci": None}] * num_gpus,
+    }
+    path = folder / "doctor.json"
+    path.write_text(json.dumps({"format": 1, "findings": [], "profile": profile}))
+    return path
+
+
+def run_without(words, *absent):
+    """Run the command where some modules can't be imported; return its status and output."""
+    program = (
+        "import sys\n"
+        "from megatron_offload.cli.main import main\n"
+        f"sys.modules.update(dict.fromkeys({absent!r}))\n"
+        f"status = main({[str(word) for word in words]!r})\n"
+        f"print('imported:', *(n for n in ('torch', 'megatron.core') if sys.modules.get(n)))\n"
+        "sys.exit(status)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+    return done.returncode, done.stdout, done.stderr

@@ -1,0 +1,108 @@
+"""Each command's help is enough to use it, and nothing is imported for another command."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+from jobs import run_without
+
+from megatron_offload.cli.main import COMMANDS, main
+
+WRITES = {
+    "train": ["run.output", "steps.jsonl"],
+    "compare": ["compare.json", "report.html", "plan.json"],
+    "plan": ["profile_<rank>.json", "plan.json", "tradeoff.json", "--device-target", "--max-cost"],
+    "simulate": ["--plan", "--trace", "--png", "perfetto"],
+    "report": ["report.html", "tradeoff.json"],
+    "doctor": ["--output", "cache"],
+    "trace": ["trace_<rank>.json", "trace.json", "perfetto"],
+}
+
+
+def help_of(capsys, *words):
+    with pytest.raises(SystemExit) as exit_error:
+        main([*words, "--help"])
+    assert exit_error.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_list_of_commands_says_what_each_does(capsys):
+    text = help_of(capsys)
+    for name, (_, summary) in COMMANDS.items():
+        assert re.search(rf"^    {name} +{summary[:30]}", text, re.MULTILINE)
+    assert "2 bad input" in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_is_read_and_written_how_it_ends_and_an_example(name, capsys):
+    text = help_of(capsys, name)
+    assert text.startswith(f"usage: megatron-offload {name} ")
+    for line in ("reads    ", "prints   ", "writes   ", "exit status: 0 ", "example: "):
+        assert re.search(rf"^{line}", text, re.MULTILINE), line
+    assert "2 bad input" in text
+    for word in WRITES[name]:
+        assert word in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_flags_that_the_help_names_exist(name, capsys):
+    module = importlib.import_module(f"megatron_offload.{COMMANDS[name][0]}")
+    text = help_of(capsys, name)
+    own = text[text.index("options:") :]
+    example = module.ABOUT[module.ABOUT.index("example:") :]
+    for flag in re.findall(r"--[a-z][a-z-]+", example):
+        assert flag in own
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("plann",), "invalid choice: 'plann'"),
+        (("report",), "required: folder"),
+        (("trace", "x", "--pmg", "y"), "unrecognized arguments: --pmg y"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words, expected, capsys):
+    with pytest.raises(SystemExit) as exit_error:
+        main(words)
+    assert exit_error.value.code == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["report", "trace"])
+def test_folders_that_aren_t_there_are_status_2(name, capsys):
+    assert main([name, "/nowhere"]) == 2
+    assert "there is no folder /nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "compare"])
+def test_bad_input_is_found_without_torch(name):
+    status, printed, error = run_without([name, "--set", "model.layrs=4"], "torch")
+    assert status == 2
+    assert "did you mean 'layers'" in error
+    assert printed == "imported:\n"
+
+
+@pytest.mark.parametrize("module", ["megatron_offload.report.console", "megatron_offload.config"])
+def test_an_interrupt_while_it_starts_is_one_line(module):
+    program = (
+        "import sys\n"
+        "from megatron_offload.cli.main import main\n"
+        f"assert {module!r} not in sys.modules\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.exit(main(['plan', '--model', 'x']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (130, "megatron-offload: interrupted\n")

@@ -1,0 +1,168 @@
+"""What the command prints, writes and returns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from megatron_offload.cli import doctor
+from megatron_offload.cli.doctor import findings_table, sync_table
+from megatron_offload.errors import ConfigError
+from megatron_offload.machine.examine import Examination
+from megatron_offload.machine.finding import Finding
+from megatron_offload.machine.host_syncs import HostSync, HostSyncs
+from megatron_offload.machine.profile import (
+    CopyRates,
+    GpuIdentity,
+    GpuProfile,
+    MachineIdentity,
+    MachineProfile,
+)
+from megatron_offload.report.console import console
+
+FINE = Finding("ok", "swap", "0.0 GiB in use")
+MARKUP = Finding("warning", "[red]title[/red]", "found [bold]'\\x1b'", "[/nonsense] do it")
+RATES = CopyRates(
+    **dict(zip(CopyRates.model_fields, (55.12, 54.0, 51.0, 50.0, 25.6, 25.5), strict=True))
+)
+PROFILE = MachineProfile(
+    identity=MachineIdentity(
+        host_hash="0",
+        kernel="6.1",
+        gpus=(GpuIdentity(name="NVIDIA H200", pci_address=None),),
+        driver_version=None,
+        cuda_version="13.0",
+        torch_version="2.13.0",
+    ),
+    measured_at=datetime(2026, 11, 21, 12, 30, tzinfo=UTC),
+    gpus=(GpuProfile(rates=RATES, pci=None),),
+)
+
+
+def options_of(*words):
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(doctor, "examine", machine.examine)
+    monkeypatch.setenv("COLUMNS", "160")
+    return machine
+
+
+class Machine:
+    def __init__(self):
+        self.examination = Examination((FINE, MARKUP), PROFILE)
+        self.asked = []
+
+    def examine(self, *, bandwidth):
+        self.asked.append(bandwidth)
+        return self.examination
+
+
+def show(table):
+    out = console()
+    with out.capture() as capture:
+        out.print(table)
+    return capture.get()
+
+
+def test_tables_show_every_finding_and_every_rate(machine, capsys):
+    assert doctor.run(options_of()) == 0
+    shown = capsys.readouterr().out
+    for finding in (FINE, MARKUP):
+        assert finding.title in shown
+        assert finding.found in shown
+        assert finding.advice in shown
+    for rate in ("55.1", "54.0", "51.0", "50.0", "25.6", "25.5"):
+        assert rate in shown
+    assert "measured 2026-11-21 12:30 UTC" in shown
+    assert machine.asked == [True]
+
+
+def test_without_rates_there_is_one_table(machine, capsys):
+    machine.examination = Examination((FINE,), None)
+    assert doctor.run(options_of("--no-bandwidth")) == 0
+    assert "GB/s" not in capsys.readouterr().out
+    assert machine.asked == [False]
+
+
+@pytest.mark.parametrize(
+    ("levels", "status"), [(["ok", "note", "warning"], 0), (["ok", "error"], 1), ([], 0)]
+)
+def test_the_status_is_1_for_an_error_alone(machine, levels, status):
+    findings = tuple(Finding(level, "title", "found") for level in levels)
+    machine.examination = Examination(findings, None)
+    assert doctor.run(options_of()) == status
+
+
+def test_json_holds_all_that_was_found(machine, capsys, tmp_path):
+    output = tmp_path / "doctor.json"
+    assert doctor.run(options_of("--json", "--output", str(output))) == 0
+    shown = capsys.readouterr().out
+    assert output.read_text() == shown
+    data = json.loads(shown)
+    assert data["format"] == 1
+    assert data["findings"][1] == {
+        "level": "warning",
+        "title": MARKUP.title,
+        "found": MARKUP.found,
+        "advice": MARKUP.advice,
+    }
+    assert MachineProfile.model_validate(data["profile"]) == PROFILE
+
+
+def test_json_without_rates_has_no_profile(machine, capsys):
+    machine.examination = Examination((FINE,), None)
+    doctor.run(options_of("--json"))
+    assert json.loads(capsys.readouterr().out)["profile"] is None
+
+
+def test_the_folder_of_an_output_is_made(machine, tmp_path):
+    output = tmp_path / "new" / "doctor.json"
+    doctor.run(options_of("--output", str(output)))
+    assert json.loads(output.read_text())["format"] == 1
+
+
+@pytest.mark.parametrize("path", ["", "file/doctor.json"])
+def test_an_output_that_can_t_be_is_refused_before_anything_is_measured(machine, tmp_path, path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--output .*(is a folder; name a file|is no folder)"):
+        doctor.run(options_of("--output", str(tmp_path / path)))
+    assert machine.asked == []
+
+
+def test_an_output_that_can_t_be_written_keeps_what_was_there(machine, tmp_path, monkeypatch):
+    output = tmp_path / "doctor.json"
+    output.write_text("old")
+
+    def fail(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(doctor, "replace_text", fail)
+    with pytest.raises(ConfigError, match=r"can't write .*: No space left on device"):
+        doctor.run(options_of("--output", str(output)))
+    assert output.read_text() == "old"
+
+
+def test_the_table_of_waits_shows_place_call_and_number():
+    syncs = HostSyncs(num_steps=4)
+    syncs.counts[HostSync("train[b].py", 12, "losses[i].item()", "CUDA operation")] = 6
+    syncs.counts[HostSync("", 0, "", "CUDA operation")] = 8
+    lines = [line for line in show(sync_table(syncs)).splitlines() if "CUDA operation" in line]
+    assert "no Python code" in lines[0]
+    assert lines[0].split("|")[4].strip() == "2"
+    assert "train[b].py:12" in lines[1]
+    assert "losses[i].item()" in lines[1]
+    assert lines[1].split("|")[4].strip() == "1.5"
+
+
+def test_a_table_of_nothing_is_still_a_table():
+    assert "This machine" in show(findings_table([]))
+    assert "Where the host waits" in show(sync_table(HostSyncs(1)))

@@ -1,0 +1,87 @@
+"""Files go only where they can be, and work that takes long says so."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_offload.cli.output import check_picture, check_place, progress, writing
+from megatron_offload.errors import ConfigError
+
+
+def test_a_file_that_couldn_t_be_written_is_refused(tmp_path):
+    check_place("--x", None)
+    check_place("--x", tmp_path / "new.json")
+    check_place("--x", tmp_path / "none" / "yet" / "new.json")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for wrong, words in ((tmp_path, "is a folder"), (tmp_path / "file" / "a" / "b", "no folder")):
+        with pytest.raises(ConfigError, match=f"--x {wrong}.*{words}"):
+            check_place("--x", wrong)
+
+
+def test_a_folder_without_the_right_to_write_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="can't be written into"):
+        check_place("--x", tmp_path / "new.json")
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.docx", "x"])
+def test_a_picture_ends_in_png(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"{name}: a PNG is drawn; name a file that ends in .png"):
+        check_picture("--png", tmp_path / name)
+    with pytest.raises(ConfigError, match="is a folder"):
+        check_picture("--png", tmp_path)
+
+
+def test_folders_are_made(tmp_path):
+    path = tmp_path / "a" / "b" / "c.json"
+    with writing(path):
+        path.write_text("x")
+    assert path.read_text() == "x"
+
+
+def test_what_the_system_refuses_is_a_user_s_error():
+    with pytest.raises(ConfigError, match="can't write x: No space left"), writing(Path("x")):
+        raise OSError(28, "No space left on device")
+
+
+def test_long_work_is_one_plain_line_outside_a_terminal(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress("planning", quiet_s=0.0) as say:
+        say("target 1 of 3")
+        deadline = time.monotonic() + 10
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert stream.getvalue() == "planning ...\n"
+
+
+def test_short_work_says_nothing(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress("planning"):
+        pass
+    assert stream.getvalue() == ""
+    with pytest.raises(KeyboardInterrupt), progress("planning"):
+        raise KeyboardInterrupt
+    assert stream.getvalue() == ""
+
+
+def test_in_a_terminal_long_work_says_how_far_it_is(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("planning", quiet_s=0.0) as say:
+        say("target 1 of 3")
+        deadline = time.monotonic() + 10
+        while "target 1 of 3" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert "planning: target 1 of 3" in stream.getvalue()

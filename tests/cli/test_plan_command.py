@@ -1,0 +1,515 @@
+"""The command ``plan``: it writes a plan of the job, and says of it what simulating says."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+from jobs import MODULES, RATES, measured, ran, run_without
+
+from megatron_offload.cli import plan as command
+from megatron_offload.cli.main import main
+from megatron_offload.cli.source import Source, has_profiles, load_model, load_run
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.policy_config import AutoConfig, MachineConfig, MemoryTargetConfig
+from megatron_offload.planning.auto import Prediction
+from megatron_offload.planning.bandwidths import Bandwidths, save_bandwidths
+from megatron_offload.planning.make_policy import resources_of
+from megatron_offload.planning.plan_file import load_plan
+from megatron_offload.planning.policy import RatioPolicy
+from megatron_offload.planning.predict import profiles_of
+from megatron_offload.planning.profile_file import load_profile, save_profile
+from megatron_offload.planning.simulate import simulate
+from megatron_offload.report.tradeoff import read_tradeoff
+
+pytest.importorskip("highspy")
+pytest.importorskip("simpy")
+
+pytestmark = pytest.mark.usefixtures("wide")
+
+
+def plan(*words):
+    return main(["plan", *map(str, words)])
+
+
+def test_a_plan_of_a_model_is_a_file_for_it(model, tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    assert plan("--model", model, "--ratio", 0.5, "--output", output) == 0
+    written = load_plan(output)
+    source = load_model(model)
+    for profile in source.profiles:
+        written.check(profile)
+    choices = RatioPolicy(0.5).make_plan(source.profiles)
+    assert [rank.choices for rank in written.ranks] == [rank.choices for rank in choices.ranks]
+    predicted = source.predict(written)
+    assert [rank.predicted_peak_bytes for rank in written.ranks] == list(predicted.peak_bytes)
+    assert written.ranks[0].predicted_step_us == predicted.step_us
+    printed = capsys.readouterr().out
+    assert "PREDICTED" in printed
+    assert "predicted by simulation, not measured" in printed
+    assert f"plan: {output}" in printed
+
+
+def test_the_curve_lies_beside_the_plan_with_the_plan_on_it(model, tmp_path):
+    output = tmp_path / "deep.json"
+    assert plan("--model", model, "--max-cost", "1%", "--output", output, "--curve", 3) == 0
+    curve = read_tradeoff(tmp_path / "tradeoff.json")
+    assert curve.memory == "reserved memory"
+    assert all(point.is_predicted for point in curve.points)
+    assert [point.label.split()[0] for point in curve.points] == [
+        *("no", "target", "target", "target", "the")
+    ]
+    first, *_, last = curve.points
+    assert [point.is_plan for point in curve.points] == [False] * 4 + [True]
+    highest = max(rank.peak_reserved_bytes for rank in simulate(load_model(model).job).ranks)
+    assert (first.peak_bytes, first.step_time_percent) == (highest, 0.0)
+    assert last.step_time_percent <= 1.0
+    assert last.peak_bytes < first.peak_bytes
+    lowest = min(curve.points, key=lambda point: point.peak_bytes)
+    assert lowest is curve.points[1]
+
+
+def test_no_curve_where_none_is_wanted(model, tmp_path):
+    assert plan("--model", model, "--ratio", 1, "--output", tmp_path / "p", "--curve", 0) == 0
+    assert not (tmp_path / "tradeoff.json").exists()
+
+
+def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
+    before = sorted(tmp_path.iterdir())
+    assert plan("--model", model, "--ratio", 0.5, "--curve", 0) == 0
+    assert sorted(tmp_path.iterdir()) == before
+    assert "nothing was written; --output" in capsys.readouterr().out
+
+
+def test_a_memory_target_is_kept_in_what_is_written(tmp_path, model):
+    without = load_model(model)
+    highest = max(map(without.peak_bytes, simulate(without.job).ranks))
+    target = highest - highest // 8
+    output = tmp_path / "plan.json"
+    assert plan("--model", model, "--device-target", target, "--output", output, "--curve", 0) == 0
+    written = load_plan(output)
+    assert written.policy == "memory_target"
+    assert written.ranks[0].moved_bytes > 0
+    assert max(rank.predicted_peak_bytes for rank in written.ranks) < target + 2 * 2**20
+
+
+def test_each_rank_may_have_a_target_of_its_own(model, tmp_path):
+    output = tmp_path / "plan.json"
+    words = ("--model", model, "--output", output, "--curve", 0)
+    assert plan(*words, "--device-target", "1TiB", "1TiB") == 0
+    assert all(rank.moved_bytes == 0 for rank in load_plan(output).ranks)
+    assert plan(*words, "--device-target", "1TiB", "1TiB", "1TiB") == 2
+
+
+def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    output.write_text("old")
+    assert plan("--model", model, "--device-target", "1MiB", "--output", output) == 1
+    error = capsys.readouterr().err
+    found = re.search(
+        r"can't be brought under 1.00 MiB: .* it still takes (\S+) MiB, (\S+) MiB more", error
+    )
+    least_mib, missing_mib = map(float, found.groups())
+    assert least_mib == pytest.approx(1 + missing_mib, abs=0.02)
+    assert output.read_text() == "old"
+
+
+def test_a_run_is_planned_from_its_profiles(tmp_path, model):
+    folder = ran(tmp_path / "run")
+    assert plan(folder, "--modules", "mlp_*", "--curve", 2) == 0
+    written = load_plan(folder / "plan.json")
+    for rank in written.ranks:
+        moved = {choice.name for choice in rank.choices if choice.moves}
+        assert moved == {"mlp_fc1", "mlp_act", "mlp_fc2"}
+    assert read_tradeoff(folder / "tradeoff.json").memory == "reserved memory"
+
+
+def test_a_run_has_the_peaks_that_were_measured(tmp_path, model):
+    measured_job, described_job = load_run(ran(tmp_path / "run")), load_model(model)
+    peaks = [
+        list(map(source.peak_bytes, simulate(source.job).ranks))
+        for source in (measured_job, described_job)
+    ]
+    assert peaks[0] == peaks[1]
+    steps = [simulate(source.job).step_us for source in (measured_job, described_job)]
+    assert steps[0] == pytest.approx(steps[1], rel=0.02)
+
+
+def test_of_a_comparison_the_run_with_offload_counts(tmp_path):
+    ran(tmp_path / "run" / "with_offload")
+    (tmp_path / "run" / "without_offload").mkdir()
+    assert has_profiles(tmp_path / "run")
+    assert plan(tmp_path / "run", "--ratio", 0.5, "--curve", 0) == 0
+    assert (tmp_path / "run" / "plan.json").exists()
+
+
+def test_replicas_count_once(tmp_path):
+    folder = ran(tmp_path / "run")
+    for rank in range(2):
+        profile = load_profile(folder / f"profile_{rank}.json")
+        run = profile.run._replace(rank=rank + 2)
+        save_profile(replace(profile, run=run), path_of(folder, rank + 2))
+    assert len(load_run(folder).profiles) == 2
+
+
+def test_replicas_of_a_pipeline_rank_have_the_same_groups(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    profile = load_profile(path_of(folder, 0))
+    other = profile.groups[0]._replace(name="other")
+    groups = (other, *profile.groups[1:])
+    replica = replace(profile, groups=groups, run=profile.run._replace(rank=2))
+    save_profile(replica, path_of(folder, 2))
+    assert plan(folder, "--ratio", 0.5) == 2
+    assert "profile_0.json are of the same pipeline rank" in capsys.readouterr().err
+
+
+def path_of(folder, rank):
+    return folder / f"profile_{rank}.json"
+
+
+def edited(folder, rank, edit):
+    path = path_of(folder, rank)
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda d: d["run"].update(num_microbatches=3), "different runs: num_microbatches 3 and 4"),
+        (lambda d: d["run"].update(versions={"torch": "1"}), "different runs: versions"),
+        (lambda d: d["run"].update(rank=7), "profile_1.json is of rank 7"),
+        (lambda d: d["run"].update(pp_rank=0), "same pipeline rank|one profile of each of 2"),
+        (lambda d: d.update(step_uss=1), "did you mean 'step_us'"),
+        (lambda d: d.update(times=[]), "holds no times"),
+        (lambda d: d.update(offloaded_bytes=5), "moved 5 bytes"),
+    ],
+)
+def test_profiles_that_don_t_belong_together_are_refused(tmp_path, capsys, edit, expected):
+    folder = ran(tmp_path / "run")
+    edited(folder, 1, edit)
+    assert plan(folder, "--ratio", 0.5) == 2
+    error = capsys.readouterr().err
+    assert re.search(expected, error)
+    assert error.count("\n") == 1
+    assert not (folder / "plan.json").exists()
+
+
+def test_a_missing_rank_is_named(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    path_of(folder, 1).unlink()
+    assert plan(folder) == 2
+    assert "each of 2 pipeline ranks, got those of 0; missing: 1\n" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_simulated_link_counts(tmp_path):
+    folder = ran(tmp_path / "run")
+    assert load_run(folder).memory == "reserved memory"
+    (folder / "run.json").write_text('{"is_simulated": true}')
+    (folder / "config.yaml").write_text("offload: {simulated: {d2h_gbps: 2, h2d_gbps: 1}}")
+    source = load_run(folder)
+    assert source.memory == "saved activations"
+    machine = source.job.machine
+    assert (machine.d2h_gbps, machine.h2d_gbps, machine.both_gbps) == (2, 1, 1)
+    assert (machine.node_gbps, machine.node_d2h_gbps, machine.ranks_per_node) == (3, None, 1)
+
+
+def recorded(folder, **changes):
+    """Let a run have recorded bandwidths; return them."""
+    machine = MachineConfig(d2h_gbps=9.0, node_gbps=80.0, node_d2h_gbps=None, ranks_per_node=1)
+    bandwidths = Bandwidths(
+        machine=machine, gpus_per_rank=2, origin="measured now, one GPU, not kept"
+    ).model_copy(update=changes)
+    save_bandwidths(bandwidths, folder / "bandwidths.json")
+    return bandwidths
+
+
+def test_a_run_is_planned_with_the_bandwidths_that_it_recorded(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    assert plan(folder, "--ratio", 0.5, "--curve", 0) == 0
+    said = "the defaults, measured with four H200s; --machine FILE takes others"
+    assert f"bandwidths: {said}" in capsys.readouterr().out
+    assert load_plan(folder / "plan.json").bandwidths == said
+    (folder / "run.json").write_text('{"is_simulated": false}')
+    bandwidths = recorded(folder)
+    assert plan(folder, "--ratio", 0.5, "--curve", 0) == 0
+    said = f"{folder / 'bandwidths.json'}: measured now, one GPU, not kept"
+    assert f"bandwidths: {said}" in capsys.readouterr().out.replace("\n", "")
+    assert load_plan(folder / "plan.json").bandwidths == said
+    source = load_run(folder)
+    assert source.job.machine == Machine(**bandwidths.machine.model_dump())
+    assert source.job.gpus_per_rank == 2
+    config = command.policy_config(source)
+    assert (config.gpus_per_rank, resources_of(config).machine) == (2, source.job.machine)
+
+
+def test_what_a_simulated_run_recorded_counts_before_its_configuration(tmp_path):
+    folder = ran(tmp_path / "run" / "with_offload")
+    (folder / "run.json").write_text('{"is_simulated": true}')
+    (folder / "config.yaml").write_text("offload: {simulated: {d2h_gbps: 2, h2d_gbps: 1}}")
+    recorded(folder)
+    assert load_run(tmp_path / "run").job.machine.d2h_gbps == 9.0
+
+
+def test_a_machine_that_is_given_wins_over_what_a_run_recorded(tmp_path):
+    folder = ran(tmp_path / "run")
+    recorded(folder)
+    path = measured(tmp_path)
+    source = load_run(folder, machine=path)
+    assert source.job.machine.d2h_gbps == RATES["d2h_gbps"]
+    assert source.machine == str(path)
+    assert source.job.machine.ranks_per_node == 4, "the run has two GPUs for each rank"
+    assert load_run(folder, overrides=["machine.d2h_gbps=3"]).job.machine.d2h_gbps == 3
+
+
+def test_bandwidths_that_are_broken_are_bad_input(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    (folder / "bandwidths.json").write_text('{"format": "megatron_offload bandwidths"}')
+    assert plan(folder, "--ratio", 0.5) == 2
+    assert "bandwidths.json: 'machine' is required" in capsys.readouterr().err
+    assert not (folder / "plan.json").exists()
+
+
+def test_without_samples_of_memory_it_is_what_groups_save(tmp_path):
+    folder = ran(tmp_path / "run")
+    for rank in range(2):
+        edited(folder, rank, lambda data: data.update(memory=[]))
+    source = load_run(folder)
+    saved = [sum(g.num_bytes for g in profile.groups) for profile in source.profiles]
+    peaks = [source.peak_bytes(rank) for rank in simulate(source.job).ranks]
+    assert all(0 < peak <= total for peak, total in zip(peaks, saved, strict=True))
+
+
+def test_bandwidths_come_from_the_doctor_s_file(tmp_path, model):
+    machine = load_model(model, machine=measured(tmp_path)).job.machine
+    assert (machine.d2h_gbps, machine.h2d_gbps, machine.both_gbps) == (
+        *(RATES["d2h_gbps"], RATES["h2d_gbps"], RATES["both_h2d_gbps"]),
+    )
+    assert (machine.node_gbps, machine.node_d2h_gbps) == (8 * 50.0, None)
+    assert machine.ranks_per_node == 8
+    words = ["model.tensor_parallel=4"]
+    shared = load_model(model, machine=measured(tmp_path), overrides=words)
+    assert (shared.job.machine.ranks_per_node, shared.job.gpus_per_rank) == (2, 4)
+    config = command.policy_config(shared)
+    assert (config.gpus_per_rank, resources_of(config).machine) == (4, shared.job.machine)
+
+
+def test_bandwidths_come_from_yaml_and_keys_win(tmp_path, model):
+    path = tmp_path / "machine.yaml"
+    path.write_text("node_gbps: 77.0\nboth_gbps: 7.0\n")
+    words = ["machine.both_gbps=8", "offload.prefetch_bytes=3MiB"]
+    for source in (
+        load_model(model, machine=path, overrides=words),
+        load_run(ran(tmp_path / "run"), machine=path, overrides=words),
+    ):
+        assert (source.job.machine.node_gbps, source.job.machine.both_gbps) == (77.0, 8.0)
+        assert source.job.machine.d2h_gbps == Machine().d2h_gbps
+        assert source.around.resources().prefetch_bytes == 3 * 2**20
+
+
+def test_a_schedule_may_be_named(model, tmp_path):
+    assert load_model(model, schedule="gpipe").job.schedule.name == "gpipe"
+    source = load_run(ran(tmp_path / "run"), schedule="gpipe")
+    assert source.job.schedule.name == "gpipe"
+
+
+def test_every_group_is_listed_when_asked(model, capsys):
+    words = ("--model", model, "--ratio", 0.5, "--curve", 0)
+    assert plan(*words) == 0
+    folded = capsys.readouterr().out
+    assert plan(*words, "--groups") == 0
+    listed = capsys.readouterr().out
+    num_groups = sum(len(profile.groups) for profile in profiles_of(load_model(model).job))
+    assert folded.count("core_attn") == 2
+    assert sum("|" in line for line in listed.splitlines()) >= num_groups
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "give either a run's folder or --model"),
+        (("RUN", "--model", "MODEL"), "give either a run's folder or --model"),
+        (("/nowhere",), "there is no folder /nowhere"),
+        (("EMPTY",), "holds no profile_<rank>.json; run again with .* run.profile_step"),
+        (("--model", "/nowhere.yaml"), "can't read /nowhere.yaml"),
+        (("--model", "MODEL", "--set", "model.layrs=3"), "did you mean 'layers'"),
+        (("--model", "MODEL", "--set", "modle.layers=3"), "did you mean 'model'"),
+        (("--model", "MODEL", "--set", "offload.prefetch_byte=3"), "did you mean 'prefetch_bytes'"),
+        (("--model", "MODEL", "--set", "x"), "wants section.key=value"),
+        (("--model", "MODEL", "--policy", "autoo"), "did you mean 'auto'"),
+        (("--model", "MODEL", "--policy", "ratio"), "--policy ratio needs --ratio"),
+        (("--model", "MODEL", "--policy", "memory_target"), "needs --device-target"),
+        (("--model", "MODEL", "--policy", "auto", "--ratio", "1"), "--ratio belongs to"),
+        (("--model", "MODEL", "--device-target", "much"), "device_target.0"),
+        (("--model", "MODEL", "--device-target", "22"), "22 is 22 B, .* write 22GiB or 22MiB"),
+        (("--model", "MODEL", "--device-target", "22GiB", "22B"), "22B is 22 B, .* write 22GiB"),
+        (("--model", "MODEL", "--max-cost", "little"), "max_cost"),
+        (("--model", "MODEL", "--max-cost", "-1"), "max_cost"),
+        (("--model", "MODEL", "--ratio", "1.5"), "'ratio'"),
+        (("--model", "MODEL", "--curve", "99"), "'curve'"),
+        (("--model", "MODEL", "--curve", "x"), "--curve"),
+        (("--model", "MODEL", "--modules", "core_atn"), "did you mean 'core_attn'"),
+        (("--model", "MODEL", "--schedule", "1f1c"), "model.schedule"),
+        (("RUN", "--schedule", "1f1c"), "did you mean '1f1b'"),
+        (("RUN", "--set", "model.layers=3"), "unknown key 'model'"),
+        (("--model", "MODEL", "--machine", "/nowhere.json"), "can't read /nowhere.json"),
+        (("--model", "MODEL", "--machine", "BAD"), "did you mean 'profile'|unknown key"),
+        (("--model", "MODEL", "--machine", "UNMEASURED"), "no measured bandwidths"),
+        (("--model", "MODEL", "--output", "/proc/version/plan.json"), "/proc/version is no folder"),
+        (("--model", "MODEL", "--nonsense"), "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expected):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.json").write_text('{"profil": 1}')
+    (tmp_path / "unmeasured.json").write_text('{"format": 1, "findings": [], "profile": null}')
+    places = {
+        "MODEL": model,
+        "RUN": ran(tmp_path / "run"),
+        "EMPTY": tmp_path / "empty",
+        "BAD": tmp_path / "bad.json",
+        "UNMEASURED": tmp_path / "unmeasured.json",
+    }
+    try:
+        status = plan(*(places.get(word, word) for word in words))
+    except SystemExit as exit_error:  # argparse's own
+        status = exit_error.code
+    assert status == 2
+    error = capsys.readouterr().err
+    assert re.search(expected, error)
+    assert error.startswith("megatron-offload")
+
+
+def test_a_file_that_can_t_be_written_is_said(model, tmp_path, capsys):
+    assert plan("--model", model, "--ratio", 1, "--curve", 0, "--output", "/proc/plan.json") == 2
+    assert "can't write /proc/plan.json" in capsys.readouterr().err
+
+
+def test_planning_needs_no_torch(model, tmp_path):
+    words = ["plan", "--model", model, "--device-target", "1TiB", "--curve", "1"]
+    status, printed, _ = run_without([*words, "--output", tmp_path / "p.json"], "torch")
+    assert status == 0
+    assert printed.endswith("imported:\n")
+    folder = ran(tmp_path / "run")
+    status, printed, _ = run_without(["plan", folder, "--ratio", "1", "--curve", "0"])
+    assert status == 0
+    assert printed.endswith("imported:\n")
+
+
+@pytest.mark.parametrize("absent", ["highspy", "simpy"])
+def test_a_missing_extra_is_named(model, absent):
+    words = ["plan", "--model", model, "--max-cost", "1"]
+    status, _, error = run_without(words, absent)
+    assert status == 2
+    assert "run: pip install 'megatron-offload[plan]'" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("absent", ["highspy", "simpy"])
+def test_a_missing_extra_is_noticed_before_any_work(model, absent, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, absent, None)
+    monkeypatch.setattr(command, "load_source", lambda _: pytest.fail("it has begun to work"))
+    assert plan("--model", model, "--max-cost", "1") == 2
+    assert f"needs {absent}, which is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["plan", "simulate"])
+def test_help_needs_no_extra(name, monkeypatch, capsys):
+    for module in ("highspy", "simpy", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in [one for one in sys.modules if one.startswith("megatron_offload.planning.str")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(SystemExit) as exit_error:
+        main([name, "--help"])
+    assert exit_error.value.code == 0
+
+
+def test_a_ratio_without_a_curve_needs_no_solver(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    assert plan("--model", model, "--ratio", 0.5, "--curve", 0) == 0
+
+
+def test_an_interrupt_is_one_line_and_status_130(model, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "make_policy", interrupted)
+    assert plan("--model", model) == 130
+    assert capsys.readouterr().err == "megatron-offload: interrupted\n"
+
+
+def test_a_plan_that_is_predicted_to_miss_its_target_is_made_for_less(model, tmp_path):
+    source = load_model(model)
+    highest = max(map(source.peak_bytes, simulate(source.job).ranks))
+    target = highest - highest // 8
+    predictions = []
+
+    def predict(self, plan):
+        peaks = tuple(rank.moved_bytes and target + 2**23 for rank in plan.ranks)
+        found = Prediction(1.0, peaks if not predictions else (target, target))
+        predictions.append(plan)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Source, "predict", predict)
+        config = MemoryTargetConfig(kind="memory_target", target_bytes=target)
+        outcome = command.make(source, config, 0)
+    first, second = predictions
+    assert outcome.plan.ranks[0].moved_bytes == second.ranks[0].moved_bytes
+    assert second.ranks[0].moved_bytes > first.ranks[0].moved_bytes
+
+
+def test_a_plan_that_can_t_but_miss_its_target_is_status_1(model, tmp_path, capsys, monkeypatch):
+    source = load_model(model)
+    target = max(map(source.peak_bytes, simulate(source.job).ranks)) * 7 // 8
+    seen = Prediction(1.0, (target, target + 2**23))
+    monkeypatch.setattr(Source, "predict", lambda self, plan: seen)
+    output = tmp_path / "plan.json"
+    words = ("--model", model, "--curve", 0, "--output", output)
+    assert plan(*words, "--device-target", target) == 1
+    error = capsys.readouterr().err
+    assert "rank 1: the plan is predicted to take" in error
+    assert "8.0 MiB above its target" in error
+    assert output.exists()
+    assert plan(*words, "--ratio", 1) == 0
+
+
+def test_the_plan_that_a_run_followed_is_not_replaced(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    (folder / "config.yaml").write_text("offload: {policy: {kind: auto}}")
+    assert plan(folder, "--ratio", 0.5, "--curve", 0) == 0, "the run came to no plan"
+    capsys.readouterr()
+    before = (folder / "plan.json").read_bytes()
+    assert plan(folder, "--ratio", 0.25, "--curve", 0) == 2
+    error = capsys.readouterr().err
+    assert "plan.json is the plan that the run made and followed; --output FILE" in error
+    assert (folder / "plan.json").read_bytes() == before
+    words = ("--curve", 0, "--output", tmp_path / "new" / "plan.json")
+    assert plan(folder, "--ratio", 0.25, *words) == 0
+
+
+def test_the_curve_of_a_run_has_its_own_settings_on_it(tmp_path):
+    folder = ran(tmp_path / "run")
+    (folder / "config.yaml").write_text(
+        f"offload: {{modules: {MODULES}, max_inflight_bytes: 8MiB}}"
+    )
+    assert plan(folder, "--ratio", 0.5, "--curve", 1) == 0
+    points = {point.label: point for point in read_tradeoff(folder / "tradeoff.json").points}
+    point = points["this run's own settings"]
+    source = load_run(folder)
+    step = simulate(source.job, source.as_run())
+    assert point.peak_bytes == max(map(source.peak_bytes, step.ranks))
+    assert (point.is_predicted, point.is_plan) == (True, False)
+
+
+def test_auto_keeps_its_cost(model):
+    source = load_model(model)
+    config = AutoConfig(kind="auto", most_slowdown_percent=0.25, machine=source.around.machine)
+    outcome = command.make(source, config, 0)
+    assert outcome.points == ()
+    assert outcome.change <= 0.0025
+    assert max(outcome.prediction.peak_bytes) < max(outcome.without.peak_bytes)

@@ -1,0 +1,286 @@
+"""The command ``simulate``: it prints what simulating says, and draws the step with offload."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from jobs import ROOT, SMALL, described, ran, run_without
+
+from megatron_offload.cli.main import main
+from megatron_offload.cli.source import load_model, load_run
+from megatron_offload.core.trace import read_traces
+from megatron_offload.core.units import format_bytes
+from megatron_offload.planning.description import load_description
+from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.plan_file import save_plan
+from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
+from megatron_offload.planning.simulate import simulate
+
+pytest.importorskip("simpy")
+
+pytestmark = pytest.mark.usefixtures("wide")
+
+
+def run(*words):
+    return main(["simulate", *map(str, words)])
+
+
+def rows(printed):
+    """Return the cells of all rows, tables one after the other."""
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if row[0].isdigit()]
+
+
+def test_what_is_printed_is_what_was_simulated(model, capsys):
+    assert run("--model", model, "--set", "offload.max_inflight_bytes=8MiB") == 0
+    printed = capsys.readouterr().out
+    job = load_model(model).job
+    without = simulate(job)
+    offloaded = simulate(job, RankSettings(max_inflight_bytes=8 * 2**20))
+    assert offloaded.step_us > without.step_us
+    assert f"{without.step_us / 1e3:.1f} ms without offload" in printed
+    assert f"{offloaded.step_us / 1e3:.1f} ms with it" in printed
+    times, memory = rows(printed)[:2], rows(printed)[2:]
+    for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
+        stalls_us = [rank.stall_us[cause] for cause in ("pipeline", "W2", "W4")]
+        numbers = [plain.end_us, rank.end_us, rank.compute_us, *stalls_us]
+        assert times[index] == [str(index), *(f"{us / 1e3:.1f}" for us in numbers)]
+        sizes = [plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes]
+        sizes += [rank.offloaded_bytes, rank.reloaded_bytes]
+        assert memory[index] == [str(index), *map(format_bytes, sizes), str(rank.num_late)]
+    assert "predicted by simulation, not measured" in printed
+
+
+def test_a_plan_is_followed(model, tmp_path, capsys):
+    pytest.importorskip("highspy")
+    plan = tmp_path / "plan.json"
+    words = ["--ratio", "0", "--curve", "0", "--output", str(plan)]
+    assert main(["plan", "--model", str(model), *words]) == 0
+    capsys.readouterr()
+    assert run("--model", model, "--plan", plan) == 0
+    printed = capsys.readouterr().out
+    assert "(+0.00 %)" in printed
+    assert all(row[4] == "0 B" for row in rows(printed)[2:])
+    assert run("--model", model, "--plan", plan, "--set", "model.num_microbatches=8") == 2
+    assert "it is for 4 microbatches, and there are 8" in capsys.readouterr().err
+
+
+def test_budgets_win_over_a_plan_s(model, tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    words = ["--ratio", "1", "--curve", "0", "--output", str(plan)]
+    assert main(["plan", "--model", str(model), *words]) == 0
+    capsys.readouterr()
+    peaks = []
+    for words in ((), ("--set", "offload.max_inflight_bytes=8MiB", "offload.prefetch_bytes=16MiB")):
+        assert run("--model", model, "--plan", plan, *words) == 0
+        peaks.append(rows(capsys.readouterr().out)[2][2])
+    assert peaks[0] != peaks[1]
+
+
+def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    trace, picture = tmp_path / "trace.json", tmp_path / "step.png"
+    assert run("--model", model, "--trace", trace, "--png", picture) == 0
+    printed = capsys.readouterr().out
+    assert f"picture: {picture}, 2 of 2 ranks" in printed
+    expected = simulate(load_model(model).job, RankSettings(), record=True)
+    for found, rank in zip(read_traces(trace), expected.ranks, strict=True):
+        assert found.summary().num_bytes["d2h"] == rank.offloaded_bytes > 0
+        assert found.summary() == rank.trace.summary()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_is_simulated_from_its_profiles(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    before = sorted(folder.iterdir())
+    assert run(folder) == 0
+    step_us = simulate(load_run(folder).job).step_us
+    assert f"{step_us / 1e3:.1f} ms without offload" in capsys.readouterr().out
+    assert sorted(folder.iterdir()) == before
+
+
+def configured(folder, **offload):
+    """Let a run have left its configuration; return its folder."""
+    (folder / "config.yaml").write_text(json.dumps({"offload": offload}))
+    return folder
+
+
+def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
+    listed = ["mlp_fc1", "mlp_act", "core_attn"]
+    folder = configured(
+        ran(tmp_path / "run"),
+        modules=listed,
+        fraction=0.5,
+        delta_bytes_across_pp_ranks="4MiB",
+        max_inflight_bytes="8MiB",
+        prefetch_bytes="16MiB",
+        host_slab_bytes="64MiB",
+        host_memory_bytes="1MiB",
+        resident_bytes="2MiB",
+    )
+    assert run(folder) == 0
+    printed = capsys.readouterr().out
+    source = load_run(folder)
+    settings = []
+    for rank, profile in enumerate(source.profiles):
+        policy = ModulesPolicy(0.5, keep_bytes=rank * 2**22, resident_bytes=2**21)
+        others = [
+            g.key for g in profile.groups if g.name not in ("mlp_fc1", "mlp_act", "core_attn")
+        ]
+        settings.append(
+            RankSettings(
+                kept=frozenset(policy.plan(profile)).union(others),
+                residents=policy.residents(profile),
+                max_inflight_bytes=8 * 2**20,
+                prefetch_bytes=16 * 2**20,
+                host_slab_bytes=64 * 2**20,
+            )
+        )
+    expected = simulate(source.job, settings)
+    assert expected != simulate(source.job, RankSettings())
+    memory = rows(printed)[2:]
+    for row, rank in zip(memory, expected.ranks, strict=True):
+        assert row[2] == format_bytes(source.peak_bytes(rank))
+        assert row[4] == format_bytes(rank.offloaded_bytes)
+    assert (
+        f"as the run did, by {folder / 'config.yaml'}: fraction 0.5, max_inflight_bytes" in printed
+    )
+    assert "not simulated of what the run was set to: host_memory_bytes 1.0 MiB" in printed
+    assert run(folder, "--set", "offload.max_inflight_bytes=64MiB") == 0
+    printed = capsys.readouterr().out
+    assert "prefetch_bytes 16.0 MiB" in printed
+    assert "; offload.max_inflight_bytes=64MiB" in printed
+    wide = [replace(one, max_inflight_bytes=64 * 2**20) for one in settings]
+    assert rows(printed)[2][2] == format_bytes(
+        source.peak_bytes(simulate(source.job, wide).ranks[0])
+    )
+
+
+@pytest.mark.parametrize("kind", ["plan_file", "auto", "ratio"])
+def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
+    folder = ran(tmp_path / "run")
+    source = load_run(folder)
+    plan = RatioPolicy(0.4).make_plan(source.profiles)
+    ranks = [replace(rank, max_inflight_bytes=9 * 2**20) for rank in plan.ranks]
+    policy = {"kind": kind}
+    if kind == "plan_file":
+        policy["path"] = str(tmp_path / "followed.json")
+        save_plan(replace(plan, ranks=tuple(ranks)), policy["path"])
+    elif kind == "auto":
+        save_plan(replace(plan, ranks=tuple(ranks)), folder / "plan.json")
+    else:
+        policy["ratio"] = 0.4
+    budgets = {"max_inflight_bytes": 2**20, "prefetch_bytes": 16 * 2**20}
+    configured(folder, policy=policy, **budgets)
+    assert run(folder) == 0
+    printed = capsys.readouterr().out
+    inflight = 2**20 if kind == "ratio" else 9 * 2**20  # a plan's own goes first
+    settings = [
+        RankSettings(frozenset(rank.kept), frozenset(), inflight, 16 * 2**20) for rank in plan.ranks
+    ]
+    expected = simulate(source.job, settings)
+    assert [row[2] for row in rows(printed)[2:]] == [
+        format_bytes(source.peak_bytes(rank)) for rank in expected.ranks
+    ]
+    said = {"plan_file": "the plan /", "auto": "its own plan /", "ratio": "policy ratio, max"}
+    assert f"config.yaml: {said[kind]}" in printed
+
+
+def test_a_plan_that_the_run_followed_and_is_gone_is_said(tmp_path, capsys):
+    folder = configured(
+        ran(tmp_path / "run"), policy={"kind": "plan_file", "path": "/nowhere/plan.json"}
+    )
+    assert run(folder) == 2
+    error = capsys.readouterr().err
+    assert "offload.policy: can't read /nowhere/plan.json" in error
+    assert "--plan FILE takes another" in error
+
+
+def test_a_plan_for_a_run_has_the_run_s_budgets_where_it_sets_none(tmp_path, capsys):
+    folder = configured(ran(tmp_path / "run"), max_inflight_bytes="8MiB", prefetch_bytes="16MiB")
+    plan = RatioPolicy(1.0).make_plan(load_run(folder).profiles)
+    save_plan(plan, tmp_path / "plan.json")
+    assert run(folder, "--plan", tmp_path / "plan.json") == 0
+    printed = capsys.readouterr().out
+    assert f"with offload: the plan {tmp_path / 'plan.json'}\n" in printed
+    settings = RankSettings(max_inflight_bytes=8 * 2**20, prefetch_bytes=16 * 2**20)
+    source = load_run(folder)
+    expected = source.peak_bytes(simulate(source.job, settings).ranks[0])
+    assert rows(printed)[2][2] == format_bytes(expected)
+    assert source.predict(plan).peak_bytes[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "give either a run's folder or --model"),
+        (("--model", "MODEL", "--plan", "/nowhere.json"), "can't read /nowhere.json"),
+        (("--model", "MODEL", "--plan", "BROKEN"), "not plain JSON"),
+        (("--model", "MODEL", "--plan", "KEYS"), "did you mean 'policy'"),
+        (("--model", "MODEL", "--trace", "/"), "--trace / is a folder"),
+        (("--model", "MODEL", "--png", "/"), "--png / is a folder"),
+        (("--model", "MODEL", "--png", "x.docx"), "--png x.docx: .* ends in .png"),
+        (("--model", "TRAINER"), "trainer.yaml is a configuration of 'train' .*'parallel'"),
+        (("--model", "MODEL", "--machine", "TRAINER"), "trainer.yaml holds no bandwidths"),
+        (("--model", "MODEL", "--machine", "RATES"), "rates.yaml: .*'d2h_gbps'"),
+        (("--model", "MODEL", "--trace", "/proc/x.json"), "can't write /proc/x.json"),
+        (("--model", "MODEL", "--set", "model.pipeline_parallel=3"), "divide into 3 stages"),
+        (("--model", "MODEL", "--set", "machine.node_gbps=0"), "machine.node_gbps"),
+        (("--model", "MODEL", "--set", "offload.host_slab_bytes=0"), "offload.host_slab_bytes"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expected):
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "keys.json").write_text('{"policyy": 1}')
+    (tmp_path / "trainer.yaml").write_text("model: {}\nparallel: {}\nrun: {}\noffload: {}")
+    (tmp_path / "rates.yaml").write_text("d2h_gbps: -1")
+    places = {
+        "MODEL": model,
+        "BROKEN": tmp_path / "broken.json",
+        "KEYS": tmp_path / "keys.json",
+        "TRAINER": tmp_path / "trainer.yaml",
+        "RATES": tmp_path / "rates.yaml",
+    }
+    assert run(*(places.get(word, word) for word in words)) == 2
+    error = capsys.readouterr().err
+    assert re.search(expected, error)
+    assert error.count("\n") == 1 or "KEYS" in words, "each key that is wrong has its line"
+
+
+def test_simulating_needs_no_torch(model, tmp_path):
+    words = ["simulate", "--model", model, "--trace", tmp_path / "t.json"]
+    status, printed, _ = run_without(words, "torch", "highspy")
+    assert status == 0
+    assert printed.endswith("imported:\n")
+
+
+@pytest.mark.parametrize(("absent", "extra"), [("simpy", "plan"), ("matplotlib", "plots")])
+def test_a_missing_extra_is_named(model, tmp_path, absent, extra):
+    words = ["simulate", "--model", model, "--png", tmp_path / "x.png"]
+    status, _, error = run_without(words, absent)
+    assert status == 2
+    assert f"run: pip install 'megatron-offload[{extra}]'" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "models").glob("*.yaml")), ids=str)
+def test_the_descriptions_that_come_along_are_jobs(path, capsys):
+    described_job = load_description(path)
+    assert described_job.job().schedule.num_ranks == described_job.model.pipeline_parallel
+
+
+def test_the_benchmark_job_takes_the_step_that_was_measured():
+    raw = json.loads((ROOT / "docs/benchmarks/simulation.json").read_text())
+    measured_ms = raw["rows"][0]["step_ms"]["measured"][0]
+    source = load_model(ROOT / "configs/models/gpt_16x8192_pp4_vpp2.yaml")
+    assert simulate(source.job).step_us / 1e3 == pytest.approx(measured_ms, rel=1e-3)
+
+
+def test_a_text_of_the_user_is_no_markup(tmp_path, capsys):
+    path = described(tmp_path, SMALL).rename(tmp_path / "[bold]x.yaml")
+    assert run("--model", path) == 0
+    assert "[bold]x" in capsys.readouterr().out

@@ -1,0 +1,390 @@
+"""Trace files, sums of spans, and one traced step of a real program."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from programs import (
+    assert_nothing_left,
+    assert_same,
+    make_config,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+from megatron_offload.backends.base import Wait
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.backends.tracing import TracingBackend
+from megatron_offload.core.trace import (
+    HELD_BYTES,
+    HOST_BYTES,
+    INFLIGHT_BYTES,
+    LIVE_BYTES,
+    PREFETCHED_BYTES,
+    STREAMS,
+    Counter,
+    Span,
+    StepTrace,
+    merge_files,
+    read_traces,
+    write_traces,
+)
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.observe.trace_step import trace_step
+from megatron_offload.report.plots import plot_timeline
+
+ORDER = one_forward_one_backward(5, depth=3)
+ROOT = Path(__file__).parent.parent.parent
+
+
+def small_trace(rank=0):
+    return StepTrace(
+        rank,
+        spans=[
+            Span("compute", "forward", "a", 0.0, 10.0),
+            Span("compute", "stall", "a", 10.0, 4.0, wait="W2"),
+            Span("compute", "backward", "a", 20.0, 10.0),
+            Span("d2h", "d2h", "a", 8.0, 6.0, 12000),
+            Span("h2d", "h2d", "a", 16.0, 2.0, 8000),
+        ],
+        counters=[Counter(INFLIGHT_BYTES, 8.0, 12000), Counter(INFLIGHT_BYTES, 14.0, 0)],
+    )
+
+
+def traced_step(manager, order=ORDER, num_before=3, **settings):
+    model = make_model()
+    for _ in range(num_before):
+        run_step(model, manager, order, **settings)
+    with trace_step(manager) as trace:
+        results = run_step(model, manager, order, **settings)
+    return results, trace
+
+
+def values_of(trace, name):
+    return [counter.value for counter in trace.counters if counter.name == name]
+
+
+def test_the_sums_are_those_of_the_spans():
+    summary = small_trace().summary()
+    assert summary.duration_us == 30
+    assert summary.compute_us == 20
+    assert summary.stall_us == {"W2": 4}
+    assert summary.total_stall_us == 4
+    assert summary.busy_us == {"d2h": 6, "h2d": 2}
+    assert summary.overlap_us == {"d2h": 2, "h2d": 0}
+    assert summary.num_bytes == {"d2h": 12000, "h2d": 8000}
+    assert summary.gbps("d2h") == 2
+    assert summary.gbps("h2d") == 4
+    assert summary.prefetch_distances_us == (2,)
+    assert "d2h: 12000 bytes in 6.0 us at 2.00 GB/s, 33% beside compute" in summary.lines()
+
+
+def test_an_empty_trace_has_a_summary_and_a_picture(tmp_path):
+    summary = StepTrace().summary()
+    assert summary.duration_us == 0
+    assert summary.gbps("d2h") is None
+    assert summary.lines()
+    pytest.importorskip("matplotlib")
+    assert plot_timeline([StepTrace()], tmp_path / "empty.png")
+
+
+def test_a_file_holds_valid_chrome_events(tmp_path):
+    path = tmp_path / "new" / "trace.json"
+    small_trace(rank=3).write_chrome(path)
+    assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
+    data = json.loads(path.read_text())
+    events = data["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    for event in events:
+        assert event["pid"] == 3
+        assert isinstance(event["name"], str)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert isinstance(event["tid"], int)
+        if event["ph"] in "XC":
+            assert isinstance(event["ts"], float)
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {0: "compute", 1: "d2h", 2: "h2d"}
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 3"]
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    small_trace().write_chrome(tmp_path / "trace.json")
+    assert StepTrace.read(tmp_path / "trace.json") == small_trace()
+
+
+def test_ranks_are_merged_into_one_file(tmp_path):
+    for rank in (1, 0):
+        small_trace(rank).write_chrome(tmp_path / f"{rank}.json")
+    merge_files([tmp_path / "1.json", tmp_path / "0.json"], tmp_path / "all.json")
+    assert read_traces(tmp_path / "all.json") == [small_trace(0), small_trace(1)]
+    with pytest.raises(ValueError, match="2 ranks"):
+        StepTrace.read(tmp_path / "all.json")
+    with pytest.raises(ValueError, match="one trace for each rank"):
+        write_traces(tmp_path / "twice.json", [small_trace(), small_trace()])
+    assert not (tmp_path / "twice.json").exists()
+
+
+SPAN = {
+    "ph": "X",
+    "pid": 0,
+    "tid": 1,
+    "cat": "d2h",
+    "ts": 0,
+    "dur": 1,
+    "args": {"group": "a", "bytes": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        {},
+        {"traceEvents": 5},
+        {"traceEvents": [1]},
+        {"traceEvents": [{"ph": "X"}]},
+        *({"traceEvents": [{**SPAN, key: []}]} for key in SPAN if key != "ph"),
+        {"traceEvents": [{**SPAN, "pid": "a"}, SPAN]},
+        {"traceEvents": [{**SPAN, "tid": -1}]},
+        {"traceEvents": [{**SPAN, "ts": "soon"}]},
+        {"traceEvents": [{**SPAN, "ts": -1}]},
+        {"traceEvents": [{**SPAN, "dur": -0.5}]},
+        {"traceEvents": [{**SPAN, "dur": "1e999"}]},
+        {"traceEvents": [{**SPAN, "args": {"group": "a", "bytes": True}}]},
+    ],
+)
+def test_a_foreign_file_is_refused(tmp_path, data):
+    path = tmp_path / "foreign.json"
+    path.write_text(json.dumps(data).replace('"1e999"', "1e999"))  # infinite, and no text
+    with pytest.raises(ValueError, match=r"not a trace|1e999 is more than a number"):
+        read_traces(path)
+
+
+def test_what_is_no_json_is_refused(tmp_path):
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(ValueError, match="not plain JSON"):
+        read_traces(tmp_path / "empty.json")
+    with pytest.raises(ValueError, match="No such file"):
+        read_traces(tmp_path / "absent.json")
+
+
+def test_a_failed_write_leaves_the_trace_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    small_trace().write_chrome(path)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        small_trace(rank=1).write_chrome(path)
+    assert StepTrace.read(path) == small_trace()
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+
+
+@pytest.mark.parametrize("timing", ["eager", "late", "random"])
+@pytest.mark.parametrize("inflight_bytes", [0, 24 * 1024, None])
+def test_a_traced_step_is_the_same_step(timing, inflight_bytes):
+    settings = {"max_inflight_bytes": inflight_bytes, "prefetch_bytes": 16 * 1024}
+    manager = make_manager(timing, **settings)
+    expected = run_step(make_model(), None, ORDER)
+    results, trace = traced_step(manager)
+    assert_same(expected, results)
+    assert_nothing_left(manager)
+    untraced = make_manager(timing, **settings)
+    model = make_model()
+    for _ in range(4):
+        run_step(model, untraced, ORDER)
+    assert manager.last_step == untraced.last_step
+    assert manager.last_profile == untraced.last_profile
+    assert manager.backend.stall_us == untraced.backend.stall_us
+    summary = trace.summary()
+    assert summary.num_bytes["d2h"] == manager.last_step.offloaded_bytes > 0
+    assert summary.num_bytes["h2d"] == manager.last_step.reloaded_bytes > 0
+    assert max(values_of(trace, HOST_BYTES)) == manager.last_step.peak_host_bytes
+
+
+def test_spans_of_one_stream_do_not_overlap():
+    _, trace = traced_step(make_manager(max_inflight_bytes=None, prefetch_bytes=16 * 1024))
+    assert {span.stream for span in trace.spans} == set(STREAMS)
+    for stream in STREAMS:
+        spans = trace.of(stream)
+        for earlier, later in itertools.pairwise(spans):
+            assert earlier.end_us <= later.start_us
+
+
+def test_counters_end_where_they_began():
+    _, trace = traced_step(make_manager(max_inflight_bytes=None, prefetch_bytes=16 * 1024))
+    for name in (INFLIGHT_BYTES, HOST_BYTES, PREFETCHED_BYTES, LIVE_BYTES, HELD_BYTES):
+        values = values_of(trace, name)
+        assert values[0] == values[-1] == 0, name
+        assert max(values) > 0, name
+    assert max(values_of(trace, HELD_BYTES)) < max(values_of(trace, LIVE_BYTES))
+
+
+def test_the_manager_is_left_as_it_was():
+    manager = make_manager()
+    backend = manager.backend
+    before = dict(vars(manager)).keys()
+
+    def check():
+        assert manager.backend is backend
+        assert manager.transfers.backend is backend
+        assert manager.window.backend is backend
+        assert vars(manager).keys() == before
+        assert "register" not in vars(manager.prefetcher)
+
+    traced_step(manager)
+    check()
+    with pytest.raises(ZeroDivisionError), trace_step(manager) as trace, manager.step():
+        raise ZeroDivisionError
+    check()
+    assert trace == StepTrace()
+    results, trace = traced_step(manager)
+    assert_same(run_step(make_model(), None, ORDER), results)
+    with trace_step(manager), pytest.raises(RuntimeError, match="traced already"):
+        with trace_step(manager):
+            pass
+    check()
+
+
+def test_a_manager_on_a_tracing_backend_keeps_it():
+    config = make_config()
+    backend = TracingBackend(SimulatedBackend(config.simulated))
+    manager = PipelineOffloadManager(config, backend=backend)
+    expected = run_step(make_model(), None, ORDER)
+    for _ in range(2):
+        results, trace = traced_step(manager, num_before=1)
+        assert_same(expected, results)
+        assert manager.backend is backend
+        assert backend.counters is None
+        assert trace.summary().num_bytes["d2h"] == manager.last_step.offloaded_bytes
+
+
+class Work(torch.autograd.Function):
+    """Identity that takes virtual time: 100 us forward, 200 us backward; saves nothing."""
+
+    @staticmethod
+    def forward(ctx, x, backend):
+        ctx.backend = backend
+        backend.advance_compute(100)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.backend.advance_compute(200)
+        return grads[0], None
+
+
+def two_groups(manager, backend):
+    """One microbatch through two groups that save 256 bytes each."""
+    weight = torch.nn.Parameter(torch.ones(64))
+    with manager.step():
+        manager.begin_chunk()
+        x = torch.ones(64, requires_grad=True) * 1
+        for name in ("a", "b"):
+            x = start_group(manager, x, name)
+            with manager:
+                x = Work.apply(x, backend) * weight
+            x = commit_group(manager, x, name)
+        x.sum().backward()
+
+
+def test_virtual_times_are_exact():
+    # A copy takes a microsecond a byte to the host, and half of one back.
+    config = make_config(prefetch_bytes=0, max_inflight_bytes=0)
+    rates = {"d2h_gbps": 0.001, "h2d_gbps": 0.002}
+    backend = SimulatedBackend(config.simulated.model_copy(update=rates))
+    manager = PipelineOffloadManager(config, backend=backend)
+    with trace_step(manager) as trace:
+        two_groups(manager, backend)
+    a, b = "a[chunk 0, group 0]", "b[chunk 0, group 1]"
+    assert trace.of("compute") == [
+        Span("compute", "forward", a, 0, 100),
+        Span("compute", "stall", "", 100, 256, wait="W2"),
+        Span("compute", "forward", b, 356, 100),
+        Span("compute", "stall", "", 456, 256, wait="W2"),
+        # b comes back late, a at the same moment: the budget always lets one group in.
+        Span("compute", "stall", b, 712, 128, wait="W4"),
+        Span("compute", "backward", b, 840, 200),
+        Span("compute", "stall", a, 1040, 128, wait="W4"),
+        Span("compute", "backward", a, 1168, 200),
+    ]
+    assert trace.of("d2h") == [
+        Span("d2h", "d2h", a, 100, 256, 256),
+        Span("d2h", "d2h", b, 456, 256, 256),
+    ]
+    assert trace.of("h2d") == [
+        Span("h2d", "h2d", b, 712, 128, 256),
+        Span("h2d", "h2d", a, 1040, 128, 256),
+    ]
+    inflight = [(c.time_us, c.value) for c in trace.counters if c.name == INFLIGHT_BYTES]
+    assert inflight == [(0, 0), (100, 256), (356, 0), (456, 256), (712, 0)]
+    live = [(c.time_us, c.value) for c in trace.counters if c.name == LIVE_BYTES]
+    assert live == [(0, 0), (100, 256), (456, 512), (1040, 256), (1368, 0)]
+    summary = trace.summary()
+    assert summary.duration_us == 1368
+    assert summary.compute_us == 600
+    assert summary.stall_us == {"W2": 512, "W4": 256}
+    assert summary.stall_us["W2"] == backend.stall_us[Wait.W2]
+    assert summary.overlap_us == {"d2h": 0, "h2d": 0}
+    assert summary.prefetch_distances_us == (-128, -128)
+    assert summary.gbps("d2h") == pytest.approx(0.001)
+    assert summary.gbps("h2d") == pytest.approx(0.002)
+
+
+def test_hidden_copies_stall_nothing():
+    config = make_config(prefetch_bytes=512, max_inflight_bytes=512)
+    rates = {"d2h_gbps": 1024.0, "h2d_gbps": 1024.0}
+    backend = SimulatedBackend(config.simulated.model_copy(update=rates))
+    manager = PipelineOffloadManager(config, backend=backend)
+    with trace_step(manager) as trace:
+        two_groups(manager, backend)
+    summary = trace.summary()
+    assert summary.total_stall_us == 0
+    assert summary.compute_us == 600
+
+
+def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():
+    manager = make_manager(prefetch_bytes=0)
+    model = make_model(layers=2)
+    with trace_step(manager) as trace, manager.step():
+        losses = []
+        for _ in range(2):
+            manager.begin_chunk()
+            x = torch.ones(16, 32)  # needs no gradient: the first group's start has no backward
+            for block in model:
+                x = block(x, manager)
+            losses.append(x.square().mean())
+        for loss in losses:
+            loss.backward()
+    assert values_of(trace, LIVE_BYTES)[-1] < max(values_of(trace, LIVE_BYTES)) / 2
+
+
+def test_the_timeline_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    _, trace = traced_step(make_manager(prefetch_bytes=16 * 1024))
+    path = tmp_path / "new" / "timeline.png"
+    assert plot_timeline([trace], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_script_writes_a_trace_and_a_picture(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "trace_step.py"), "--backend", "simulated"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    summary = StepTrace.read(tmp_path / "trace.json").summary()
+    assert summary.num_bytes["d2h"] == summary.num_bytes["h2d"] > 0
+    assert summary.overlap_us["h2d"] > 0
+    assert "prefetch distance" in done.stdout

@@ -1,0 +1,64 @@
+"""Errors name the nearest key wherever it stands: in lists, in options, in unions by kind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import Bytes, StrictModel, validate
+
+
+class Leaf(StrictModel):
+    size_bytes: Bytes = 0
+
+
+class One(StrictModel):
+    kind: Literal["one"]
+    colour: str = ""
+
+
+class Two(StrictModel):
+    kind: Literal["two"]
+    weight: int = 0
+    leaf: Leaf = Leaf()
+
+
+class Root(StrictModel):
+    leaf: Leaf | None = None
+    leaves: tuple[Leaf, ...] = ()
+    either: Annotated[One | Two, Field(discriminator="kind")] | None = None
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"leavs": 1}, "unknown key 'leavs'; did you mean 'leaves'"),
+        ({"leaf": {"size_byte": 1}}, "'leaf.size_byte'; did you mean 'size_bytes'"),
+        ({"leaves": [{}, {"size_byte": 1}]}, "'leaves.1.size_byte'; did you mean 'size_bytes'"),
+        ({"either": {"kind": "one", "color": 1}}, "'either.one.color'; did you mean 'colour'"),
+        ({"either": {"kind": "two", "wieght": 1}}, "'either.two.wieght'; did you mean 'weight'"),
+        (
+            {"either": {"kind": "two", "leaf": {"size": 1}}},
+            "'either.two.leaf.size'; did you mean 'size_bytes'",
+        ),
+    ],
+)
+def test_the_nearest_key_is_named(data, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(Root, data, "it")
+
+
+def test_what_is_right_passes():
+    data = {"leaves": [{"size_bytes": "1KiB"}], "either": {"kind": "two", "weight": 3}}
+    read = validate(Root, data, "it")
+    assert read.leaves[0].size_bytes == 1024
+    assert read.either == Two(kind="two", weight=3)
+
+
+def test_what_is_wrong_with_all_of_it_names_no_key():
+    with pytest.raises(ConfigError) as error:
+        validate(Root, [1], "it")  # type: ignore[arg-type]
+    assert str(error.value).startswith("it: input should be a valid dictionary")

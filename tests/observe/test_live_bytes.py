@@ -1,0 +1,135 @@
+"""The meter counts storages, once each, for as long as they really live."""
+
+import gc
+
+import pytest
+import torch
+
+from megatron_offload.observe.live_bytes import LiveActivationMeter
+
+KIB = 1024
+
+
+def kib(count=1):
+    return torch.randn(count * 256)
+
+
+def test_a_storage_counts_once_until_it_is_freed():
+    meter = LiveActivationMeter()
+    tensor = kib(4)
+    for alias in (tensor, tensor.detach(), tensor.view(2, -1).t(), tensor[5:9]):
+        meter.observe(alias)
+    assert meter.live_bytes == meter.peak_bytes == 4 * KIB
+    del tensor
+    assert meter.live_bytes == 4 * KIB, "an alias still holds the storage"
+    del alias
+    assert meter.live_bytes == 0
+    assert meter.peak_bytes == 4 * KIB
+
+
+def test_parameters_are_no_activations():
+    weight = torch.nn.Parameter(kib())
+    plain = kib()
+    meter = LiveActivationMeter([plain])
+    for tensor in (weight, plain, plain[2:]):
+        meter.observe(tensor)
+    assert meter.peak_bytes == 0
+
+
+def test_saved_tensors_count_while_only_autograd_holds_them():
+    meter = LiveActivationMeter()
+    x = kib().requires_grad_()
+    with meter:
+        y = (x * 2).exp().exp()
+    del y
+    gc.collect()
+    assert meter.live_bytes == 0
+    with meter:
+        y = (x * 2).exp().exp().sum()
+    assert meter.live_bytes == 2 * KIB, "the outputs of both exp"
+    y.backward()
+    assert meter.live_bytes == 0
+    assert meter.peak_bytes == 2 * KIB
+
+
+def test_gradients_are_those_without_the_meter():
+    def gradient():
+        torch.manual_seed(0)
+        x = torch.randn(8, 8, requires_grad=True)
+        (torch.nn.functional.gelu(x @ x.t()).softmax(-1) ** 2).sum().backward()
+        return x.grad
+
+    with LiveActivationMeter():
+        measured = gradient()
+    assert torch.equal(measured, gradient())
+
+
+def test_a_storage_that_was_swapped_away_no_longer_counts():
+    meter = LiveActivationMeter()
+    output = kib()
+    meter.observe(output)
+    output.data = torch.empty(1)
+    assert meter.live_bytes == 0
+
+
+def test_an_emptied_storage_counts_again_once_it_is_filled():
+    meter = LiveActivationMeter()
+    tensor, other = kib(2), kib()
+    meter.observe(tensor)
+    tensor.untyped_storage().resize_(0)
+    meter.observe(other)
+    assert meter.live_bytes == KIB
+    assert meter.peak_bytes == 2 * KIB
+    tensor.untyped_storage().resize_(2 * KIB)
+    meter.observe(kib())
+    assert meter.peak_bytes == 4 * KIB
+
+
+def test_a_new_peak_starts_at_what_is_alive():
+    meter = LiveActivationMeter()
+    kept = kib()
+    meter.observe(kept)
+    meter.observe(kib(3))
+    assert meter.peak_bytes == 4 * KIB
+    meter.reset_peak()
+    assert meter.peak_bytes == KIB
+
+
+def test_a_reused_address_is_a_new_storage():
+    meter = LiveActivationMeter()
+    for _ in range(50):
+        meter.observe(kib())
+    assert meter.live_bytes == 0
+    assert meter.peak_bytes == KIB
+
+
+def test_the_meter_holds_nothing_alive_and_may_die_first():
+    meter = LiveActivationMeter()
+    tensor = kib()
+    meter.observe(tensor)
+    del meter
+    gc.collect()
+    del tensor
+
+
+def test_hooks_pushed_later_take_over():
+    meter = LiveActivationMeter()
+    x = kib().requires_grad_()
+    with meter, torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        x.exp()
+    assert meter.peak_bytes == 0
+
+
+@pytest.mark.parametrize("fail", [True, False])
+def test_hooks_go_with_the_context(fail):
+    meter = LiveActivationMeter()
+    x = kib().requires_grad_()
+    try:
+        with meter:
+            if fail:
+                raise KeyError
+    except KeyError:
+        fail = False
+    y = x.exp()
+    assert y.requires_grad
+    assert meter.peak_bytes == 0

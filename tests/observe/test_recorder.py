@@ -1,0 +1,665 @@
+"""A recorded step: exact times and bytes, nothing changed, and a profile that plans."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from programs import (
+    KIB,
+    TIMINGS,
+    assert_nothing_left,
+    assert_same,
+    make_config,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+from torch import nn
+
+from megatron_offload.backends.base import DeviceMemory
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import GroupKey, GroupTimes, RunShape
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import ConfigError, StateError
+from megatron_offload.frontends.whole_model import OffloadActivations
+from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.recorder import profile_step
+from megatron_offload.observe.trace_step import trace_step
+from megatron_offload.planning.footprint import Footprint
+from megatron_offload.planning.job import GroupWork, Job, StageWork
+from megatron_offload.planning.memory_target import MemoryTargetPolicy
+from megatron_offload.planning.profile_file import load_profile, save_profile
+from megatron_offload.planning.profiled_job import job_from_profiles
+from megatron_offload.planning.schedule import PassKind, interleaved_one_f_one_b, one_f_one_b
+from megatron_offload.planning.simulate import simulate
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+ORDER = one_forward_one_backward(4, depth=2)
+A0, B0, A1, B1 = (GroupKey(chunk, order) for chunk in (0, 1) for order in (0, 1))
+
+
+class Work(torch.autograd.Function):
+    """Identity that saves so many bytes, and takes virtual time: once forward, twice backward."""
+
+    @staticmethod
+    def forward(ctx, x, backend, num_bytes, us):
+        backend.advance_compute(us)
+        if num_bytes:
+            ctx.save_for_backward(torch.zeros(num_bytes, dtype=torch.uint8))
+        ctx.backend, ctx.us = backend, us
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert all(saved.sum() == 0 for saved in ctx.saved_tensors)
+        ctx.backend.advance_compute(2 * ctx.us)
+        return grad * 1.0, None, None, None
+
+
+class Program:
+    """Two microbatches through groups a and b, with work before, between and behind them."""
+
+    def __init__(self, *, metered=True, **settings):
+        config = make_config(**settings)
+        self.backend = SimulatedBackend(config.simulated)
+        self.manager = PipelineOffloadManager(config, backend=self.backend)
+        if metered:
+            self.manager.meter = LiveActivationMeter()
+
+    def group(self, x, name, *works):
+        x = start_group(self.manager, x, name)
+        for num_bytes, us in works:
+            with self.manager:
+                x = Work.apply(x, self.backend, num_bytes, us)
+        return commit_group(self.manager, x, name)
+
+    def forward(self):
+        self.manager.begin_chunk()
+        x = Work.apply(torch.ones(1, requires_grad=True), self.backend, 0, 30)
+        x = self.group(x, "a", (600, 60), (400, 40))
+        x = Work.apply(x, self.backend, 0, 10)
+        x = self.group(x, "b", (2000, 50))
+        return Work.apply(x, self.backend, 0, 5)
+
+    def step(self):
+        with self.manager.step():
+            first, second = self.forward(), self.forward()
+            first.backward()
+            del first
+            second.backward()
+
+
+def test_times_are_those_of_the_program():
+    program = Program()
+    with profile_step(program.manager, moves=False) as recorded:
+        program.step()
+    profile = recorded.profile
+    assert [(group.key, group.name) for group in profile.groups] == [
+        *((A0, "a"), (B0, "b")),
+        *((A1, "a"), (B1, "b")),
+    ]
+    assert profile.backward_order == (B0, A0, B1, A1)
+    assert profile.times == (
+        GroupTimes(30, 130, 520, 720),
+        GroupTimes(140, 190, 400, 500),
+        GroupTimes(225, 325, 910, 1110),
+        GroupTimes(335, 385, 790, 890),
+    )
+    assert profile.step_us == 1170
+
+
+def test_samples_are_the_live_bytes_at_the_boundaries_and_the_peaks_between():
+    program = Program()
+    meter = program.manager.meter
+    with profile_step(program.manager, moves=False) as recorded:
+        program.step()
+    samples = recorded.profile.memory
+    forward = [0, 1000, 1000, 3000, 3000, 4000, 4000, 6000]
+    backward = [6000, 4000, 4000, 3000, 3000, 1000, 1000, 0]
+    assert [sample.allocated_bytes for sample in samples] == [*forward, *backward, 0]
+    before = [0, *forward, *backward[:-1]]
+    assert [sample.peak_bytes for sample in samples] == [
+        *(max(pair) for pair in zip(before, [*forward, *backward], strict=True)),
+        0,
+    ]
+    times = sorted(chain.from_iterable(recorded.profile.times))
+    assert [sample.at_us for sample in samples] == [*times, 1170]
+    assert meter.peak_bytes == 6000  # as if nobody had looked
+
+
+def test_peaks_are_left_alone_where_nobody_wants_them():
+    program = Program()
+    with profile_step(program.manager, peaks=False) as recorded:
+        program.step()
+    assert {sample.peak_bytes for sample in recorded.profile.memory} == {0}
+
+
+def test_where_nothing_tells_of_memory_there_are_no_samples():
+    program = Program(metered=False)
+    with profile_step(program.manager, moves=False) as recorded:
+        program.step()
+    assert recorded.profile.memory == ()
+    assert max(Footprint.of(recorded.profile).memory_bytes) == 6000
+
+
+class Telling(SimulatedBackend):
+    """A device that tells of its memory; each allocation is seen through its peak alone."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.current, self.peak, self.num_resets, self.num_trims = 100, 5000, 0, 0
+
+    def memory(self):
+        return DeviceMemory(self.current, 2 * self.peak, self.peak, 2 * self.peak)
+
+    def reset_memory_peaks(self):
+        self.peak = self.current
+        self.num_resets += 1
+
+    def trim_device(self):
+        self.num_trims += 1
+
+    def advance_compute(self, us):
+        super().advance_compute(us)
+        self.current += 1
+        self.peak = max(self.peak, self.current + int(us))
+
+
+def make_telling():
+    program = Program()
+    config = make_config()
+    program.backend = Telling(config.simulated)
+    program.manager.configure(config, backend=program.backend)
+    return program
+
+
+def test_the_devices_peaks_are_taken_between_boundaries_and_told_in_the_end():
+    program = make_telling()
+    with profile_step(program.manager, moves=False) as recorded:
+        program.step()
+        program.backend.peak = 7000  # of an optimizer, say
+    samples = recorded.profile.memory
+    assert len(samples) == program.backend.num_resets - 1 == 17
+    assert samples[0][1:] == (101, 2 * 131, 131)  # embedding
+    assert samples[1][1:] == (103, 2 * 162, 162)  # the first part of a
+    assert max(sample.peak_bytes for sample in samples) < 5000
+    assert [s.at_us for s in samples] == sorted(s.at_us for s in samples)  # of the host's clock
+    assert (recorded.peak_allocated_bytes, recorded.peak_reserved_bytes) == (7000, 14000)
+
+
+def test_a_peak_that_was_seen_where_nothing_counts_is_not_lost():
+    program = make_telling()
+    bursts = [9999]
+
+    def burst(grad):
+        if bursts:
+            program.backend.peak = bursts.pop()
+
+    with profile_step(program.manager, moves=False) as recorded, program.manager.step():
+        program.manager.begin_chunk()
+        x = start_group(program.manager, torch.ones(1, requires_grad=True) * 1, "a")
+        with program.manager:
+            x = Work.apply(x, program.backend, 100, 10)
+        x.register_hook(burst)
+        x = commit_group(program.manager, x * 1, "a")
+        x.backward(retain_graph=True)  # leaves the group for the first time
+        x.backward()
+    assert [sample.peak_bytes == 9999 for sample in recorded.profile.memory] == [
+        *(False, False, False),
+        *(True, False),
+    ]
+
+
+def test_what_a_step_without_offload_reserved_besides_is_given_back():
+    program = make_telling()
+    with contextlib.suppress(InjectedError), profile_step(program.manager, moves=False):
+        raise InjectedError
+    assert program.backend.num_trims == 1
+    with profile_step(program.manager):
+        program.step()
+    assert program.backend.num_trims == 1
+
+
+@pytest.mark.parametrize("num_before", range(4))
+def test_nothing_is_learned_from_a_step_that_moves_nothing(num_before):
+    with_profile, without = (make_manager(host_slab_bytes=16 * 1024) for _ in range(2))
+    model = make_model()
+    for number in range(6):
+        for manager in (with_profile, without):
+            if manager is with_profile and number == num_before:
+                learned = manager.last_profile
+                with profile_step(manager, moves=False):
+                    run_step(model, manager, ORDER)
+                assert manager.last_profile is learned
+            run_step(model, manager, ORDER)
+        assert with_profile.last_step == without.last_step
+        pinned = (m.host_pool.stats.slab_bytes_total for m in (with_profile, without))
+        assert len(set(pinned)) == 1
+
+
+@pytest.mark.parametrize("timing", ["eager", "late"])
+def test_a_step_that_is_to_move_nothing_moves_nothing_and_the_next_is_as_before(timing):
+    expected = run_step(make_model(), None, ORDER)
+    manager = make_manager(timing, prefetch_bytes=8 * 1024, host_slab_bytes=16 * 1024)
+    model = make_model()
+    for _ in range(4):
+        assert_same(expected, run_step(model, manager, ORDER))
+    stats, learned = manager.last_step, manager.last_profile
+    pinned_bytes = manager.host_pool.stats.slab_bytes_total
+    num_copies = manager.backend.num_copies
+    with profile_step(manager, moves=False) as recorded:
+        assert_same(expected, run_step(model, manager, ORDER))
+    assert manager.backend.num_copies == num_copies
+    assert recorded.profile.offloaded_bytes == 0
+    (reason,) = {r for g in manager.last_step.by_name.values() for r in g.kept_bytes_by_reason}
+    assert reason == "the step is profiled without offload"
+    assert manager.last_profile is learned
+    assert manager.host_pool.stats.slab_bytes_total == pinned_bytes
+    assert_nothing_left(manager)
+    assert_same(expected, run_step(model, manager, ORDER))
+    assert manager.last_step == stats
+    assert stats.offloaded_bytes > 0
+
+
+def test_a_step_that_moves_is_recorded_as_it_is():
+    manager = make_manager()
+    model = make_model()
+    for _ in range(4):
+        run_step(model, manager, ORDER)
+    stats, learned = manager.last_step, manager.last_profile
+    with profile_step(manager) as recorded:
+        run_step(model, manager, ORDER)
+    assert manager.last_step == stats
+    assert recorded.profile.offloaded_bytes == stats.offloaded_bytes > 0
+    with profile_step(manager, moves=False) as resident:
+        run_step(model, manager, ORDER)
+    for profile in (recorded.profile, resident.profile):
+        assert profile.backward_order == learned.backward_order
+        assert [(g.key, g.name, g.num_bytes) for g in profile.groups] == [
+            (g.key, g.name, g.num_bytes) for g in learned.groups
+        ]
+        # The input of each microbatch, which its graph keeps for the gradient.
+        kept = [group for group in profile.groups if group.elsewhere_bytes]
+        assert [(g.name, g.elsewhere_bytes, g.keeper) for g in kept] == [
+            ("norm", 16 * 32 * 4, "the program")
+        ] * 4
+
+
+def test_nested_groups_lie_within_one_another():
+    manager = make_manager()
+    with profile_step(manager, moves=False) as recorded:
+        run_step(make_model(), manager, ORDER)
+    profile = recorded.profile
+    times = {group.key: times for group, times in zip(profile.groups, profile.times, strict=True)}
+    assert {group.name for group in profile.groups} == {"mlp", "norm"}
+    for key, inner in times.items():
+        if key.order % 2:
+            outer = times[GroupKey(key.chunk, key.order - 1)]
+            assert outer.started_us <= inner.started_us
+            assert inner.committed_us <= outer.committed_us
+            assert outer.backward_us <= inner.backward_us
+            assert inner.done_us <= outer.done_us
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    program = Program()
+    run = RunShape(2, 1, 2, 1, 1, ("a", "b"), (("torch", "2"),))
+    with profile_step(program.manager, run=run, moves=False) as recorded:
+        program.step()
+    save_profile(recorded.profile, tmp_path / "profile_1.json")
+    again = load_profile(tmp_path / "profile_1.json")
+    for name in ("groups", "backward_order", "backward_at_bytes", "times", "step_us", "memory"):
+        assert getattr(again, name) == getattr(recorded.profile, name)
+    assert again.run == run
+
+
+def test_a_recorded_step_can_be_planned_with():
+    program = Program()
+    with profile_step(program.manager, moves=False) as recorded:
+        program.step()
+    footprint = Footprint.of(recorded.profile)
+    assert footprint.peak_bytes == footprint.saved_peak_bytes == 6000
+    pytest.importorskip("highspy")
+    plan = MemoryTargetPolicy(6000).make_plan([recorded.profile])
+    assert plan.ranks[0].moved_bytes == 0
+    with profile_step(program.manager) as moved:
+        program.step()
+    with pytest.raises(ConfigError, match="moved 6000 bytes, which its memory doesn't count"):
+        Footprint.of(replace(moved.profile, counts_what_moved=False))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("budget_bytes", [0, 2500, None])
+@pytest.mark.parametrize("takes_peaks", [True, False])
+def test_memory_is_told_as_if_nothing_had_moved(timing, budget_bytes, takes_peaks):
+    limits = {"max_inflight_bytes": budget_bytes, "prefetch_bytes": budget_bytes}
+    program = Program(timing=timing, **limits)
+    for _ in range(3):
+        program.step()
+    with profile_step(program.manager, moves=False, peaks=takes_peaks) as stayed:
+        program.step()
+    program.step()
+    with profile_step(program.manager, peaks=takes_peaks) as moved:
+        program.step()
+    assert moved.profile.offloaded_bytes > 0
+    assert moved.profile.counts_what_moved
+    expected, found = Footprint.of(stayed.profile), Footprint.of(moved.profile)
+    assert found.keys == expected.keys
+    assert [item.num_bytes for item in found.items] == [item.num_bytes for item in expected.items]
+    assert found.memory_bytes == expected.memory_bytes
+    assert found.waste_bytes == expected.waste_bytes == 0
+
+
+def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
+    program = Program(max_inflight_bytes=0, prefetch_bytes=0)
+    meter, most = program.manager.meter, []
+
+    def memory():
+        most.append(max(meter.live_bytes, meter.peak_bytes))
+        return DeviceMemory(meter.live_bytes, max(most) + 500, meter.peak_bytes, max(most) + 500)
+
+    monkeypatch.setattr(program.backend, "memory", memory)
+    monkeypatch.setattr(program.backend, "reset_memory_peaks", meter.reset_peak)
+    for _ in range(3):
+        program.step()
+    for moves in (True, False):
+        most.clear()
+        with profile_step(program.manager, moves=moves) as recorded:
+            program.step()
+        assert (recorded.profile.offloaded_bytes > 0) == moves
+        footprint = Footprint.of(recorded.profile)
+        assert (footprint.waste_bytes, footprint.peak_bytes) == (500, 6500)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 24 * KIB, None])
+def test_so_it_is_with_a_model_whose_tensors_share_memory(prefetch_bytes):
+    model = make_model()
+    config = make_config(max_inflight_bytes=12 * KIB, prefetch_bytes=prefetch_bytes)
+    simulated = config.simulated.model_copy(update={"host_time": True})
+    manager = PipelineOffloadManager(config.model_copy(update={"simulated": simulated}))
+    manager.meter = LiveActivationMeter(model.parameters())
+    order = one_forward_one_backward(6, depth=3)
+    for _ in range(3):
+        run_step(model, manager, order)
+    with profile_step(manager, moves=False) as stayed:
+        run_step(model, manager, order)
+    run_step(model, manager, order)
+    with profile_step(manager) as moved:
+        run_step(model, manager, order)
+    assert moved.profile.offloaded_bytes > 100 * KIB
+    expected, found = Footprint.of(stayed.profile), Footprint.of(moved.profile)
+    assert found.keys == expected.keys
+    assert [item.num_bytes for item in found.items] == [item.num_bytes for item in expected.items]
+    assert found.memory_bytes == expected.memory_bytes
+
+
+def test_passes_without_a_backward_never_count():
+    program = Program()
+    with profile_step(program.manager, moves=False) as recorded:
+        with torch.no_grad():
+            program.forward()
+        program.forward()  # an evaluation that left grad on
+        begun_us = program.backend.time_us(program.backend.compute_stream())
+        program.step()
+    behind_us = 5  # what the evaluation did behind its last group
+    profile = recorded.profile
+    assert begun_us == 2 * 195
+    assert profile.times[0] == GroupTimes(*(t + behind_us for t in (30, 130, 520, 720)))
+    assert len(profile.times) == 4
+    assert len(profile.memory) == 17
+    assert profile.memory[0].allocated_bytes == 0
+
+
+def test_a_graph_of_an_earlier_step_takes_its_time_and_is_no_group_of_this_one():
+    program = Program()
+    with program.manager.step():
+        old = program.forward()
+        program.forward().backward()
+    with profile_step(program.manager, moves=False) as recorded, program.manager.step():
+        program.manager.begin_chunk()
+        x = start_group(program.manager, torch.ones(1, requires_grad=True) * 1, "a")
+        with program.manager:
+            x = Work.apply(x, program.backend, 100, 10)
+        x = commit_group(program.manager, x, "a")
+        old.backward()
+        x.backward()
+    profile = recorded.profile
+    assert [(g.name, g.num_bytes, g.elsewhere_bytes) for g in profile.groups] == [("a", 100, 0)]
+    assert len(profile.memory) == 5
+    assert profile.backward_order == (A0,)
+    assert profile.times[0].backward_us - profile.times[0].committed_us >= 390
+
+
+def test_only_the_first_step_inside_counts():
+    program = Program()
+    with profile_step(program.manager, moves=False) as recorded:
+        program.step()
+        program.step()
+    assert recorded.profile.step_us == 1170
+    assert [group.num_bytes for group in recorded.profile.groups] == [1000, 2000] * 2
+
+
+def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is():
+    program = Program()
+    manager = program.manager
+    with profile_step(manager, moves=False) as recorded, manager.step():
+        for _ in range(2):
+            manager.begin_chunk()
+            x = start_group(manager, torch.ones(1), "first")
+            with manager:
+                x = Work.apply(x.requires_grad_(), program.backend, 100, 10)
+            x = commit_group(manager, x, "first")
+            x.backward()
+    profile = recorded.profile
+    assert profile.times == (GroupTimes(0, 10, 10, 30), GroupTimes(30, 40, 40, 60))
+    assert len(profile.memory) == 9
+
+
+def test_a_group_that_was_left_unseen_ends_where_backward_enters_another():
+    program = Program()
+    manager = program.manager
+    outputs = []
+    with profile_step(manager, moves=False) as recorded, manager.step():
+        for _ in range(2):
+            manager.begin_chunk()
+            x = start_group(manager, torch.ones(1), "first")
+            with manager:
+                x = Work.apply(x.requires_grad_(), program.backend, 100, 10)
+            outputs.append(commit_group(manager, x, "first"))
+        del x
+        for _ in range(2):
+            outputs.pop(0).backward()
+        program.backend.advance_compute(5)
+    assert recorded.profile.times == (GroupTimes(0, 10, 20, 40), GroupTimes(10, 20, 40, 65))
+
+
+def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
+    program = Program()
+    manager = program.manager
+    with profile_step(manager, moves=False) as recorded, manager.step():
+        manager.begin_chunk()
+        x = start_group(manager, torch.ones(1, requires_grad=True) * 1, "a")
+        with manager:
+            x = Work.apply(x, program.backend, 100, 10)
+        x = commit_group(manager, x, "a", delay=True)
+        x = Work.apply(x, program.backend, 0, 7)
+        manager.flush_delayed_groups()
+        x.backward()
+    assert recorded.profile.times == (GroupTimes(0, 10, 31, 51),)
+    assert recorded.profile.groups[0].num_bytes == 100
+    assert len(recorded.profile.memory) == 5
+
+
+def test_a_graph_that_is_gone_through_twice_is_entered_at_first_and_left_at_last(tmp_path):
+    program = Program()
+    with profile_step(program.manager, moves=False) as recorded, program.manager.step():
+        output = program.forward()
+        output.backward(retain_graph=True)
+        output.backward()
+    profile = recorded.profile
+    assert profile.backward_order == (B0, A0)
+    assert profile.backward_at_bytes == (3000, 5000)
+    # The first backward takes 10, 100, 20, 200 and 60.
+    assert profile.times[1] == GroupTimes(140, 190, 205, 195 + 390 + 110)
+    assert len(profile.memory) == 9
+    save_profile(profile, tmp_path / "profile.json")
+
+
+def stage(number):
+    works = (
+        *(("embedding", 0, 13.0), ("attention", 1000 + number, 100.0), ("residual", 0, 3.0)),
+        *(("mlp", 4000, 150.0 + number), ("head", 0, 4.0)),
+    )
+    return StageWork(
+        tuple(
+            GroupWork(name, num_bytes, us, 2 * us, is_marked=num_bytes > 0)
+            for name, num_bytes, us in works
+        ),
+        output_bytes=2000,
+    )
+
+
+def record_rank(job, rank):
+    """Record the engine itself at one rank's work, which waits for the others as is simulated."""
+    trace = simulate(job, record=True).ranks[rank].trace
+    spans = [span for span in trace.of("compute") if span.kind != "stall"]
+    program = Program()
+    backend, compute = program.backend, program.backend.compute_stream()
+    schedule = job.schedule
+    shape = RunShape(schedule.num_microbatches, rank, schedule.num_ranks)
+    graphs = {}
+    with profile_step(program.manager, run=shape, moves=False) as recorded, program.manager.step():
+        for one in schedule.ranks[rank]:
+            groups = job.stages[one.stage].groups
+            begins_us = spans[0].start_us
+            del spans[: len(groups)]
+            backend.advance_compute(max(0.0, begins_us - backend.time_us(compute)))
+            if one.kind is PassKind.BACKWARD:
+                graphs.pop((one.stage, one.microbatch)).backward()
+                continue
+            program.manager.begin_chunk(vp_stage=one.stage)
+            x = torch.ones(1, requires_grad=True)
+            for work in groups:
+                if work.is_marked:
+                    x = program.group(x, work.name, (work.num_bytes, work.forward_us))
+                else:
+                    x = Work.apply(x, backend, 0, work.forward_us)
+            graphs[one.stage, one.microbatch] = x
+            del x
+    return recorded.profile
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 6), interleaved_one_f_one_b(2, 2, 4)])
+def test_a_simulation_from_recorded_profiles_is_the_step_that_was_recorded(schedule):
+    stages = tuple(stage(number) for number in range(schedule.num_stages))
+    machine = Machine(p2p_latency_us=7.0, p2p_gbps=1.0)
+    job = Job(schedule, stages, (0,) * schedule.num_ranks, machine)
+    profiles = [record_rank(job, rank) for rank in range(schedule.num_ranks)]
+    again = job_from_profiles(profiles, schedule, machine, job.static_bytes, output_bytes=2000)
+    simulated = simulate(again)
+    measured_us = max(profile.step_us for profile in profiles)
+    assert measured_us == pytest.approx(simulate(job).step_us)
+    assert simulated.step_us == pytest.approx(measured_us, rel=0.02)
+    for rank, profile in zip(simulated.ranks, profiles, strict=True):
+        assert rank.peak_device_bytes == Footprint.of(profile).peak_bytes
+
+
+class InjectedError(Exception):
+    pass
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("moves", [True, False])
+@pytest.mark.parametrize("at", range(1, 9))
+def test_an_error_anywhere_leaves_the_manager_whole(at, moves):
+    program = Program()
+    manager = program.manager
+    program.step()
+    meter, found = manager.meter, vars(manager).copy()
+    program.step()
+    stats = manager.last_step
+    advance, num_calls = program.backend.advance_compute, 0
+
+    def fail_at(us):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2 * at:
+            raise InjectedError
+        advance(us)
+
+    program.backend.advance_compute = fail_at
+    with pytest.raises(InjectedError), profile_step(manager, moves=moves) as recorded:
+        program.step()
+    del program.backend.advance_compute
+    with pytest.raises(StateError, match="has not come to its end"):
+        _ = recorded.profile
+    assert vars(manager).keys() == found.keys()
+    assert not {"register", "learn"} & {*vars(manager.prefetcher), *vars(manager.learner)}
+    assert manager.meter is meter
+    assert_nothing_left(manager)
+    program.step()
+    assert manager.last_step.offloaded_bytes == stats.offloaded_bytes > 0
+    with profile_step(manager, moves=False) as recorded:
+        program.step()
+    assert len(recorded.profile.memory) == 17
+
+
+def test_a_step_that_failed_and_was_tried_again_inside_counts_alone():
+    program = Program()
+    with profile_step(program.manager, moves=False) as recorded:
+        with contextlib.suppress(InjectedError), program.manager.step():
+            program.forward()
+            raise InjectedError
+        program.step()
+    assert [group.num_bytes for group in recorded.profile.groups] == [1000, 2000] * 2
+    assert len(recorded.profile.memory) == 17
+    assert recorded.profile.times[0].committed_us - recorded.profile.times[0].started_us == 100
+
+
+def test_what_is_no_whole_step_is_refused():
+    program = Program()
+    with pytest.raises(StateError, match="no step with a backward has ended"):
+        with profile_step(program.manager):
+            program.forward().backward()
+    with pytest.raises(StateError, match="in the middle of a step"):
+        with profile_step(program.manager):
+            program.manager.reset()
+    with profile_step(program.manager):
+        with pytest.raises(RuntimeError, match="profiled"), trace_step(program.manager):
+            pass
+        program.step()
+    with trace_step(program.manager), pytest.raises(RuntimeError, match="traced"):
+        with profile_step(program.manager):
+            pass
+
+
+def test_groups_that_nobody_marks_are_recorded_too():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    offload = OffloadActivations(config=make_config(prefetch_bytes=1024))
+    for tensor in model.parameters():
+        offload.manager.mark_not_offload(tensor)
+    x = torch.ones(16, 64)
+
+    def step():
+        with offload:
+            y = model(x).sum()
+        y.backward()
+        del y
+        assert offload.end_step()
+
+    step()
+    with profile_step(offload.manager, moves=False) as recorded:
+        step()
+    profile = recorded.profile
+    assert profile.offloaded_bytes == 0
+    assert sum(g.num_bytes for g in profile.groups) > 0
+    assert len(profile.times) == len(profile.groups) == len(profile.backward_order)

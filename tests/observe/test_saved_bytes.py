@@ -1,0 +1,160 @@
+"""What groups save counts once, moved or not, and what keeps the rest is told by its kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import KIB, make_manager
+from torch import nn
+
+from megatron_offload.core.profile import RunShape
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.observe.recorder import profile_step
+
+
+class Save(torch.autograd.Function):
+    """Identity on its first input that saves the others."""
+
+    @staticmethod
+    def forward(ctx, x, *tensors):
+        ctx.save_for_backward(*tensors)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad, *[None] * len(ctx.saved_tensors))
+
+
+def offload(manager, tensors, name):
+    """Save ``tensors`` in one group; return its loss."""
+    x = start_group(manager, torch.zeros(1, requires_grad=True), name)
+    with manager:
+        y = Save.apply(x, *tensors)
+    return commit_group(manager, y, name)
+
+
+def record(manager, step, *, moves=False, pp_size=1):
+    with profile_step(manager, run=RunShape(pp_size=pp_size), moves=moves) as recorded:
+        manager.begin_chunk()
+        step()
+        manager.reset()
+    return [
+        (group.name, group.num_bytes, group.elsewhere_bytes, group.keeper)
+        for group in recorded.profile.groups
+    ]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_two_groups_share_counts_in_the_first(moves):
+    manager = make_manager()
+
+    def step():
+        shared = torch.ones(1024)
+        loss = offload(manager, [shared], "first")
+        loss = loss + offload(manager, [shared, torch.ones(512)], "second")
+        del shared
+        loss.backward()
+
+    found = record(manager, step, moves=moves)
+    assert found == [("first", 4 * KIB, 0, ""), ("second", 2 * KIB, 0, "")]
+    if moves:
+        assert found == [(g.name, g.num_bytes, 0, "") for g in manager.last_profile.groups]
+
+
+def test_of_a_storage_that_is_saved_in_parts_each_group_counts_its_own():
+    manager = make_manager()
+
+    def step():
+        both = torch.ones(2048)
+        loss = offload(manager, [both[:1024]], "first")
+        loss = loss + offload(manager, [both], "second")
+        del both
+        loss.backward()
+
+    assert record(manager, step) == [("first", 4 * KIB, 0, ""), ("second", 4 * KIB, 0, "")]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_the_program_keeps_can_not_be_freed(moves):
+    manager = make_manager(prefetch_bytes=0)
+
+    def step():
+        kept = torch.ones(1024)
+        loss = offload(manager, [kept, torch.ones(512)], "group")
+        loss = loss + offload(manager, [torch.ones(256)], "behind")
+        loss.backward()
+        assert float(kept.sum()) == 1024
+
+    for _ in range(2):
+        found = record(manager, step, moves=moves)
+        assert found == [("group", 2 * KIB, 4 * KIB, "the program"), ("behind", KIB, 0, "")]
+
+
+def test_who_lets_go_before_the_last_group_that_shares_it_keeps_nothing():
+    manager = make_manager()
+
+    def step():
+        kept = [torch.ones(1024)]
+        loss = offload(manager, kept, "first")
+        between = torch.zeros(1, requires_grad=True) * 1
+        between.register_hook(lambda grad: kept.clear())
+        loss = loss + between
+        (loss + offload(manager, kept, "second")).backward()
+
+    assert record(manager, step) == [("first", 4 * KIB, 0, ""), ("second", 0, 0, "")]
+
+
+def test_what_is_let_go_before_backward_can_be_freed():
+    manager = make_manager()
+
+    def step():
+        kept = [torch.ones(1024)]
+        loss = offload(manager, kept, "group")
+        kept.clear()
+        loss.backward()
+
+    assert record(manager, step) == [("group", 4 * KIB, 0, "")]
+
+
+def test_a_buffer_is_kept_by_its_module():
+    manager = make_manager()
+    module = nn.Module()
+    module.register_buffer("table", torch.ones(1024))
+    module.nothing = nn.Parameter(torch.ones(1))
+    module.register_buffer("absent", None)
+
+    def step():
+        other = torch.ones(256)
+        offload(manager, [module.table, other], "group").backward()
+
+    assert record(manager, step) == [("group", 0, 5 * KIB, "parameter/buffer")]
+
+
+class Through(nn.Module):
+    """A stage's first layer."""
+
+    def __init__(self, manager):
+        super().__init__()
+        self.manager = manager
+        self.weight = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x):
+        x = start_group(self.manager, x, "norm")
+        with self.manager:
+            y = (x * self.weight).sin()
+        return commit_group(self.manager, y, "norm")
+
+
+@pytest.mark.parametrize(("pp_size", "keeper"), [(2, "pipeline schedule"), (1, "the program")])
+def test_the_input_of_a_stage_is_the_schedules(pp_size, keeper):
+    manager = make_manager()
+    stage = Through(manager)
+    manager.mark_not_offload(stage.weight)
+
+    def step():
+        received = torch.ones(1024, requires_grad=True)
+        stage(received).sum().backward()
+        assert received.grad is not None
+
+    found = record(manager, step, pp_size=pp_size)
+    assert found == [("norm", 4 * KIB, 4 * KIB, keeper)]

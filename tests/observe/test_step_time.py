@@ -1,0 +1,89 @@
+"""The time of one step on the device's clock, with and without offload."""
+
+from __future__ import annotations
+
+import pytest
+from virtual_clock import RUN, VirtualJob
+
+from megatron_offload.engine.learning import Learner
+from megatron_offload.errors import StateError
+from megatron_offload.observe.recorder import profile_step
+from megatron_offload.observe.step_time import time_step
+
+SLOW = 0.05
+"""A bandwidth that compute has to wait for, in GB/s."""
+
+
+def test_a_step_takes_what_its_compute_and_its_stalls_take():
+    job = VirtualJob(SLOW).warmed_up()
+    with time_step(job.manager) as moved:
+        job.step()
+    with time_step(job.manager, moves=False) as bare:
+        job.step()
+    with profile_step(job.manager, run=RUN, moves=False) as recorded:
+        job.step()
+    # 6 microbatches of 4 blocks of 2 groups, 20 us forward and 40 us backward each
+    assert bare.step_us == pytest.approx(6 * 4 * 2 * 60.0)
+    assert bare.step_us == pytest.approx(recorded.profile.step_us)
+    assert moved.step_us == pytest.approx(job.step_us())
+    assert moved.step_us > 1.5 * bare.step_us
+
+
+def test_what_comes_behind_the_step_is_no_part_of_it():
+    job = VirtualJob(SLOW).warmed_up()
+    with time_step(job.manager, moves=False) as timed:
+        job.step()
+        job.backend.advance_compute(1000.0)
+        job.step()
+    assert timed.step_us == pytest.approx(2880.0)
+
+
+def test_nothing_is_learned_from_a_step_that_moves_nothing(monkeypatch):
+    job = VirtualJob(SLOW).warmed_up()
+    learned = []
+    learn = Learner.learn
+
+    def note(self, profile):
+        learned.append(len(job.moved_bytes))
+        learn(self, profile)
+
+    monkeypatch.setattr(Learner, "learn", note)
+    with time_step(job.manager, moves=False):
+        job.step()
+    assert job.moved_bytes == [0]
+    with time_step(job.manager):
+        job.step()
+    job.step()
+    assert learned == [1, 2]
+    assert job.moved_bytes[1] == job.moved_bytes[2] > 0
+
+
+def test_an_error_leaves_the_manager_as_it_was_and_no_time():
+    job = VirtualJob(SLOW).warmed_up()
+    with pytest.raises(ZeroDivisionError), time_step(job.manager, moves=False) as timed:
+        raise ZeroDivisionError
+    with pytest.raises(StateError, match="has not come to its end"):
+        _ = timed.step_us
+    job.step()
+    assert job.moved_bytes[-1] > 0
+    with time_step(job.manager) as timed:
+        job.step()
+    assert timed.step_us > 0
+
+
+def test_a_block_without_a_step_is_an_error():
+    job = VirtualJob(SLOW)
+    with pytest.raises(StateError, match="call the manager's reset"):
+        with time_step(job.manager):
+            pass
+
+
+def test_a_step_is_watched_by_one_at_a_time():
+    job = VirtualJob(SLOW).warmed_up()
+    with time_step(job.manager) as timed:
+        for watch in (time_step, profile_step):
+            with pytest.raises(RuntimeError, match="one profile_step or time_step at a time"):
+                with watch(job.manager):
+                    pass
+        job.step()
+    assert timed.step_us > 0

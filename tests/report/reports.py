@@ -1,0 +1,112 @@
+"""Reports to render, made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.trace import (
+    HELD_BYTES,
+    INFLIGHT_BYTES,
+    LIVE_BYTES,
+    PREFETCHED_BYTES,
+    Counter,
+    Span,
+    StepTrace,
+)
+from megatron_offload.planning.cost_check import MeasuredCost
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
+from megatron_offload.report.report import (
+    Comparison,
+    GroupRow,
+    MemoryKind,
+    Pair,
+    RankRow,
+    Report,
+)
+from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
+
+GIB = 1024**3
+HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>{{ 7 * 7 }}"
+
+
+def trace(rank):
+    names = (LIVE_BYTES, HELD_BYTES, INFLIGHT_BYTES, PREFETCHED_BYTES)
+    return StepTrace(
+        rank,
+        [
+            Span("compute", "forward", HOSTILE, 0, 900),
+            Span("compute", "stall", HOSTILE, 900, 100, wait="W4"),
+            Span("compute", "backward", HOSTILE, 1000, 1500),
+            Span("d2h", "d2h", HOSTILE, 200, 500, 1000),
+            Span("h2d", "h2d", HOSTILE, 500, 500, 1000),
+        ],
+        [Counter(name, at_us, at_us * 1e6) for name in names for at_us in (0, 700, 1800)],
+    )
+
+
+def gpu_report(**changes):
+    """Return a comparison on two GPUs in which every part is there."""
+    ranks = [
+        RankRow(rank, rank, 0, 6 * GIB, 6 * GIB, GIB, 2, 1, 5 * GIB, 7 * GIB) for rank in range(2)
+    ]
+    memory = [
+        MemoryKind("reserved memory", (Pair(38 * GIB, 30 * GIB), Pair(33 * GIB, 28 * GIB))),
+        MemoryKind("allocated memory", (Pair(36 * GIB, 28 * GIB), Pair(31 * GIB, 27 * GIB))),
+    ]
+    points = (
+        TradeOffPoint(label="no offload", peak_bytes=int(37.04 * GIB), step_time_percent=0.0),
+        TradeOffPoint(label=HOSTILE, peak_bytes=30 * GIB, step_time_percent=0.4, is_plan=True),
+        TradeOffPoint(label="all", peak_bytes=20 * GIB, step_time_percent=3.0, is_predicted=True),
+    )
+    choices = tuple(
+        GroupChoice(GroupKey(0, order), HOSTILE, GIB, order < 2, HOSTILE) for order in range(3)
+    )
+    plan = RankPlan(choices, GIB, 2 * GIB, 30 * GIB, 1_490_000.0, 29 * GIB + GIB // 4)
+    report = Report(
+        title=HOSTILE,
+        num_steps=5,
+        device="NVIDIA H200",
+        is_simulated=False,
+        date="2026-11-21 20:00 UTC",
+        memory=memory,
+        ranks=ranks,
+        groups=[
+            GroupRow(HOSTILE, 4, 3 * GIB, 3 * GIB, GIB, 2, {HOSTILE: GIB}),
+            GroupRow("layers.*.mlp", 4, 0, 0, 0, 0),
+        ],
+        step_time_s=Pair(1.4844, 1.4903),
+        config=HOSTILE,
+        versions={"torch": HOSTILE},
+        commands=(HOSTILE,),
+        comparison=Comparison(True, (("losses of 5 steps", True),)),
+        traces=[trace(0), trace(1)],
+        tradeoff=TradeOff(memory="reserved memory", points=points),
+        plan=OffloadPlan(
+            HOSTILE,
+            4,
+            1,
+            (plan, replace(plan, predicted_step_us=None)),
+            HOSTILE,
+            MeasuredCost(1_484_400.0, 1_490_300.0, 0.4, 0.05, 3),
+        ),
+    )
+    return replace(report, **changes)
+
+
+def bare_report():
+    """Return a run on a CPU that measured nothing and moved nothing."""
+    ranks = [RankRow(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)]
+    return gpu_report(
+        title="bare",
+        device="simulated on 2 CPU cores",
+        is_simulated=True,
+        memory=(),
+        ranks=ranks,
+        groups=(),
+        step_time_s=Pair(None, None),
+        comparison=None,
+        traces=(),
+        tradeoff=None,
+        plan=None,
+    )

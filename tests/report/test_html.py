@@ -1,0 +1,163 @@
+"""A page is whole by itself, has every section in every case, and escapes all that users named."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from reports import HOSTILE, bare_report, gpu_report, trace
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.report.html import render_report, write_report
+from megatron_offload.report.plots import MOST_TIMELINES
+from megatron_offload.report.report import Comparison
+
+pytest.importorskip("jinja2")
+
+SECTIONS = ["memory", "groups", "timeline", "tradeoff", "bits", "setup", "again"]
+VOID = {"meta", "link", "br"}
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, the text, and the open elements at the end."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open, self.text, self.inside = [], [], [], {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self.open:
+            self.inside.setdefault(self.open[-1], []).append(data)
+
+    def of(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(params=[gpu_report, bare_report], ids=["whole", "bare"])
+def page(request):
+    return Page(render_report(request.param()))
+
+
+def test_every_section_is_there_and_every_element_is_closed(page):
+    assert page.open == []
+    assert [h["id"] for h in page.of("h2")] == SECTIONS
+    assert [s["aria-labelledby"] for s in page.of("section")] == SECTIONS
+    assert len(page.of("h1")) == len(page.of("main")) == 1
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_no_attribute_holds_markup(page):
+    for _, attributes in page.elements:
+        for name, value in attributes.items():
+            assert name.replace("-", "").isalpha()
+            if name not in ("aria-label", "title"):
+                assert not set(value or "") & set('"<>'), (name, value)
+
+
+def test_headings_never_skip_a_level(page):
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
+
+
+def test_nothing_is_loaded_and_nothing_runs(page):
+    tags = {tag for tag, _ in page.elements}
+    assert not tags & {"script", "iframe", "object", "embed", "img", "form", "base"}
+    for _, attributes in page.elements:
+        assert not any(name.startswith("on") for name in attributes)
+        for name in ("src", "href"):
+            assert attributes.get(name, "data:,") == "data:,"
+    style = "".join(page.inside["style"])
+    assert "url(" not in style
+    assert "@import" not in style
+    policy = next(m["content"] for m in page.of("meta") if "http-equiv" in m)
+    assert policy.startswith("default-src 'none'")
+
+
+def test_every_table_has_a_caption_and_scrolls_in_its_own_box(page):
+    tags = [tag for tag, _ in page.elements]
+    tables = [index for index, tag in enumerate(tags) if tag == "table"]
+    assert tables
+    for index in tables:
+        assert tags[index + 1] == "caption"
+        box = page.elements[index - 1][1]
+        assert (box["class"], box["tabindex"], box["role"]) == ("scroll", "0", "region")
+        assert box["aria-label"]
+
+
+def test_every_picture_has_a_text(page):
+    for attributes in page.of("svg"):
+        assert attributes.get("aria-label") or attributes.get("aria-hidden") == "true"
+
+
+def test_what_users_named_is_text_wherever_it_stands():
+    text = render_report(gpu_report())
+    page = Page(text)
+    assert "".join(page.text).count(HOSTILE) >= 8
+    assert f"Bandwidths: {HOSTILE}." in "".join(page.text)
+    cost = "+0.40 % (standard error 0.05 %) of 1484.4 ms, by 3 steps of each kind"
+    assert f"Measured by steps of the run, the plan costs {cost}." in "".join(page.text)
+    assert "<td>30.0 GiB</td><td>29.2 GiB</td><td>1490.0 ms</td>" in text, "predicted, and measured"
+    assert "<script" not in text
+    assert "<img" not in text
+    assert {a["title"] for a in page.of("span") if "title" in a} >= {HOSTILE}
+
+
+def test_what_is_missing_is_named_with_the_way_to_get_it():
+    text = render_report(bare_report())
+    assert text.count('class="missing"') == 6
+    ways = ("run.measure_live_bytes", "plan.json", "run.trace_step: 4", "tradeoff.json", "compare")
+    for way in ways:
+        assert way in text
+    assert 'class="missing"' not in render_report(gpu_report())
+
+
+@pytest.mark.parametrize(
+    ("comparison", "status"),
+    [(None, "neutral"), (Comparison(True, ()), "good"), (Comparison(False, ()), "bad")],
+)
+def test_the_verdict_shows_its_kind(comparison, status):
+    page = Page(render_report(gpu_report(comparison=comparison)))
+    verdict = next(a for a in page.of("p") if a.get("id") == "verdict")
+    assert verdict["class"] == f"verdict {status}"
+
+
+def test_too_many_timelines_are_said_and_not_drawn():
+    traces = [trace(rank) for rank in range(MOST_TIMELINES + 3)]
+    text = render_report(gpu_report(traces=traces))
+    assert text.count('<figure class="timeline">') == MOST_TIMELINES
+    assert "3 more ranks" in text
+
+
+def test_a_page_that_cannot_be_rendered_leaves_the_last_one(tmp_path):
+    path = tmp_path / "report.html"
+    write_report(gpu_report(), path)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_report(gpu_report(ranks=None), path)
+    assert path.read_bytes() == before
+    assert [x.name for x in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_without_jinja2_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match=r"pip install 'megatron-offload\[report\]'"):
+        render_report(gpu_report())
