@@ -203,7 +203,7 @@ class OffloadGroup:
             if block.covers(low, high) and block.version == tensor._version:
                 record = SavedTensor(tensor, block, self.name, offset)
                 if block.released:
-                    self.transfers.window.empty(record.alias)
+                    self.transfers.sources.empty(record.alias)
                 else:
                     block.aliases.append(record.alias)
                 self._adopt(block)

@@ -43,6 +43,7 @@ from megatron_offload.engine.hook_stack import HookStack
 from megatron_offload.engine.host_copies import HostCopies
 from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
+from megatron_offload.engine.release import Sources
 from megatron_offload.engine.stats import StepStats, TensorObserver
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
@@ -151,11 +152,13 @@ class PipelineOffloadManager:
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
         host_copies = HostCopies(self.host_pool)
-        self.window = InFlightWindow(self.backend, host_copies, self.budget)
+        self.sources = Sources(self.backend, host_copies, self.budget)
+        self.window = InFlightWindow(self.sources, self.budget)
         self.transfers = Transfers(
             self.backend,
             host_copies,
             self.tensor_pool,
+            self.sources,
             self.window,
             self.guard,
             checks=config.checking,

@@ -31,8 +31,8 @@ from megatron_offload.errors import InPlaceModificationError
 if TYPE_CHECKING:
     from megatron_offload.core.profile import GroupKey
     from megatron_offload.engine.group import OffloadGroup
+    from megatron_offload.engine.release import Source
     from megatron_offload.engine.transfers import Transfers
-    from megatron_offload.engine.window import Source
     from megatron_offload.memory.host_pool import HostRegion
 
 __all__ = ["Block", "Reload", "SavedTensor"]

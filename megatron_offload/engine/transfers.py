@@ -1,13 +1,10 @@
 """The copies: when they are issued, and the waits that order them.
 
-Owns every copy of the package, and five of the six waits, one call each; W2 is the in-flight
-window's. Must not know autograd, chunks' order, when a source is released, or why a group moves.
+Owns every copy of the package, and five of the six waits, one call each; W2 is in
+`megatron_offload.engine.release`.
 
 Invariant: what something else keeps on the device is neither reloaded nor, from the next step on,
 copied at all.
-Read next: `megatron_offload.engine.window`, which releases what was copied to the host,
-`megatron_offload.backends.base` for the contract, `megatron_offload.core.prefetch` for who
-reloads when.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.host_copies import HostCopies
 from megatron_offload.engine.owners import ForeignOwners, num_owners
+from megatron_offload.engine.release import Sources
 from megatron_offload.engine.saved_tensor import Block, Reload, _Remains
 from megatron_offload.engine.stats import StepStats, TensorObserver
 from megatron_offload.engine.window import InFlightWindow
@@ -42,7 +40,8 @@ class Transfers:
         backend: streams, events and copies.
         host_copies: where offloaded bytes live.
         tensor_pool: where reloaded bytes live.
-        window: releases what was copied to the host, as its budget says.
+        sources: holds what is copied to the host.
+        window: says when it is released, as its budget says.
         guard: held by whoever calls; `keep` and `ready_target` take it themselves.
         checks: whether what comes back is compared with what left.
     """
@@ -52,6 +51,7 @@ class Transfers:
         backend: Backend,
         host_copies: HostCopies,
         tensor_pool: TensorPool,
+        sources: Sources,
         window: InFlightWindow,
         guard: Guard,
         *,
@@ -61,8 +61,9 @@ class Transfers:
         self.guard = guard
         self.host_copies = host_copies
         self.tensor_pool = tensor_pool
+        self.sources = sources
         self.window = window
-        self.budget = window.budget
+        self.budget = sources.budget
         self.stats = StepStats()
         self.observer: TensorObserver | None = None
         self._checks = checks
@@ -154,14 +155,15 @@ class Transfers:
             backend.wait(d2h_stream, event, Wait.W5)
         backend.copy(pairs, d2h_stream, label)
         d2h = backend.record(d2h_stream)
-        num_bytes = self.window.add(group, issued, d2h)
+        num_bytes = self.sources.hold(group, issued, d2h)
+        self.window.add(group, len(issued))
         self.stats.of(group.name).offloaded_bytes += num_bytes
         group.advance(GroupState.OFFLOADING)
 
     @guarded
     def keep(self, block: Block) -> None:
         """Keep a block on the device for a reader who is there before its release."""
-        self.window.keep(block)
+        self.sources.keep(block)
 
     # Host to device
 

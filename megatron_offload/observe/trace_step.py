@@ -54,7 +54,7 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
         undo.enter_context(watch_boundaries(manager, boundaries))
         undo.callback(setattr, backend, "counters", backend.counters)
         backend.counters = boundaries.counters
-        for user in (manager, manager.transfers, manager.window):
+        for user in (manager, manager.transfers, manager.sources):
             if user.backend is not backend:
                 undo.callback(_swap, user, backend, before)
                 user.backend = backend

@@ -238,7 +238,7 @@ def test_the_manager_is_left_as_it_was():
     def check():
         assert manager.backend is backend
         assert manager.transfers.backend is backend
-        assert manager.window.backend is backend
+        assert manager.sources.backend is backend
         assert vars(manager).keys() == before
         assert "register" not in vars(manager.prefetcher)
 

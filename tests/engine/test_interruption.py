@@ -35,7 +35,9 @@ pytestmark = pytest.mark.usefixtures("quick_collections")
 ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
-STEP_FILES = {f"{name}.py" for name in ("manager", "step", "transfers", "window", "host_copies")}
+STEP_FILES = {
+    f"{name}.py" for name in ("manager", "step", "transfers", "window", "release", "host_copies")
+}
 BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
 BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")
 
@@ -390,8 +392,8 @@ def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch
     expected = torch.autograd.grad(forward(None), parameters)
     manager.begin_chunk()
     loss = forward(manager)
-    trap.error, release = KeyboardInterrupt, manager.window._free_source
-    monkeypatch.setattr(manager.window, "_free_source", trap.around(release, after=True))
+    trap.error, release = KeyboardInterrupt, manager.sources._free
+    monkeypatch.setattr(manager.sources, "_free", trap.around(release, after=True))
     trap.arm(position)
     with contextlib.suppress(KeyboardInterrupt):
         manager.join_offloads()
