@@ -32,6 +32,7 @@ from megatron_offload.engine.boundary import (
     start_group,
     start_group_of,
 )
+from megatron_offload.machine.job_ranks import gather
 from megatron_offload.memory.tensor_pool import GPUTensorPool, OffloadTensorPool
 from megatron_offload.report.console import console, plain_table
 
@@ -91,13 +92,9 @@ def print_offload_summary_table(
         process_group: who takes part; None is everybody.
     """
     mine = (dict(total_offload_bytes), dict(local_duplicate_summary or {}))
-    everyone: list[tuple[dict[str, int], dict[str, int]]] = [mine]
-    if dist.is_available() and dist.is_initialized():
-        gathered: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(gathered, mine, group=process_group)
-        if dist.get_rank(process_group) != 0:
-            return
-        everyone = gathered
+    everyone = gather(mine, process_group)
+    if len(everyone) > 1 and dist.get_rank(process_group) != 0:
+        return
     out = console()
     out.print(_bytes_table("Activations offloaded (MiB)", [entry[0] for entry in everyone]))
     if any(entry[1] for entry in everyone):

@@ -17,6 +17,7 @@ import torch
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.saved_tensor import Block
 from megatron_offload.errors import CorruptionError
+from megatron_offload.memory.storage import span_bytes
 
 __all__ = ["checksum", "compare", "leaks_of", "note_source"]
 
@@ -114,5 +115,4 @@ def _sum_of(region: torch.Tensor, parts: Iterable[tuple[int, int]]) -> torch.Ten
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the bytes of its storage that a tensor lies in."""
     low = int(tensor.storage_offset()) * tensor.itemsize
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return low, low + (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+    return low, low + span_bytes(tensor)

@@ -22,6 +22,7 @@ from megatron_offload.core.states import MOVES, GroupState
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.saved_tensor import Block, BlockRef, SavedTensor
 from megatron_offload.errors import StateError
+from megatron_offload.memory.storage import span_bytes
 
 if TYPE_CHECKING:
     from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -190,7 +191,7 @@ class OffloadGroup:
         offset = int(tensor.storage_offset())
         low = offset * tensor.itemsize
         is_contiguous = tensor.is_contiguous()
-        high = low + (tensor.nbytes if is_contiguous else _span_bytes(tensor))
+        high = low + (tensor.nbytes if is_contiguous else span_bytes(tensor))
         reference = chunk.blocks.get(storage_key)
         block = reference() if reference is not None else None
         if block is not None:
@@ -228,11 +229,3 @@ class OffloadGroup:
             return
         if not any(reference() is block for reference in self._blocks):
             self._blocks.append(weakref.ref(block))
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last, in its storage."""
-    span = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        span += int((size - 1) * stride)
-    return span * tensor.itemsize

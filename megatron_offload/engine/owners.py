@@ -9,13 +9,12 @@ holds it then, and a finished frame doesn't.
 
 from __future__ import annotations
 
-import torch
-
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.saved_tensor import Block
+from megatron_offload.memory.storage import num_owners
 
-__all__ = ["ForeignOwners", "is_held_elsewhere", "num_owners"]
+__all__ = ["ForeignOwners", "is_held_elsewhere"]
 
 
 class ForeignOwners:
@@ -61,8 +60,3 @@ def is_held_elsewhere(block: Block) -> bool | None:
         return None
     # One more is the Python handle of this line.
     return num_owners(own[0].untyped_storage()) > len(own) + 1
-
-
-def num_owners(storage: torch.UntypedStorage) -> int:
-    """Count the owners of a storage: tensors, and the Python handle itself."""
-    return int(torch._C._storage_Use_Count(storage._cdata))

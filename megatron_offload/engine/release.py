@@ -21,8 +21,8 @@ from megatron_offload.backends.base import Backend, Event, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.host_copies import HostCopies
-from megatron_offload.engine.owners import num_owners
 from megatron_offload.engine.saved_tensor import Block, BlockRef
+from megatron_offload.memory.storage import num_owners
 
 __all__ = ["Source", "Sources"]
 

@@ -18,13 +18,14 @@ from megatron_offload.engine import checking
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.host_copies import HostCopies
-from megatron_offload.engine.owners import ForeignOwners, num_owners
+from megatron_offload.engine.owners import ForeignOwners
 from megatron_offload.engine.release import Sources
 from megatron_offload.engine.saved_tensor import Block, Reload, _Remains
 from megatron_offload.engine.stats import StepStats, TensorObserver
 from megatron_offload.engine.window import InFlightWindow
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostRegion
+from megatron_offload.memory.storage import num_owners
 from megatron_offload.memory.tensor_pool import TensorPool
 
 __all__ = ["Transfers"]

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from megatron_offload.backends.base import Backend, Event
+from megatron_offload.memory.storage import num_owners
 
 __all__ = ["FreeList", "GPUTensorPool", "OffloadTensorPool", "TensorPool", "TensorPoolStats"]
 
@@ -122,8 +123,6 @@ class TensorPool:
         # lives; a tensor dropped without `free` is noticed when it is.
         self._lent: dict[int, int] = {}
         self._has_recovered = False
-        # How many holders a storage has, as counted here, when one tensor alone uses it.
-        self._lone_holders = _num_holders(torch.empty(1, dtype=torch.uint8))
 
     def allocate(
         self, num_bytes: int, like: tuple[Sequence[int], torch.dtype] | None = None
@@ -186,7 +185,8 @@ class TensorPool:
             )
         stats = self.stats
         stats.in_use_bytes -= num_bytes
-        if self._kept.has_room(num_bytes) and _num_holders(tensor) <= self._lone_holders:
+        is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
+        if is_lone and self._kept.has_room(num_bytes):
             backend = self._backend
             self._kept.put(num_bytes, (tensor, backend.record(backend.compute_stream())), num_bytes)
             stats.retained_bytes = self._kept.num_bytes
@@ -347,8 +347,3 @@ _STATS = (
     "pool_hits",
     "pool_misses",
 )
-
-
-def _num_holders(tensor: torch.Tensor) -> int:
-    """Return how many hold the tensor's storage; the count includes the question itself."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -38,6 +38,7 @@ from torch.futures import Future
 
 from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.files.text import open_regular
+from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.checkpoint_folder import (
     CheckpointFolder,
     Manifest,
@@ -51,7 +52,6 @@ from megatron_offload.train.checkpoint_folder import (
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Device, Parallel
 from megatron_offload.train.random_state import random_states, restore_random_states
-from megatron_offload.train.records import gather
 from megatron_offload.train.run_folder import found_versions
 
 __all__ = ["CheckpointError", "Checkpoints", "Restored"]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_offload.core.profile import RunShape
+from megatron_offload.machine.job_ranks import gather
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.train.checkpoint import Checkpoints
@@ -37,7 +38,6 @@ from megatron_offload.train.records import (
     RunReport,
     StepLog,
     StepRecord,
-    gather,
     merge,
     read_steps,
 )

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pydantic
-import torch
-import torch.distributed
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.text import open_regular, parse_json
@@ -28,7 +26,6 @@ __all__ = [
     "RunReport",
     "StepLog",
     "StepRecord",
-    "gather",
     "merge",
     "read_steps",
 ]
@@ -296,13 +293,6 @@ class StepLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def gather(mine: Any, group: Any) -> list[Any]:
-    """Return every rank's object, in the order of ranks; collective over the gloo ``group``."""
-    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, mine, group=group)
-    return gathered
 
 
 def merge(step: int, lr: float, tokens: int, ranks: list[RankStep]) -> StepRecord:

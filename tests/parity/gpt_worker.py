@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_offload.config import validate
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.model import build_chunks
 from megatron_offload.train.offload import open_offload
 from megatron_offload.train.parallel import open_model_parallel, open_process_group
-from megatron_offload.train.records import gather
 
 ATTENTION = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 MLP = ["mlp_fc1", "mlp_act", "mlp_fc2"]
