@@ -141,7 +141,7 @@ class Ours(Marked):
         self.num_steps += 1
         if self.num_steps != PLAN_AT_STEP or self.policy is None:
             return step()
-        from megatron_offload.autotune.planned_run import plan_run
+        from megatron_offload.autotune.plan_run import plan_run
         from megatron_offload.core.profile import RunShape
         from megatron_offload.planning.plan_file import save_plan
 

@@ -223,7 +223,6 @@ PRELUDES = {
     ),
     "check = check_plan(": (
         f"{_LAYERS}{_PROFILE}"
-        "from megatron_offload.autotune.planned_run import check_plan\n"
         "from megatron_offload.core.policy_config import MemoryTargetConfig\n"
         "with profile_step(manager, run=RunShape(num_microbatches=1)) as recorded:\n"
         "    train_step()\n"

@@ -1,27 +1,147 @@
-"""A plan that has to keep its promise of time: steps of the run say whether it does.
+"""A plan that has to keep its promise of time, held against steps with and without offload in turn.
 
-Owns what is done with the manager for that. Must not know how plans are made or agreed on, how
-ranks talk, nor the verdict's rules.
+    without*  with*  (without  with) x pairs      the first plan
+              with*  (without  with) x pairs      each that comes after it
 
-Invariant: what is decided rests on the slowest rank's times alone, which all ranks know.
-Read next: `megatron_offload.planning.cost_check`.
+Steps with a star don't count: each is the first behind a change (memory is taken anew from the
+device; host memory is pinned). What is decided rests on the slowest rank's times, which all ranks
+know, so they decide alike. No plan stays that was measured over the limit by more than the noise;
+of the others the one that moves most does.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.step_time import TimedStep, time_step
-from megatron_offload.planning.cost_check import CostCheck, MeasuredCost, Next
-from megatron_offload.planning.plan import OffloadPlan, keep_all
+from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, keep_all
 
-__all__ = ["TimeCheck"]
+__all__ = ["CostCheck", "Next", "TimeCheck", "most_steps"]
 
 _logger = logging.getLogger(__name__)
+
+_MOST_PLANS = 4
+"""The first, and three that are made anew."""
+
+_SHARES = (0.5, 0.75)
+"""Of the bytes that a plan moved which was too slow, what the next one may move."""
+
+_CLOSE_SHARE = 0.8
+"""A plan that is quick enough stays where it moves this share of what a slow one moved, or more."""
+
+
+class Next(enum.Enum):
+    """What is to be done next."""
+
+    WITHOUT = "take a step that moves nothing"
+    WITH = "take a step that follows the plan"
+    PLAN = "plan again, for other bytes"
+    KEEP = "keep the best plan"
+    GIVE_UP = "move nothing: no plan was fast enough"
+
+
+class CostCheck:
+    """Says which step to take next, and in the end which plan stays.
+
+    Args:
+        most_slowdown_percent: of the step's time without offload.
+        num_pairs: steps of each kind that count, for each plan; at least 1.
+        moved_bytes: of the first plan; more than 0.
+
+    Attributes:
+        costs: what each plan so far was measured to cost.
+        best: place in ``costs`` of the plan to keep; None while all were too slow.
+        most_bytes: what the next plan may move, after `Next.PLAN`.
+    """
+
+    def __init__(self, most_slowdown_percent: float, num_pairs: int, moved_bytes: int) -> None:
+        self.costs: list[MeasuredCost] = []
+        self.best: int | None = None
+        self.most_bytes = moved_bytes
+        self._most_slowdown_percent = most_slowdown_percent
+        self._num_pairs = num_pairs
+        self._moved_bytes = moved_bytes
+        self._quick_bytes = 0
+        self._slow_bytes: int | None = None
+        self._steps: deque[tuple[Next, bool]] = deque()
+        self._times: dict[Next, list[float]] = {}
+        self._verdict = Next.KEEP
+        self._begin(skipped=(Next.WITHOUT, Next.WITH))
+
+    @property
+    def next(self) -> Next:
+        """What is to be done next."""
+        return self._steps[0][0] if self._steps else self._verdict
+
+    def note(self, step_us: float) -> None:
+        """Take note of the step that `next` has asked for.
+
+        Args:
+            step_us: its length on the slowest rank, by the device's clock; more than 0.
+        """
+        assert step_us > 0, step_us
+        kind, counts = self._steps.popleft()
+        if counts:
+            self._times[kind].append(step_us)
+        if not self._steps:
+            self.costs.append(MeasuredCost.of(self._times[Next.WITHOUT], self._times[Next.WITH]))
+            self._verdict = self._judge(self.costs[-1])
+
+    def follow_next_plan(self, moved_bytes: int) -> bool:
+        """Begin anew with the plan that was made after `Next.PLAN`, if it is worth that.
+
+        It isn't where it moves no more than one that is quick enough, or nothing: then `next` is
+        the verdict.
+
+        Args:
+            moved_bytes: of that plan.
+
+        Returns:
+            Whether steps have to be taken.
+        """
+        if moved_bytes <= self._quick_bytes:
+            self._verdict = self._final()
+            return False
+        self._moved_bytes = moved_bytes
+        self._begin(skipped=(Next.WITH,))
+        return True
+
+    def _begin(self, skipped: Sequence[Next]) -> None:
+        kinds = (Next.WITHOUT, Next.WITH)
+        self._times = {kind: [] for kind in kinds}
+        self._steps.extend((kind, False) for kind in skipped)
+        self._steps.extend((kind, True) for kind in kinds * self._num_pairs)
+
+    def _judge(self, cost: MeasuredCost) -> Next:
+        if cost.slowdown_percent <= self._most_slowdown_percent + cost.noise_percent:
+            self.best, self._quick_bytes = len(self.costs) - 1, self._moved_bytes
+        else:
+            self._slow_bytes = self._moved_bytes
+        if len(self.costs) == _MOST_PLANS or self._slow_bytes is None:
+            return self._final()
+        if self.best is None:
+            least, most = _SHARES
+            wanted = (self._most_slowdown_percent / cost.slowdown_percent) ** (1 / 3)
+            self.most_bytes = int(min(max(wanted, least), most) * self._moved_bytes)
+        elif self._quick_bytes >= _CLOSE_SHARE * self._slow_bytes:
+            return self._final()
+        else:
+            self.most_bytes = (self._quick_bytes + self._slow_bytes) // 2
+        return Next.PLAN
+
+    def _final(self) -> Next:
+        return Next.GIVE_UP if self.best is None else Next.KEEP
+
+
+def most_steps(num_pairs: int) -> int:
+    """Return how many steps a check takes at most; 0 for no pairs, which is no check."""
+    return 1 + _MOST_PLANS * (1 + 2 * num_pairs) if num_pairs else 0
 
 
 class TimeCheck:

@@ -54,7 +54,7 @@ def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
     if isinstance(policy, (MemoryTargetConfig, AutoConfig)):
         raise ConfigError(
             f"policy {policy.kind!r} needs a plan, and a manager makes none: leave the policy out "
-            "here and call planned_run.plan_run(manager, train_step, run, policy=...) after the "
+            "here and call plan_run(manager, train_step, run, policy=...) after the "
             "second step, or let the trainer or `megatron-offload plan` plan (docs/planning.md)"
         )
     if isinstance(policy, PlanFileConfig):

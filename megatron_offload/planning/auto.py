@@ -1,18 +1,8 @@
 """The plan that saves the most memory at no more than a small share of the step's time.
 
-Owns the search over memory targets. Must not know how a target becomes a plan, nor how a plan's
-time is predicted or measured.
-
-A lower target moves more, and so takes more time or as much; the search halves the range of
-targets between the lowest that can be kept and what a step takes without offload. Where a
-prediction doesn't follow that rule, the answer is the best of the plans that were looked at.
-
-A plan on the edge of what the link can do is no good: a little less bandwidth, and compute waits.
-So where the prediction says what a slower link would bring, that has to be fast enough as well.
-
-Invariants: same input, same plan; a plan that is returned was predicted to be fast enough; no
-target is planned for twice by the same search, however often it is asked.
-Read next: `megatron_offload.planning.predict`, which predicts.
+A lower target moves more, and so takes more time or as much; the search halves the range of targets
+between the lowest that can be kept and what a step takes without offload. Where the prediction says
+what a slower link would bring, that has to be fast enough as well.
 """
 
 from __future__ import annotations
@@ -26,7 +16,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.memory_target import MemoryPlanner, Resources
 from megatron_offload.planning.plan import OffloadPlan
 
-__all__ = ["AutoPolicy", "AutoSearch", "Prediction", "Predictor"]
+__all__ = ["AutoPlanner", "AutoPolicy", "Prediction", "Predictor", "with_prediction"]
 
 _NUM_TARGETS = 256
 """The range of targets is cut into so many: a search predicts about eight plans."""
@@ -75,42 +65,42 @@ class AutoPolicy:
         Raises:
             ConfigError: a profile is missing, lacks times, or is of a step that moved something.
         """
-        return self.search(profiles).best()
+        percent = self.most_slowdown_percent
+        return AutoPlanner(profiles, self.predict, percent, self.resources).plan()
 
-    def search(self, profiles: Collection[StepProfile]) -> AutoSearch:
-        """Return what finds plans for these profiles, for one bound of bytes after another.
 
-        Raises:
-            ConfigError: as for `make_plan`.
-        """
+class AutoPlanner:
+    """Plans one job for one bound of bytes after another.
+
+    Args:
+        profiles: those of all pipeline ranks.
+        predict: what tells the time of a plan.
+        most_slowdown_percent: of the step's time without offload.
+        resources: what the plans may use.
+
+    Raises:
+        ConfigError: as for `AutoPolicy.make_plan`.
+    """
+
+    def __init__(
+        self,
+        profiles: Collection[StepProfile],
+        predict: Predictor,
+        most_slowdown_percent: float,
+        resources: Resources = _RESOURCES,
+    ) -> None:
         moved_bytes = sum(profile.offloaded_bytes for profile in profiles)
         if moved_bytes:
             raise ConfigError(
                 f"the profiled step moved {moved_bytes} bytes, and its times hold what it waited "
                 "for them; policy 'auto' needs one that moves nothing, 'memory_target' doesn't"
             )
-        planner = MemoryPlanner(profiles, self.resources)
-        return AutoSearch(planner, self.predict, self.most_slowdown_percent)
-
-
-class AutoSearch:
-    """Looks for the best plan of one job.
-
-    Args:
-        planner: makes a plan of a target.
-        predict: what tells the time of a plan.
-        most_slowdown_percent: of the step's time without offload.
-    """
-
-    def __init__(
-        self, planner: MemoryPlanner, predict: Predictor, most_slowdown_percent: float
-    ) -> None:
-        self._planner = planner
+        self._planner = MemoryPlanner(profiles, resources)
         self._predict = predict
         self._most_slowdown_percent = most_slowdown_percent
         self._found: dict[int, tuple[OffloadPlan, Prediction]] = {}
 
-    def best(self, most_moved_bytes: int | None = None) -> OffloadPlan:
+    def plan(self, most_moved_bytes: int | None = None) -> OffloadPlan:
         """Return the plan of all ranks, with what was predicted of it.
 
         Args:

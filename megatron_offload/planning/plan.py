@@ -1,29 +1,27 @@
 """What moves on every pipeline rank, and why: the outcome of planning, as data.
 
-Owns `OffloadPlan` and the check that a run is the one it was made for. Must not know files, nor how
-choices are made.
-
-Invariants: a plan decides on every group of its run, in the order of their commits, each with a
-reason. A plan only ever costs time or memory; exactness does not depend on it.
-Read next: `megatron_offload.planning.policy` and `megatron_offload.planning.plan_file`.
+A plan decides on every group of its run, in the order of their commits, each with a reason. It only
+ever costs time or memory; exactness does not depend on it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+import math
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.adapt import Distances
-from megatron_offload.planning.cost_check import MeasuredCost
 
 __all__ = [
+    "Distances",
     "GroupChoice",
+    "MeasuredCost",
     "OffloadPlan",
     "RankPlan",
     "check_profiles",
@@ -38,7 +36,61 @@ _MOST_NAMED = 20
 _SMALL_SHARE = 0.02
 """Bytes of groups may differ by this much altogether between a plan and its run."""
 
+_DEVIATIONS_OF_MEDIAN = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
 _Identity = tuple[GroupKey, str, int]
+
+
+class Distances(NamedTuple):
+    """Both in bytes of groups."""
+
+    max_inflight_bytes: int
+    """How late memory is released."""
+    prefetch_bytes: int
+    """How far ahead it comes back."""
+
+
+class MeasuredCost(NamedTuple):
+    """What steps have shown a plan to cost, on the slowest rank."""
+
+    without_us: float
+    """Median length of a step without offload."""
+    with_us: float
+    """The same with the plan."""
+    slowdown_percent: float
+    """Median over pairs of what the step with the plan took longer; below 0 where less."""
+    noise_percent: float
+    """Standard error of that median, from the spread of the steps without offload."""
+    num_pairs: int
+    """Steps of each kind that count."""
+
+    @classmethod
+    def of(cls, without_us: Sequence[float], with_us: Sequence[float]) -> MeasuredCost:
+        """Return what the steps of each kind say, which were taken in turn.
+
+        The median of n differences of two times, each with the deviation s, errs by
+        ``sqrt(2) s * sqrt(pi / 2) / sqrt(n)``. Here s comes from the median absolute deviation of
+        the steps without offload, so that a single step which something else delayed counts for
+        nothing, as it does in the median.
+        """
+        pairs = list(zip(without_us, with_us, strict=True))
+        middle_us = statistics.median(without_us)
+        deviation_us = statistics.median(abs(each - middle_us) for each in without_us)
+        error_us = math.sqrt(math.pi / len(pairs)) * _DEVIATIONS_OF_MEDIAN * deviation_us
+        return cls(
+            middle_us,
+            statistics.median(with_us),
+            statistics.median(100 * (moved / bare - 1) for bare, moved in pairs),
+            100 * error_us / middle_us,
+            len(pairs),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.slowdown_percent:+.2f} % (standard error {self.noise_percent:.2f} %) of "
+            f"{self.without_us / 1e3:.1f} ms, by {self.num_pairs} steps of each kind"
+        )
 
 
 class GroupChoice(NamedTuple):

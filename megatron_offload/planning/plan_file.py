@@ -20,8 +20,7 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.files.text import parse_json, read_text, replace_text
-from megatron_offload.planning.cost_check import MeasuredCost
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
+from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
 from megatron_offload.planning.profile_file import (
     MAX_FILE_BYTES,
     MAX_GROUPS,

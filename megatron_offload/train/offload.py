@@ -21,7 +21,7 @@ from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.bandwidths import Bandwidths
 
 if TYPE_CHECKING:
-    from megatron_offload.autotune.check import PlanCheck
+    from megatron_offload.autotune.plan_run import PlanCheck
     from megatron_offload.observe.recorder import RecordedStep
 
 __all__ = ["OffloadSession", "open_offload"]
@@ -75,7 +75,7 @@ class OffloadSession:
 
         Where the policy is one that needs none, it is what `AutoConfig` would plan with.
         """
-        from megatron_offload.autotune.joint_planning import agree_on_bandwidths
+        from megatron_offload.autotune.agree import agree_on_bandwidths
 
         policy = self._policy
         if not isinstance(policy, (AutoConfig, MemoryTargetConfig)):
@@ -95,7 +95,7 @@ class OffloadSession:
         Raises:
             ConfigError: no plan can be made; on all ranks.
         """
-        from megatron_offload.autotune.planned_run import check_plan
+        from megatron_offload.autotune.plan_run import check_plan
 
         return check_plan(self._manager, profile, self._policy, bandwidths=bandwidths, group=group)
 

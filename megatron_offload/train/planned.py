@@ -4,7 +4,7 @@ Owns which steps look at the plan, what becomes of it by them, and its files. Mu
 loop, nor how plans are made.
 
 Invariant: every rank takes the same turns at the same steps, by numbers that all of them know.
-Read next: `megatron_offload.autotune.planned_run`.
+Read next: `megatron_offload.autotune.plan_run`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_offload.train.progress import StepPrinter
 from megatron_offload.train.run_folder import plan_path
 
 if TYPE_CHECKING:
-    from megatron_offload.autotune.check import PlanCheck
+    from megatron_offload.autotune.plan_run import PlanCheck
     from megatron_offload.observe.step_time import TimedStep
 
 __all__ = ["PlannedRun"]

@@ -8,13 +8,11 @@ import pytest
 from programs import make_config
 from virtual_clock import RUN, SCHEDULE, VirtualJob
 
-from megatron_offload.autotune.check import PlanCheck
-from megatron_offload.autotune.cost import TimeCheck
-from megatron_offload.autotune.joint_planning import JointPlanner
-from megatron_offload.autotune.planned_run import check_plan, plan_run
+from megatron_offload.autotune.agree import RunPlanner
+from megatron_offload.autotune.cost import TimeCheck, most_steps
+from megatron_offload.autotune.plan_run import PlanCheck, check_plan, plan_run
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.step_time import time_step
-from megatron_offload.planning.cost_check import most_steps
 from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
 
 PLANNED = 1.0
@@ -117,7 +115,7 @@ def test_where_those_that_move_more_are_too_slow_an_earlier_plan_is_followed_aga
     job = VirtualJob(PLANNED).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
-    planner = JointPlanner(job.manager, recorded.profile, policy(), schedule=SCHEDULE)
+    planner = RunPlanner(job.manager, recorded.profile, policy(), schedule=SCHEDULE)
     plans = [
         planner.follow(most_moved_bytes=most_bytes)
         for most_bytes in (None, 94_000, 140_000, 117_000)
@@ -153,7 +151,7 @@ def test_where_there_is_none_between_the_one_that_is_quick_enough_is_followed_ag
     job = VirtualJob(PLANNED).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
-    planner = JointPlanner(job.manager, recorded.profile, policy(), schedule=SCHEDULE)
+    planner = RunPlanner(job.manager, recorded.profile, policy(), schedule=SCHEDULE)
     first, second, lesser = (
         planner.follow(most_moved_bytes=most_bytes) for most_bytes in (None, 94_000, 50_000)
     )

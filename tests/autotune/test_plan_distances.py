@@ -7,13 +7,12 @@ from programs import make_config
 from virtual_clock import RUN, SCHEDULE, VirtualJob
 
 from megatron_offload.autotune import distances as distance_check
-from megatron_offload.autotune import planned_run
+from megatron_offload.autotune import plan_run as plan_run_file
+from megatron_offload.autotune.agree import RunPlanner
 from megatron_offload.autotune.distances import PlanCorrection
-from megatron_offload.autotune.joint_planning import JointPlanner
-from megatron_offload.autotune.planned_run import correct_plan, plan_run
+from megatron_offload.autotune.plan_run import correct_plan, plan_run
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.planning.adapt import Distances
-from megatron_offload.planning.plan import with_distances
+from megatron_offload.planning.plan import Distances, with_distances
 
 GBPS = 1.0
 WITHOUT_US = 2880.0
@@ -30,7 +29,7 @@ def planned_job():
     job = VirtualJob(GBPS).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
-    plan = JointPlanner(job.manager, recorded.profile, policy_of(), schedule=SCHEDULE).follow()
+    plan = RunPlanner(job.manager, recorded.profile, policy_of(), schedule=SCHEDULE).follow()
     job.moved_bytes.clear()
     return job, plan
 
@@ -164,8 +163,8 @@ def test_a_run_that_plans_goes_on_with_what_its_steps_have_corrected(monkeypatch
 
 def test_each_pipeline_rank_gets_what_its_first_rank_has_found(monkeypatch):
     answers = [(1, (5, 6)), (0, (1, 2)), (1, (7, 8)), (0, (3, 4))]
-    monkeypatch.setattr(planned_run, "gather", lambda mine, group: answers)
-    found = planned_run._gather_by_place((5, 6), 1, None)
+    monkeypatch.setattr(plan_run_file, "gather", lambda mine, group: answers)
+    found = plan_run_file._gather_by_place((5, 6), 1, None)
     assert found == [[(1, 2), (3, 4)], [(5, 6), (7, 8)]]
 
 

@@ -8,11 +8,10 @@ import pytest
 from programs import KIB, make_config
 from virtual_clock import RUN, SCHEDULE, VirtualJob
 
-from megatron_offload.autotune import planned_run
-from megatron_offload.autotune.check import PlanCheck
-from megatron_offload.autotune.joint_planning import JointPlanner
+from megatron_offload.autotune import plan_run as plan_run_file
+from megatron_offload.autotune.agree import RunPlanner
 from megatron_offload.autotune.memory import MemoryCheck
-from megatron_offload.autotune.planned_run import plan_run
+from megatron_offload.autotune.plan_run import PlanCheck, check_plan, plan_run
 from megatron_offload.errors import TargetError
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.step_memory import can_weigh, weigh_step
@@ -157,7 +156,7 @@ def three():
     job = VirtualJob(GBPS).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
-    planner = JointPlanner(job.manager, recorded.profile, policy_of())
+    planner = RunPlanner(job.manager, recorded.profile, policy_of())
     make = [planner.follow(target_bytes=(share * TARGET // 100,)) for share in (120, 100, 80)]
     assert make[0].moved_bytes < make[1].moved_bytes < make[2].moved_bytes
     return make
@@ -259,10 +258,10 @@ def test_ranks_of_one_place_count_by_the_fullest(monkeypatch):
     job = WeighedJob(1.0).warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
-    check = planned_run.check_plan(
+    check = check_plan(
         job.manager, recorded.profile, policy_of(measured_plans=1), schedule=SCHEDULE
     )
-    monkeypatch.setattr(planned_run, "gather", lambda mine, group: [mine, (0, 7), (0, 2**40)])
+    monkeypatch.setattr(plan_run_file, "gather", lambda mine, group: [mine, (0, 7), (0, 2**40)])
     while not check.is_over:
         with check.step():
             job.step()
@@ -305,6 +304,6 @@ def test_where_nobody_tells_a_plan_is_trusted():
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
     job.manager.meter = None
-    check = planned_run.check_plan(job.manager, recorded.profile, policy_of(), schedule=SCHEDULE)
+    check = check_plan(job.manager, recorded.profile, policy_of(), schedule=SCHEDULE)
     assert check.is_over
     job.manager.meter = meter

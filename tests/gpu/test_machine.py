@@ -13,8 +13,8 @@ import torch
 from programs import assert_same
 from test_cuda import MIB, make_inputs, make_manager, make_model, run_step
 
-from megatron_offload.autotune.joint_planning import agree_on_bandwidths
-from megatron_offload.autotune.planned_run import plan_run
+from megatron_offload.autotune.agree import agree_on_bandwidths
+from megatron_offload.autotune.plan_run import plan_run
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.cuda import CudaBackend
 from megatron_offload.core.policy_config import AutoConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from fake_gpus import KIB, FakeGpu
 
-from megatron_offload.autotune.joint_planning import agree_on_bandwidths
+from megatron_offload.autotune.agree import agree_on_bandwidths
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.engine.manager import PipelineOffloadManager

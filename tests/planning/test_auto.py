@@ -9,7 +9,7 @@ from problems import make_job, profiles
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.auto import AutoPolicy, Prediction
+from megatron_offload.planning.auto import AutoPlanner, AutoPolicy, Prediction
 from megatron_offload.planning.memory_target import MemoryPlanner, Resources
 from megatron_offload.planning.predict import predictor_of, profiles_of
 
@@ -70,13 +70,13 @@ def test_the_lowest_target_that_is_fast_enough_is_found():
 def test_bytes_that_may_move_bound_a_plan_whatever_is_predicted():
     runs = profiles_of(slow_job())
     predict = predictor_of(slow_job())
-    search = AutoPolicy(predict, 1000.0, SLOW).search(runs)
-    free = search.best()
+    search = AutoPlanner(runs, predict, 1000.0, SLOW)
+    free = search.plan()
     assert free.moved_bytes == sum(rank.moved_bytes for rank in free.ranks) > 0
-    assert search.best(free.moved_bytes) == free
+    assert search.plan(free.moved_bytes) == free
     moved_bytes, peaks = [free.moved_bytes], [max(predict(free).peak_bytes)]
     for share in (0.75, 0.6, 0.0):
-        plan = search.best(int(share * free.moved_bytes))
+        plan = search.plan(int(share * free.moved_bytes))
         assert plan.moved_bytes <= share * free.moved_bytes
         moved_bytes.append(plan.moved_bytes)
         peaks.append(max(predict(plan).peak_bytes))
@@ -127,12 +127,13 @@ def test_no_plan_is_predicted_twice_by_one_search():
         seen.append(plan)
         return predict(plan)
 
-    policy, runs = AutoPolicy(count, 1000.0, SLOW), profiles_of(slow_job())
-    search = policy.search(runs)
-    free = search.best()
+    runs = profiles_of(slow_job())
+    search = AutoPlanner(runs, count, 1000.0, SLOW)
+    free = search.plan()
     num_first = len(seen)
-    assert search.best() == free
+    assert search.plan() == free
     assert len(seen) == num_first
-    bounded = search.best(free.moved_bytes // 2)
+    bounded = search.plan(free.moved_bytes // 2)
     assert num_first < len(seen) < 2 * num_first
-    assert bounded == policy.search(runs).best(free.moved_bytes // 2), "as a search of its own"
+    again = AutoPlanner(runs, predict, 1000.0, SLOW).plan(free.moved_bytes // 2)
+    assert bounded == again, "as a search of its own"

@@ -11,8 +11,8 @@ from problems import profiles, random_profile
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.cost_check import MeasuredCost
 from megatron_offload.planning.plan import (
+    MeasuredCost,
     OffloadPlan,
     check_profiles,
     keep_all,

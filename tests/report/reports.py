@@ -14,8 +14,7 @@ from megatron_offload.core.trace import (
     Span,
     StepTrace,
 )
-from megatron_offload.planning.cost_check import MeasuredCost
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
+from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
 from megatron_offload.report.report import (
     Comparison,
     GroupRow,

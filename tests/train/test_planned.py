@@ -10,8 +10,8 @@ from virtual_clock import RUN, VirtualJob
 
 from megatron_offload.autotune import distances as distance_check
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.planning.adapt import Distances
 from megatron_offload.planning.bandwidths import load_bandwidths
+from megatron_offload.planning.plan import Distances
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.train.offload import OffloadSession
 from megatron_offload.train.planned import PlannedRun

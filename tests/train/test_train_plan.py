@@ -8,12 +8,12 @@ import statistics
 import pytest
 from training_runs import numbers, run, words
 
+from megatron_offload.autotune.cost import most_steps
 from megatron_offload.cli.source import load_run
 from megatron_offload.config import validate
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.bandwidths import DEFAULTS, load_bandwidths
-from megatron_offload.planning.cost_check import most_steps
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.train.config import TrainConfig

@@ -1,43 +1,111 @@
-"""Plan a run from one of its own steps, and correct and measure the plan by later ones.
+"""Plan a run from one of its own steps, then correct and measure the plan by later ones.
 
-Owns by what a plan is held against later steps. Must not know how plans are made, nor how ranks
-agree on one. Nothing here happens unasked: no step holds a collective of its own.
-
-Invariant: every step that is looked at is a training step like any other. Read next:
-`megatron_offload.autotune.joint_planning`, `megatron_offload.autotune.check` and
-`megatron_offload.core.policy_config`.
+Every step that is looked at is a training step like any other; all ranks take the same steps, and
+have the same plan after each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from megatron_offload.autotune.check import PlanCheck
+from megatron_offload.autotune.agree import RunPlanner, planning_policy
 from megatron_offload.autotune.cost import TimeCheck
 from megatron_offload.autotune.distances import DistanceCheck, PlanCorrection
-from megatron_offload.autotune.joint_planning import JointPlanner, planning_policy
 from megatron_offload.autotune.memory import MemoryCheck
-from megatron_offload.core.policy_config import (
-    AutoConfig,
-    PolicyConfig,
-)
+from megatron_offload.core.policy_config import AutoConfig, PolicyConfig
 from megatron_offload.core.profile import RunShape, StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.planning.adapt import Distances
-from megatron_offload.planning.bandwidths import (
-    Bandwidths,
-)
-from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.observe.step_time import TimedStep
+from megatron_offload.planning.bandwidths import Bandwidths
+from megatron_offload.planning.plan import Distances, OffloadPlan
 from megatron_offload.planning.schedule import Schedule
 
 _Said = TypeVar("_Said")
 
-__all__ = ["check_plan", "correct_plan", "plan_run"]
+__all__ = ["Check", "PlanCheck", "check_plan", "correct_plan", "plan_run"]
+
+
+class Check(Protocol):
+    """One thing that steps are looked at for."""
+
+    plan: OffloadPlan
+    """What the manager follows."""
+
+    def begin(self, plan: OffloadPlan) -> bool:
+        """Take the plan of all ranks that earlier checks left; return whether steps are needed."""
+
+    def step(self) -> AbstractContextManager[TimedStep | None]:
+        """Look at the step that is taken inside; its time, where that is what is looked at."""
+
+    def note(self) -> tuple[bool, str]:
+        """Do what follows from the last step; may be collective.
+
+        Returns:
+            Whether the check is over, and what there is to say, for people; empty for nothing.
+        """
+
+
+class PlanCheck:
+    """A plan, measured by the steps that follow it.
+
+        while not check.is_over:
+            with check.step():
+                train_step()  # up to and with the manager's reset
+            check.note()
+
+    Args:
+        plan: of all ranks, which the manager follows.
+        checks: in the order in which they are made.
+
+    Attributes:
+        plan: what the manager follows now, with what was measured of it so far.
+    """
+
+    def __init__(self, plan: OffloadPlan, checks: Iterable[Check]) -> None:
+        self.plan = plan
+        self._checks = deque(checks)
+        self._begin()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the plan stays as it is."""
+        return not self._checks
+
+    def step(self) -> AbstractContextManager[TimedStep | None]:
+        """Look at the step that is taken inside, its ``reset`` included.
+
+        Where the plan is being timed, it yields the step's time, and every other step moves
+        nothing: it has to fit into memory as it does without offload.
+        """
+        return self._checks[0].step()
+
+    def note(self) -> str:
+        """Do what follows from the last step; collective.
+
+        Returns:
+            What there is to say about the plan, for people; empty for nothing.
+
+        Raises:
+            ConfigError: a new plan is wanted, and none can be made; on all ranks.
+        """
+        is_over, text = self._checks[0].note()
+        self.plan = self._checks[0].plan
+        if is_over:
+            self._checks.popleft()
+            self._begin()
+        return text
+
+    def _begin(self) -> None:
+        """Go to the first check that needs a step; a plan that moves nothing needs none."""
+        while self._checks and not (self.plan.moved_bytes and self._checks[0].begin(self.plan)):
+            self._checks.popleft()
 
 
 def plan_run(
@@ -52,14 +120,14 @@ def plan_run(
 ) -> OffloadPlan:
     """Profile one training step, plan, and follow the plan from then on; collective.
 
-    To be called once the steps look alike, after the second or third. Nothing moves in the step
+    Call it once the steps look alike, after the second or third. Nothing moves in the step
     that is profiled, so it must fit into memory as it does without offload; where it doesn't, give
     ``moves=True`` for a ``memory_target``.
 
     The plan is corrected and measured at once: it takes as many training steps as that needs,
-    ``1 + correction_steps`` and ``3 measured_plans`` (for ``auto`` `cost_check.most_steps`) at
-    most, and each rank has to be able to go on for so long. A program that takes its steps itself
-    makes a `check_plan`.
+    ``1 + correction_steps`` and ``3 measured_plans`` (for ``auto`` `most_steps`) at most, and each
+    rank has to be able to go on for so long. A program that takes its steps itself makes a
+    `check_plan`.
 
     Args:
         manager: whose groups are planned for.
@@ -97,7 +165,7 @@ def check_plan(
     schedule: Schedule | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PlanCheck:
-    """Plan from the profiles of one step; return the plan with what holds it against later steps.
+    """Plan from the profiles of one step; return the plan, and what measures it by later steps.
 
     Collective. All ranks follow the plan from the next step on.
 
@@ -107,7 +175,7 @@ def check_plan(
     costs comes after, so that no plan is too slow for its distances alone.
     """
     planned = planning_policy(policy)
-    planner = JointPlanner(
+    planner = RunPlanner(
         manager, profile, planned, bandwidths=bandwidths, schedule=schedule, group=group
     )
     plan, pp_rank = planner.follow(), profile.run.pp_rank

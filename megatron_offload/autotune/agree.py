@@ -1,22 +1,17 @@
 """One plan on all ranks of a run, made by the first from what each has seen.
 
-Owns the collectives of planning, what bandwidths count, and that an error on one rank is one on
-all. Must not know how plans are made, nor what asks for another one.
-
-Invariant: all ranks follow the same plan, or all raise the same error. Read next:
-`megatron_offload.autotune.planned_run`, which asks, and `megatron_offload.autotune.run_planner`.
+Invariant: all ranks follow the same plan, or all raise the same error.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
 
-from megatron_offload.autotune.run_planner import RunPlanner
 from megatron_offload.core.policy_config import (
     AutoConfig,
     MachineConfig,
@@ -29,18 +24,21 @@ from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.machine.agreement import JobMachines, agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.job_ranks import gather
+from megatron_offload.planning.auto import AutoPlanner
 from megatron_offload.planning.bandwidths import (
     DEFAULTS,
     Bandwidths,
     measured_machine,
     simulated_machine,
 )
+from megatron_offload.planning.make_policy import resources_of
+from megatron_offload.planning.memory_target import MemoryPlanner
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.planning.profile_file import parse_profile, profile_to_json
 from megatron_offload.planning.schedule import Schedule, make_schedule
 
-__all__ = ["JointPlanner", "agree_on_bandwidths", "planning_policy"]
+__all__ = ["ProfilePlanner", "RunPlanner", "agree_on_bandwidths", "planning_policy"]
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +51,63 @@ _ERROR_MARK = "error: "
 _ERRORS: dict[str, type[ConfigError]] = {"error": ConfigError, "target": TargetError}
 
 
-class JointPlanner:
+class ProfilePlanner:
+    """Plans again and again from the profiles of one step.
+
+    Args:
+        profiles: one of each pipeline rank.
+        policy: what to aim at.
+        schedule: what the ranks run; for ``auto``, which predicts.
+
+    Raises:
+        ConfigError: the profiles can't be planned with.
+    """
+
+    def __init__(
+        self,
+        profiles: Collection[StepProfile],
+        policy: MemoryTargetConfig | AutoConfig,
+        schedule: Schedule,
+    ) -> None:
+        resources = resources_of(policy)
+        self._policy = policy
+        self._planner: AutoPlanner | MemoryPlanner
+        if isinstance(policy, MemoryTargetConfig):
+            self._planner = MemoryPlanner(profiles, resources)
+            return
+        # It needs the simulator's library, which nothing else here does.
+        from megatron_offload.planning.predict import job_of, predictor_of
+
+        profiles = check_profiles(profiles)
+        job = job_of(profiles, schedule, resources.machine, gpus_per_rank=resources.gpus_per_rank)
+        percent = policy.most_slowdown_percent
+        self._planner = AutoPlanner(profiles, predictor_of(job), percent, resources)
+
+    def plan(
+        self,
+        *,
+        target_bytes: Sequence[int] | None = None,
+        most_moved_bytes: int | None = None,
+    ) -> OffloadPlan:
+        """Return a plan of all pipeline ranks.
+
+        Args:
+            target_bytes: of each rank, for ``memory_target``; None for the policy's own.
+            most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
+
+        Raises:
+            ConfigError: the targets are not as many as the ranks, or ``auto`` is to plan from a
+                step that moved something.
+            TargetError: a rank can't be brought under its target.
+        """
+        if isinstance(self._planner, AutoPlanner):
+            return self._planner.plan(most_moved_bytes)
+        assert isinstance(self._policy, MemoryTargetConfig)
+        targets = target_bytes or self._policy.targets(len(self._planner.ranks))
+        return self._planner.plan(targets, self._policy.kind)
+
+
+class RunPlanner:
     """Plans together with all ranks, as often as it is asked; collective, as all it does.
 
     The first rank plans, from the first profile of each pipeline rank: those of other data-parallel
@@ -91,7 +145,7 @@ class JointPlanner:
         self._group = group
         self._origin = bandwidths.origin
         texts = gather(_profile_or_error(manager, profile), group)
-        self._planner: RunPlanner | ConfigError | None = None
+        self._planner: ProfilePlanner | ConfigError | None = None
         if _is_first(group):
             try:
                 self._planner = _planner_of(texts, planned, bandwidths, schedule)
@@ -107,16 +161,14 @@ class JointPlanner:
         """Plan on the first rank, and have the managers of all follow the plan.
 
         Args:
-            target_bytes: of each pipeline rank; see `RunPlanner.plan`.
+            target_bytes: of each pipeline rank; see `ProfilePlanner.plan`.
             most_moved_bytes: likewise.
 
         Raises:
             ConfigError: no plan can be made; on all ranks.
             TargetError: a rank can't be brought under its target; on all ranks.
         """
-        answer = [""]
-        if self._planner is not None:
-            answer = [_plan_or_error(self._planner, self._origin, target_bytes, most_moved_bytes)]
+        answer = [self._answer(target_bytes, most_moved_bytes) if self._planner is not None else ""]
         if dist.is_available() and dist.is_initialized():
             first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
             dist.broadcast_object_list(answer, src=first, group=self._group)
@@ -126,6 +178,19 @@ class JointPlanner:
         plan = parse_plan(body, "the plan of the first rank")
         self._manager.follow_plan(plan)
         return plan
+
+    def _answer(self, target_bytes: Sequence[int] | None, most_moved_bytes: int | None) -> str:
+        """Return what all ranks are told: an error on one is an error on all."""
+        started = time.monotonic()
+        try:
+            if isinstance(self._planner, ConfigError):
+                raise self._planner
+            assert self._planner is not None
+            plan = self._planner.plan(target_bytes=target_bytes, most_moved_bytes=most_moved_bytes)
+        except ConfigError as error:
+            return f"{'target' if isinstance(error, TargetError) else 'error'}\n{error}"
+        _logger.info("planning has taken %.1f s", time.monotonic() - started)
+        return "plan\n" + plan_to_json(replace(plan, bandwidths=self._origin))
 
 
 def agree_on_bandwidths(
@@ -183,7 +248,6 @@ def planning_policy(policy: PolicyConfig | None) -> MemoryTargetConfig | AutoCon
 
 
 def _origin_of(machines: JobMachines) -> str:
-    """Say where measured bandwidths come from."""
     first = machines.profiles[0]
     when = "measured now" if machines.is_new else f"measured {first.measured_at:%Y-%m-%d}"
     whose = f"{len(first.gpus)} GPUs at once" if len(first.gpus) > 1 else "one GPU"
@@ -214,12 +278,8 @@ def _planner_of(
     policy: MemoryTargetConfig | AutoConfig,
     bandwidths: Bandwidths,
     schedule: Schedule | None,
-) -> RunPlanner:
-    """Return what plans from what the ranks say of themselves.
-
-    Raises:
-        ConfigError: one has no profile, or the profiles can't be planned with.
-    """
+) -> ProfilePlanner:
+    """Return what plans from what the ranks say of themselves."""
     profiles: dict[int, StepProfile] = {}
     for rank, text in enumerate(texts):
         if text.startswith(_ERROR_MARK):
@@ -228,29 +288,9 @@ def _planner_of(
         profiles.setdefault(profile.run.pp_rank, profile)
     in_order = check_profiles(profiles.values())
     policy = policy.model_copy(update={"machine": bandwidths.machine})
-    return RunPlanner(in_order, policy, schedule or _usual_schedule(in_order[0].run))
-
-
-def _plan_or_error(
-    planner: RunPlanner | ConfigError,
-    origin: str,
-    target_bytes: Sequence[int] | None,
-    most_moved_bytes: int | None,
-) -> str:
-    """Return what all ranks are told: an error on one is an error on all."""
-    started = time.monotonic()
-    try:
-        if isinstance(planner, ConfigError):
-            raise planner
-        plan = planner.plan(target_bytes=target_bytes, most_moved_bytes=most_moved_bytes)
-        plan = replace(plan, bandwidths=origin)
-    except ConfigError as error:
-        return f"{'target' if isinstance(error, TargetError) else 'error'}\n{error}"
-    _logger.info("planning has taken %.1f s", time.monotonic() - started)
-    return "plan\n" + plan_to_json(plan)
+    return ProfilePlanner(in_order, policy, schedule or _usual_schedule(in_order[0].run))
 
 
 def _usual_schedule(run: RunShape) -> Schedule:
-    if run.vp_size > 1:
-        return make_schedule("interleaved", run.pp_size, run.num_microbatches, run.vp_size)
-    return make_schedule("1f1b", run.pp_size, run.num_microbatches)
+    name = "interleaved" if run.vp_size > 1 else "1f1b"
+    return make_schedule(name, run.pp_size, run.num_microbatches, run.vp_size)

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_offload.planning.adapt import Adaptation, Distances, Seen
+from megatron_offload.autotune.distances import Adaptation, StepObservation
+from megatron_offload.planning.plan import Distances
 
 LEAST, MOST = 10, 1000
 START = Distances(100, 100)
@@ -27,14 +28,14 @@ def search(seen_of, *, start=START, least=LEAST, most=MOST, steps=60):
 
 def late_below(wanted_bytes):
     """Groups come late while less is prefetched than is wanted."""
-    return lambda d: Seen(max(0, wanted_bytes - d.prefetch_bytes), 0)
+    return lambda d: StepObservation(max(0, wanted_bytes - d.prefetch_bytes), 0)
 
 
 def test_distances_that_are_right_stay_and_are_frozen_after_three_steps():
     adaptation = Adaptation(START, LEAST, MOST)
     for number in range(3):
         assert not adaptation.is_frozen, number
-        assert adaptation.follow(Seen(0, 0)) == START
+        assert adaptation.follow(StepObservation(0, 0)) == START
     assert adaptation.is_frozen
 
 
@@ -50,41 +51,41 @@ def test_one_trial_has_room_for_one_more_group(prefetch_bytes):
     """A group comes back whatever the distance is; farther means two of them."""
     group_bytes = 40
     adaptation = Adaptation(Distances(150, prefetch_bytes), group_bytes, 200)
-    assert adaptation.follow(Seen(1, 0)) == (120, 2 * group_bytes)
+    assert adaptation.follow(StepObservation(1, 0)) == (120, 2 * group_bytes)
 
 
 def test_what_takes_more_memory_than_wanted_is_taken_back_however_good_it_is():
     adaptation = Adaptation(START, LEAST, MOST)
-    assert adaptation.follow(Seen(7, 0)) != START
-    assert adaptation.follow(Seen(0, 0, missed_bytes=1)) == START
+    assert adaptation.follow(StepObservation(7, 0)) != START
+    assert adaptation.follow(StepObservation(0, 0, missed_bytes=1)) == START
     assert adaptation.best == START
 
 
 def test_what_does_not_help_is_taken_back_and_not_tried_again():
-    adaptation, asked = search(lambda d: Seen(7, 0))
+    adaptation, asked = search(lambda d: StepObservation(7, 0))
     assert adaptation.distances == START
     assert len(set(asked)) == 2, "one trial"
 
 
 def test_the_best_is_never_a_trial_that_was_not_seen():
     adaptation = Adaptation(START, LEAST, MOST)
-    tried = adaptation.follow(Seen(7, 0))
+    tried = adaptation.follow(StepObservation(7, 0))
     assert tried != START
     assert adaptation.best == START
-    adaptation.follow(Seen(3, 0))
+    adaptation.follow(StepObservation(3, 0))
     assert adaptation.best == tried
 
 
 def test_waiting_for_copies_to_the_host_delays_the_release():
-    adaptation, _ = search(lambda d: Seen(0, 0, release_stall_us=max(0, 300 - d[0])))
+    adaptation, _ = search(lambda d: StepObservation(0, 0, release_stall_us=max(0, 300 - d[0])))
     assert 300 <= adaptation.distances.max_inflight_bytes < 450
     assert adaptation.distances.prefetch_bytes == START.prefetch_bytes
 
 
 def test_copies_for_nothing_are_released_sooner_unless_that_makes_others_wait():
-    adaptation, _ = search(lambda d: Seen(0, max(0, d.max_inflight_bytes - 40)))
+    adaptation, _ = search(lambda d: StepObservation(0, max(0, d.max_inflight_bytes - 40)))
     assert LEAST <= adaptation.distances.max_inflight_bytes <= 40
-    adaptation, _ = search(lambda d: Seen(0, d[0], release_stall_us=max(0, 70 - d[0])))
+    adaptation, _ = search(lambda d: StepObservation(0, d[0], release_stall_us=max(0, 70 - d[0])))
     assert adaptation.distances.max_inflight_bytes == 100, "at 66 there would be stalls"
 
 
@@ -96,7 +97,7 @@ def test_where_both_want_room_the_other_gives_some_but_never_its_least():
 
 def test_noise_in_stalls_is_no_improvement():
     rng = random.Random(5)
-    adaptation, asked = search(lambda d: Seen(0, 0, 1000 * rng.uniform(0.98, 1.0), 0))
+    adaptation, asked = search(lambda d: StepObservation(0, 0, 1000 * rng.uniform(0.98, 1.0), 0))
     assert adaptation.distances == START
     assert len(set(asked)) == 2
 
@@ -108,7 +109,8 @@ def test_whatever_steps_show_it_ends_within_bounds_and_never_goes_in_circles(see
     start = Distances(rng.randint(least, 100), rng.randint(least, 100))
 
     def seen_of(distances):
-        return Seen(rng.randint(0, 3), rng.randint(0, 3), rng.random() * 9, rng.random() * 9)
+        counts = rng.randint(0, 3), rng.randint(0, 3)
+        return StepObservation(*counts, rng.random() * 9, rng.random() * 9)
 
     _, asked = search(seen_of, start=start, least=least, most=most)
     assert all(sum(each) <= most and min(each) >= least for each in asked)
@@ -121,6 +123,6 @@ def test_whatever_steps_show_it_ends_within_bounds_and_never_goes_in_circles(see
 def test_same_steps_same_distances():
     def run():
         rng = random.Random(3)
-        return search(lambda d: Seen(rng.randint(0, 3), 0, rng.random()))[1]
+        return search(lambda d: StepObservation(rng.randint(0, 3), 0, rng.random()))[1]
 
     assert run() == run()

@@ -7,7 +7,8 @@ import statistics
 
 import pytest
 
-from megatron_offload.planning.cost_check import CostCheck, MeasuredCost, Next, most_steps
+from megatron_offload.autotune.cost import CostCheck, Next, most_steps
+from megatron_offload.planning.plan import MeasuredCost
 
 STEPS = (Next.WITHOUT, Next.WITH)
 MOVED = 1_000_000

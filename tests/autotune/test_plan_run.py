@@ -17,10 +17,9 @@ from programs import (
     run_step,
 )
 
-from megatron_offload.autotune import joint_planning
-from megatron_offload.autotune.joint_planning import JointPlanner, agree_on_bandwidths
-from megatron_offload.autotune.planned_run import plan_run
-from megatron_offload.autotune.run_planner import RunPlanner
+from megatron_offload.autotune import agree
+from megatron_offload.autotune.agree import ProfilePlanner, RunPlanner, agree_on_bandwidths
+from megatron_offload.autotune.plan_run import plan_run
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig, MachineConfig
 from megatron_offload.core.profile import RunShape
@@ -131,7 +130,7 @@ def test_what_no_group_saves_counts_in_the_prediction():
             for sample in recorded.profile.memory
         )
         profile = replace(recorded.profile, memory=memory)
-        plan = RunPlanner([profile], policy, schedule).plan()
+        plan = ProfilePlanner([profile], policy, schedule).plan()
         peaks.append(plan.ranks[0].predicted_peak_bytes)
     segment_bytes = 2 * 1024 * KIB
     assert peaks[1] - peaks[0] == pytest.approx(64 * 1024 * KIB, abs=segment_bytes)
@@ -145,8 +144,7 @@ def test_the_first_profile_of_each_pipeline_rank_counts():
     policy = make_config(policy=TARGET).policy
     bandwidths = Bandwidths(machine=policy.machine, gpus_per_rank=1, origin="a guess")
     alone, twice = (
-        joint_planning._planner_of(texts, policy, bandwidths, None).plan()
-        for texts in ([text], [text] * 2)
+        agree._planner_of(texts, policy, bandwidths, None).plan() for texts in ([text], [text] * 2)
     )
     assert alone == twice
 
@@ -194,9 +192,9 @@ def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
 
     def make(profiles, policy, schedule):
         policies.append(policy)
-        return RunPlanner(profiles, policy, schedule)
+        return ProfilePlanner(profiles, policy, schedule)
 
-    monkeypatch.setattr(joint_planning, "RunPlanner", make)
+    monkeypatch.setattr(agree, "ProfilePlanner", make)
     job = GpuJob(3.0, policy=UNSET).warmed_up()
     plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
     (path,) = cache.iterdir()
@@ -290,7 +288,7 @@ def test_bandwidths_that_are_given_are_taken():
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
     given = Bandwidths(machine=MachineConfig(), gpus_per_rank=1, origin="a guess")
-    plan = JointPlanner(job.manager, recorded.profile, job.policy, bandwidths=given).follow()
+    plan = RunPlanner(job.manager, recorded.profile, job.policy, bandwidths=given).follow()
     assert plan.bandwidths == "a guess"
 
 
@@ -310,8 +308,8 @@ def test_auto_predicts_with_all_gpus_of_a_rank():
     profiles = profiles_of(job_from_model(model))
     schedule = make_schedule("1f1b", 1, 4)
     one, four = (
-        RunPlanner(profiles, AutoConfig(**ANY_COST, gpus_per_rank=number), schedule).plan().ranks[0]
-        for number in (1, 4)
+        ProfilePlanner(profiles, policy, schedule).plan().ranks[0]
+        for policy in (AutoConfig(**ANY_COST, gpus_per_rank=number) for number in (1, 4))
     )
     assert one.moved_bytes == four.moved_bytes > 0
     assert four.predicted_step_us > 1.05 * one.predicted_step_us

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron_offload.planning.target_check import TargetCheck
+from megatron_offload.autotune.memory import TargetCheck
 
 T = 64_000
 
