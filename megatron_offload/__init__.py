@@ -16,16 +16,13 @@ manager catches what autograd saves in between:
 `offload_modules` makes groups of any module by its name instead.
 
 What takes its time is imported when it is first asked for, so that a command that only plans, or
-finds its input wrong, starts at once, and one that is interrupted says so. Read next:
-`megatron_offload.engine.manager`.
+finds its input wrong, starts at once.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from megatron_offload.engine.extensions import before_chunk
 
 __version__ = "0.1.0"
 
@@ -84,12 +81,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _keep_quantised_weights() -> None:
-    from megatron_offload.integrations.transformer_engine_weights import install
-
-    install()
-
-
-before_chunk.append(_keep_quantised_weights)

@@ -202,14 +202,3 @@ def test_public_names_are_there_when_they_are_asked_for():
         "from megatron_offload import *\n"
         "assert group_start.__module__ == 'megatron_offload.fine_grained_activation_offload'\n"
     )
-
-
-def test_every_chunk_looks_for_quantised_weights_whoever_started_it():
-    in_a_new_process(
-        "from megatron_offload.engine.extensions import before_chunk\n"
-        "import megatron_offload.integrations.transformer_engine_weights as weights\n"
-        "calls = []\n"
-        "weights.install = lambda: calls.append(1)\n"
-        "[prepare() for prepare in before_chunk]\n"
-        "assert calls == [1]\n"
-    )

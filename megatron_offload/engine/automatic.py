@@ -30,7 +30,7 @@ from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import Packed, SavedWrapper, is_wrapper
 
-__all__ = ["AutomaticGroups"]
+__all__ = ["AutomaticGroups", "unpack"]
 
 _GROUP_BYTES = 1 << 20
 """A group ends when it has this much: what is larger than this moves alone, so that its memory is
@@ -124,7 +124,7 @@ class AutomaticGroups:
             chunk.min_tensor_bytes = self._min_tensor_bytes
         chunk.max_inflight_blocks = self._max_inflight_tensors
         chunk.chooses = self._chooses
-        hooks = saved_tensors_hooks(self.pack, _unpack) if self.manager.do_offload else None
+        hooks = saved_tensors_hooks(self.pack, unpack) if self.manager.do_offload else None
         if hooks is not None:
             hooks.__enter__()
         self._forwards.append(_Forward(chunk, hooks, name or self._name))
@@ -225,5 +225,6 @@ class AutomaticGroups:
 
 
 @graph_break
-def _unpack(packed: Packed) -> torch.Tensor:
+def unpack(packed: Packed) -> torch.Tensor:
+    """Return what was packed; the unpack hook."""
     return packed.unpack()

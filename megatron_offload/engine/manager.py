@@ -35,7 +35,6 @@ from megatron_offload.engine.boundary import (
     refuse_mutable_saves,
 )
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.extensions import before_chunk
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
@@ -43,6 +42,8 @@ from megatron_offload.engine.hook_stack import HookStack
 from megatron_offload.engine.host_copies import HostCopies
 from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
+from megatron_offload.engine.pipeline_rank import pipeline_rank
+from megatron_offload.engine.quantised_weights import keep_quantised_weights
 from megatron_offload.engine.release import Sources
 from megatron_offload.engine.stats import StepStats, TensorObserver
 from megatron_offload.engine.step import Step
@@ -219,9 +220,8 @@ class PipelineOffloadManager:
             self._hooks.clear()
         config = self.config
         if config.enabled:
-            for prepare in before_chunk:
-                prepare()
-            place = self.pipeline_rank() if pp_rank is None else pp_rank
+            keep_quantised_weights()
+            place = pipeline_rank() if pp_rank is None else pp_rank
             self.learner.follow(place, fraction, delta_bytes_across_pp_ranks)
         smallest = config.smallest_tensor
         if min_tensor_elements is not None and not _SMALLEST & config.model_fields_set:
@@ -265,14 +265,6 @@ class PipelineOffloadManager:
         if message not in self._said:
             self._said.add(message)
             _logger.warning(message, value)
-
-    @staticmethod
-    def pipeline_rank() -> int:
-        """Return this process's pipeline rank, for callers that don't say.
-
-        0 here; an integration that knows better puts its own in place.
-        """
-        return 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copied module is run beside its original, on the same memory

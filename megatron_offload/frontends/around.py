@@ -1,35 +1,39 @@
-"""What the front doors have in common that are entered around forwards.
-
-Owns entering, leaving, and what is asked of a step that nobody marks. Must not know what is chosen
-to move. Read next: `megatron_offload.engine.automatic`.
-"""
+"""What the front doors have in common that are entered around forwards."""
 
 from __future__ import annotations
 
 import abc
-from contextlib import AbstractContextManager
 from typing import Self
 
-from megatron_offload.engine.automatic import AutomaticGroups
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.stats import StepStats
 
 __all__ = ["AroundForwards"]
 
 
-class AroundForwards(AbstractContextManager["AroundForwards", None]):
-    """A context for any number of forwards, one after the other or one inside the other."""
+class AroundForwards(saved_tensors_hooks, abc.ABC):
+    """A context for any number of forwards, one after the other or one inside the other.
+
+    Its ``pack_hook`` and ``unpack_hook`` are those of saved tensors; packed outside of the context
+    a tensor stays on the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._groups.pack, unpack)
 
     @property
     @abc.abstractmethod
     def _groups(self) -> AutomaticGroups:
         """What moves the tensors."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
         self._groups.begin()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        self._groups.end(has_failed=kind is not None)
+    def __exit__(self, *exception: object) -> None:
+        self._groups.end(has_failed=any(part is not None for part in exception))
 
     @property
     def last_step(self) -> StepStats:

@@ -119,8 +119,8 @@ def offload_modules(
             model's own children; patterns over dotted module names, where ``*`` stands for anything
             within one part and ``**`` for any number of parts.
         manager: by default the process's.
-        pp_rank: pipeline rank, for what is said by rank; None is what the manager's
-            `pipeline_rank` says.
+        pp_rank: pipeline rank, for what is said by rank; None is what
+            `megatron_offload.engine.pipeline_rank` says.
 
     Raises:
         ConfigError: a name that only Megatron's call sites serve, or that matches no module.

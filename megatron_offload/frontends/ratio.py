@@ -1,11 +1,8 @@
 """Offload of a share of the activations, counted in bytes, under a tag.
 
-Owns `CPUOffload` and the counters of each tag. Must not know how tensors move.
-
-Under one tag the first share of the bytes, in the order of execution, moves and the rest stays. How
-many bytes there are is known from the last step; in the first, each tensor moves if that keeps the
-share so far. What something else keeps on the device anyway is neither moved nor counted.
-Read next: `megatron_offload.engine.automatic`.
+Under one tag what fits the share, in the order of execution, moves and the rest stays. How many
+bytes there are is known from the last step; in the first, each tensor moves where the share is not
+exceeded so far. What something else keeps on the device anyway is neither moved nor counted.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ class _Tag:
         known_bytes = self.seen_bytes
         if self.total_bytes is not None:
             known_bytes = max(known_bytes, self.total_bytes)
-        moves = self.chosen_bytes < self.ratio * known_bytes
+        moves = self.chosen_bytes + num_bytes <= self.ratio * known_bytes
         if moves:
             self.chosen_bytes += num_bytes
         return moves
@@ -79,7 +76,8 @@ class CPUOffload(AroundForwards):
     and nothing that was saved under it is left.
 
     Args:
-        offload_ratio: share of the tag's bytes that moves, from 0 to 1, to within one tensor.
+        offload_ratio: most of the tag's bytes that moves, from 0 to 1: of those that the last step
+            saved, or this one where that is more. What moves is less by at most one tensor.
         tag: what is counted together.
         config: how they move; only for the first object of a tag. All sizes move, and count, unless
             it sets a smallest one.
@@ -104,6 +102,7 @@ class CPUOffload(AroundForwards):
             config = config or OffloadConfig()
             refuse_unfollowed("CPUOffload", config)
             self._tags[tag] = _Tag(tag, PipelineOffloadManager(config))
+        super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._of_tag, (self.offload_ratio, self.tag, self._tags[self.tag].manager.config)
@@ -119,10 +118,12 @@ class CPUOffload(AroundForwards):
         if known is not None:
             known.manager.close()
 
+    get_tensor_memory = staticmethod(get_tensor_memory)
+
     @property
     def _groups(self) -> AutomaticGroups:
         return self._tags[self.tag].groups
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
         self._tags[self.tag].ratio = self.offload_ratio
         return super().__enter__()

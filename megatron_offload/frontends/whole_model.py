@@ -119,6 +119,7 @@ class OffloadActivations(AroundForwards):
             config = OffloadConfig.model_validate(given)
             self._automatic = _lend(self, config, min_offload_size, most_tensors)
         self.manager = self._automatic.manager
+        super().__init__()
 
     @property
     def _groups(self) -> AutomaticGroups:

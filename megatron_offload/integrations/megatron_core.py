@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 import megatron_offload.fine_grained_activation_offload as facade
+from megatron_offload.engine.pipeline_rank import tell_pipeline_rank
 from megatron_offload.errors import IntegrationError
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -94,7 +95,8 @@ class _Exchange:
         self._forward_interface()
         self._opt_out_discarded_outputs()
         # The calls of megatron-core 0.16 don't say it.
-        self._replace(facade.PipelineOffloadManager, "pipeline_rank", staticmethod(_pipeline_rank))
+        tell_pipeline_rank(_pipeline_rank)
+        self._undo.append(functools.partial(tell_pipeline_rank, None))
 
     def revert(self) -> None:
         """Put everything back, where it was found and where it was copied to since."""

@@ -26,11 +26,11 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import READY_MARK, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import take_back
+from megatron_offload.engine.quantised_weights import mark_not_offload, plain_parts
 from megatron_offload.frontends.settings import refuse_unfollowed
 from megatron_offload.frontends.whole_model import NoOpManager
 from megatron_offload.integrations import transformer_engine_fuser
 from megatron_offload.integrations.transformer_engine_fuser import FusedSettings
-from megatron_offload.integrations.transformer_engine_weights import mark_not_offload, plain_parts
 
 __all__ = [
     "activation_offloading",

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_offload.engine.automatic import unpack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import Packed
 from megatron_offload.errors import IntegrationError
@@ -63,7 +64,7 @@ class FusedSettings:
         self._decisions: list[tuple[torch.Tensor, bool | None]] = []
 
     def __enter__(self) -> Self:
-        saved_tensors_hooks(self._pack, _unpack).__enter__()  # to keep it would be a cycle
+        saved_tensors_hooks(self._pack, unpack).__enter__()  # to keep it would be a cycle
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
@@ -112,10 +113,6 @@ class FusedSettings:
             pack, unpack = self._surrounding
             return _Foreign(pack(tensor), unpack)
         return SavedTensor(tensor, None, "kept")
-
-
-def _unpack(packed: Packed) -> torch.Tensor:
-    return packed.unpack()
 
 
 class _Runs(threading.local):

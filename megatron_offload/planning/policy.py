@@ -126,7 +126,7 @@ class RatioPolicy:
     """A share of each rank's bytes moves: the first of them, in the order of the step.
 
     Attributes:
-        ratio: that share, in [0, 1]; kept to within one group, and never less.
+        ratio: that share, in [0, 1]: never more, and less by at most one group.
     """
 
     kind: ClassVar[str] = "ratio"
@@ -148,9 +148,9 @@ class RatioPolicy:
         kept: dict[GroupKey, str] = {}
         passed_bytes = 0
         for group in profile.groups:
-            if group.num_bytes and passed_bytes >= wanted_bytes:
-                kept[group.key] = f"behind the first {self.ratio:g} of all bytes"
             passed_bytes += group.num_bytes
+            if group.num_bytes and passed_bytes > wanted_bytes:
+                kept[group.key] = f"behind the first {self.ratio:g} of all bytes"
         return rank_plan(profile, kept, f"among the first {self.ratio:g} of all bytes")
 
 

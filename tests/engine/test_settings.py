@@ -15,9 +15,17 @@ from programs import (
 
 from megatron_offload import CPUOffload, OffloadActivations, offload_modules
 from megatron_offload.config import OffloadConfig, validate
+from megatron_offload.engine.pipeline_rank import tell_pipeline_rank
 from megatron_offload.errors import ConfigError
 
 ORDER = one_forward_one_backward(4, depth=2)
+
+
+@pytest.fixture
+def second_rank():
+    tell_pipeline_rank(lambda: 2)
+    yield
+    tell_pipeline_rank(None)
 
 
 def test_making_a_configuration_means_on():
@@ -143,12 +151,11 @@ def test_a_share_is_one_of_the_groups_that_may_move():
         ({"modules": ("ml*",)}, {"modules": ["ml*"]}),
     ],
 )
-def test_the_policy_modules_is_another_spelling_of_the_keys(flat, policy):
+def test_the_policy_modules_is_another_spelling_of_the_keys(flat, policy, second_rank):
     model, found = make_model(), []
     spelled = {"policy": {"kind": "modules", **policy}}
     for settings in (flat, spelled, {**flat, **spelled}):
         manager = make_manager(**settings)
-        manager.pipeline_rank = lambda: 2
         for _ in range(3):
             run_step(model, manager, ORDER)
         found.append(manager.last_step)

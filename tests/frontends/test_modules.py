@@ -7,6 +7,7 @@ import torch
 from programs import TIMINGS, assert_nothing_left, assert_same, make_manager
 from torch import nn
 
+from megatron_offload.engine.pipeline_rank import tell_pipeline_rank
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.modules import _expression, offload_modules
 
@@ -255,9 +256,12 @@ def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
     assert manager.last_step.by_name["mlp_act"].num_groups == 4
 
 
-def test_the_pipeline_rank_is_the_managers_where_none_is_given(monkeypatch):
+def test_the_pipeline_rank_is_what_was_told_where_none_is_given():
     model, manager = make_model(), make_manager(prefetch_bytes=0)
-    monkeypatch.setattr(manager, "pipeline_rank", lambda: 3)
-    offload_modules(model, "layer", manager=manager)
-    gradients(model)
+    tell_pipeline_rank(lambda: 3)
+    try:
+        offload_modules(model, "layer", manager=manager)
+        gradients(model)
+    finally:
+        tell_pipeline_rank(None)
     assert manager.learner.pp_rank == 3

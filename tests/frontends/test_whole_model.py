@@ -702,3 +702,17 @@ def test_slabs_that_can_t_be_pinned_are_told_and_every_step_is_counted(caplog):
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(told) == 1
     assert "a slab of 64.0 MiB can't be pinned" in told[0]
+
+
+def test_it_is_a_pair_of_saved_tensors_hooks():
+    offload = OffloadActivations(manager=make_manager())
+    assert isinstance(offload, torch.autograd.graph.saved_tensors_hooks)
+    x = torch.randn(64, 64, requires_grad=True)
+    with offload:
+        packed = offload.pack_hook(y := x * 2)
+        y.sin()
+    assert torch.equal(offload.unpack_hook(packed), y)
+    with torch.autograd.graph.saved_tensors_hooks(offload.pack_hook, offload.unpack_hook):
+        z = x.sin()  # not entered: what is saved stays
+    z.sum().backward()
+    assert torch.equal(x.grad, x.cos())

@@ -15,13 +15,14 @@ from programs import assert_nothing_left
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.config import OffloadConfig
+from megatron_offload.engine import quantised_weights
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.quantised_weights import plain_parts
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
-from megatron_offload.integrations import transformer_engine_fuser, transformer_engine_weights
-from megatron_offload.integrations.transformer_engine_weights import plain_parts
+from megatron_offload.integrations import transformer_engine_fuser
 
 # Read by TransformerEngine where it chooses attention's backward.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -195,7 +196,7 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.moved, self.weights = [], []
-        pack, mark = OffloadGroup.pack, transformer_engine_weights.mark_not_offload
+        pack, mark = OffloadGroup.pack, quantised_weights.mark_not_offload
 
         def noted_pack(group, tensor):
             record = pack(group, tensor)
@@ -208,7 +209,7 @@ class Watch:
             self.add_weights(tensors)
 
         monkeypatch.setattr(OffloadGroup, "pack", noted_pack)
-        monkeypatch.setattr(transformer_engine_weights, "mark_not_offload", noted_mark)
+        monkeypatch.setattr(quantised_weights, "mark_not_offload", noted_mark)
 
     def add_weights(self, tensors):
         parts = plain_parts(tensors)
@@ -309,7 +310,7 @@ def test_no_flag_of_theirs_is_touched():
         train(model, None, forward, num_steps=1)
     assert seen == [False, False]
     found = te.module.linear.quantize_weight
-    transformer_engine_weights.uninstall()
+    quantised_weights.uninstall()
     assert te.module.linear.quantize_weight is not found
 
 

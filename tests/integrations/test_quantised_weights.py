@@ -9,8 +9,8 @@ import pytest
 import torch
 from programs import TIMINGS, assert_nothing_left, make_manager
 
+from megatron_offload.engine import quantised_weights as weights
 from megatron_offload.frontends.whole_model import OffloadActivations
-from megatron_offload.integrations import transformer_engine_weights as weights
 
 ROWS, WIDTH = 16, 32
 BYTES = 4 * ROWS * WIDTH
@@ -100,7 +100,7 @@ def test_only_the_activation_moves(modules, timing, kind):
 
 
 def test_grouped_weights_and_those_of_earlier_versions_are_marked_too(modules):
-    weights.install()
+    weights.keep_quantised_weights()
     grouped = modules.grouped_linear._GroupedLinear
     results, _ = grouped._prepare_weights_for_grouped_tensor_gemm([torch.ones(2), torch.ones(2)])
     earlier = modules.base.TransformerEngineBaseModule().get_weight_workspace(tensor=torch.ones(2))
@@ -125,10 +125,10 @@ def test_names_are_put_back(modules):
         ]
 
     for _ in range(2):
-        weights.install()
+        weights.keep_quantised_weights()
         installed = present()
         assert all(one is not other for one, other in zip(installed, found, strict=True))
-        weights.install()
+        weights.keep_quantised_weights()
         assert all(one is other for one, other in zip(present(), installed, strict=True))
         weights.uninstall()
         weights.uninstall()
@@ -138,5 +138,5 @@ def test_names_are_put_back(modules):
 def test_a_library_that_is_being_imported_is_left_alone(modules, monkeypatch):
     found = modules.linear.quantize_weight
     monkeypatch.delitem(sys.modules, weights._MODULES[-1])
-    weights.install()
+    weights.keep_quantised_weights()
     assert modules.linear.quantize_weight is found

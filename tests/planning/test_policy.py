@@ -79,8 +79,7 @@ def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
     runs = profiles(ranks=2, virtual=2)
     for rank in RatioPolicy(ratio).make_plan(runs).ranks:
         largest = max(choice.num_bytes for choice in rank.choices)
-        assert 0 <= rank.moved_bytes - ratio * rank.saved_bytes < largest
-        assert rank.moved_bytes == 0 or ratio > 0
+        assert 0 <= ratio * rank.saved_bytes - rank.moved_bytes < largest
         moves = [choice.moves for choice in rank.choices]
         assert moves == sorted(moves, reverse=True), "the first in the order of the step"
 

@@ -1,14 +1,14 @@
 """TransformerEngine's quantised weights stay on the device, the first step included.
 
 Owns the names in TransformerEngine's modules under which they quantise weights; `uninstall` puts
-them back. Must not know how tensors move.
+them back. It stands below every front door because each chunk asks for it, whoever begins that: the
+library may be imported at any time, and the first tensor that it saves counts.
 
 With FP8 a module saves quantised copies of its weights for backward, as tensors like any other. It
 says that they are weights only where TransformerEngine's own offload is on, and to turn that on
 would choose other kernels (grouped linear layers take another path, attention another layout), and
 with them other bits. So none of its flags is touched, whether ``NVTE_CPU_OFFLOAD_V1`` is set or
-not: what its functions return for a weight is marked. Read next:
-`megatron_offload.integrations.transformer_engine`.
+not: what its functions return for a weight is marked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from megatron_offload.engine.marks import mark_everywhere
 
-__all__ = ["install", "mark_not_offload", "plain_parts", "uninstall"]
+__all__ = ["keep_quantised_weights", "mark_not_offload", "plain_parts", "uninstall"]
 
 _BASE = "transformer_engine.pytorch.module.base"
 _MODULES = tuple(
@@ -55,10 +55,10 @@ def mark_not_offload(*tensors: Any) -> None:
             mark_everywhere(tensor)
 
 
-def install() -> None:
+def keep_quantised_weights() -> None:
     """Mark what TransformerEngine's modules quantise of weights, once they are imported.
 
-    A second call changes nothing. Every chunk makes one (`megatron_offload.engine.extensions`).
+    A second call changes nothing, and one before TransformerEngine's import costs a look.
     """
     if _found or _BASE not in sys.modules:
         return
@@ -78,7 +78,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back what `install` found; the next chunk installs it again."""
+    """Put back what `keep_quantised_weights` found; the next chunk exchanges it again."""
     while _found:
         owner, name, found = _found.pop()
         setattr(owner, name, found)
