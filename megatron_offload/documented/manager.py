@@ -68,9 +68,10 @@ class PipelineOffloadManager(engine_manager.PipelineOffloadManager):
         self._delayed_hooks.clear()
         super()._begin_step()
 
-    def _make_chunk(
-        self, vp_stage: int, min_tensor_bytes: int, min_tensor_elements: int
+    def new_chunk(
+        self, vp_stage: int = 0, min_tensor_bytes: int = 0, min_tensor_elements: int = 0
     ) -> ChunkOffloadHandler:
+        """Return a chunk with the documented names."""
         return ChunkOffloadHandler(
             min_tensor_elements,
             manager=self,

@@ -84,7 +84,8 @@ class PipelineOffloadManager:
         backend: where tensors live; by default what ``config.backend`` names.
     """
 
-    _instance: PipelineOffloadManager | None = None
+    instance: PipelineOffloadManager | None = None
+    """The process's manager: None before it was asked for; may be set to another."""
 
     instance_class: type[PipelineOffloadManager] | None = None
     """What `get_instance` makes: the class with the documented names, once that is loaded."""
@@ -92,21 +93,21 @@ class PipelineOffloadManager:
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """Return the process's manager, made at the first call."""
-        if PipelineOffloadManager._instance is None:
-            PipelineOffloadManager._instance = (PipelineOffloadManager.instance_class or cls)()
-        return PipelineOffloadManager._instance
+        if PipelineOffloadManager.instance is None:
+            PipelineOffloadManager.instance = (PipelineOffloadManager.instance_class or cls)()
+        return PipelineOffloadManager.instance
 
     @classmethod
     def reset_instance(cls) -> None:
         """Replace the process's manager by a new one of the same configuration."""
-        old = PipelineOffloadManager._instance
+        old = PipelineOffloadManager.instance
         if old is None:
             return
         old.close()
         new = type(old)(old.config)
         # Models tell their parameters once, in the first forward of all.
         new.marks.take_parameters(old.marks)
-        PipelineOffloadManager._instance = new
+        PipelineOffloadManager.instance = new
 
     def __init__(
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
@@ -115,6 +116,8 @@ class PipelineOffloadManager:
         self.stays_because = ""
         """Why no group moves from here on; empty where groups may."""
         self.marks = Marks()
+        self.step_number = 0
+        """Steps begun so far."""
         config = config or OffloadConfig()
         self._build(config, read_policy(config), backend)
 
@@ -226,7 +229,7 @@ class PipelineOffloadManager:
         smallest = config.smallest_tensor
         if min_tensor_elements is not None and not _SMALLEST & config.model_fields_set:
             smallest = (0, min_tensor_elements)
-        self._chunk = self._make_chunk(vp_stage or 0, *smallest)
+        self._chunk = self.new_chunk(vp_stage or 0, *smallest)
         self._chunk.max_inflight_groups = max_inflight_groups
         self._begun_at_backward = None
         return self._chunk
@@ -270,13 +273,14 @@ class PipelineOffloadManager:
         return self  # a copied module is run beside its original, on the same memory
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self is PipelineOffloadManager._instance:
+        if self is PipelineOffloadManager.instance:
             return PipelineOffloadManager.get_instance, ()
         return type(self), (self.config,)
 
-    def _make_chunk(
-        self, vp_stage: int, min_tensor_bytes: int, min_tensor_elements: int
+    def new_chunk(
+        self, vp_stage: int = 0, min_tensor_bytes: int = 0, min_tensor_elements: int = 0
     ) -> ChunkOffloadHandler:
+        """Return a chunk for a caller who opens and commits its groups by hand."""
         return ChunkOffloadHandler(
             self,
             vp_stage=vp_stage,
@@ -406,6 +410,7 @@ class PipelineOffloadManager:
             self.host_pool.close()
 
     def _begin_step(self) -> None:
+        self.step_number += 1
         self._chunk = self._begun_at_backward = None
         self.marks.begin_step()
         self._step.begin()
@@ -447,6 +452,24 @@ class PipelineOffloadManager:
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left a group."""
         self._step.leave_backward(group)
+
+    @property
+    def last_reached(self) -> GroupKey | None:
+        """The group that a backward has reached last in this step."""
+        order = self.prefetcher.backward_order
+        return order[-1] if order else None
+
+    @guarded
+    def reload(self, group: OffloadGroup) -> None:
+        """Bring a group back now, ahead of its backward; does nothing where it is on the device."""
+        if group.state is GroupState.ON_HOST:
+            self.transfers.reload(group)
+        elif group.state is GroupState.OFFLOADING:
+            self.window.keep_resident(group)
+        else:
+            return
+        if self.prefetcher.knows(group):
+            group.hold()
 
     @guarded
     def offload(self, group: OffloadGroup) -> None:

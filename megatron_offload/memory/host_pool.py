@@ -301,6 +301,11 @@ class HostPool:
         self._may_coalesce = True
         self._keep(piece)
 
+    def regions(self) -> Iterator[HostRegion]:
+        """Yield what is lent."""
+        for slab in self._slabs:
+            yield from slab.live()
+
     def take_peak_bytes(self) -> int:
         """Return the most bytes in use since this was last asked."""
         peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.stats.in_use_bytes

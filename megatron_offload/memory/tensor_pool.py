@@ -15,6 +15,7 @@ The pools serve one thread. Read next: `megatron_offload.memory.host_pool`.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -241,13 +242,11 @@ class GPUTensorPool:
         Raises:
             RuntimeError: the device is out of memory.
         """
-        key = (tuple(shape), dtype)
+        key = self._get_pool_key(shape, dtype)
         self._stats["allocation_requests"] += 1
         tensor = self._free.take(key)
         if tensor is None:
-            tensor = torch.empty(
-                key[0], dtype=dtype, device=self.device, pin_memory=self.pin_memory
-            )
+            tensor = self._make(*key)
             self._stats["pool_misses"] += 1
             self._stats["total_allocated"] += 1
         else:
@@ -262,7 +261,7 @@ class GPUTensorPool:
         Raises:
             ValueError: the tensor was not lent by this pool, or was freed before.
         """
-        key = (tuple(tensor.shape), tensor.dtype)
+        key = self._get_pool_key(tensor.shape, tensor.dtype)
         self._stats["free_requests"] += 1
         lent = self._lent.get(key)
         if lent is None:
@@ -275,7 +274,7 @@ class GPUTensorPool:
                 f"this tensor of shape {key[0]} and dtype {tensor.dtype} doesn't belong to this "
                 "pool, or was freed before"
             )
-        self._free.put(key, tensor, tensor.nbytes)
+        self._keep(key, tensor)
         self._stats["current_in_use"] -= 1
 
     def get_pool_status(
@@ -298,7 +297,7 @@ class GPUTensorPool:
             }
         if dtype is None:
             raise ValueError("a shape needs its dtype: get_pool_status(shape, dtype)")
-        key = (tuple(shape), dtype)
+        key = self._get_pool_key(shape, dtype)
         if key not in self._lent:
             raise ValueError(f"no pool exists for shape {key[0]} and dtype {dtype}")
         num_lent, num_free = len(self._lent[key]), self._free.count(key)
@@ -320,7 +319,7 @@ class GPUTensorPool:
         """
         for key, lent in self._lent.items():
             for tensor in lent.values():
-                self._free.put(key, tensor, tensor.nbytes)
+                self._keep(key, tensor)
             lent.clear()
         self._stats["current_in_use"] = 0
 
@@ -332,6 +331,19 @@ class GPUTensorPool:
         self._free.clear()
         self._lent.clear()
         self._stats["current_in_use"] = 0
+
+    def _get_pool_key(self, shape: Sequence[int], dtype: torch.dtype) -> _Key:
+        return tuple(shape), dtype
+
+    @staticmethod
+    def _calculate_memory_size(shape: Sequence[int], dtype: torch.dtype) -> int:
+        return math.prod(shape) * dtype.itemsize
+
+    def _make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device, pin_memory=self.pin_memory)
+
+    def _keep(self, key: _Key, tensor: torch.Tensor) -> None:
+        self._free.put(key, tensor, tensor.nbytes)
 
 
 OffloadTensorPool = GPUTensorPool

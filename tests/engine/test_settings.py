@@ -49,7 +49,7 @@ def test_what_is_not_enabled_records_and_moves_nothing_until_it_is_configured_ag
 
 def test_an_explicit_copy_is_not_made_where_offload_is_not_enabled():
     manager = make_manager(enabled=False)
-    chunk = manager._make_chunk(0, 0, 0)
+    chunk = manager.new_chunk()
     group = chunk.start_group("by hand")
     record = group.pack(torch.ones(64))
     manager.offload(group)
