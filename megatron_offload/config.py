@@ -1,11 +1,7 @@
 """What a user may set, checked before anything starts.
 
-Owns `OffloadConfig` (all sizes in bytes) and the strict reading of YAML files, ``key=value``
-overrides and environment variables. Must not know torch, so that bad input fails at once.
-
-Invariant: whatever is wrong ends in one `ConfigError`, worded by
-`megatron_offload.files.strict_model`.
-Read next: `megatron_offload.engine.manager`, which is configured with it.
+`OffloadConfig` (all sizes in bytes), and the strict reading of YAML files, ``key=value`` overrides
+and environment variables; whatever is wrong ends in one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from megatron_offload.core.policy_config import ModulesConfig, PolicyConfig, RatioConfig
-from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.strict_model import (
     BytesField,
     Converted,
@@ -28,7 +24,7 @@ from megatron_offload.files.strict_model import (
     default,
     validate,
 )
-from megatron_offload.files.strict_yaml import MAX_YAML_BYTES, parse_yaml, shorten
+from megatron_offload.files.strict_yaml import MAX_YAML_BYTES, parse_yaml
 from megatron_offload.files.text import MAX_DEPTH, read_text
 
 __all__ = [
@@ -41,6 +37,7 @@ __all__ = [
     "StrictModel",
     "apply_overrides",
     "environment_int",
+    "find_config",
     "load_yaml",
     "split_modules",
     "validate",
@@ -172,7 +169,9 @@ class OffloadConfig(StrictModel):
     copy_streams: bool = True
     """Copy on streams of their own. Without, on the compute stream, where nothing overlaps."""
 
-    policy: Converted[PolicyConfig | None, PolicyConfig | Mapping[str, Any] | None] = default(None)
+    policy: Converted[PolicyConfig | None, PolicyConfig | Mapping[str, Any] | None] = Field(
+        default=default(None), discriminator="kind"
+    )
     """What decides about marked groups, in place of ``fraction`` and the keys of residents above:
     ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
     ``auto`` plan once a step was profiled: in the trainer, or by `plan_run` (docs/planning.md).
@@ -257,6 +256,33 @@ def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
     return tuple(core), tuple(extra), tuple(patterns)
 
 
+def find_config(given: str | Path, *, kind: str = "") -> Path:
+    """Return the file of ``--config`` or ``--model``: a path, or a name such as ``quickstart``.
+
+    A path that exists wins over a name.
+
+    Args:
+        given: what the user wrote. With a suffix or a folder in it, it is a path.
+        kind: the folder among the package's configurations that holds such files.
+
+    Raises:
+        ConfigError: a name that neither is a file nor one of the package's.
+    """
+    path = Path(given)
+    if path.suffix or len(path.parts) != 1 or (path.exists() and not path.is_dir()):
+        return path
+    package = Path(__file__).parent
+    inside = package / "configs"  # of an installed package; a checkout has them beside it
+    folder = inside if inside.is_dir() else package.parent / "configs"
+    known = {file.stem: file for file in sorted((folder / kind).glob("*.yaml"))}
+    if path.name not in known:
+        raise ConfigError(
+            f"there is no file {shorten(path.name)!r}, and no configuration of that name; "
+            f"names are {', '.join(known)}"
+        )
+    return known[path.name]
+
+
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file that holds one mapping of plain values, each key once.
 
@@ -268,13 +294,11 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         data = parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{path} is not plain YAML: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
+    if data is not None and not isinstance(data, dict):
         raise ConfigError(
             f"{path} must hold a mapping of keys to values, got a {type(data).__name__}"
         )
-    return data
+    return data or {}
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -286,25 +310,20 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     result: dict[str, Any] = dict(data)
     for item in overrides:
         key, separator, text = item.partition("=")
-        parts = key.strip().split(".")
+        *sections, last = parts = key.strip().split(".")
         if not separator or not all(parts) or len(parts) > MAX_DEPTH or not key.isprintable():
             raise ConfigError(f"--set wants section.key=value, got {shorten(repr(item))}")
-        key = shorten(key)
+        key, section = shorten(key), result
+        for part in sections:
+            inner = section.get(part) or {}
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{key}: {part!r} is a value, not a section")
+            section[part] = section = dict(inner)
         try:
-            value = parse_yaml(text)
+            section[last] = parse_yaml(text)
         except ConfigError as error:
             shown = shorten(repr(text))
-            raise ConfigError(
-                f"--set {key}: the value {shown} is not plain YAML: {error}"
-            ) from error
-        section = result
-        for part in parts[:-1]:
-            inner = section.get(part, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"--set {key}: {part!r} is a value, not a section")
-            section[part] = dict(inner)
-            section = section[part]
-        section[parts[-1]] = value
+            raise ConfigError(f"{key}: the value {shown} is not plain YAML: {error}") from error
     return result
 
 

@@ -1,9 +1,6 @@
-"""Every error that the package raises on purpose.
+"""Every error that the package raises on purpose, the nearest valid name, and missing packages.
 
-Owns the exception types and the one helper that finds the nearest valid name. Knows nothing of
-torch, so that configuration can fail before anything heavy is imported.
-
-Invariant: the text says what happened, the numbers, and what to do about it.
+The text of an error says what happened, the numbers, and what to do about it.
 """
 
 from __future__ import annotations
@@ -11,6 +8,7 @@ from __future__ import annotations
 import bisect
 import difflib
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 __all__ = [
     "ConfigError",
@@ -23,12 +21,24 @@ __all__ = [
     "TargetError",
     "UnsupportedCallError",
     "did_you_mean",
+    "is_installed",
+    "require",
+    "shorten",
 ]
-
 
 _MOST_COMPARED = 500
 _LONGEST_COMPARED = 200
 _MOST_LISTED = 50
+
+_EXTRAS = {
+    "highspy": ("plan", "planning for a memory target"),
+    "jinja2": ("report", "the HTML report"),
+    "matplotlib": ("plots", "drawing a picture"),
+    "megatron.core": ("megatron", "training"),
+    "shtab": ("completion", "completing words in a shell"),
+    "simpy": ("plan", "simulating a step"),
+}
+"""For packages that only some commands need the extra that brings them, and what it is for."""
 
 
 class OffloadError(Exception):
@@ -89,3 +99,31 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     listed = ", ".join(one[:_LONGEST_COMPARED] for one in names[:_MOST_LISTED])
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
     return f"; valid names are {listed}{more}" if names else ""
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """Return at most ``limit`` characters of a text that goes into an error."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; it isn't."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # nor can the package around it
+        return False
+
+
+def require(*packages: str) -> None:
+    """See that packages of the extras are there, before any work is done.
+
+    Raises:
+        ConfigError: one is missing; the text says what installs it.
+    """
+    for package in packages:
+        if not is_installed(package):
+            extra, what = _EXTRAS[package]
+            raise ConfigError(
+                f"{what} needs {package}, which is missing; run: "
+                f"pip install 'megatron-offload[{extra}]'"
+            )

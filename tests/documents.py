@@ -65,8 +65,8 @@ def blocks() -> Iterator[Block]:
 
 def examples() -> Iterator[tuple[str, str]]:
     """Yield each command's name and the example in its help."""
-    for name, (module, _) in COMMANDS.items():
-        about = importlib.import_module(f"megatron_offload.{module}").ABOUT
+    for name in COMMANDS:
+        about = importlib.import_module(f"megatron_offload.cli.{name}").ABOUT
         example = about[about.index("example: ") + len("example: ") :]
         yield name, " ".join(example.replace("\\\n", " ").split())
 

@@ -104,7 +104,7 @@ def test_a_hostile_file_is_refused_in_one_line(text, words, tmp_path):
 @pytest.mark.parametrize(("text", "words"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_override_is_refused_in_one_line(text, words):
     message = error_of(apply_overrides, {}, [f"run.steps={text}"])
-    assert message.startswith("--set run.steps: ")
+    assert message.startswith("run.steps: ")
     assert any(word in message for word in words.split("|")), message
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 import megatron_offload
+from megatron_offload import errors
 from megatron_offload.cli import main as cli
-from megatron_offload.cli.example_configs import find_config
 from megatron_offload.cli.train import read_config
-from megatron_offload.config import load_yaml, validate
-from megatron_offload.core import extras
+from megatron_offload.config import find_config, load_yaml, validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.description import load_description
 from megatron_offload.train import launch
@@ -78,14 +77,22 @@ def test_a_plain_pytorch_user_installs_neither_megatron_nor_a_solver(wheel):
     needed = [r for r in metadata_of(wheel)[1].get_all("Requires-Dist") if "extra ==" not in r]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
     assert names <= {
-        *("torch", "numpy", "pydantic", "pyyaml", "rich", "packaging", "platformdirs", "filelock")
+        *(
+            "torch",
+            "numpy",
+            "pydantic",
+            "pydantic-settings",
+            "pyyaml",
+            "rich",
+            "packaging",
+            "platformdirs",
+            "filelock",
+        )
     }
 
 
 def test_an_installed_package_finds_its_configurations_from_any_folder(wheel, tmp_path):
-    program = (
-        "from megatron_offload.cli.example_configs import find_config as f; print(f('quickstart'))"
-    )
+    program = "from megatron_offload.config import find_config as f; print(f('quickstart'))"
     result = run_python("-c", program, at=wheel, cwd=tmp_path)
     assert result.stdout.strip() == str(wheel / "megatron_offload/configs/quickstart.yaml")
 
@@ -96,8 +103,9 @@ def test_a_configuration_is_found_by_its_name(name, tmp_path, monkeypatch):
     path = find_config(name)
     assert path.samefile(ROOT / "configs" / f"{name}.yaml")
     validate(TrainConfig, load_yaml(path), name)
-    options = cli._parser().parse_args(["train", "--config", name])
-    assert read_config(options) == validate(TrainConfig, load_yaml(path), name)
+    assert read_config(cli.read_command(["train", "--config", name])[1]) == validate(
+        TrainConfig, load_yaml(path), name
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -175,7 +183,7 @@ def test_training_says_in_one_line_what_to_install_where_megatron_is_missing(tmp
 
 
 def test_megatron_is_looked_for_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError,
         match=r"training needs megatron\.core.*pip install 'megatron-offload\[megatron\]'",

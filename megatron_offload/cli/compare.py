@@ -1,15 +1,10 @@
-"""The command ``compare``: its flags are those of ``train``.
-
-Must not import torch before the input is checked. Read next: `megatron_offload.cli.compare_runs`.
-"""
+"""The command ``compare``, whose options are those of ``train`` but one."""
 
 from __future__ import annotations
 
-import argparse
+from megatron_offload.cli.train import KEYS, RunOptions, read_config
 
-from megatron_offload.cli.train import add_run_arguments, read_config
-
-__all__ = ["ABOUT", "add_arguments", "run"]
+__all__ = ["ABOUT", "KEYS", "Given", "run"]
 
 ABOUT = """\
 Train twice from the same seed, without and then with offload, and compare every step's bits.
@@ -29,20 +24,17 @@ or 130 stopped by SIGTERM or SIGINT
 example: megatron-offload compare --config quickstart
 """
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``compare``."""
-    add_run_arguments(parser)
+Given = RunOptions
 
 
-def run(options: argparse.Namespace) -> int:
+def run(given: RunOptions) -> int:
     """Compare two runs; return 0 where their bits are the same, else 1.
 
     Raises:
         ConfigError: bad input; nothing was started.
         OffloadError: a rank failed.
     """
-    config = read_config(options)
-    from megatron_offload.cli.compare_runs import compare
+    config = read_config(given)
+    from megatron_offload.cli.compare_runs import compare  # imports torch
 
     return compare(config)

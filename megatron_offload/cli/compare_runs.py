@@ -1,8 +1,4 @@
-"""Trains twice, without and with offload, and says whether the two runs are the same bits.
-
-Owns the two runs and what is printed and written about them. Must not know how a run is done, nor
-what being the same means. Read next: `megatron_offload.train.comparison`.
-"""
+"""Trains twice, without and with offload, and says whether the two runs are the same bits."""
 
 from __future__ import annotations
 
@@ -152,7 +148,7 @@ def _plan(folder: Path) -> list[str]:
         # The extra ``plan`` may be missing.
         from megatron_offload.cli import plan, source
 
-        if not source.has_profiles(folder):
+        if not source.find_profiles(folder):
             return []
         job = source.load_run(folder)
         places = (plan_path(folder / FOLDERS[1]), plan_path(folder))

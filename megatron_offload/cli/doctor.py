@@ -1,14 +1,7 @@
-"""The command ``megatron-offload doctor``: what is wrong with this machine for offload.
-
-Owns its flags, tables and JSON. Must not know how anything is found out.
-
-Invariants: the exit status is 1 exactly where a finding is an error; text from outside stays a
-string. Read next: `megatron_offload.machine.examine`.
-"""
+"""The command ``doctor``: what is wrong with this machine for offload."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -16,9 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+from pydantic_settings import CliToggleFlag
 from rich.table import Table
 from rich.text import Text
 
+from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Examination, examine
@@ -29,7 +25,8 @@ from megatron_offload.report.console import console, plain_table
 
 __all__ = [
     "ABOUT",
-    "add_arguments",
+    "KEYS",
+    "Given",
     "as_json",
     "findings_table",
     "rates_table",
@@ -50,38 +47,41 @@ exit status: 0 offload can work here, 1 an error was found, 2 bad input
 example: megatron-offload doctor --output doctor.json
 """
 
+KEYS = None
+
 _FORMAT = 1
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    parser.add_argument(
-        "--no-bandwidth",
-        action="store_true",
-        help="don't measure; show what was measured here before",
-    )
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the JSON here as well")
+class Given(Options):
+    """The options of ``doctor``."""
+
+    json_: CliToggleFlag[bool] = Field(default=False, alias="json")
+    """Print JSON in place of tables."""
+
+    no_bandwidth: CliToggleFlag[bool] = False
+    """Don't measure; show what was measured here before."""
+
+    output: Path | None = None
+    """Write the JSON here as well."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(given: Given) -> int:
     """Look at the machine and print what was found; return the exit status.
 
     Raises:
         ConfigError: ``--output`` can't be written; nothing was measured.
     """
-    output: Path | None = options.output
-    check_place("--output", output)
-    examination = examine(bandwidth=not options.no_bandwidth)
+    check_place("--output", given.output)
+    examination = examine(bandwidth=not given.no_bandwidth)
     text = json.dumps(as_json(examination), indent=1) + "\n"
-    if options.json:
+    if given.json_:
         sys.stdout.write(text)
     else:
         _print(examination)
-    if output is not None:
-        with writing(output):
-            replace_text(output, text)
+    if given.output is not None:
+        with writing(given.output):
+            replace_text(given.output, text)
     return int(any(finding.level == "error" for finding in examination.findings))
 
 

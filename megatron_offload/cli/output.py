@@ -1,9 +1,6 @@
-"""Where the commands write, and what they say while they work.
+"""Where the commands write, and what they say on the standard error stream while they work.
 
-Owns where files may go, and progress. Must not know what is written, nor what takes its time.
-
-Invariants: a file that can't be written fails before anything long begins; folders are made; of
-progress nothing reaches the standard output. Read next: `megatron_offload.cli.plan`.
+A file that can't be written fails before anything long begins; folders are made.
 """
 
 from __future__ import annotations
@@ -11,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_offload.core.extras import require
-from megatron_offload.errors import ConfigError
+from megatron_offload.core.trace import StepTrace
+from megatron_offload.errors import ConfigError, require
 from megatron_offload.report.console import console
+from megatron_offload.report.plots import MOST_TIMELINES, plot_timeline
 
-__all__ = ["PREDICTED", "check_picture", "check_place", "progress", "writing"]
+__all__ = ["PREDICTED", "check_picture", "check_place", "draw_timelines", "progress", "writing"]
 
 PREDICTED = "predicted by simulation, not measured: hold it against a run before you rely on it"
 
@@ -70,6 +68,18 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"can't write {path}: {error.strerror}; choose another file") from error
+
+
+def draw_timelines(traces: Sequence[StepTrace], path: Path, title: str) -> str:
+    """Draw the timelines of the first ranks; return what to say of the picture.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    drawn = traces[:MOST_TIMELINES]
+    with writing(path):
+        plot_timeline(drawn, path, title)
+    return f"picture: {path}, {len(drawn)} of {len(traces)} ranks"
 
 
 @contextlib.contextmanager

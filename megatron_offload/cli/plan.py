@@ -1,29 +1,20 @@
-"""The command ``plan``: chooses what moves, says why and what it should bring, and writes it down.
-
-Owns its flags, what it prints, and the points of the trade-off curve. Must not know torch, nor how
-choices are made.
-
-Invariant: all that is printed of a plan is what its file holds, or what simulating it says; files
-are replaced as a whole, the plan first. Read next: `megatron_offload.core.policy_config`.
-"""
+"""The command ``plan``: chooses what moves, says why and what it brings, and writes it down."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
+from pydantic_settings import CliToggleFlag
 from rich.console import Console
 
-from megatron_offload.cli import source as sources
 from megatron_offload.cli.output import PREDICTED, check_place, progress, writing
 from megatron_offload.cli.recorded import PLAN_NAME
-from megatron_offload.cli.source import Source, load_source
-from megatron_offload.core.extras import require
+from megatron_offload.cli.source import KEYS, Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import (
     AutoConfig,
     MemoryTargetConfig,
@@ -32,8 +23,8 @@ from megatron_offload.core.policy_config import (
     RatioConfig,
 )
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError, TargetError, did_you_mean
-from megatron_offload.files.strict_model import Bytes, StrictModel, validate
+from megatron_offload.errors import ConfigError, TargetError, did_you_mean, require
+from megatron_offload.files.strict_model import Bytes, validate
 from megatron_offload.planning.auto import Prediction, with_prediction
 from megatron_offload.planning.make_policy import make_policy
 from megatron_offload.planning.memory_target import MemoryPlanner
@@ -46,9 +37,9 @@ from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
 
 __all__ = [
     "ABOUT",
-    "PLAN_NAME",
+    "KEYS",
+    "Given",
     "Outcome",
-    "add_arguments",
     "make",
     "policy_config",
     "run",
@@ -103,20 +94,55 @@ _NEEDED = {"memory_target": "device_target", "ratio": "ratio"}
 _SOLVED = frozenset({"auto", "memory_target"})
 """Policies that need the solver, and so does the curve."""
 
-_MOST_TARGETS = 64
-
-_LEAST_TARGET_BYTES = 2**20
-
 _MOST_LOWERED = 4
 """Plans for lower targets, at most, until one is predicted to keep those asked for."""
 
 
-class _Numbers(StrictModel):
-    """Flags that are more than a number."""
+def _without_sign(value: Any) -> Any:
+    return value.removesuffix("%") if isinstance(value, str) else value
 
-    device_target: tuple[Bytes, ...] = ()
-    max_cost: float | None = Field(default=None, ge=0.0, le=1000.0)
-    curve: int = Field(default=6, ge=0, le=_MOST_TARGETS)
+
+def _sensible(size: ByteSize) -> ByteSize:
+    """Refuse a size that lacks its unit."""
+    if size < 2**20:
+        raise ValueError(
+            f"{size} is {format_bytes(size)}, which no step fits into; write {size}GiB or {size}MiB"
+        )
+    return size
+
+
+_Target = Annotated[Bytes, AfterValidator(_sensible)]
+
+
+class Given(SourceOptions):
+    """The options of ``plan``."""
+
+    policy: str | None = None
+    """See above; that of the flags given, else auto."""
+
+    device_target: tuple[_Target, ...] | None = None
+    """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
+
+    max_cost: Annotated[float, BeforeValidator(_without_sign), Field(ge=0, le=1000)] | None = None
+    """Percent that the step may take longer at most; 0.5 unless set."""
+
+    modules: tuple[str, ...] | None = None
+    """Names or patterns of groups."""
+
+    fraction: float | None = None
+    """Share of each chunk's groups that moves."""
+
+    ratio: float | None = None
+    """Share of each rank's bytes that moves."""
+
+    output: Path | None = None
+    """Where the plan goes."""
+
+    curve: int = Field(default=6, ge=0, le=64)
+    """Memory targets on the trade-off curve; 0 for none."""
+
+    groups: CliToggleFlag[bool] = False
+    """List every group with its reason."""
 
 
 @dataclass(frozen=True)
@@ -137,40 +163,7 @@ class Outcome:
         return self.prediction.step_us / self.without.step_us - 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan``."""
-    sources.add_arguments(parser)
-    parser.add_argument(
-        "--policy", metavar="KIND", help="see above; that of the flags given, else auto"
-    )
-    parser.add_argument(
-        "--device-target",
-        nargs="+",
-        metavar="SIZE",
-        help="most device memory of every pipeline rank, such as 26GiB; or one size for each",
-    )
-    parser.add_argument(
-        "--max-cost", metavar="PERCENT", help="most that the step may take longer; 0.5%% unless set"
-    )
-    parser.add_argument("--modules", nargs="+", metavar="NAME", help="names or patterns of groups")
-    parser.add_argument(
-        "--fraction", type=float, metavar="F", help="share of each chunk's groups that moves"
-    )
-    parser.add_argument(
-        "--ratio", type=float, metavar="R", help="share of each rank's bytes that moves"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where the plan goes")
-    parser.add_argument(
-        "--curve",
-        type=int,
-        default=6,
-        metavar="N",
-        help="memory targets on the trade-off curve; 6 unless set, 0 for none",
-    )
-    parser.add_argument("--groups", action="store_true", help="list every group with its reason")
-
-
-def run(options: argparse.Namespace) -> int:
+def run(given: Given) -> int:
     """Plan, print and write; return 0.
 
     Raises:
@@ -178,20 +171,20 @@ def run(options: argparse.Namespace) -> int:
         TargetError: a rank can't be brought under its target, or is predicted to lie above it with
             the plan that was written.
     """
-    output: Path | None = options.output or (options.folder and options.folder / PLAN_NAME)
+    output = given.output or (given.folder and given.folder / PLAN_NAME)
     check_place("--output", output)
-    kind, keys, num_targets = _read_flags(options)
-    require("simpy", *(("highspy",) if kind in _SOLVED or num_targets else ()))
+    kind, keys = _policy_of(given)
+    require("simpy", *(("highspy",) if kind in _SOLVED or given.curve else ()))
     with progress("planning") as say:
-        source = load_source(options)
+        source = load_source(given)
         recorded = source.recorded
         if recorded is not None and recorded.own_plan == output:
             raise ConfigError(
                 f"{output} is the plan that the run made and followed; --output FILE takes another"
             )
-        outcome = make(source, policy_config(source, kind, keys), num_targets, say)
+        outcome = make(source, policy_config(source, kind, keys), given.curve, say)
     out = console()
-    show(outcome, out, lists_groups=options.groups)
+    show(outcome, out, lists_groups=given.groups)
     if output is None:
         out.print("nothing was written; --output FILE keeps the plan")
     else:
@@ -290,36 +283,24 @@ def show(outcome: Outcome, out: Console, *, lists_groups: bool = False) -> None:
     out.print(PREDICTED, style="yellow")
 
 
-def _read_flags(options: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    """Return the kind of the policy, the keys that were given of it, and the curve's targets."""
-    given = {name: getattr(options, name) for name in _FLAGS if getattr(options, name) is not None}
-    kinds = {_FLAGS[name][0]: f"--{name.replace('_', '-')}" for name in given}
-    kind = options.policy or next(iter(kinds), "auto")
+def _policy_of(given: Given) -> tuple[str, dict[str, Any]]:
+    """Return the kind of the policy, and the keys that were given of it."""
+    flags = [name for name in _FLAGS if getattr(given, name) is not None]
+    kind = given.policy or next((_FLAGS[name][0] for name in flags), "auto")
     if kind not in _KINDS:
         raise ConfigError(f"unknown --policy {kind!r}{did_you_mean(kind, _KINDS)}")
-    for other, flag in kinds.items():
-        if other != kind:
-            raise ConfigError(f"{flag} belongs to --policy {other}, not to {kind}")
+    for name in flags:
+        if _FLAGS[name][0] != kind:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} belongs to --policy {_FLAGS[name][0]}, not to {kind}"
+            )
     needed = _NEEDED.get(kind)
-    if needed and needed not in given:
+    if needed and needed not in flags:
         raise ConfigError(f"--policy {kind} needs --{needed.replace('_', '-')}")
-    numbers = {"curve": options.curve}
-    numbers |= {name: given[name] for name in ("device_target", "max_cost") if name in given}
-    if "max_cost" in given:
-        numbers["max_cost"] = given["max_cost"].removesuffix("%").strip()
-    read = validate(_Numbers, numbers, "command line")
-    if read.device_target:
-        targets = read.device_target
-        for size, text in zip(targets, options.device_target, strict=True):
-            if size < _LEAST_TARGET_BYTES:
-                raise ConfigError(
-                    f"--device-target {text} is {format_bytes(size)}, which no step fits into; "
-                    f"write {text.rstrip('B ')}GiB or {text.rstrip('B ')}MiB"
-                )
-        given["device_target"] = targets[0] if len(targets) == 1 else targets
-    if read.max_cost is not None:
-        given["max_cost"] = read.max_cost
-    return kind, {_FLAGS[name][1]: value for name, value in given.items()}, read.curve
+    keys = {_FLAGS[name][1]: getattr(given, name) for name in flags}
+    if len(keys.get("target_bytes", ())) == 1:
+        (keys["target_bytes"],) = keys["target_bytes"]
+    return kind, keys
 
 
 def policy_config(

@@ -1,11 +1,4 @@
-"""What a run was set to do, as the files in its folder say it.
-
-Owns the way from a run's ``config.yaml``, and from the plan that it followed, to what each rank of
-a simulation does. Must not know torch, nor what a run has measured.
-
-Invariant: what decides is asked of the policies that decide in the engine. Read next:
-`megatron_offload.engine.learning`, which follows the same settings.
-"""
+"""What a run was set to do, as the files in its folder say it; policies of its own decide again."""
 
 from __future__ import annotations
 

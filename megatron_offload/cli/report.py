@@ -1,15 +1,11 @@
 """The command ``report``: reads a run's folder and writes one HTML page about it.
 
-Owns what of a folder becomes which part of `Report`, and what is left out where a file is missing.
-Must not know how a page looks.
-
-Invariants: every file is read strictly, and a damaged one is an error, never a gap; a missing one
-is a gap that the page names. Read next: `megatron_offload.report.report`.
+Every file is read strictly, and a damaged one is an error, never a gap; a missing one is a gap that
+the page names.
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -17,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
+from pydantic_settings import CliPositionalArg
 
+from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
 from megatron_offload.cli.trace import read_run_traces
 from megatron_offload.config import load_yaml, validate
-from megatron_offload.core.extras import require
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.stats import GroupStats
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.text import read_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
@@ -51,7 +48,7 @@ from megatron_offload.train.run_folder import (
     read_facts,
 )
 
-__all__ = ["ABOUT", "REPORT_NAME", "add_arguments", "read_report", "run"]
+__all__ = ["ABOUT", "KEYS", "Given", "read_report", "run", "write"]
 
 ABOUT = """\
 Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
@@ -67,7 +64,7 @@ exit status: 0 written, 2 bad input (the last page stays)
 example: megatron-offload report runs/quickstart
 """
 
-REPORT_NAME = "report.html"
+KEYS = None
 
 _TRADEOFF_NAME = "tradeoff.json"
 
@@ -82,21 +79,23 @@ _MEMORY = (
 """What the device really takes counts most, where there is a device."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``report``."""
-    parser.add_argument("folder", type=Path, help="run.output of a train or compare run")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="the page; FOLDER/report.html unless given"
-    )
+class Given(Options):
+    """The options of ``report``."""
+
+    folder: CliPositionalArg[Path]
+    """run.output of a train or compare run."""
+
+    output: Path | None = None
+    """The page; FOLDER/report.html unless given."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(given: Given) -> int:
     """Write the report of a folder and say where it is; returns 0.
 
     Raises:
         ConfigError: the folder holds no run, something in it is damaged, or jinja2 is missing.
     """
-    path = write(options.folder, options.output)
+    path = write(given.folder, given.output)
     console().print(f"report: {path}")
     return 0
 
@@ -107,7 +106,7 @@ def write(folder: Path, output: Path | None = None) -> Path:
     Raises:
         ConfigError: as for `run`, or the file can't be written.
     """
-    path = output or folder / REPORT_NAME
+    path = output or folder / "report.html"
     require("jinja2")
     check_place("--output", output)
     report = read_report(folder)

@@ -1,32 +1,24 @@
-"""The command ``simulate``: what a step takes without and with offload, with no GPU at all.
-
-Owns its flags, its tables and the files that it draws. Must not know torch, nor how a step is
-simulated.
-
-Invariant: both steps are of the same job; a plan is followed only if it was made for it.
-Read next: `megatron_offload.planning.simulate`.
-"""
+"""The command ``simulate``: what a step takes without and with offload, with no GPU at all."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from megatron_offload.cli import source as sources
 from megatron_offload.cli.output import (
     PREDICTED,
     check_picture,
     check_place,
+    draw_timelines,
     progress,
     writing,
 )
-from megatron_offload.cli.source import Source, load_source
-from megatron_offload.core.extras import require
+from megatron_offload.cli.source import KEYS, Source, SourceOptions, load_source
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
+from megatron_offload.errors import require
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.predict import settings_of
@@ -39,9 +31,8 @@ from megatron_offload.planning.simulate import (
     simulate,
 )
 from megatron_offload.report.console import console, plain_table
-from megatron_offload.report.plots import MOST_TIMELINES, plot_timeline
 
-__all__ = ["ABOUT", "add_arguments", "run"]
+__all__ = ["ABOUT", "KEYS", "Given", "run"]
 
 ABOUT = """\
 Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.
@@ -63,48 +54,48 @@ example: megatron-offload simulate --model gpt_16x8192_pp4_vpp2 \\
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``simulate``."""
-    sources.add_arguments(parser)
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="follow this plan")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline (JSON)")
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help=f"draw it, the first {MOST_TIMELINES} ranks"
-    )
+class Given(SourceOptions):
+    """The options of ``simulate``."""
+
+    plan: Path | None = None
+    """Follow this plan."""
+
+    trace: Path | None = None
+    """Write the timeline (JSON)."""
+
+    png: Path | None = None
+    """Draw the timeline, of the first 16 ranks."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(given: Given) -> int:
     """Simulate both steps, print them and write what was asked for; return 0.
 
     Raises:
         ConfigError: bad input, a file can't be written, or a library is missing.
     """
     require("simpy")
-    check_place("--trace", options.trace)
-    check_picture("--png", options.png)
+    check_place("--trace", given.trace)
+    check_picture("--png", given.png)
     with progress("simulating") as say:
-        source = load_source(options)
-        settings = _settings(source, options.plan)
+        source = load_source(given)
+        settings = _settings(source, given.plan)
         say("the step without offload")
         without = simulate(source.job)
         say("the step with offload")
-        offloaded = simulate(source.job, settings, record=bool(options.trace or options.png))
+        offloaded = simulate(source.job, settings, record=bool(given.trace or given.png))
     out = console()
     _show(source, without, offloaded, out)
-    for line in _describe(source, options, offloaded):
+    for line in _describe(source, given, offloaded):
         out.print(line)
     out.print(f"bandwidths: {source.machine}")
     out.print(PREDICTED, style="yellow")
     traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
-    if options.trace is not None:
-        with writing(options.trace):
-            write_traces(options.trace, traces)
-        out.print(f"trace: {options.trace}, for https://ui.perfetto.dev")
-    if options.png is not None:
-        drawn = traces[:MOST_TIMELINES]
-        with writing(options.png):
-            plot_timeline(drawn, options.png, f"{source.title}, predicted")
-        out.print(f"picture: {options.png}, {len(drawn)} of {len(traces)} ranks")
+    if given.trace is not None:
+        with writing(given.trace):
+            write_traces(given.trace, traces)
+        out.print(f"trace: {given.trace}, for https://ui.perfetto.dev")
+    if given.png is not None:
+        out.print(draw_timelines(traces, given.png, f"{source.title}, predicted"))
     return 0
 
 
@@ -121,18 +112,18 @@ def _settings(source: Source, plan_path: Path | None) -> Sequence[RankSettings]:
     ]
 
 
-def _describe(source: Source, options: argparse.Namespace, step: Simulation) -> Iterator[str]:
+def _describe(source: Source, given: Given, step: Simulation) -> Iterator[str]:
     """Yield what the step with offload is, and what of a run it leaves out."""
     recorded = source.recorded
-    if options.plan is not None:
-        what = f"the plan {options.plan}"
+    if given.plan is not None:
+        what = f"the plan {given.plan}"
     elif recorded is not None:
         what = f"as the run did, by {recorded.path}: {recorded.describe()}"
     else:
         what = "everything that can move"
-    flags = [one for one in options.set if one.strip().startswith("offload.")]
+    flags = [one for one in given.set if one.strip().startswith("offload.")]
     yield f"with offload: {'; '.join([what, *flags])}"
-    if recorded is not None and options.plan is None:
+    if recorded is not None and given.plan is None:
         left_out = recorded.not_simulated(max(rank.peak_host_bytes for rank in step.ranks))
         if left_out:
             yield f"not simulated of what the run was set to: {', '.join(left_out)}"

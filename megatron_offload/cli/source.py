@@ -1,30 +1,24 @@
 """What ``plan`` and ``simulate`` are about: the profiles of a run's folder, or a described model.
 
-Owns the arguments that both share, and the way from them to a job. Must not know torch, nor what
-is done with the job.
-
-Profiles hold no temporaries, and what the allocator wastes. Of a run therefore all that its groups
-don't explain of each rank's measured peak counts as always there, and peaks are those of reserved
-memory where the run had a GPU; of saved activations alone where it had none.
-
-Invariants: profiles are those of one whole run, one of each pipeline rank; nothing is guessed of a
-machine that the user could have given: what was assumed is said. Read next:
-`megatron_offload.planning.profiled_job`.
+Profiles are those of one whole run, one of each pipeline rank. They hold no temporaries, and not
+what the allocator wastes: all that a run's groups don't explain of each rank's measured peak counts
+as always there. Peaks are those of reserved memory where the run had a GPU; of saved activations
+alone where it had none. What was assumed of a machine is said.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.cli.example_configs import find_config
+from pydantic_settings import CliPositionalArg
+
+from megatron_offload.cli.options import OptionsWithKeys
 from megatron_offload.cli.recorded import Recorded, load_recorded
-from megatron_offload.config import apply_overrides, load_yaml
-from megatron_offload.core.machine import Machine
+from megatron_offload.config import apply_overrides, find_config, load_yaml
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
@@ -34,13 +28,13 @@ from megatron_offload.planning.auto import Prediction
 from megatron_offload.planning.bandwidths import (
     BANDWIDTHS_NAME,
     DEFAULTS,
-    Bandwidths,
     load_bandwidths,
     measured_machine,
     simulated_machine,
 )
 from megatron_offload.planning.description import (
     Budgets,
+    JobDescription,
     MachineDescription,
     Surroundings,
     load_description,
@@ -53,9 +47,10 @@ from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import SEGMENT_BYTES, RankResult
 
 __all__ = [
+    "KEYS",
     "Source",
-    "add_arguments",
-    "has_profiles",
+    "SourceOptions",
+    "find_profiles",
     "load_model",
     "load_run",
     "load_source",
@@ -124,57 +119,39 @@ class Source:
         return [peak - most if peak > most + slack else 0 for peak, most in differences]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what says which job it is."""
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        metavar="RUN_FOLDER",
-        help="run.output of a train or compare run that had run.profile_step",
-    )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="FILE",
-        help="a described job instead: a file, or the name of one in configs/models/",
-    )
-    parser.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help="gpipe, 1f1b, interleaved or zb-h1; of a run, what it ran: interleaved with several "
-        "virtual stages, else 1f1b",
-    )
-    parser.add_argument(
-        "--machine",
-        type=Path,
-        metavar="FILE",
-        help="bandwidths: the JSON of 'doctor --output FILE', or YAML with keys of the section "
-        "'machine'; else those of the description or that the run has left, else those "
-        "measured with four H200s",
-    )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set a key of the description, such as model.sequence=8192, machine.node_gbps=300 or "
-        "offload.max_inflight_bytes=2GiB; of a run, machine and offload only",
-    )
+KEYS = JobDescription
 
 
-def load_source(options: argparse.Namespace) -> Source:
-    """Return the job that the arguments name.
+class SourceOptions(OptionsWithKeys):
+    """What says which job it is. Of a run's folder only the keys of machine and offload count."""
+
+    folder: CliPositionalArg[Path | None] = None
+    """run.output of a train or compare run that had run.profile_step."""
+
+    model: Path | None = None
+    """A described job instead: a file, or the name of one in configs/models/."""
+
+    schedule: str | None = None
+    """gpipe, 1f1b, interleaved or zb-h1; of a run, what it ran: interleaved with several virtual
+    stages, else 1f1b."""
+
+    machine: Path | None = None
+    """Bandwidths: the JSON of 'doctor --output FILE', or YAML with keys of the section 'machine';
+    else those of the description or that the run has left, else those measured with four H200s."""
+
+
+def load_source(given: SourceOptions) -> Source:
+    """Return the job that the options name.
 
     Raises:
         ConfigError: everything that is wrong with the input.
     """
-    if (options.folder is None) == (options.model is None):
-        raise ConfigError("give either a run's folder or --model FILE")
-    load = load_run if options.model is None else load_model
-    path = options.folder if options.model is None else find_config(options.model, kind="models")
-    return load(path, options.schedule, options.machine, options.set)
+    if given.model is not None and given.folder is None:
+        path = find_config(given.model, kind="models")
+        return load_model(path, given.schedule, given.machine, given.set)
+    if given.folder is not None and given.model is None:
+        return load_run(given.folder, given.schedule, given.machine, given.set)
+    raise ConfigError("give either a run's folder or --model FILE")
 
 
 def read_machine(path: Path, gpus_per_rank: int = 1) -> dict[str, Any]:
@@ -246,17 +223,25 @@ def load_run(
     Raises:
         ConfigError: as for `load_source`.
     """
-    profiles, place = _profiles_in(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; give run.output of a run")
+    paths = find_profiles(folder)
+    if not paths:
+        raise ConfigError(
+            f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
+        )
+    profiles, place = _of_one_run(paths), paths[0].parent
     is_simulated = _is_simulated(place / "run.json")
     recorded = load_recorded(place)
-    bandwidths = _bandwidths(place)
+    measured = place / BANDWIDTHS_NAME
+    bandwidths = load_bandwidths(measured) if measured.exists() else None
     gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
     section: Mapping[str, Any] = {}
     if machine is not None:
         section, origin = read_machine(machine, gpus_per_rank), str(machine)
     elif bandwidths is not None:
         section = bandwidths.machine.model_dump()
-        origin = f"{place / BANDWIDTHS_NAME}: {bandwidths.origin}"
+        origin = f"{measured}: {bandwidths.origin}"
     elif is_simulated and recorded is not None:
         section = simulated_machine(recorded.offload.simulated).model_dump()
         origin = f"the simulated device's, by {recorded.path}"
@@ -264,7 +249,10 @@ def load_run(
         origin = f"{DEFAULTS}; --machine FILE takes others"
     data = apply_overrides({"machine": dict(section)}, overrides)
     around = validate(Surroundings, data, "--set")
-    job = _job_of(profiles, schedule, around.machine.machine(), gpus_per_rank)
+    shape = profiles[0].run
+    name = schedule or ("interleaved" if shape.vp_size > 1 else "1f1b")
+    passes = make_schedule(name, shape.pp_size, shape.num_microbatches, shape.vp_size)
+    job = job_of(profiles, passes, around.machine.machine(), gpus_per_rank=gpus_per_rank)
     return Source(
         title=folder.resolve().name,
         job=job,
@@ -277,26 +265,8 @@ def load_run(
     )
 
 
-def has_profiles(folder: Path) -> bool:
-    """Whether a run has left profiles in its folder."""
-    return _find_profiles(folder) is not None
-
-
-def _profiles_in(folder: Path) -> tuple[tuple[StepProfile, ...], Path]:
-    """Return the profiles of a run, one of each pipeline rank, and where they lie."""
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give run.output of a run")
-    found = _find_profiles(folder)
-    if found is None:
-        raise ConfigError(
-            f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
-        )
-    paths, place = found
-    return _of_one_run(paths), place
-
-
-def _find_profiles(folder: Path) -> tuple[list[Path], Path] | None:
-    """Return the profiles of a run in the order of ranks, and where they lie."""
+def find_profiles(folder: Path) -> list[Path]:
+    """Return the profiles that a run has left, in the order of ranks."""
     for place in (folder, folder / _OFFLOADED):
         paths = {
             int(match[1]): path
@@ -304,8 +274,8 @@ def _find_profiles(folder: Path) -> tuple[list[Path], Path] | None:
             if (match := _PROFILE_NAME.fullmatch(path.name))
         }
         if paths:
-            return [paths[rank] for rank in sorted(paths)], place
-    return None
+            return [paths[rank] for rank in sorted(paths)]
+    return []
 
 
 def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
@@ -333,23 +303,7 @@ def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
     return check_profiles(by_rank.values())
 
 
-def _bandwidths(place: Path) -> Bandwidths | None:
-    """Return the bandwidths that a run has left beside its profiles, if it has."""
-    path = place / BANDWIDTHS_NAME
-    return load_bandwidths(path) if path.exists() else None
-
-
 def _is_simulated(facts: Path) -> bool:
     """Return whether a run had no GPU, as far as it has left its facts."""
     data = read_json(facts) if facts.exists() else None
     return isinstance(data, dict) and data.get("is_simulated") is True
-
-
-def _job_of(
-    profiles: Sequence[StepProfile], schedule: str | None, machine: Machine, gpus_per_rank: int
-) -> Job:
-    """Return the step of the profiles, whose peaks without offload are those that were measured."""
-    run = profiles[0].run
-    name = schedule or ("interleaved" if run.vp_size > 1 else "1f1b")
-    passes = make_schedule(name, run.pp_size, run.num_microbatches, run.vp_size)
-    return job_of(profiles, passes, machine, gpus_per_rank=gpus_per_rank)

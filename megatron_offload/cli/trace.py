@@ -1,22 +1,19 @@
-"""The command ``trace``: puts the timelines of a run's ranks into one file, and into a picture.
-
-Owns what it reads and writes. Must not know what is in a trace. Read next:
-`megatron_offload.core.trace`.
-"""
+"""The command ``trace``: puts the timelines of a run's ranks into one file, and into a picture."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from megatron_offload.cli.output import check_picture, writing
+from pydantic_settings import CliPositionalArg
+
+from megatron_offload.cli.options import Options
+from megatron_offload.cli.output import check_picture, draw_timelines, writing
 from megatron_offload.core.trace import StepTrace, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
-from megatron_offload.report.plots import MOST_TIMELINES, plot_timeline
 from megatron_offload.train.run_folder import main_folder, trace_paths
 
-__all__ = ["ABOUT", "TRACE_NAME", "add_arguments", "read_run_traces", "run"]
+__all__ = ["ABOUT", "KEYS", "Given", "read_run_traces", "run"]
 
 ABOUT = """\
 Put the timelines of a run's ranks into one file for https://ui.perfetto.dev, and into a picture.
@@ -31,39 +28,40 @@ exit status: 0 written, 2 bad input
 example: megatron-offload trace runs/quickstart --png timeline.png
 """
 
-TRACE_NAME = "trace.json"
+KEYS = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``trace``."""
-    parser.add_argument("folder", type=Path, help="run.output of a run with run.trace_step")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timelines, too")
+class Given(Options):
+    """The options of ``trace``."""
+
+    folder: CliPositionalArg[Path]
+    """run.output of a run with run.trace_step."""
+
+    png: Path | None = None
+    """Draw the timelines, too."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(given: Given) -> int:
     """Write ``trace.json`` for https://ui.perfetto.dev, and the picture; returns 0.
 
     Raises:
         ConfigError: there are no timelines, one is damaged, a file can't be written, or the picture
             needs matplotlib.
     """
-    folder: Path = options.folder
-    check_picture("--png", options.png)
-    traces = read_run_traces(folder)
+    check_picture("--png", given.png)
+    traces = read_run_traces(given.folder)
     if not traces:
         raise ConfigError(
-            f"{folder} holds no timelines; set run.trace_step: 4, with offload on, and run again"
+            f"{given.folder} holds no timelines; set run.trace_step: 4, with offload on, and run "
+            "again"
         )
     out = console()
-    path = folder / TRACE_NAME
+    path = given.folder / "trace.json"
     with writing(path):
         write_traces(path, traces)
     out.print(f"trace: {path}, for https://ui.perfetto.dev")
-    if options.png is not None:
-        drawn = traces[:MOST_TIMELINES]
-        with writing(options.png):
-            plot_timeline(drawn, options.png, folder.resolve().name)
-        out.print(f"picture: {options.png}, {len(drawn)} of {len(traces)} ranks")
+    if given.png is not None:
+        out.print(draw_timelines(traces, given.png, given.folder.resolve().name))
     return 0
 
 

@@ -1,21 +1,19 @@
-"""The command ``train``, and the flags that it shares with ``compare``.
-
-Owns flags and how they win over the YAML file; they keep Megatron's names. Must not import torch
-before the input is checked. Read next: `megatron_offload.train.launch`.
-"""
+"""The command ``train``, and the options that it shares with ``compare``."""
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+import json
+from pathlib import Path
 
-from megatron_offload.cli.example_configs import find_config
-from megatron_offload.config import apply_overrides, load_yaml, validate
+from pydantic_settings import CliToggleFlag
+
+from megatron_offload.cli.options import OptionsWithKeys
+from megatron_offload.config import apply_overrides, find_config, load_yaml, validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 
-__all__ = ["ABOUT", "add_arguments", "add_run_arguments", "read_config", "run"]
+__all__ = ["ABOUT", "KEYS", "Given", "RunOptions", "read_config", "run"]
 
 ABOUT = """\
 Train a GPT with pipeline parallelism, megatron-core's own model and schedules, on GPUs or on CPUs.
@@ -36,107 +34,71 @@ example: megatron-offload train --config quickstart --set run.steps=6 \\
              run.output=runs/example --offload-modules core_attn mlp_act
 """
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``train``."""
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the newest checkpoint in run.output, if there is one (run.resume)",
-    )
-    add_run_arguments(parser)
+KEYS = TrainConfig
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what says how a run is configured."""
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file, or the name of one that comes with the package, such as quickstart",
-    )
-    parser.add_argument(
-        "--fine-grained-activation-offloading",
-        action="store_true",
-        help="offload activations (offload.enabled); a section 'offload' in the file, and each of "
-        "the flags below, say so too",
-    )
-    parser.add_argument(
-        "--offload-modules", nargs="+", metavar="NAME", help="groups to move (offload.modules)"
-    )
-    parser.add_argument(
-        "--activation-offload-fraction",
-        type=float,
-        metavar="F",
-        help="share of the groups that moves (offload.fraction)",
-    )
-    parser.add_argument(
-        "--min-offloaded-tensor-size",
-        type=int,
-        metavar="N",
-        help="smallest tensor that moves, in elements (offload.min_tensor_elements)",
-    )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set any key, such as run.steps=5",
-    )
+class RunOptions(OptionsWithKeys):
+    """What says how a run is configured; flags win over the file, and Megatron's over ``--set``."""
+
+    config: Path | None = None
+    """YAML file, or the name of one that comes with the package, such as quickstart."""
+
+    fine_grained_activation_offloading: CliToggleFlag[bool] = False
+    """Offload activations (offload.enabled); a section 'offload' in the file, and each of the flags
+    below, say so too."""
+
+    offload_modules: tuple[str, ...] | None = None
+    """Groups to move (offload.modules)."""
+
+    activation_offload_fraction: float | None = None
+    """Share of the groups that moves (offload.fraction)."""
+
+    min_offloaded_tensor_size: int | None = None
+    """Smallest tensor that moves, in elements (offload.min_tensor_elements)."""
 
 
-def read_config(options: argparse.Namespace) -> TrainConfig:
+class Given(RunOptions):
+    """The options of ``train``."""
+
+    resume: CliToggleFlag[bool] = False
+    """Go on from the newest checkpoint in run.output, if there is one (run.resume)."""
+
+
+_FLAGS = {
+    "fine_grained_activation_offloading": "offload.enabled",
+    "offload_modules": "offload.modules",
+    "activation_offload_fraction": "offload.fraction",
+    "min_offloaded_tensor_size": "offload.min_tensor_elements",
+    "resume": "run.resume",
+}
+"""The key that a flag of Megatron's sets."""
+
+
+def read_config(given: RunOptions) -> TrainConfig:
     """Read the YAML file and lay the flags over it.
 
     Raises:
         ConfigError: everything that is wrong with the input.
     """
-    data = load_yaml(find_config(options.config)) if options.config else {}
-    data = apply_overrides(data, options.set)
-    flags: dict[str, Any] = {
-        "enabled": True if options.fine_grained_activation_offloading else None,
-        "modules": options.offload_modules,
-        "fraction": options.activation_offload_fraction,
-        "min_tensor_elements": options.min_offloaded_tensor_size,
-    }
-    given = {key: value for key, value in flags.items() if value is not None}
-    if given:
-        section = data.get("offload") or {}
-        if not isinstance(section, dict):
-            raise ConfigError(f"{options.config}: 'offload' must be a section of keys and values")
-        data["offload"] = {**section, **given}
-    if getattr(options, "resume", False):
-        data = apply_overrides(data, ["run.resume=true"])
-    return validate(TrainConfig, data, str(options.config or "command line"))
+    data = load_yaml(find_config(given.config)) if given.config else {}
+    flags = [
+        f"{_FLAGS[name]}={json.dumps(getattr(given, name))}"
+        for name in _FLAGS
+        if name in given.model_fields_set
+    ]
+    data = apply_overrides(data, [*given.set, *flags])
+    return validate(TrainConfig, data, str(given.config or "command line"))
 
 
-def _check_asked(options: argparse.Namespace, config: TrainConfig) -> None:
-    """Check that no word about offload goes unheard."""
-    flags = (
-        options.offload_modules,
-        options.activation_offload_fraction,
-        options.min_offloaded_tensor_size,
-    )
-    keys = [item.partition("=")[0].strip() for item in options.set]
-    is_asked = any(flag is not None for flag in flags) or any(
-        key.startswith("offload.") for key in keys
-    )
-    if is_asked and not config.offload.enabled and "offload.enabled" not in keys:
-        raise ConfigError(
-            f"{options.config} says offload.enabled: false, and the command line says how to "
-            f"offload; add --fine-grained-activation-offloading, or leave the rest out"
-        )
-
-
-def run(options: argparse.Namespace) -> int:
+def run(given: Given) -> int:
     """Train, and print what moved; return 0.
 
     Raises:
         ConfigError: bad input; nothing was started.
         OffloadError: a rank failed.
     """
-    config = read_config(options)
-    _check_asked(options, config)
+    config = read_config(given)
+    _check_heard(given, config)
     from megatron_offload.report.summary import group_table, rank_table
     from megatron_offload.train.launch import launch
 
@@ -151,3 +113,15 @@ def run(options: argparse.Namespace) -> int:
                 out.print(group_table(ranks, "Groups of the last step"))
         out.print(f"steps: {config.run.output / 'steps.jsonl'}")
     return 0
+
+
+def _check_heard(given: Given, config: TrainConfig) -> None:
+    """Check that no word about offload goes unheard."""
+    keys = [_FLAGS.get(name, "") for name in given.model_fields_set]
+    keys += [item.partition("=")[0].strip() for item in given.set]
+    is_asked = any(key.startswith("offload.") for key in keys)
+    if is_asked and not config.offload.enabled and "offload.enabled" not in keys:
+        raise ConfigError(
+            f"{given.config} says offload.enabled: false, and the command line says how to "
+            f"offload; add --fine-grained-activation-offloading, or leave the rest out"
+        )

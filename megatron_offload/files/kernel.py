@@ -1,9 +1,7 @@
 """Small files in which the kernel shows its accounts: ``/proc`` and ``/sys``.
 
-Owns their bounded reading. Must not know torch, nor what any file means.
-
-Invariant: nothing here raises. What is absent, unreadable, too large or makes no sense is unknown:
-empty text, no number, no members. Read next: `megatron_offload.backends.host_limit`.
+Nothing here raises: what is absent, unreadable, too large or makes no sense is empty text, no
+number, no members.
 """
 
 from __future__ import annotations
@@ -36,19 +34,14 @@ def read_int(path: Path) -> int | None:
 
 def read_field(path: Path, name: str) -> int | None:
     """Return the integer behind ``name`` in a file of one name and one number a line."""
-    for line in read_kernel_text(path).splitlines():
-        words = line.split()
-        if len(words) >= 2 and words[0] == name:
-            return to_int(words[1])
-    return None
+    lines = (line.split() for line in read_kernel_text(path).splitlines())
+    return next((to_int(words[1]) for words in lines if len(words) > 1 and words[0] == name), None)
 
 
 def read_members(text: str) -> frozenset[int]:
     """Return the members of a list such as ``0-3,8``; none where it is no such list."""
-    if len(text) > _MAX_LIST_LENGTH:
-        return frozenset()
     members: set[int] = set()
-    for part in text.strip().split(","):
+    for part in text.strip().split(",") if len(text) <= _MAX_LIST_LENGTH else ():
         first, dash, last = part.partition("-")
         start, end = to_int(first), to_int(last if dash else first)
         if start is None or end is None or end >= _MAX_MEMBER:

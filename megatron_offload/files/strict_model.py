@@ -1,10 +1,7 @@
 """Models of plain data from outside: strict, immutable, and clear about what is wrong.
 
-Owns `StrictModel`, sizes in bytes, and the text of every validation error. Must not know what any
-model means, nor torch.
-
-Invariant: whatever is wrong ends in one `ConfigError` that names the key, what was given, and the
-nearest valid name. Read next: `megatron_offload.config`.
+Whatever is wrong ends in one `ConfigError` that names the key, what was given, and the nearest
+valid name.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from pydantic import (
     ValidationError,
 )
 
-from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files.strict_yaml import shorten
+from megatron_offload.errors import ConfigError, did_you_mean, shorten
 
 __all__ = [
     "Bytes",
@@ -109,17 +105,22 @@ _MOST_ISSUES = 20
 """So many of a configuration's errors are said one by one."""
 
 
-def validate(model: type[Model], data: Mapping[str, Any], source: str) -> Model:
+def validate(model: type[Model], data: Any, source: str) -> Model:
     """Build ``model`` from plain data.
 
     Args:
         model: the section's class.
-        data: nested plain values.
+        data: a mapping of nested plain values.
         source: what to call the input in an error, such as the file's path.
 
     Raises:
-        ConfigError: all that is wrong, one line each, with the nearest valid key.
+        ConfigError: it is no mapping; or all that is wrong, one line each, with the nearest valid
+            key.
     """
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f"{source} must hold a mapping of keys to values, got a {type(data).__name__}"
+        )
     try:
         return model.model_validate(data)
     except ConfigError as error:

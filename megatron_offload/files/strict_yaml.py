@@ -1,11 +1,8 @@
 """Plain YAML from anyone: mappings with text keys, lists, texts, numbers, true, false and null.
 
-Owns what of YAML is read, and how much. Must not know torch, nor what the values mean.
-
-Invariants: nothing that a text says makes the reader run code, wait, or build more than the text
-itself holds. Anchors, aliases and tags, which could, are refused where they stand; so are the
-forms that surprise (merge keys, times, numbers to the base 60). Everything else that is wrong ends
-in a `ConfigError` of one line as well. Read next: `megatron_offload.config`.
+Nothing that a text says makes the reader run code, wait, or build more than the text itself holds.
+Anchors, aliases and tags, which could, are refused where they stand; so are the forms that surprise
+(merge keys, times, numbers to the base 60).
 """
 
 from __future__ import annotations
@@ -15,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.text import MAX_DEPTH
 
-__all__ = ["MAX_NODES", "MAX_YAML_BYTES", "parse_yaml", "shorten"]
+__all__ = ["MAX_NODES", "MAX_YAML_BYTES", "parse_yaml"]
 
 MAX_YAML_BYTES = 256 * 1024
 """Longer texts are no configuration of a person, and take long to read."""
@@ -27,8 +24,6 @@ MAX_NODES = 10_000
 """Keys, values, lists and mappings in one text, at most."""
 
 _MAX_NUMBER_LENGTH = 64
-_PLAIN = ("null", "bool", "int", "float")
-"""The plain words that mean something else than their text."""
 
 
 def parse_yaml(text: str) -> Any:
@@ -48,11 +43,6 @@ def parse_yaml(text: str) -> Any:
         raise ConfigError(f"not YAML: {shorten(' '.join(str(error).split()))}") from error
 
 
-def shorten(text: str, limit: int = 80) -> str:
-    """Return at most ``limit`` characters of a text that goes into an error."""
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
 def _wrong(problem: str, mark: Any) -> ConfigError:
     return ConfigError(f"line {mark.line + 1}: {problem}" if mark is not None else problem)
 
@@ -60,87 +50,82 @@ def _wrong(problem: str, mark: Any) -> ConfigError:
 class _StrictLoader(yaml.SafeLoader):
     """`yaml.SafeLoader` less all that is more than plain data."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-        self._num_nodes = 0
+    _depth = 0
+    _num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one node, unless it is one of those that are refused."""
         event = self.peek_event()
-        mark = event.start_mark
-        if isinstance(event, yaml.AliasEvent):
-            raise _wrong(f"alias *{shorten(str(event.anchor))}: write the value out", mark)
-        if event.anchor is not None:
-            raise _wrong(f"anchor &{shorten(event.anchor)}: write the value out", mark)
-        if event.tag is not None:
-            raise _wrong(f"tag {shorten(event.tag)!r}: only plain values are read", mark)
         self._num_nodes += 1
-        if self._num_nodes > MAX_NODES:
-            raise _wrong(f"more than {MAX_NODES} keys and values", mark)
         self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise _wrong(f"nested deeper than {MAX_DEPTH} levels", mark)
+        problem = None
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"alias *{shorten(str(event.anchor))}: write the value out"
+        elif event.anchor is not None:
+            problem = f"anchor &{shorten(event.anchor)}: write the value out"
+        elif event.tag is not None:
+            problem = f"tag {shorten(event.tag)!r}: only plain values are read"
+        elif self._num_nodes > MAX_NODES:
+            problem = f"more than {MAX_NODES} keys and values"
+        elif self._depth > MAX_DEPTH:
+            problem = f"nested deeper than {MAX_DEPTH} levels"
+        if problem:
+            raise _wrong(problem, event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
+    def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            is_scalar = isinstance(key_node, yaml.ScalarNode)
+            key = self.construct_object(key_node, deep=True) if is_scalar else None
+            problem = None
+            if not isinstance(key, str):
+                shown = shorten(key_node.value) if is_scalar else "a list or a mapping"
+                problem = f"a key must be text, got {shown}"
+            elif key == "<<" and key_node.style is None:
+                problem = "merge key <<: write the values out"
+            elif key in mapping:
+                problem = f"key {shorten(key)!r} is given twice"
+            if problem:
+                raise _wrong(problem, key_node.start_mark)
+            mapping[str(key)] = self.construct_object(value_node, deep=True)
+        return mapping
 
-def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        is_scalar = isinstance(key_node, yaml.ScalarNode)
-        key = loader.construct_object(key_node, deep=True) if is_scalar else None
-        mark = key_node.start_mark
-        if not isinstance(key, str):
-            shown = shorten(key_node.value) if is_scalar else "a list or a mapping"
-            raise _wrong(f"a key must be text, got {shown}", mark)
-        if key == "<<" and key_node.style is None:
-            raise _wrong("merge key <<: write the values out", mark)
-        if key in mapping:
-            raise _wrong(f"key {shorten(key)!r} is given twice", mark)
-        mapping[key] = loader.construct_object(value_node, deep=True)
-    return mapping
+    def text(self, node: yaml.ScalarNode) -> str:
+        text: str = node.value
+        if any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in text):
+            problem = "a text can't hold the character \\0, nor half a character (a surrogate)"
+            raise _wrong(problem, node.start_mark)
+        return text
 
-
-def _construct_text(loader: _StrictLoader, node: yaml.ScalarNode) -> str:
-    text: str = node.value
-    if "\0" in text:
-        raise _wrong("a text can't hold the character \\0", node.start_mark)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _wrong("a text can't hold half a character (a surrogate)", node.start_mark) from error
-    return text
-
-
-def _construct_int(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
-    return int(_number(loader, node, yaml.SafeLoader.construct_yaml_int))
-
-
-def _construct_float(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
-    return float(_number(loader, node, yaml.SafeLoader.construct_yaml_float))
-
-
-def _number(loader: _StrictLoader, node: yaml.ScalarNode, construct: Any) -> int | float:
-    text = node.value
-    problem = f"{shorten(text)} is no number that can be used here"
-    if len(text) > _MAX_NUMBER_LENGTH or ":" in text:
-        raise _wrong(problem, node.start_mark)
-    try:
-        value: int | float = construct(loader, node)
-    except ValueError as error:
-        raise _wrong(problem, node.start_mark) from error
-    if not math.isfinite(value) or (isinstance(value, int) and not -(2**63) <= value < 2**63):
-        raise _wrong(problem, node.start_mark)
-    return value
+    def number(self, node: yaml.ScalarNode) -> int | float:
+        text = node.value
+        is_int = node.tag.endswith(":int")
+        try:
+            if len(text) > _MAX_NUMBER_LENGTH or ":" in text:
+                raise ValueError
+            value = self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+            if not math.isfinite(value) or (is_int and not -(2**63) <= value < 2**63):
+                raise ValueError
+        except ValueError as error:
+            problem = f"{shorten(text)} is no number that can be used here"
+            raise _wrong(problem, node.start_mark) from error
+        return value
 
 
-_StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in _PLAIN]
+_StrictLoader.yaml_implicit_resolvers = {  # all other plain words are text
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag.endswith((":null", ":bool", ":int", ":float"))
+    ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_StrictLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-_StrictLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
-_StrictLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_StrictLoader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+for _kind, _construct in (
+    ("map", _StrictLoader.mapping),
+    ("str", _StrictLoader.text),
+    ("int", _StrictLoader.number),
+    ("float", _StrictLoader.number),
+):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)

@@ -1,10 +1,7 @@
 """Files that were handed to us, and files that must survive a crash while they are written.
 
-Owns the bounded reading of text and JSON, and writing aside before putting in place. Must not know
-torch, nor what the files mean.
-
-Invariants: a reader never follows what a file says beyond plain data, and ends in `ConfigError`; a
-writer that fails or is killed leaves the file that was there. Read next: `megatron_offload.config`.
+A reader never follows what a file says beyond plain data, and ends in `ConfigError`; a writer that
+fails or is killed leaves the file that was there.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, shorten
 
 __all__ = [
     "MAX_DEPTH",
@@ -107,7 +104,7 @@ def parse_json(text: str, source: str, *, allow_nan: bool = False) -> Any:
         raise ConfigError(f"{source} is nested too deep") from error
     except ValueError as error:
         raise ConfigError(f"{source} is not plain JSON: {error}") from error
-    if _depth(data) > MAX_DEPTH:
+    if isinstance(data, (dict, list)) and _is_deeper(data, MAX_DEPTH):
         raise ConfigError(f"{source} is nested deeper than {MAX_DEPTH} levels")
     return data
 
@@ -154,7 +151,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key, value in pairs:
         if key in mapping:
-            raise ValueError(f"key {_short(key)!r} is given twice")
+            raise ValueError(f"key {shorten(key)!r} is given twice")
         mapping[key] = value
     return mapping
 
@@ -162,29 +159,17 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{_short(text)} is more than a number can be")
+        raise ValueError(f"{shorten(text)} is more than a number can be")
     return number
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
 
 
-def _depth(data: Any) -> int:
-    """Return how deep lists and mappings are nested; stops once past the limit."""
-    depth, level = 0, [data]
-    while level and depth <= MAX_DEPTH:
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner.extend(item.values())
-            elif isinstance(item, list):
-                inner.extend(item)
-        if not any(isinstance(item, (dict, list)) for item in level):
-            break
-        depth, level = depth + 1, inner
-    return depth
+def _is_deeper(data: dict[str, Any] | list[Any], depth: int) -> bool:
+    """Whether lists and mappings lie deeper within one another."""
+    inner = data.values() if isinstance(data, dict) else data
+    return depth == 0 or any(
+        _is_deeper(one, depth - 1) for one in inner if isinstance(one, (dict, list))
+    )

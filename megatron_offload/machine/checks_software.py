@@ -22,9 +22,8 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.kernel import to_int
-from megatron_offload.files.strict_yaml import shorten
 from megatron_offload.files.text import read_text
 from megatron_offload.machine.finding import Finding, Level
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_offload.core.extras import require
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import (
     MachineConfig,
@@ -15,7 +14,7 @@ from megatron_offload.core.policy_config import (
     RatioConfig,
     SolvedConfig,
 )
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, require
 from megatron_offload.planning.auto import AutoPolicy, Predictor
 from megatron_offload.planning.memory_target import MemoryTargetPolicy, Resources
 from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, Policy, RatioPolicy

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_offload.core.extras import require
+from megatron_offload.errors import require
 from megatron_offload.planning.cover import Problem, Solution
 from megatron_offload.planning.greedy import solve_greedy
 

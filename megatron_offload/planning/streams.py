@@ -27,9 +27,8 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_offload.core.extras import require
 from megatron_offload.core.trace import PIPELINE_WAIT, Span, StepTrace
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, require
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.link import FairShare
 from megatron_offload.planning.program import OpKind, RankProgram

@@ -13,8 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.core.extras import require
 from megatron_offload.core.units import format_bytes
+from megatron_offload.errors import require
 from megatron_offload.files.text import replace_text
 from megatron_offload.report import charts
 from megatron_offload.report.plots import MOST_TIMELINES

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_offload.config import environment_int
-from megatron_offload.core.extras import require
-from megatron_offload.errors import ConfigError, OffloadError
+from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint_folder import CheckpointFolder
 from megatron_offload.train.comparison import remove_comparison

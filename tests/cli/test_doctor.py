@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from datetime import UTC, datetime
 
@@ -10,6 +9,7 @@ import pytest
 
 from megatron_offload.cli import doctor
 from megatron_offload.cli.doctor import findings_table, sync_table
+from megatron_offload.cli.main import read_command
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.examine import Examination
 from megatron_offload.machine.finding import Finding
@@ -43,9 +43,7 @@ PROFILE = MachineProfile(
 
 
 def options_of(*words):
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return parser.parse_args(words)
+    return read_command(["doctor", *words])[1]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from megatron_offload.train.config import check_ranks
 
 
 def config_of(*words):
-    return train_command.read_config(cli._parser().parse_args(words))
+    return train_command.read_config(cli.read_command(words)[1])
 
 
 @pytest.fixture
@@ -95,12 +95,11 @@ def test_a_config_error_is_a_config_error_for_python_too(file):
         config_of("train", "--config", str(file), "--set", "run.stepps=1")
 
 
-def test_resume_is_a_flag_of_train_alone(file, capsys):
+def test_resume_is_a_flag_of_train_alone(file):
     assert config_of("train", "--config", str(file), "--resume").run.resume
     assert not config_of("train", "--config", str(file)).run.resume
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="unrecognized arguments: --resume"):
         config_of("compare", "--config", str(file), "--resume")
-    assert "--resume" in capsys.readouterr().err
 
 
 def test_compare_takes_whole_runs_whatever_the_file_says(file):
@@ -119,8 +118,7 @@ def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, c
     printed = capsys.readouterr().out
     assert r"/out/[/x]\x1b[31m/steps.jsonl" in printed
     assert "\x1b" not in printed
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--\x1b[31m"])
+    assert cli.main(["train", "--\x1b[31m"]) == 2
     assert r"--\x1b[31m" in capsys.readouterr().err
 
 

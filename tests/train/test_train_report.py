@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from training_runs import TINY
@@ -178,25 +178,19 @@ def test_folders_without_a_run_are_refused(folder, tmp_path):
         report.read_report(folder)
 
 
-def options(parser_of, *words):
-    parser = argparse.ArgumentParser()
-    parser_of.add_arguments(parser)
-    return parser.parse_args([str(word) for word in words])
-
-
 def test_the_report_command_writes_where_it_is_told(folder, tmp_path, capsys):
     page = tmp_path / "deep" / "page.html"
-    assert report.run(options(report, folder, "--output", page)) == 0
+    assert report.run(report.Given(folder=folder, output=page)) == 0
     assert capsys.readouterr().out.strip() == f"report: {page}"
     assert page.read_text().startswith("<!DOCTYPE html>")
     with pytest.raises(ConfigError, match="can't write"):
-        report.run(options(report, folder, "--output", "/proc/none/page.html"))
+        report.run(report.Given(folder=folder, output=Path("/proc/none/page.html")))
 
 
 def test_the_trace_command_merges_and_draws(folder, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "timeline.png"
-    assert trace_command.run(options(trace_command, folder, "--png", picture)) == 0
+    assert trace_command.run(trace_command.Given(folder=folder, png=picture)) == 0
     assert "2 of 2 ranks" in capsys.readouterr().out
     merged = read_traces(folder / "trace.json")
     assert merged == trace_command.read_run_traces(folder)
@@ -208,11 +202,11 @@ def test_timelines_that_are_missing_or_mixed_up_are_said(folder):
     inner = folder / "with_offload"
     shutil.copy(inner / "trace_0.json", inner / "trace_1.json")
     with pytest.raises(ConfigError, match=r"trace_1.json is of rank 0"):
-        trace_command.run(options(trace_command, folder))
+        trace_command.run(trace_command.Given(folder=folder))
     for path in inner.glob("trace_*"):
         path.unlink()
     with pytest.raises(ConfigError, match=r"run\.trace_step: 4"):
-        trace_command.run(options(trace_command, folder))
+        trace_command.run(trace_command.Given(folder=folder))
     assert report.read_report(folder).traces == []
 
 

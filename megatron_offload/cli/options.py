@@ -1,0 +1,125 @@
+"""How the words of a command line become a command's options.
+
+A command's options are one model; of another, such as the trainer's configuration, each key is a
+flag too, which says the same as ``--set KEY=VALUE``. pydantic-settings makes the flags of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticUndefined
+
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.files.strict_model import StrictModel, validate
+
+__all__ = ["Options", "OptionsWithKeys", "Parser", "add_flags", "read_options"]
+
+
+class Options(StrictModel):
+    """The options of a command: of a field ``device_target`` the flag is ``--device-target``."""
+
+    model_config = ConfigDict(
+        alias_generator=lambda name: name.replace("_", "-"), validate_by_name=True
+    )
+
+
+class OptionsWithKeys(Options):
+    """Options of a command that is configured by keys."""
+
+    set: tuple[str, ...] = ()
+    """KEY=VALUE ...: set keys; each of those below may be a flag as well."""
+
+
+Given = TypeVar("Given", bound=Options)
+
+_METAVARS = {
+    r".*ByteSize.*": "SIZE",
+    r"Path": "FILE",
+    r"(tuple|list)\[\w+,?[. ]*\]": "VALUE",
+    r"str": "TEXT",
+    r"float": "NUMBER",
+    r"int": "N",
+    r"bool": "{true,false}",
+}
+
+
+class _Usage(argparse.RawDescriptionHelpFormatter):
+    """Leaves configuration keys, of which there are a hundred, out of the line of usage."""
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any
+    ) -> None:
+        own = [action for action in actions if "." not in action.dest]
+        super().add_usage(usage, own, *more, **others)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and knows which flags there are."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            formatter_class=_Usage, conflict_handler="resolve", allow_abbrev=False, **settings
+        )
+        self.flags: list[str] = []
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong as an error of the user's."""
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def add_flags(parser: Parser, *models: type[BaseModel] | None) -> None:
+    """Make flags of the fields of models; where two have one name, the later one's counts."""
+
+    def add(place: Any, name: str, *_: str, **settings: Any) -> None:
+        if settings["help"] == argparse.SUPPRESS:
+            return  # a whole section as JSON
+        parser.flags.append(name)
+        if settings.get("action") == "append":
+            settings |= {"action": "extend", "nargs": "+"}
+        for pattern, metavar in _METAVARS.items():
+            if re.fullmatch(pattern, settings.get("metavar") or ""):
+                settings["metavar"] = metavar
+        flag = place.add_argument(name, **settings)
+        if settings.get("metavar") == "FILE":
+            flag.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+
+    # What takes its time: not for --version.
+    from pydantic_settings import CliSettingsSource
+
+    for model in filter(None, models):
+        CliSettingsSource(
+            cast(Any, model),
+            root_parser=parser,
+            add_argument_method=add,
+            cli_avoid_json=True,
+            cli_hide_none_type=True,
+        )
+
+
+def read_options(model: type[Given], parser: Parser, words: Sequence[str]) -> Given:
+    """Return the options that words give.
+
+    Raises:
+        ConfigError: one is unknown, lacks its value, or has a wrong one.
+    """
+    found, unknown = parser.parse_known_args(words)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        near = did_you_mean(flag, parser.flags) if flag.startswith("-") else ""
+        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    given = {name: value for name, value in vars(found).items() if value is not PydanticUndefined}
+    keys = [
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in given.items()
+        if "." in name
+    ]
+    own = {name: value for name, value in given.items() if "." not in name}
+    if keys:
+        own["set"] = [*own.get("set", ()), *keys]
+    return validate(model, own, "command line")
