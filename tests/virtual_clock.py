@@ -72,7 +72,8 @@ class VirtualJob:
         self.backend = SimulatedBackend(simulated)
         config = config.model_copy(update={"simulated": simulated})
         self.manager = PipelineOffloadManager(config, backend=self.backend)
-        self.manager.meter = LiveActivationMeter(self.model.parameters())
+        self.meter = LiveActivationMeter(self.model.parameters())
+        self.manager.observers.append(self.meter)
         for block in blocks:
             block.clock = self.backend.advance_compute
         self.moved_bytes = []

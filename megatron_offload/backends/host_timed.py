@@ -1,11 +1,8 @@
 """The simulated device, with compute that takes as long as the program really does.
 
-Owns the one link between the virtual clock and the real one: between two calls of a backend the
-compute stream has worked for as long as the host took. Must not know what the program does.
-
-Invariants: what the calls themselves take (copies, poison, the search for hazards) is no compute,
-as a real device has no such work; copies take the virtual time of their bytes. Bits, hazards and
-the order of copies are those of `SimulatedBackend`.
+Between two calls of the backend the compute stream has worked for as long as the host took. What
+the calls themselves take (copies, poison, the search for hazards) is no compute, as a real device
+has no such work; copies take the virtual time of their bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +13,24 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_offload.backends.base import Backend
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 
 __all__ = ["HostTimedBackend"]
+
+
+def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` with the clock stopped inside."""
+
+    @functools.wraps(method)
+    def call(self: HostTimedBackend, *args: Any, **kw: Any) -> Any:
+        self._enter()
+        try:
+            return method(self, *args, **kw)
+        finally:
+            self._leave()
+
+    return call
 
 
 class HostTimedBackend(SimulatedBackend):
@@ -48,20 +58,6 @@ class HostTimedBackend(SimulatedBackend):
         finally:
             self._leave()
 
-    @staticmethod
-    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``method`` with the clock stopped inside."""
-
-        @functools.wraps(method)
-        def call(self: HostTimedBackend, *args: Any, **kw: Any) -> Any:
-            self._enter()
-            try:
-                return method(self, *args, **kw)
-            finally:
-                self._leave()
-
-        return call
-
     def _enter(self) -> None:
         if self._depth == 0:
             self.advance_compute(max(0.0, 1e6 * (self._now_s() - self._left_at_s)))
@@ -72,8 +68,18 @@ class HostTimedBackend(SimulatedBackend):
         if self._depth == 0:
             self._left_at_s = self._now_s()
 
-
-for _name, _method in vars(SimulatedBackend).items():
-    # Every call of the contract that does something; the others only say what is where.
-    if callable(_method) and _name in vars(Backend) and not _name.startswith("_"):
-        setattr(HostTimedBackend, _name, HostTimedBackend.timed(_method))
+    owns = _timed(SimulatedBackend.owns)
+    compute_stream = _timed(SimulatedBackend.compute_stream)
+    record = _timed(SimulatedBackend.record)
+    wait = _timed(SimulatedBackend.wait)
+    copy = _timed(SimulatedBackend.copy)
+    is_done = _timed(SimulatedBackend.is_done)
+    sync_event = _timed(SimulatedBackend.sync_event)
+    sync_copies = _timed(SimulatedBackend.sync_copies)
+    timestamp = _timed(SimulatedBackend.timestamp)
+    empty_device = _timed(SimulatedBackend.empty_device)
+    empty_device_like = _timed(SimulatedBackend.empty_device_like)
+    empty_host = _timed(SimulatedBackend.empty_host)
+    note_produced = _timed(SimulatedBackend.note_produced)
+    note_consumed = _timed(SimulatedBackend.note_consumed)
+    note_freed = _timed(SimulatedBackend.note_freed)

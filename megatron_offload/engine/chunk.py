@@ -71,6 +71,8 @@ class ChunkOffloadHandler:
         group = OffloadGroup(self, key, name, self.manager.transfers)
         self.groups.append(group)
         self.open_groups.append(group)
+        for observer in self.manager.observers:
+            observer.group_starts(group)
         self.manager.prefetcher.register(group)
         return group
 

@@ -179,9 +179,9 @@ class OffloadGroup:
             The record that autograd keeps; `SavedTensor.unpack` gives the tensor back.
         """
         chunk = self.chunk
-        observer = self.transfers.observer
-        if observer is not None and not isinstance(tensor, torch.nn.Parameter):
-            observer.observe(tensor)
+        for observer in self.transfers.observers:
+            if not isinstance(tensor, torch.nn.Parameter):
+                observer.tensor_saved(tensor)
         storage_key = chunk.activation_storage(tensor)
         if storage_key is None:
             return SavedTensor(tensor, None, self.name)

@@ -42,10 +42,11 @@ from megatron_offload.engine.hook_stack import HookStack
 from megatron_offload.engine.host_copies import HostCopies
 from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
+from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.pipeline_rank import pipeline_rank
 from megatron_offload.engine.quantised_weights import keep_quantised_weights
 from megatron_offload.engine.release import Sources
-from megatron_offload.engine.stats import StepStats, TensorObserver
+from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.engine.window import InFlightWindow
@@ -113,8 +114,9 @@ class PipelineOffloadManager:
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
     ) -> None:
         self._last_step: StepStats | None = None
-        self.stays_because = ""
-        """Why no group moves from here on; empty where groups may."""
+        self._stays_because = ""
+        self.observers: list[Observer] = []
+        """Who is told what happens."""
         self.marks = Marks()
         self.step_number = 0
         """Steps begun so far."""
@@ -134,9 +136,7 @@ class PipelineOffloadManager:
         """
         policy = read_policy(config)
         self.close()
-        observer = self.meter
         self._build(config, policy, backend)
-        self.meter = observer
 
     def _build(
         self,
@@ -156,7 +156,7 @@ class PipelineOffloadManager:
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
         host_copies = HostCopies(self.host_pool)
-        self.sources = Sources(self.backend, host_copies, self.budget)
+        self.sources = Sources(self.backend, host_copies, self.budget, self.observers)
         self.window = InFlightWindow(self.sources, self.budget)
         self.transfers = Transfers(
             self.backend,
@@ -165,6 +165,7 @@ class PipelineOffloadManager:
             self.sources,
             self.window,
             self.guard,
+            self.observers,
             checks=config.checking,
         )
         self.prefetcher: Prefetcher[OffloadGroup] = Prefetcher(
@@ -302,7 +303,7 @@ class PipelineOffloadManager:
             if not is_unused:
                 self._say_once(_NO_END, step.num_chunks)
                 self._last_step = step.finish(names_leaks=False)
-                step.learn()
+                self._learn()
             since = self._begun_at_backward
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
@@ -353,8 +354,15 @@ class PipelineOffloadManager:
     def _end_step(self) -> None:
         self._last_step = self._step.finish(names_leaks=self.config.checking)
         if self._step.has_backward:
-            self._step.learn()
+            self._learn()
         self._begin_step()
+
+    def _learn(self) -> None:
+        profile = self._step.profile()
+        for observer in self.observers:
+            observer.step_ended(profile)
+        if not self._stays_because:  # how a step goes that moves nothing is no lesson
+            self.learner.learn(profile)
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
@@ -426,14 +434,18 @@ class PipelineOffloadManager:
         delay: bool = False,
     ) -> None:
         """Decide about a group whose forward is over, and issue its copies."""
+        for observer in self.observers:
+            observer.group_commits(group, is_delayed=delay)
         if delay:
             self._delayed.append((group, tuple(forced_released_tensors)))
         else:
             self._commit(group, forced_released_tensors)
+        for observer in self.observers:
+            observer.group_committed(group)
 
     @guarded
     def _commit(self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor]) -> None:
-        stays_because = self.stays_because or self.learner.unlisted_because(group.name)
+        stays_because = self._stays_because or self.learner.unlisted_because(group.name)
         self._step.commit(group, forced_released_tensors, stays_because)
 
     def flush_delayed_groups(self) -> None:
@@ -446,12 +458,20 @@ class PipelineOffloadManager:
     @guarded
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
+        for observer in self.observers:
+            observer.backward_enters(group)
         self._step.enter_backward(group)
+        for observer in self.observers:
+            observer.backward_entered(group)
 
     @guarded
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left a group."""
+        for observer in self.observers:
+            observer.backward_leaves(group)
         self._step.leave_backward(group)
+        for observer in self.observers:
+            observer.backward_left(group)
 
     @property
     def last_reached(self) -> GroupKey | None:
@@ -521,21 +541,35 @@ class PipelineOffloadManager:
         if tensor is not None:
             self.marks.add(tensor)
 
+    @contextmanager
+    def observed_by(self, *observers: Observer) -> Iterator[None]:
+        """Tell these what happens inside."""
+        self.observers += observers
+        try:
+            yield
+        finally:
+            for observer in observers:
+                self.observers.remove(observer)
+
+    @contextmanager
+    def staying(self, because: str) -> Iterator[None]:
+        """Move nothing of the steps inside, and learn nothing from them.
+
+        Args:
+            because: why, for the counters of what stayed.
+        """
+        outer, self._stays_because = self._stays_because, because
+        try:
+            yield
+        finally:
+            self._stays_because = outer
+
     # What is asked for
 
     @property
     def last_step(self) -> StepStats:
         """Counters of the last finished step; until one is finished, of the one that runs."""
         return self._last_step or self.transfers.stats
-
-    @property
-    def meter(self) -> TensorObserver | None:
-        """Who is shown every saved and every reloaded tensor."""
-        return self.transfers.observer
-
-    @meter.setter
-    def meter(self, observer: TensorObserver | None) -> None:
-        self.transfers.observer = observer
 
     def follow_plan(self, plan: OffloadPlan) -> None:
         """Do what a plan of all pipeline ranks says from the next step on; between steps only.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,6 +21,7 @@ from megatron_offload.backends.base import Backend, Event, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.host_copies import HostCopies
+from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.saved_tensor import Block, BlockRef
 from megatron_offload.memory.storage import num_owners
 
@@ -47,10 +48,18 @@ class Sources:
         backend: whose compute stream waits for the copies.
         host_copies: where the copies lie.
         budget: counts what is in flight.
+        observers: are told of the waits.
     """
 
-    def __init__(self, backend: Backend, host_copies: HostCopies, budget: DeviceBudget) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        host_copies: HostCopies,
+        budget: DeviceBudget,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self.backend = backend
+        self._observers = observers
         self._host_copies = host_copies
         self.budget = budget
         self._held: deque[tuple[OffloadGroup, Event, list[Source]]] = deque()
@@ -95,7 +104,11 @@ class Sources:
         """
         held, d2h, sources = self._held[0]
         assert held is group
+        for observer in self._observers:
+            observer.wait_starts()
         self.backend.wait(self.backend.compute_stream(), d2h, Wait.W2)
+        for observer in self._observers:
+            observer.wait_issued(Wait.W2, group)
         self._held.popleft()
         own_bytes = 0
         for source in sources:

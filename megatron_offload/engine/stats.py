@@ -6,16 +6,8 @@ Owns plain numbers. Must not know streams or pools. Read next: `megatron_offload
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-__all__ = ["GroupStats", "StepStats", "TensorObserver"]
-
-
-class TensorObserver(Protocol):
-    """Whoever wants to see each tensor that is saved, and each that is reloaded."""
-
-    def observe(self, tensor: Any) -> None:
-        """Take note of a tensor in device memory."""
+__all__ = ["GroupStats", "StepStats"]
 
 
 @dataclass(slots=True)

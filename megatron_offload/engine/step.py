@@ -112,24 +112,22 @@ class Step:
             if group.state is not GroupState.DONE:
                 group.advance(GroupState.DONE)
 
-    def learn(self) -> None:
-        """Teach what the step has shown."""
-        self._learner.learn(
-            StepProfile(
-                groups=tuple(
-                    GroupProfile(
-                        g.key,
-                        g.name,
-                        g.num_bytes,
-                        g.committed_at_bytes,
-                        g.elsewhere_bytes,
-                        shared_bytes=g.shared_bytes,
-                    )
-                    for g in self.committed
-                ),
-                backward_order=tuple(self._prefetcher.backward_order),
-                backward_at_bytes=tuple(self._prefetcher.backward_at_bytes),
-            )
+    def profile(self) -> StepProfile:
+        """Return what the step has shown."""
+        return StepProfile(
+            groups=tuple(
+                GroupProfile(
+                    g.key,
+                    g.name,
+                    g.num_bytes,
+                    g.committed_at_bytes,
+                    g.elsewhere_bytes,
+                    shared_bytes=g.shared_bytes,
+                )
+                for g in self.committed
+            ),
+            backward_order=tuple(self._prefetcher.backward_order),
+            backward_at_bytes=tuple(self._prefetcher.backward_at_bytes),
         )
 
     # Boundaries

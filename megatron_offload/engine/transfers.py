@@ -9,7 +9,7 @@ copied at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -18,10 +18,11 @@ from megatron_offload.engine import checking
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.host_copies import HostCopies
+from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.owners import ForeignOwners
 from megatron_offload.engine.release import Sources
 from megatron_offload.engine.saved_tensor import Block, Reload, _Remains
-from megatron_offload.engine.stats import StepStats, TensorObserver
+from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.window import InFlightWindow
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostRegion
@@ -44,6 +45,7 @@ class Transfers:
         sources: holds what is copied to the host.
         window: says when it is released, as its budget says.
         guard: held by whoever calls; `keep` and `ready_target` take it themselves.
+        observers: are told of copies and waits.
         checks: whether what comes back is compared with what left.
     """
 
@@ -55,6 +57,7 @@ class Transfers:
         sources: Sources,
         window: InFlightWindow,
         guard: Guard,
+        observers: Sequence[Observer] = (),
         *,
         checks: bool = False,
     ) -> None:
@@ -66,7 +69,7 @@ class Transfers:
         self.window = window
         self.budget = sources.budget
         self.stats = StepStats()
-        self.observer: TensorObserver | None = None
+        self.observers = observers
         self._checks = checks
         self.owners = ForeignOwners()
 
@@ -154,7 +157,11 @@ class Transfers:
             backend.wait(d2h_stream, event, Wait.W1)
         for event in reused.values():
             backend.wait(d2h_stream, event, Wait.W5)
+        for observer in self.observers:
+            observer.copy_starts("d2h")
         backend.copy(pairs, d2h_stream, label)
+        for observer in self.observers:
+            observer.copy_issued("d2h", pairs, group)
         d2h = backend.record(d2h_stream)
         num_bytes = self.sources.hold(group, issued, d2h)
         self.window.add(group, len(issued))
@@ -236,8 +243,8 @@ class Transfers:
             # What is kept for reuse has no shape of its own.
             is_flat = block.like is None or target.dtype is not block.like[1]
             pairs.append((target, block.host.tensor if is_flat else block.host.shaped_tensor))
-            if self.observer is not None:
-                self.observer.observe(target)
+            for observer in self.observers:
+                observer.tensor_reloaded(target)
         h2d_stream = backend.h2d_stream
         if fresh:
             now = backend.record(backend.compute_stream())
@@ -246,7 +253,11 @@ class Transfers:
             backend.wait(h2d_stream, event, Wait.W6)
         for event in written.values():
             backend.wait(h2d_stream, event, Wait.W3)
+        for observer in self.observers:
+            observer.copy_starts("h2d")
         backend.copy(pairs, h2d_stream, self._label(group))
+        for observer in self.observers:
+            observer.copy_issued("h2d", pairs, group)
         reload = Reload(backend.record(h2d_stream))
         num_bytes = own_bytes = 0
         for block, (target, _) in zip(blocks, targets, strict=True):
@@ -328,14 +339,18 @@ class Transfers:
 
     def _wait_reloaded(self, block: Block) -> None:
         if block.reload is not None:  # else it never left the device
-            self._wait(block.reload)
+            self._wait(block.reload, block.group)
         if block.group.state is GroupState.RELOADING:
             block.group.advance(GroupState.RELOADED)
 
-    def _wait(self, reload: Reload) -> None:
+    def _wait(self, reload: Reload, group: OffloadGroup) -> None:
         key = self.backend.compute_stream_key()
         if key not in reload.waited_keys:
+            for observer in self.observers:
+                observer.wait_starts()
             self.backend.wait(self.backend.compute_stream(), reload.event, Wait.W4)
+            for observer in self.observers:
+                observer.wait_issued(Wait.W4, group)
             reload.waited_keys.append(key)
 
     # The end of a block
@@ -351,7 +366,7 @@ class Transfers:
                 return
             if not reload.waited_keys:
                 # Nobody read it; still the copy must not write into memory that was handed on.
-                self._wait(reload)
+                self._wait(reload, block.group)
             if self.backend.observes:
                 sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
                 self.backend.note_freed(target, block.group.label, sole_owner=sole_owner)

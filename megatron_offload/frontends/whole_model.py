@@ -160,7 +160,6 @@ def _lend(context: object, config: OffloadConfig, *sizes: int) -> AutomaticGroup
     try:
         groups = left.pop()
         groups.manager.enable_offload()
-        groups.manager.meter = None
     except IndexError:
         # The settings have changed, maybe, and nobody may come for what the others have pinned.
         for other in [groups for idle in list(_idle.values()) for groups in idle]:

@@ -2,7 +2,7 @@
 
 Owns `LiveActivationMeter`. It is one rule for runs with and without offload: every storage that a
 saved tensor or a reload target lives in counts once, from when it is first seen until it is really
-freed. Must not know the engine; the engine only calls `LiveActivationMeter.observe`.
+freed. A manager's groups are seen too where it is one of the manager's observers.
 
 Invariant: the meter holds no storage alive and changes no value. Read next:
 `megatron_offload.report.summary`.
@@ -18,14 +18,23 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["LiveActivationMeter"]
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.observer import Observer
+
+__all__ = ["LiveActivationMeter", "meter_of"]
 
 
-class LiveActivationMeter:
+def meter_of(manager: PipelineOffloadManager) -> LiveActivationMeter | None:
+    """Return the meter that observes a manager, if one does."""
+    meters = (one for one in manager.observers if isinstance(one, LiveActivationMeter))
+    return next(meters, None)
+
+
+class LiveActivationMeter(Observer):
     """Live bytes of saved activations, now and at their peak.
 
     As a context manager it sees every tensor that autograd saves, except where hooks that were
-    pushed later (such as an offload group's) take over and call `observe` themselves.
+    pushed later (such as an offload group's) take over; of those a manager tells its observers.
 
     A storage that is emptied in place (``resize_(0)``, as selective recompute does) counts as what
     is left of it, and again once it is filled.
@@ -76,6 +85,8 @@ class LiveActivationMeter:
             # Sizes can only have shrunk unseen, so the exact sum is taken just where it matters.
             self._measure_again(list(self._seen))
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+    tensor_saved = tensor_reloaded = observe
 
     def __enter__(self) -> LiveActivationMeter:
         self._hooks.enter_context(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -36,18 +36,11 @@ from megatron_offload.core.profile import (
 )
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.stats import TensorObserver
+from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
-from megatron_offload.observe.boundary_watch import (
-    Entry,
-    Learn,
-    stay,
-    surrounds,
-    watch_boundaries,
-    watch_ends,
-)
-from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.live_bytes import meter_of
 from megatron_offload.observe.saved_bytes import SavedBytes
+from megatron_offload.observe.trace_step import surrounds
 
 __all__ = ["RecordedStep", "profile_step"]
 
@@ -96,8 +89,8 @@ def profile_step(
 
     The step's time and memory go from the block's begin to the end of the step. Take one after the
     first few, which are not like the rest. Samples of memory are the device's; the simulated device
-    has none of its own, there they are what a `LiveActivationMeter` that is the manager's ``meter``
-    counts, and there are none without.
+    has none of its own, there they are what a `LiveActivationMeter` counts that observes the
+    manager, and there are none without.
 
     Args:
         manager: whose groups are recorded.
@@ -113,23 +106,21 @@ def profile_step(
         The record, which is filled when the block is left, unless by an exception.
 
     Raises:
-        RuntimeError: the manager is being traced or profiled already.
-        StateError: no step has ended inside, or one that had begun before.
+        StateError: no step has ended inside, or one that had begun before; or the manager is being
+            profiled already.
     """
+    if any(isinstance(observer, _Recorder) for observer in manager.observers):
+        raise StateError("a step is being profiled already: one profile_step at a time")
     recorded = RecordedStep()
     memory = _Memory(manager, takes_peaks=peaks)
     saved = SavedBytes(is_pipeline=run.pp_size > 1)
     recorder = _Recorder(manager, memory, saved, moves=moves)
-    transfers = manager.transfers
     with ExitStack() as undo:
-        undo.enter_context(watch_boundaries(manager, recorder))
+        undo.enter_context(manager.observed_by(recorder))
         undo.callback(memory.finish, recorded)
-        undo.callback(setattr, transfers, "observer", transfers.observer)
-        transfers.observer = _Observer(saved.observe, transfers.observer)
-        undo.enter_context(watch_ends(manager, recorder.learn))
         if not moves:
             undo.callback(manager.backend.trim_device)
-            undo.enter_context(stay(manager, "the step is profiled without offload"))
+            undo.enter_context(manager.staying("the step is profiled without offload"))
         recorder.look()
         yield recorded
         recorded._profile = recorder.finish(run)
@@ -140,6 +131,9 @@ class _Boundary(enum.IntEnum):
     COMMIT = 1
     BACKWARD = 2
     DONE = 3
+
+
+_WHOLE_FORWARD = {_Boundary.START, _Boundary.COMMIT}
 
 
 class _Look(NamedTuple):
@@ -155,7 +149,7 @@ class _Look(NamedTuple):
     """The most of that since the engine last changed it at a boundary."""
 
 
-class _Recorder:
+class _Recorder(Observer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
     def __init__(
@@ -176,7 +170,6 @@ class _Recorder:
         # Groups that backward is in.
         self._open: list[OffloadGroup] = []
         self._learned: StepProfile | None = None
-        self._groups: dict[GroupKey, OffloadGroup] = {}
         self._offloaded_bytes = 0
         self._settled_away_bytes = 0
 
@@ -202,55 +195,61 @@ class _Recorder:
 
     # Boundaries
 
-    def start(self, register: Entry, group: OffloadGroup) -> None:
+    def group_starts(self, group: OffloadGroup) -> None:
         """A forward enters a group."""
         if group.key == (0, 0) and self._learned is None:
             self._restart()
         self._leave_all()
         self._mark(_Boundary.START, group)
-        register(group)
 
-    def commit(self, commit: Entry, group: OffloadGroup, *args: Any, **kw: Any) -> None:
+    def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
         """A forward leaves a group."""
         if _Boundary.COMMIT not in self._marks.get(group, ()):
             self._mark(_Boundary.COMMIT, group)
-        if not kw.get("delay", False) and self._learned is None:
+        if not is_delayed and self._learned is None:
             with self._backend.uncounted():
                 self._saved.commit(group)
-        commit(group, *args, **kw)
+
+    def group_committed(self, group: OffloadGroup) -> None:
+        """The engine has dealt with it."""
         self._settle()
 
-    def enter_backward(self, enter: Entry, group: OffloadGroup) -> None:
+    def backward_enters(self, group: OffloadGroup) -> None:
         """A backward enters a group."""
         for left in [left for left in self._open if not surrounds(left, group)]:
             self._leave(left)
         if _Boundary.BACKWARD not in self._marks.get(group, ()):
             self._mark(_Boundary.BACKWARD, group)
         self._open.append(group)
-        enter(group)
+
+    def backward_entered(self, group: OffloadGroup) -> None:
+        """The engine has dealt with it."""
         self._settle()
         # A graph of an earlier step may have groups of the same keys.
-        if self._learned is None and self._manager.prefetcher.knows(group):
+        if self._learned is None and _Boundary.START in self._marks.get(group, ()):
             with self._backend.uncounted():
                 self._saved.enter_backward(group)
 
-    def leave_backward(self, leave: Entry, group: OffloadGroup) -> None:
+    def backward_leaves(self, group: OffloadGroup) -> None:
         """A backward leaves a group; of several, as through a graph that is kept, the last."""
         if group in self._open:
             self._leave(group)
-        leave(group)
+
+    def backward_left(self, group: OffloadGroup) -> None:
+        """The engine has dealt with it."""
         self._settle()
 
-    def learn(self, learn: Learn, profile: StepProfile) -> None:
+    def tensor_saved(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor in a group."""
+        self._saved.observe(tensor)
+
+    def step_ended(self, profile: StepProfile) -> None:
         """A step is over."""
         if self._learned is None:
             self._leave_all()
             self.look()
             self._learned = profile
-            self._groups = {group.key: group for group in self._manager.prefetcher.groups()}
-            self._offloaded_bytes = self._manager.transfers.stats.offloaded_bytes
-        if self._moves:  # how a step goes that moves nothing is no lesson for those that do
-            learn(profile)
+            self._offloaded_bytes = self._manager.last_step.offloaded_bytes
 
     def _restart(self) -> None:
         """Begin anew: what was passed so far, such as an evaluation, is no part of a step."""
@@ -286,12 +285,8 @@ class _Recorder:
                 "or the front door's end_step, before the block ends"
             )
         learned = self._learned
-        marks = {
-            group.key: self._marks.get(self._groups[group.key], {}) for group in learned.groups
-        }
-        if any(
-            _Boundary.START not in mark or _Boundary.COMMIT not in mark for mark in marks.values()
-        ):
+        marks = {g.key: mark for g, mark in self._marks.items() if mark.keys() >= _WHOLE_FORWARD}
+        if not marks.keys() >= {group.key for group in learned.groups}:
             raise StateError("profile_step was entered in the middle of a step: enter it before")
         # A graph that is kept may be gone through twice.
         backwards: dict[GroupKey, int] = {}
@@ -306,7 +301,7 @@ class _Recorder:
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
             step_us=at_us[-1],
-            memory=self._samples(marks.values(), at_us),
+            memory=self._samples([marks[group.key] for group in learned.groups], at_us),
             run=run,
             offloaded_bytes=self._offloaded_bytes,
             counts_what_moved=self._moves,
@@ -380,8 +375,7 @@ class _Memory:
     def __init__(self, manager: PipelineOffloadManager, *, takes_peaks: bool) -> None:
         self._backend = manager.backend
         self.is_of_device = self._backend.memory() is not None
-        meter = manager.meter
-        self._meter = meter if isinstance(meter, LiveActivationMeter) else None
+        self._meter = meter_of(manager)
         self._takes_peaks = takes_peaks
         self._most_allocated_bytes = 0
         self._most_reserved_bytes = 0
@@ -418,19 +412,3 @@ class _Memory:
             self._most_allocated_bytes = max(self._most_allocated_bytes, found.peak_allocated_bytes)
             self._most_reserved_bytes = max(self._most_reserved_bytes, found.peak_reserved_bytes)
         return found
-
-
-class _Observer:
-    """Shows each saved tensor to two who want to see it."""
-
-    def __init__(
-        self, first: Callable[[torch.Tensor], None], second: TensorObserver | None
-    ) -> None:
-        self._first = first
-        self._second = second
-
-    def observe(self, tensor: torch.Tensor) -> None:
-        """Take note of a tensor in device memory."""
-        self._first(tensor)
-        if self._second is not None:
-            self._second.observe(tensor)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.live_bytes import meter_of
 
 __all__ = ["WeighedStep", "can_weigh", "weigh_step"]
 
@@ -34,8 +34,7 @@ class WeighedStep:
 
 def can_weigh(manager: PipelineOffloadManager) -> bool:
     """Whether device or meter tells."""
-    is_told = manager.backend.reserved_bytes() is not None
-    return is_told or isinstance(manager.meter, LiveActivationMeter)
+    return manager.backend.reserved_bytes() is not None or meter_of(manager) is not None
 
 
 @contextmanager
@@ -49,7 +48,7 @@ def weigh_step(manager: PipelineOffloadManager, *, empties: bool = False) -> Ite
     Yields:
         The weight, which is known when the block is left, unless by an exception.
     """
-    weighed, backend, meter = WeighedStep(), manager.backend, manager.meter
+    weighed, backend, meter = WeighedStep(), manager.backend, meter_of(manager)
     if empties:
         backend.trim_device()
     before_bytes = backend.reserved_bytes()
@@ -57,7 +56,7 @@ def weigh_step(manager: PipelineOffloadManager, *, empties: bool = False) -> Ite
         yield weighed
         weighed.reserved_bytes = max(before_bytes, backend.reserved_bytes() or 0)
         return
-    assert isinstance(meter, LiveActivationMeter)
+    assert meter is not None
     peak_bytes = meter.peak_bytes
     meter.reset_peak()
     try:

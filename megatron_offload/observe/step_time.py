@@ -18,8 +18,8 @@ from typing import Any
 from megatron_offload.backends.base import Backend
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
-from megatron_offload.observe.boundary_watch import Learn, stay, watch_ends
 
 __all__ = ["TimedStep", "time_step"]
 
@@ -54,30 +54,35 @@ def time_step(manager: PipelineOffloadManager, *, moves: bool = True) -> Iterato
         The time, which is known when the block is left, unless by an exception.
 
     Raises:
-        RuntimeError: a step of the manager is being profiled or timed already.
         StateError: no step has ended inside.
     """
     timed, backend = TimedStep(), manager.backend
-    ends: list[Any] = []
-
-    def ended(learn: Learn, profile: StepProfile) -> None:
-        if not ends:
-            ends.append(_now(backend))
-        if moves:  # how a step goes that moves nothing is no lesson for those that do
-            learn(profile)
-
+    watcher = _EndOfStep(backend)
     with ExitStack() as undo:
-        undo.enter_context(watch_ends(manager, ended))
+        undo.enter_context(manager.observed_by(watcher))
         if not moves:
-            undo.enter_context(stay(manager, "the step is timed without offload"))
+            undo.enter_context(manager.staying("the step is timed without offload"))
         began = _now(backend)
         yield timed
-        if not ends:
+        if watcher.time is None:
             raise StateError(
                 "no step with a backward has ended inside time_step: call the manager's reset, or "
                 "the front door's end_step, before the block ends"
             )
-        timed._step_us = backend.sync_elapsed_us(began, ends[0])
+        timed._step_us = backend.sync_elapsed_us(began, watcher.time)
+
+
+class _EndOfStep(Observer):
+    """Takes the time of the first step's end."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.time: Any = None
+
+    def step_ended(self, profile: StepProfile) -> None:
+        """A step is over."""
+        if self.time is None:
+            self.time = _now(self._backend)
 
 
 def _now(backend: Backend) -> Any:

@@ -1,30 +1,31 @@
-"""Trace one step of a manager: the one place where engine, backend and report meet.
+"""A timeline of what one step's streams do, and of the bytes that it holds.
 
-Owns `trace_step`, and how the engine's boundaries become spans of the compute stream. Must not know
-what a trace is for.
-
-Invariant: the manager is left as it was found, also by an exception. Read next:
-`megatron_offload.backends.tracing`.
+Nothing blocks the host while it is recorded: times are read when the block is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+import itertools
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from megatron_offload.backends.tracing import TracingBackend
+from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import (
     HELD_BYTES,
     HOST_BYTES,
+    INFLIGHT_BYTES,
     LIVE_BYTES,
     PREFETCHED_BYTES,
+    Counter,
+    Span,
     StepTrace,
 )
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.observe.boundary_watch import surrounds, watch_boundaries
+from megatron_offload.engine.observer import Direction, Observer
 
 __all__ = ["trace_step"]
 
@@ -42,88 +43,89 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
 
     Yields:
         A trace that is filled when the block is left, unless by an exception.
-
-    Raises:
-        RuntimeError: the manager is being traced or profiled already.
     """
     trace = StepTrace(rank)
-    before = manager.backend
-    backend = before if isinstance(before, TracingBackend) else TracingBackend(before)
-    boundaries = _Boundaries(manager, backend)
-    with ExitStack() as undo:
-        undo.enter_context(watch_boundaries(manager, boundaries))
-        undo.callback(setattr, backend, "counters", backend.counters)
-        backend.counters = boundaries.counters
-        for user in (manager, manager.transfers, manager.sources):
-            if user.backend is not backend:
-                undo.callback(_swap, user, backend, before)
-                user.backend = backend
-        backend.restart()
+    tracer = _Tracer(manager)
+    with manager.observed_by(tracer):
         yield trace
-        finished = backend.finish(rank)
-        trace.spans, trace.counters = finished.spans, finished.counters
+        tracer.finish(trace)
 
 
-class _Boundaries:
-    """What the program has passed, as marks on the compute stream."""
+class _Copy(NamedTuple):
+    stream: Direction
+    label: str
+    num_bytes: int
+    start: Any
+    end: Any
 
-    def __init__(self, manager: PipelineOffloadManager, backend: TracingBackend) -> None:
+
+class _Mark(NamedTuple):
+    """What the compute stream does from here on."""
+
+    time: Any
+    kind: str
+    label: str
+    wait: str = ""
+
+
+class _Tracer(Observer):
+    """What the program has passed, as marks on the compute stream, and the copies beside it."""
+
+    def __init__(self, manager: PipelineOffloadManager) -> None:
+        self._backend = manager.backend
         self._transfers = manager.transfers
         self._budget = manager.budget
-        self._backend = backend
         # Groups that the program is in, innermost last.
         self._open: list[tuple[str, OffloadGroup]] = []
         self._live: dict[GroupKey, int] = {}
         self._live_bytes = 0
+        self._inflight: Tally[OffloadGroup] = Tally()
+        self._inflight_bytes = 0
+        self._origin = self._time = self._now()
+        self._marks = [_Mark(self._origin, "other", "")]
+        self._copies: list[_Copy] = []
+        self._samples: list[tuple[str, Any, float]] = []
+        self._last_values: dict[str, float] = {}
+        self._sample()
 
-    def counters(self) -> dict[str, float]:
-        """Return the engine's numbers of bytes.
+    # Boundaries
 
-        What lies on the host and in flight is held twice. A group that came back before its release
-        is no longer on the host and still in flight, hence the bounds.
-        """
-        on_host = self._transfers.host_bytes
-        held = self._live_bytes - on_host + self._backend.inflight_bytes
-        return {
-            HOST_BYTES: on_host,
-            PREFETCHED_BYTES: self._budget.held_bytes,
-            LIVE_BYTES: self._live_bytes,
-            HELD_BYTES: min(max(held, 0), self._live_bytes),
-        }
-
-    def start(self, register: Callable[..., None], group: OffloadGroup) -> None:
+    def group_starts(self, group: OffloadGroup) -> None:
         """A forward enters a group."""
         self._leave_backwards(lambda left: True)
         self._open.append(("forward", group))
         self._mark()
-        register(group)
 
-    def commit(
-        self, commit: Callable[..., None], group: OffloadGroup, *args: Any, **kw: Any
-    ) -> None:
+    def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
         """A forward leaves a group."""
         self._close("forward", group)
-        if group.key not in self._live:  # a commit that was put off comes twice
+        if group.key not in self._live:  # a commit that is put off comes twice
             num_bytes = sum(block.num_bytes for block in group.blocks() if block.d2h is None)
             self._live[group.key] = num_bytes
             self._live_bytes += num_bytes
-        commit(group, *args, **kw)
-        self._backend.sample()
 
-    def enter_backward(self, enter: Callable[..., None], group: OffloadGroup) -> None:
+    def group_committed(self, group: OffloadGroup) -> None:
+        """The engine has dealt with it."""
+        self._sample()
+
+    def backward_enters(self, group: OffloadGroup) -> None:
         """A backward enters a group."""
         self._leave_backwards(lambda left: not surrounds(left, group))
         self._open.append(("backward", group))
         self._mark()
-        enter(group)
-        self._backend.sample()
 
-    def leave_backward(self, leave: Callable[..., None], group: OffloadGroup) -> None:
+    def backward_entered(self, group: OffloadGroup) -> None:
+        """The engine has dealt with it."""
+        self._sample()
+
+    def backward_leaves(self, group: OffloadGroup) -> None:
         """A backward leaves a group."""
         self._close("backward", group)
         self._forget(group)
-        leave(group)
-        self._backend.sample()
+
+    def backward_left(self, group: OffloadGroup) -> None:
+        """The engine has dealt with it."""
+        self._sample()
 
     def _leave_backwards(self, is_left: Callable[[OffloadGroup], bool]) -> None:
         """Close groups whose start has no backward of its own, for want of a gradient."""
@@ -141,14 +143,108 @@ class _Boundaries:
             self._mark()
 
     def _mark(self) -> None:
-        kind, label = "other", ""
-        if self._open:
-            kind, group = self._open[-1]
-            label = group.label
-        self._backend.mark(kind, label)
+        kind, group = self._open[-1] if self._open else ("other", None)
+        self._marks.append(_Mark(self._now(), kind, group.label if group else ""))
+
+    # Copies and waits
+
+    def copy_starts(self, direction: Direction) -> None:
+        """Note when a copy stream gets to the copies that come."""
+        self._sample()
+        self._time = self._timestamp(direction)
+
+    def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
+        """Note when it is done with them."""
+        num_bytes = sum(destination.nbytes for destination, _ in pairs)
+        end = self._timestamp(direction)
+        self._copies.append(_Copy(direction, group.label, num_bytes, self._time, end))
+        if direction == "d2h":
+            self._inflight[group] += num_bytes
+            self._inflight_bytes += num_bytes
+
+    def wait_starts(self) -> None:
+        """Note when compute gets to a wait."""
+        self._time = self._now()
+        self._sample(self._time)
+
+    def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
+        """Note when compute goes on."""
+        after, current = self._now(), self._marks[-1]
+        self._marks.append(_Mark(self._time, "stall", current.label, why.name))
+        self._marks.append(current._replace(time=after))
+        if why is Wait.W2:
+            self._inflight_bytes -= self._inflight.pop(group, 0)
+        self._sample(after)
+
+    def _timestamp(self, direction: Direction) -> Any:
+        backend = self._backend
+        stream = backend.d2h_stream if direction == "d2h" else backend.h2d_stream
+        return backend.timestamp(stream)
+
+    def _now(self) -> Any:
+        return self._backend.timestamp(self._backend.compute_stream())
+
+    # Counters
+
+    def _sample(self, time: Any = None) -> None:
+        """Note the counters that have changed, at ``time`` or the compute stream's present point.
+
+        What lies on the host and in flight is held twice. A group that came back before its release
+        is no longer on the host and still in flight, hence the bounds.
+        """
+        on_host, live_bytes = self._transfers.host_bytes, self._live_bytes
+        values: dict[str, float] = {
+            INFLIGHT_BYTES: self._inflight_bytes,
+            HOST_BYTES: on_host,
+            PREFETCHED_BYTES: self._budget.held_bytes,
+            LIVE_BYTES: live_bytes,
+            HELD_BYTES: min(max(live_bytes - on_host + self._inflight_bytes, 0), live_bytes),
+        }
+        changed = [name for name in values if values[name] != self._last_values.get(name)]
+        if changed:
+            time = time if time is not None else self._now()
+            self._samples += [(name, time, values[name]) for name in changed]
+            self._last_values = values
+
+    # The trace
+
+    def finish(self, trace: StepTrace) -> None:
+        """Wait for what was recorded and fill a trace with it; spans of a stream don't overlap."""
+        marks, copies, samples = self._marks, self._copies, self._samples
+        marks.append(_Mark(self._now(), "end", ""))
+        at_us = self._read_times(
+            [mark.time for mark in marks]
+            + [time for _, time, _ in samples]
+            + [time for copy in copies for time in (copy.start, copy.end)]
+        )
+        reached_us = 0.0
+        for mark, until in itertools.pairwise(marks):
+            start_us = max(reached_us, at_us[id(mark.time)])
+            reached_us = max(start_us, at_us[id(until.time)])
+            if reached_us > start_us or mark.kind == "stall":
+                duration_us = reached_us - start_us
+                trace.spans.append(
+                    Span("compute", mark.kind, mark.label, start_us, duration_us, 0, mark.wait)
+                )
+        reached = {"d2h": 0.0, "h2d": 0.0}
+        for stream, label, num_bytes, start, end in copies:
+            start_us = max(reached[stream], at_us[id(start)])
+            reached[stream] = max(start_us, at_us[id(end)])
+            duration_us = reached[stream] - start_us
+            trace.spans.append(Span(stream, stream, label, start_us, duration_us, num_bytes))
+        trace.counters = [Counter(name, at_us[id(time)], value) for name, time, value in samples]
+
+    def _read_times(self, times: Sequence[Any]) -> dict[int, float]:
+        """Return each time since the first of all; the record keeps the keys' objects alive."""
+        at_us = {id(time): self._backend.sync_elapsed_us(self._origin, time) for time in times}
+        first_us = min(0.0, *at_us.values())  # a copy stream may have been ahead at the start
+        return {key: value - first_us for key, value in at_us.items()}
 
 
-def _swap(holder: Any, current: Any, other: Any) -> None:
-    """Put ``other`` back, unless the backend was changed meanwhile."""
-    if holder.backend is current:
-        holder.backend = other
+def surrounds(outer: OffloadGroup, inner: OffloadGroup) -> bool:
+    """Whether a group that backward is in can still be open when it enters ``inner``.
+
+    Only those around it are: earlier ones of the same chunk. Any other was left without a word, for
+    want of a gradient of its start.
+    """
+    return outer.key.chunk == inner.key.chunk and outer.key.order < inner.key.order

@@ -156,9 +156,10 @@ def open_offload(
         simulated = offload.simulated.model_copy(update={"host_time": True})
         offload = offload.model_copy(update={"simulated": simulated})
     manager.configure(offload)
-    manager.meter = meter
     megatron_core.install()
     with contextlib.ExitStack() as stack:
+        if meter is not None:
+            stack.enter_context(manager.observed_by(meter))
         if extra or patterns:
             names = [*extra, *patterns]
             stack.enter_context(offload_modules(chunks, names, pp_rank=pp_rank))
@@ -166,7 +167,6 @@ def open_offload(
             # Megatron's schedules end the step themselves where its own option is set.
             yield OffloadSession(manager, policy, resets_itself=bool(core))
         finally:
-            manager.meter = None
             manager.abort()
             megatron_core.uninstall()
 

@@ -91,7 +91,7 @@ def test_a_change_that_misses_the_target_is_taken_back(target_bytes, changes):
 @pytest.mark.slow
 def test_where_nobody_tells_what_is_reserved_no_target_counts():
     job, plan = planned_job()
-    job.manager.meter = None
+    job.manager.observers.clear()
     follow(job, plan, 60_000, 3_200)
     correct = PlanCorrection(job.manager, 1, 1)
     while not correct.is_over:

@@ -33,7 +33,6 @@ class WeighedJob(VirtualJob):
     def __init__(self, share):
         super().__init__(GBPS)
         self.share = share
-        self.meter = self.manager.meter
         self.num_trims = 0
         self.backend.reserved_bytes = self.reserved_bytes
         self.backend.trim_device = self.trim_device
@@ -288,22 +287,21 @@ def test_a_step_weighs_what_the_device_says_at_both_ends():
 def test_where_the_device_says_nothing_the_meter_does_and_its_peak_is_put_back():
     job = VirtualJob(GBPS).warmed_up()
     assert can_weigh(job.manager)
-    meter = job.manager.meter
+    meter = job.meter
     meter.restore_peak(10**9)
     with weigh_step(job.manager) as weighed:
         job.step()
     assert 0 < weighed.reserved_bytes < 10**6
     assert meter.peak_bytes == 10**9
-    job.manager.meter = None
+    job.manager.observers.remove(job.meter)
     assert not can_weigh(job.manager)
 
 
 def test_where_nobody_tells_a_plan_is_trusted():
     job = VirtualJob(GBPS).warmed_up()
-    meter = job.manager.meter
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
-    job.manager.meter = None
+    job.manager.observers.remove(job.meter)
     check = check_plan(job.manager, recorded.profile, policy_of(), schedule=SCHEDULE)
     assert check.is_over
-    job.manager.meter = meter
+    job.manager.observers.append(job.meter)

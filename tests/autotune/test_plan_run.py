@@ -55,7 +55,7 @@ class Job:
         config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
         simulated = config.simulated.model_copy(update={"host_time": True, "d2h_gbps": 1.0})
         self.manager = PipelineOffloadManager(config.model_copy(update={"simulated": simulated}))
-        self.manager.meter = LiveActivationMeter(self.model.parameters())
+        self.manager.observers.append(LiveActivationMeter(self.model.parameters()))
         self.num_steps = 0
 
     def step(self):
@@ -171,7 +171,7 @@ class GpuJob(Job):
         super().__init__(**settings)
         config = self.manager.config
         self.manager = PipelineOffloadManager(config, backend=FakeGpu(gbps))
-        self.manager.meter = LiveActivationMeter(self.model.parameters())
+        self.manager.observers.append(LiveActivationMeter(self.model.parameters()))
 
 
 @pytest.fixture

@@ -45,12 +45,13 @@ def test_compute_takes_the_time_between_calls(backend, clock):
 
 
 def test_what_a_call_takes_is_no_compute(backend, clock, monkeypatch):
-    def slow(self, num_bytes):
-        clock.now_s += 5.0
-        return self.empty_device_like((num_bytes,), torch.uint8)
+    empty = torch.empty
 
-    monkeypatch.setattr(SimulatedBackend, "empty_device", slow)
-    monkeypatch.setattr(HostTimedBackend, "empty_device", HostTimedBackend.timed(slow))
+    def slow(*args, **kw):
+        clock.now_s += 5.0
+        return empty(*args, **kw)
+
+    monkeypatch.setattr(torch, "empty", slow)
     clock.now_s += 1e-6
     backend.empty_device(8)
     assert now_us(backend) == pytest.approx(1)
@@ -84,7 +85,8 @@ def test_a_stall_is_the_virtual_time_that_is_left_of_a_copy(backend, clock):
 
 def test_every_call_of_the_contract_is_timed():
     for name, method in vars(SimulatedBackend).items():
-        if name in vars(Backend) and not name.startswith("_") and callable(method):
+        is_asked = name in vars(Backend) and not name.startswith("_") and callable(method)
+        if is_asked and name != "watch_syncs":
             assert vars(HostTimedBackend)[name].__wrapped__ is method
 
 

@@ -28,6 +28,7 @@ from megatron_offload.backends.base import Backend
 from megatron_offload.engine import boundary
 from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -468,8 +469,8 @@ def test_no_hooks_are_in_force_that_the_manager_does_not_know():
 
 
 def test_a_call_from_inside_a_call_is_an_error_and_no_deadlock():
-    class Observer:
-        def observe(self, tensor):
+    class Trimming(Observer):
+        def tensor_reloaded(self, tensor):
             manager.trim()
 
     model, manager = make_model(), make_manager()
@@ -477,10 +478,9 @@ def test_a_call_from_inside_a_call_is_an_error_and_no_deadlock():
     manager.begin_chunk()
     x = torch.randn(16, 32).requires_grad_()
     loss = model[0](x, manager).sum()
-    manager.meter = Observer()
-    with pytest.raises(StateError, match="trim was called from inside a call"):
-        loss.backward()
-    manager.meter = None
+    with manager.observed_by(Trimming()):
+        with pytest.raises(StateError, match="trim was called from inside a call"):
+            loss.backward()
     manager.abort()
     assert_same(expected, run_step(model, manager, ORDER))
 

@@ -360,8 +360,7 @@ def test_device_memory_really_falls():
     for fraction in (0.0, 1.0):
         manager = make_manager(fraction=fraction, prefetch_bytes=0)
         meter = LiveActivationMeter(model.parameters())
-        manager.meter = meter
-        with meter:
+        with meter, manager.observed_by(meter):
             run_step(model, manager, [("F", 0), ("B", 0)])
         peaks.append(meter.peak_bytes)
         assert meter.live_bytes == 0

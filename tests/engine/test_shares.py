@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from programs import KIB, assert_same, make_manager
@@ -31,10 +33,9 @@ def train(manager, sizes=(GROUP_BYTES,) * NUM_GROUPS):
     meter = LiveActivationMeter()
     x = torch.full((8,), 0.01, requires_grad=True)
     y = x
-    with meter:
+    with meter, manager.observed_by(meter) if manager else nullcontext():
         if manager:
             manager.begin_chunk()
-            manager.meter = meter
         for size in sizes:
             y = start_group(manager, y, "g") if manager else y
             with manager or torch.enable_grad():
@@ -140,10 +141,8 @@ def test_a_ratio_of_what_nobody_marks_frees_memory(ratio):
 def run_net(net, x, offload):
     net.zero_grad()
     meter = LiveActivationMeter(net.parameters())
-    if offload is not None:
-        manager = CPUOffload._tags[offload.tag].manager
-        manager.meter = meter
-    with meter:
+    manager = CPUOffload._tags[offload.tag].manager if offload is not None else None
+    with meter, manager.observed_by(meter) if manager else nullcontext():
         if offload is None:
             y = net(x)
         else:

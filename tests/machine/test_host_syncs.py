@@ -10,8 +10,8 @@ import pytest
 import torch
 from programs import make_manager, make_model, one_forward_one_backward, run_step
 
+from megatron_offload.backends.host_timed import HostTimedBackend
 from megatron_offload.backends.simulated import SimulatedBackend
-from megatron_offload.backends.tracing import TracingBackend
 from megatron_offload.machine.host_syncs import HostSync, find_host_syncs
 
 
@@ -50,7 +50,7 @@ def test_what_comes_most_often_comes_first():
 
 
 def test_frames_of_torch_and_of_backends_are_passed_over():
-    backend = TracingBackend(SimulatedBackend())
+    backend = HostTimedBackend()
 
     class Waits(torch.autograd.Function):
         @staticmethod

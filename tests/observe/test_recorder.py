@@ -31,6 +31,7 @@ from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.recorder import profile_step
+from megatron_offload.observe.step_time import time_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import GroupWork, Job, StageWork
@@ -72,7 +73,8 @@ class Program:
         self.backend = SimulatedBackend(config.simulated)
         self.manager = PipelineOffloadManager(config, backend=self.backend)
         if metered:
-            self.manager.meter = LiveActivationMeter()
+            self.meter = LiveActivationMeter()
+            self.manager.observers.append(self.meter)
 
     def group(self, x, name, *works):
         x = start_group(self.manager, x, name)
@@ -118,7 +120,7 @@ def test_times_are_those_of_the_program():
 
 def test_samples_are_the_live_bytes_at_the_boundaries_and_the_peaks_between():
     program = Program()
-    meter = program.manager.meter
+    meter = program.meter
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
     samples = recorded.profile.memory
@@ -361,7 +363,7 @@ def test_memory_is_told_as_if_nothing_had_moved(timing, budget_bytes, takes_peak
 
 def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
     program = Program(max_inflight_bytes=0, prefetch_bytes=0)
-    meter, most = program.manager.meter, []
+    meter, most = program.meter, []
 
     def memory():
         most.append(max(meter.live_bytes, meter.peak_bytes))
@@ -386,7 +388,7 @@ def test_so_it_is_with_a_model_whose_tensors_share_memory(prefetch_bytes):
     config = make_config(max_inflight_bytes=12 * KIB, prefetch_bytes=prefetch_bytes)
     simulated = config.simulated.model_copy(update={"host_time": True})
     manager = PipelineOffloadManager(config.model_copy(update={"simulated": simulated}))
-    manager.meter = LiveActivationMeter(model.parameters())
+    manager.observers.append(LiveActivationMeter(model.parameters()))
     order = one_forward_one_backward(6, depth=3)
     for _ in range(3):
         run_step(model, manager, order)
@@ -584,7 +586,7 @@ def test_an_error_anywhere_leaves_the_manager_whole(at, moves):
     program = Program()
     manager = program.manager
     program.step()
-    meter, found = manager.meter, vars(manager).copy()
+    observers, found = list(manager.observers), vars(manager).copy()
     program.step()
     stats = manager.last_step
     advance, num_calls = program.backend.advance_compute, 0
@@ -603,8 +605,7 @@ def test_an_error_anywhere_leaves_the_manager_whole(at, moves):
     with pytest.raises(StateError, match="has not come to its end"):
         _ = recorded.profile
     assert vars(manager).keys() == found.keys()
-    assert not {"register", "learn"} & {*vars(manager.prefetcher), *vars(manager.learner)}
-    assert manager.meter is meter
+    assert manager.observers == observers
     assert_nothing_left(manager)
     program.step()
     assert manager.last_step.offloaded_bytes == stats.offloaded_bytes > 0
@@ -634,12 +635,28 @@ def test_what_is_no_whole_step_is_refused():
         with profile_step(program.manager):
             program.manager.reset()
     with profile_step(program.manager):
-        with pytest.raises(RuntimeError, match="profiled"), trace_step(program.manager):
-            pass
+        with pytest.raises(StateError, match="one profile_step at a time"):
+            with profile_step(program.manager):
+                pass
         program.step()
-    with trace_step(program.manager), pytest.raises(RuntimeError, match="traced"):
-        with profile_step(program.manager):
-            pass
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_several_watch_one_step_and_each_sees_what_it_would_see_alone(moves):
+    alone, together = Program(), Program()
+    with profile_step(alone.manager, moves=moves) as recorded:
+        alone.step()
+    with (
+        trace_step(together.manager) as trace,
+        time_step(together.manager, moves=moves) as timed,
+        profile_step(together.manager, moves=moves) as again,
+        trace_step(together.manager) as inner,
+    ):
+        together.step()
+    assert again.profile == recorded.profile
+    assert timed.step_us == recorded.profile.step_us
+    assert trace == inner
+    assert (trace.summary().num_bytes["d2h"] > 0) == moves
 
 
 def test_groups_that_nobody_marks_are_recorded_too():

@@ -76,14 +76,3 @@ def test_a_block_without_a_step_is_an_error():
     with pytest.raises(StateError, match="call the manager's reset"):
         with time_step(job.manager):
             pass
-
-
-def test_a_step_is_watched_by_one_at_a_time():
-    job = VirtualJob(SLOW).warmed_up()
-    with time_step(job.manager) as timed:
-        for watch in (time_step, profile_step):
-            with pytest.raises(RuntimeError, match="one profile_step or time_step at a time"):
-                with watch(job.manager):
-                    pass
-        job.step()
-    assert timed.step_us > 0

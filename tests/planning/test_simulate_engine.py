@@ -73,7 +73,8 @@ def run_engine(job, settings):
     )
     backend = SimulatedBackend(config.simulated)
     manager = PipelineOffloadManager(config, backend=backend)
-    meter = manager.meter = LiveActivationMeter()
+    meter = LiveActivationMeter()
+    manager.observers.append(meter)
     passes = job.schedule.ranks[0]
     learned = manager.learner
     learned.residents = settings.residents

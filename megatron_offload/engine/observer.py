@@ -1,0 +1,72 @@
+"""What the engine tells whoever watches it, as it happens.
+
+A watcher is attached with `PipelineOffloadManager.observed_by`; several may be at once. It is
+called on the thread that runs the step: it must not block, and changes nothing of what it sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from megatron_offload.backends.base import Pair, Wait
+from megatron_offload.core.profile import StepProfile
+
+__all__ = ["Direction", "Observer"]
+
+Direction: TypeAlias = Literal["d2h", "h2d"]
+
+Group: TypeAlias = Any
+"""An `OffloadGroup`."""
+
+
+class Observer:
+    """Watches a manager; each method does nothing unless it is overridden.
+
+    What takes the device's or the engine's time is told before and after: ``commits`` and
+    ``committed``.
+    """
+
+    def group_starts(self, group: Group) -> None:
+        """A forward enters a group."""
+
+    def group_commits(self, group: Group, *, is_delayed: bool) -> None:
+        """A forward leaves a group; of a commit that is put off it is told twice."""
+
+    def group_committed(self, group: Group) -> None:
+        """The engine has dealt with a commit."""
+
+    def backward_enters(self, group: Group) -> None:
+        """A backward reaches a group's end."""
+
+    def backward_entered(self, group: Group) -> None:
+        """The engine has dealt with that: the group is on the device, or on its way."""
+
+    def backward_leaves(self, group: Group) -> None:
+        """A backward passes a group's start; never told where the start needs no gradient."""
+
+    def backward_left(self, group: Group) -> None:
+        """The engine has dealt with that."""
+
+    def tensor_saved(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor, other than a parameter, in a group."""
+
+    def tensor_reloaded(self, tensor: torch.Tensor) -> None:
+        """Bytes that were on the host come back to this device memory."""
+
+    def copy_starts(self, direction: Direction) -> None:
+        """Copies are about to be queued on the stream of this direction."""
+
+    def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: Group) -> None:
+        """Copies were queued for a group; of an offload the source is held from here on."""
+
+    def wait_starts(self) -> None:
+        """The compute stream is about to wait for a copy."""
+
+    def wait_issued(self, why: Wait, group: Group) -> None:
+        """The compute stream waits: in W2 for a group's offload, whose source is then released."""
+
+    def step_ended(self, profile: StepProfile) -> None:
+        """A step with a backward is over and nothing is in flight; ``last_step`` counts it."""
