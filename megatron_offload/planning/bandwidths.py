@@ -1,10 +1,6 @@
-"""The bandwidths that a plan rests on, and where they come from.
+"""The bandwidths that a plan rests on, where they come from, and their file in a run's folder.
 
-Owns `Bandwidths`, its file in a run's folder, and the step from measured machines to the section
-``machine``. Must not know torch, nor how anything is measured.
-
-Invariants: of machines that differ the slowest counts; a file that is read holds every number, so
-that no default slips in unsaid. Read next: `megatron_offload.core.policy_config`.
+Of machines that differ the slowest counts; a file that is read holds every number.
 """
 
 from __future__ import annotations

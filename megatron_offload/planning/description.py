@@ -1,11 +1,4 @@
-"""A training job as a YAML file: a model, the machine that it runs on, and what offload may use.
-
-Owns the three sections, and the plain objects that they become. Must not know torch, nor who
-simulates or plans with them.
-
-Invariant: a file that was read describes a step that exists; anything else fails with the key.
-Read next: `megatron_offload.planning.model_cost`.
-"""
+"""A training job as a YAML file: a model, the machine that it runs on, and what offload may use."""
 
 from __future__ import annotations
 

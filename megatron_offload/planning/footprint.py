@@ -1,17 +1,10 @@
 """The device memory of one rank's step without offload, and when each group could be away.
 
-Owns the way from a measured `StepProfile` to a `Problem`. Must not know policies or other ranks.
-
 The allocator's samples stand at the boundaries of groups, in the order of the program; the times of
 the boundaries are those of the compute stream. They are paired by their order, because the host
 runs ahead of the device. Between two boundaries counts the larger of both samples, and the peak
-between them where that was looked at. A sample more than there are boundaries stands at the step's
-end. What the allocator can't use, and peaks that nobody looked at, show in what is *reserved*: the
-most that was reserved less the most that was allocated counts as always there (`waste_bytes`).
-Where there are no samples, as on a CPU, memory is what the groups save, and nothing else.
-
-Invariant: row n lies behind n boundaries, so that rows cover the step without gaps.
-Read next: `megatron_offload.planning.cover`.
+between them where that was looked at. What is *reserved* beyond the most that was allocated counts
+as always there (`waste_bytes`). Without samples, as on a CPU, memory is what the groups save.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """A choice of groups that moves few bytes, found in little time and with no library.
 
-Owns the sweeps that make first choices and the search that improves them. Must not know what the
-exact solver does.
-
-Invariants: the same problem gets the same choice; where any choice keeps the target, this one does.
-
-Source: for intervals of one size, letting the one go that ends last whenever there are too many
-keeps the most (Faigle and Nawijn, Note on scheduling intervals on-line, Discrete Applied
-Mathematics 58, 1995). For other sizes that is a start.
-Read next: `megatron_offload.planning.cover`, which states the problem.
+The same problem gets the same choice; where any choice keeps the target, this one does. For
+intervals of one size, letting the one go that ends last whenever there are too many keeps the most
+(Faigle and Nawijn, Note on scheduling intervals on-line, Discrete Applied Mathematics 58, 1995).
+For other sizes that is a start.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """What a pipeline-parallel training step consists of, in bytes and microseconds.
 
-Owns the plain description that policies choose for and that the simulator runs: work by group, the
-machine's bandwidths, and what each rank moves and may hold. Must not know torch, nor how a step is
-simulated.
-
-Invariants: everything is immutable and checked when it is made; bytes and times are those of one
-GPU and one microbatch; bandwidths are in GB/s, 10^9 bytes a second, of one direction unless said.
-Read next: `megatron_offload.planning.simulate`.
+Bytes and times are those of one GPU and one microbatch; bandwidths are in GB/s, 10^9 bytes a
+second, of one direction unless said.
 """
 
 from __future__ import annotations

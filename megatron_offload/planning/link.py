@@ -1,11 +1,8 @@
 """How copies that run at once share the bandwidth between the devices and the host of a node.
 
-Owns the max-min fair share under a machine's limits. Must not know what is copied, nor when.
-
 Max-min fair: all copies get the same until a limit binds some of them; the rest shares what is
 left (progressive filling; Bertsekas and Gallager, Data Networks, 1992, section 6.5.2). All GPUs
-being alike, the shares depend only on how many of them copy which way, so there are few cases, and
-each is worked out once. Read next: `megatron_offload.planning.simulate`.
+being alike, the shares depend only on how many of them copy which way.
 """
 
 from __future__ import annotations

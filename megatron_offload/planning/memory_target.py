@@ -1,23 +1,15 @@
 """Plans that keep every pipeline rank within a memory target.
 
-Owns how ranks share the bandwidth of their node, how much device memory moved groups get, and the
-policy that asks for a target. Must not know how one rank's choice is found, nor how long a step
-will take.
-
 **Bandwidth belongs to the node.** What a rank copies out in a step is at least its demand: what
 must be away in its fullest moment. What the others of its node demand is spread over the step and
 taken from the node's bandwidth; a rank has what is left of it, at least an equal share, at most
-what its own link gives. So what later ranks keep, the first can use. Pipeline ranks lie on nodes in
-order, ``ranks_per_node`` to each.
+what its own link gives. Pipeline ranks lie on nodes in order, ``ranks_per_node`` to each.
 
 **Device memory for moved groups** (``device_bytes``, later ``max_inflight_bytes`` and
 ``prefetch_bytes``) is what hides copies. Under the lowest target that can be kept it is two of the
 largest groups. What a target has above that goes to it first, until it is what the engine would
-take without a plan; only then do groups stay.
-
-Invariant: a higher target never makes a rank move more bytes, as long as the solver proves that its
-choice moves the fewest.
-Read next: `megatron_offload.planning.solver`.
+take without a plan; only then do groups stay. A higher target never makes a rank move more bytes,
+as long as the solver proves that its choice moves the fewest.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""Device memory of messages that was freed, and can't be used again yet.
-
-Owns how much that is, pass by pass. Must not know times, nor what moves.
+"""Device memory of messages that was freed, and can't be used again yet, pass by pass.
 
 PyTorch keeps the tensors of collectives alive until they are waited for, those of point-to-point
 messages not: they are marked with `record_stream`
-(https://github.com/pytorch/pytorch/issues/132292). The allocator counts their memory as free at
-once, and lends it again when it sees that the message's stream is done. The host is ahead of the
-device by as many kernels as a stream takes before a launch blocks, so whatever is freed stays out
-of use for that many launches of the program, and new memory is reserved in its place.
-
-Invariant: the count depends on the schedule alone, so that a step with offload has the same at the
-same pass as one without. Read next: `megatron_offload.planning.replay`.
+(https://github.com/pytorch/pytorch/issues/132292). The allocator lends their memory again when it
+sees that the message's stream is done. The host is ahead of the device by as many kernels as a
+stream takes before a launch blocks, so whatever is freed stays out of use for that many launches,
+and new memory is reserved in its place.
 """
 
 from __future__ import annotations

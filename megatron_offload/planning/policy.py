@@ -1,13 +1,7 @@
-"""Which groups stay on the device, decided from the profiles of a step.
+"""Which groups stay on the device: the policies that need no solver.
 
-Owns what all policies share, and those that need no solver: Megatron's rules for its numbers
-(module list, fraction, bytes per pipeline rank), a share of the bytes, and a plan from a file. Must
-not know torch: input are `StepProfile`s, output is an `OffloadPlan`, or for one rank's next step a
-mapping from group keys to reasons.
-
-Invariant: a decision only ever costs time or memory; exactness does not depend on it.
-Read next: `megatron_offload.engine.manager`, which asks at every commit, and
-`megatron_offload.planning.memory_target`.
+Those are Megatron's rules for its numbers (module list, fraction, bytes per pipeline rank), a share
+of the bytes, and a plan from a file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Between plans and the simulator: a plan's settings, its prediction, and profiles without a run.
-
-Owns the translation, and nothing else. Must not know how plans are made or how a step is simulated.
-
-Invariant: `profiles_of` tells of a job what a measured step would tell, so that the same policies
-plan for a model that was only described. Read next: `megatron_offload.planning.simulate`.
-"""
+"""Between plans and the simulator: settings of a plan, its prediction, profiles without a run."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Profiles as files: what one rank has seen of a step, for whoever plans later and elsewhere.
+"""A profile as a JSON file, for whoever plans later and elsewhere.
 
-Owns the JSON form of `StepProfile`, with every check that needs no second profile. Must not know
-what a profile is used for.
-
-Invariants: what is read was written by `save_profile`, or could have been; what is read again is
-what was written, to the last digit. Read next: `megatron_offload.planning.footprint`.
+What is read is what was written, to the last digit; what no step can have shown is refused.
 """
 
 from __future__ import annotations
@@ -25,99 +21,45 @@ from megatron_offload.core.profile import (
     StepProfile,
 )
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, validate
-from megatron_offload.files.text import parse_json, read_text, replace_text
+from megatron_offload.files.text import read_text, replace_text
+from megatron_offload.planning.records import (
+    MAX_FILE_BYTES,
+    MAX_GROUPS,
+    Amount,
+    Name,
+    many,
+    read_model,
+    record_model,
+    record_of,
+    to_data,
+)
 
-__all__ = [
-    "MAX_FILE_BYTES",
-    "MAX_GROUPS",
-    "Amount",
-    "Duration",
-    "Index",
-    "Name",
-    "Number",
-    "Text",
-    "load_profile",
-    "parse_profile",
-    "profile_to_json",
-    "save_profile",
-]
-
-MAX_GROUPS = 100_000
-"""Groups of one rank's step, at most."""
-
-MAX_FILE_BYTES = 128 * 1024**2
+__all__ = ["load_profile", "parse_profile", "profile_to_json", "save_profile"]
 
 _MOST_SAMPLES = 4 * MAX_GROUPS + 1
 """At the start, the commit, and backward's begin and end of each group, and at the step's end."""
 
-Amount = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-"""A number of bytes or of things; no text, no truth value."""
+_PLAIN = ("step_us", "offloaded_bytes", "counts_what_moved")
 
-Duration = Annotated[float, Field(strict=True, ge=0)]
-"""Microseconds."""
+_RUN = record_model(
+    RunShape,
+    modules=many(Name, 1000),
+    versions=(Annotated[dict[Name, Name], Field(max_length=100)], ...),
+)
 
-Name = Annotated[str, Field(strict=True, max_length=200)]
-
-Text = Annotated[str, Field(strict=True, max_length=10_000)]
-"""A few words, with a path or two among them."""
-
-Index = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Number = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
-
-
-class _Run(StrictModel):
-    num_microbatches: Number
-    pp_rank: Index
-    pp_size: Number
-    vp_size: Number
-    rank: Index
-    modules: Annotated[tuple[Name, ...], Field(max_length=1000)]
-    versions: Annotated[dict[Name, Name], Field(max_length=100)]
-
-
-class _Group(StrictModel):
-    chunk: Index
-    order: Index
-    name: Name
-    num_bytes: Amount
-    committed_at_bytes: Amount
-    elsewhere_bytes: Amount
-    keeper: Name
-    shared_bytes: Amount
-
-
-class _Backward(StrictModel):
-    chunk: Index
-    order: Index
-    at_bytes: Amount | None
-
-
-class _Times(StrictModel):
-    started_us: Duration
-    committed_us: Duration
-    backward_us: Duration
-    done_us: Duration
-
-
-class _Memory(StrictModel):
-    at_us: Duration
-    allocated_bytes: Amount
-    reserved_bytes: Amount
-    peak_bytes: Amount
-
-
-class _Profile(StrictModel):
-    format: Literal["megatron_offload profile"]
-    version: Literal[1]
-    run: _Run
-    step_us: Duration
-    offloaded_bytes: Amount
-    counts_what_moved: bool = False
-    groups: Annotated[tuple[_Group, ...], Field(max_length=MAX_GROUPS)]
-    backward: Annotated[tuple[_Backward, ...], Field(max_length=MAX_GROUPS)]
-    times: Annotated[tuple[_Times, ...], Field(max_length=MAX_GROUPS)]
-    memory: Annotated[tuple[_Memory, ...], Field(max_length=_MOST_SAMPLES)]
+_PROFILE = record_model(
+    StepProfile,
+    format=(Literal["megatron_offload profile"], ...),
+    version=(Literal[1], ...),
+    run=(_RUN, ...),
+    counts_what_moved=(bool, False),
+    groups=many(record_model(GroupProfile)),
+    backward=many(record_model(GroupKey, at_bytes=(Amount | None, ...))),
+    backward_order=None,
+    backward_at_bytes=None,
+    times=many(record_model(GroupTimes)),
+    memory=many(record_model(MemorySample), _MOST_SAMPLES),
+)
 
 
 def save_profile(profile: StepProfile, path: str | Path) -> None:
@@ -144,26 +86,17 @@ def load_profile(path: str | Path) -> StepProfile:
 
 def profile_to_json(profile: StepProfile) -> str:
     """Return the profile as JSON, the same text for the same profile."""
-    run = profile.run
-    at_bytes: tuple[int | None, ...] = profile.backward_at_bytes
+    at_bytes = profile.backward_at_bytes or (None,) * len(profile.backward_order)
+    places = zip(profile.backward_order, at_bytes, strict=True)
     data: dict[str, Any] = {
         "format": "megatron_offload profile",
         "version": 1,
-        "run": run._asdict() | {"versions": dict(run.versions)},
-        "step_us": profile.step_us,
-        "offloaded_bytes": profile.offloaded_bytes,
-        "counts_what_moved": profile.counts_what_moved,
-        "groups": [_flat(group) for group in profile.groups],
-        "backward": [
-            key._asdict() | {"at_bytes": at}
-            for key, at in zip(
-                profile.backward_order,
-                at_bytes or (None,) * len(profile.backward_order),
-                strict=True,
-            )
-        ],
-        "times": [times._asdict() for times in profile.times],
-        "memory": [sample._asdict() for sample in profile.memory],
+        "run": to_data(profile.run) | {"versions": dict(profile.run.versions)},
+        **{name: getattr(profile, name) for name in _PLAIN},
+        "groups": [to_data(group) for group in profile.groups],
+        "backward": [to_data(key) | {"at_bytes": at} for key, at in places],
+        "times": [to_data(times) for times in profile.times],
+        "memory": [to_data(sample) for sample in profile.memory],
     }
     return json.dumps(data) + "\n"
 
@@ -178,43 +111,22 @@ def parse_profile(text: str, source: str) -> StepProfile:
     Raises:
         ConfigError: as for `load_profile`.
     """
-    data = parse_json(text, source)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source} must hold a profile, got a {type(data).__name__}")
-    read = validate(_Profile, data, source)
-    at_bytes = [each.at_bytes for each in read.backward]
-    known = tuple(at for at in at_bytes if at is not None)
-    if len(known) not in (0, len(at_bytes)):
+    read = read_model(_PROFILE, text, source, "a profile")
+    at_bytes = tuple(each.at_bytes for each in read.backward if each.at_bytes is not None)
+    if len(at_bytes) not in (0, len(read.backward)):
         raise ConfigError(f"{source}: some of 'backward' have 'at_bytes' and some have none")
-    profile = StepProfile(
-        groups=tuple(
-            GroupProfile(
-                GroupKey(each.chunk, each.order),
-                each.name,
-                each.num_bytes,
-                each.committed_at_bytes,
-                each.elsewhere_bytes,
-                each.keeper,
-                each.shared_bytes,
-            )
-            for each in read.groups
-        ),
-        backward_order=tuple(GroupKey(each.chunk, each.order) for each in read.backward),
-        backward_at_bytes=known,
-        times=tuple(GroupTimes(**dict(each)) for each in read.times),
-        step_us=read.step_us,
-        memory=tuple(MemorySample(**dict(each)) for each in read.memory),
-        run=RunShape(**(dict(read.run) | {"versions": tuple(read.run.versions.items())})),
-        offloaded_bytes=read.offloaded_bytes,
-        counts_what_moved=read.counts_what_moved,
+    profile = record_of(
+        StepProfile,
+        read,
+        groups=tuple(record_of(GroupProfile, each) for each in read.groups),
+        backward_order=tuple(record_of(GroupKey, each) for each in read.backward),
+        backward_at_bytes=at_bytes,
+        times=tuple(record_of(GroupTimes, each) for each in read.times),
+        memory=tuple(record_of(MemorySample, each) for each in read.memory),
+        run=record_of(RunShape, read.run, versions=tuple(read.run.versions.items())),
     )
     _check(profile, source)
     return profile
-
-
-def _flat(group: GroupProfile) -> dict[str, Any]:
-    fields = group._asdict()
-    return {**fields.pop("key")._asdict(), **fields}
 
 
 def _check(profile: StepProfile, source: str) -> None:
@@ -226,6 +138,8 @@ def _check(profile: StepProfile, source: str) -> None:
     run = profile.run
     if run.pp_rank >= run.pp_size:
         refuse(f"'run': pipeline rank {run.pp_rank} of {run.pp_size}")
+    if min(run.num_microbatches, run.vp_size) < 1:
+        refuse("'run': a step has at least one microbatch, and a rank one virtual stage")
     keys = {group.key for group in profile.groups}
     if len(keys) != len(profile.groups):
         refuse("'groups': two have the same chunk and order")

@@ -1,15 +1,9 @@
 """A step as the profiles of all its ranks have shown it.
 
-Owns what becomes of measured times: which of them are compute, and which only waiting. Must not
-know torch, nor models.
-
 Times of a group are medians over the microbatches. What lies between two groups of one chunk is
 compute as well, and its median too. Between two passes of a rank, other stages may have been waited
-for: there the least of all microbatches counts, as the work in front of the later pass; which of
-both passes it belongs to can't be told, and matters to this rank alone.
-
-Invariant: a rank that never waited gets its measured time back, as far as its microbatches are
-alike. Read next: `megatron_offload.planning.job`.
+for: there the least of all microbatches counts, as the work in front of the later pass. A rank that
+never waited gets its measured time back, as far as its microbatches are alike.
 """
 
 from __future__ import annotations

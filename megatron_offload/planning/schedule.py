@@ -1,18 +1,14 @@
 """Pipeline schedules as data: who runs which pass of which microbatch, and in which order.
 
-Owns the four schedules, their text form, and the check that one can run at all. Must not know
-torch, times or bytes. A schedule says only the order on each rank. When a pass runs follows from
-what it waits for: the passes before it on its rank, and the neighbouring stage's pass of its
-microbatch.
-
-Sources: GPipe (Huang et al., arXiv:1811.06965); 1F1B and its interleaved form (Narayanan et al.,
+A schedule says only the order on each rank. When a pass runs follows from what it waits for: the
+passes before it on its rank, and the neighbouring stage's pass of its microbatch. Sources: GPipe
+(Huang et al., arXiv:1811.06965); 1F1B and its interleaved form (Narayanan et al.,
 arXiv:2104.04473); ZB-H1, where the backward for weights fills bubbles and no rank holds more than
 1F1B's first does (Qi et al., arXiv:2401.10241).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -43,11 +39,6 @@ class PassKind(StrEnum):
     """The rest of it, which nobody waits for."""
 
 
-_LETTERS = {kind.value: kind for kind in PassKind}
-_PASS = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
-_HEAD = re.compile(
-    r"schedule (\S+): (\d{1,9}) ranks?, (\d{1,9}) stages?, (\d{1,9}) microbatch(?:es)?"
-)
 _MOST_PASSES = 10_000_000
 
 
@@ -74,7 +65,7 @@ class Schedule:
     """The passes of a training step, in the order of each rank; checked when it is made.
 
     Attributes:
-        name: what it is called, one word.
+        name: what it is called.
         num_stages: stages of the whole pipeline.
         num_microbatches: of one step.
         ranks: for each pipeline rank its passes, in order.
@@ -90,8 +81,6 @@ class Schedule:
     ranks: tuple[tuple[Pass, ...], ...]
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"\S+", self.name):
-            raise ConfigError(f"a schedule's name is one word, got {self.name!r}")
         if min(len(self.ranks), self.num_stages, self.num_microbatches) < 1:
             raise ConfigError("a schedule has at least one rank, one stage and one microbatch")
         self._check_passes()
@@ -106,16 +95,6 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank; virtual pipeline stage ``i`` is the i-th of them."""
         return tuple(sorted({one.stage for one in self.ranks[rank]}))
-
-    def peak_in_flight(self, rank: int) -> int:
-        """Return the most forwards of a rank at one time whose activations are needed still."""
-        peak = held = 0
-        for one in self.ranks[rank]:
-            held += (one.kind is PassKind.FORWARD) - (
-                one.kind in (PassKind.BACKWARD, PassKind.WEIGHT)
-            )
-            peak = max(peak, held)
-        return peak
 
     def in_order(self) -> Iterator[tuple[int, Pass]]:
         """Yield all passes, with their ranks, in one order that keeps what each waits for.
@@ -162,39 +141,6 @@ class Schedule:
             return (forward,)
         return forward, Pass(stage + 1, self._backward_kind, microbatch)
 
-    def __str__(self) -> str:
-        counts = (
-            _count(self.num_ranks, "rank"),
-            _count(self.num_stages, "stage"),
-            _count(self.num_microbatches, "microbatch", "microbatches"),
-        )
-        lines = [f"schedule {self.name}: {', '.join(counts)}"]
-        lines += [" ".join(map(str, passes)) for passes in self.ranks]
-        return "\n".join(lines) + "\n"
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Read what ``str`` has written: a head, and one line of passes for each rank.
-
-        Raises:
-            ConfigError: it is written otherwise, or can't run.
-        """
-        lines = text.split("\n")
-        head = _HEAD.fullmatch(lines[0].strip())
-        if head is None:
-            raise ConfigError(
-                "a schedule begins like 'schedule 1f1b: 4 ranks, 4 stages, 8 microbatches', got "
-                f"{lines[0][:80]!r}"
-            )
-        body = [line.split() for line in lines[1:]]
-        while body and not body[-1]:
-            body.pop()
-        name, num_ranks, num_stages, num_microbatches = head[1], *map(int, head.groups()[1:])
-        if len(body) != num_ranks:
-            raise ConfigError(f"the head says {num_ranks} ranks, and {len(body)} lines follow")
-        ranks = tuple(tuple(_read_pass(word) for word in words) for words in body)
-        return cls(name, num_stages, num_microbatches, ranks)
-
     @property
     def _backward_kind(self) -> PassKind:
         """What a stage waits for: its neighbour's whole backward, or the part for inputs."""
@@ -236,36 +182,8 @@ class Schedule:
             raise ConfigError(f"{wanted - len(seen)} passes are missing, {missing} for one")
 
 
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _read_pass(word: str) -> Pass:
-    found = _PASS.fullmatch(word)
-    if found is None:
-        raise ConfigError(f"a pass is written like 2F0, 2B0, 2I0 or 2W0, got {word[:40]!r}")
-    return Pass(int(found[1]), _LETTERS[found[2]], int(found[3]))
-
-
-# The schedules.
-
-
-def _checked(num_ranks: int, num_microbatches: int, num_virtual: int = 1) -> None:
-    sizes = {"ranks": num_ranks, "microbatches": num_microbatches, "virtual stages": num_virtual}
-    for what, number in sizes.items():
-        if number < 1:
-            raise ConfigError(f"a schedule has at least one of its {what}, got {number}")
-    if num_ranks * num_microbatches * num_virtual * 3 > _MOST_PASSES:
-        raise ConfigError(f"a schedule has at most {_MOST_PASSES} passes")
-
-
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return GPipe's schedule: all forwards, then all backwards.
-
-    Raises:
-        ConfigError: a size is less than 1.
-    """
-    _checked(num_ranks, num_microbatches)
+    """Return GPipe's schedule: all forwards, then all backwards."""
     ranks = tuple(
         tuple(
             Pass(rank, kind, microbatch)
@@ -278,12 +196,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return 1F1B: a warm-up that is shorter on later ranks, then forward and backward in turn.
-
-    Raises:
-        ConfigError: a size is less than 1.
-    """
-    _checked(num_ranks, num_microbatches)
+    """Return 1F1B: a warm-up that is shorter on later ranks, then forward and backward in turn."""
     ranks = []
     for rank in range(num_ranks):
         forwards = [Pass(rank, PassKind.FORWARD, m) for m in range(num_microbatches)]
@@ -298,9 +211,8 @@ def interleaved_one_f_one_b(num_ranks: int, num_virtual: int, num_microbatches: 
     Microbatches go through a virtual stage in groups of as many as there are ranks.
 
     Raises:
-        ConfigError: a size is less than 1, or the microbatches don't divide by the ranks.
+        ConfigError: the microbatches don't divide by the ranks.
     """
-    _checked(num_ranks, num_microbatches, num_virtual)
     if num_microbatches % num_ranks:
         raise ConfigError(
             f"interleaved 1F1B takes a multiple of its {num_ranks} ranks as the number of "
@@ -327,11 +239,7 @@ def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return ZB-H1: 1F1B with split backwards, the part for weights where it fills bubbles.
 
     Rank r keeps r parts for weights waiting, so that no rank holds more than 1F1B's first.
-
-    Raises:
-        ConfigError: a size is less than 1.
     """
-    _checked(num_ranks, num_microbatches)
     ranks = []
     for rank in range(num_ranks):
         forwards = [Pass(rank, PassKind.FORWARD, m) for m in range(num_microbatches)]
@@ -384,4 +292,10 @@ def make_schedule(
         raise ConfigError(f"unknown schedule {name!r}{did_you_mean(name, _MAKERS)}")
     if num_virtual != 1 and name != "interleaved":
         raise ConfigError(f"schedule {name!r} has no virtual stages, got {num_virtual}")
+    sizes = {"ranks": num_ranks, "microbatches": num_microbatches, "virtual stages": num_virtual}
+    for what, number in sizes.items():
+        if number < 1:
+            raise ConfigError(f"a schedule has at least one of its {what}, got {number}")
+    if num_ranks * num_microbatches * num_virtual * 3 > _MOST_PASSES:
+        raise ConfigError(f"a schedule has at most {_MOST_PASSES} passes")
     return _MAKERS[name](num_ranks, num_virtual, num_microbatches)

@@ -1,11 +1,6 @@
 """How long a step takes, where it stalls, and what memory it needs, with no GPU at all.
 
-Owns what is predicted and what it is called. Must not know torch, models, nor how it comes about:
-`megatron_offload.planning.replay` says what the streams of each rank have to do and what memory
-that takes, `megatron_offload.planning.streams` when they do it.
-
-Invariants: same input, same result to the last bit; the work is linear in passes times groups.
-Read next: `docs/simulation.md`.
+Same input, same result to the last bit; the work is linear in passes times groups.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
 """The choice of groups that moves the fewest bytes, by mixed-integer programming.
 
-Owns two programs for HiGHS: the fewest bytes that keep the target, and among all choices of that
-many bytes one whose copies keep the compute stream waiting least. In the second each direction of
-the link is a queue: copies join it at the commit (or, in reversed time, at the backward), it is
-emptied at the link's speed, and it may hold half of ``device_bytes``; what goes beyond is waited
-for. Bytes come first, so that more memory never means more traffic.
+Two programs for HiGHS: the fewest bytes that keep the target, and among all choices of that many
+bytes one whose copies keep the compute stream waiting least. In the second each direction of the
+link is a queue: copies join it at the commit (or, in reversed time, at the backward), it is emptied
+at the link's speed, and it may hold half of ``device_bytes``; what goes beyond is waited for. What
+is away in a row is an unknown of its own: an item then stands in two rows, and not in each that it
+is live in, and HiGHS is done far sooner where rows are many.
 
-What is away in a row is an unknown of its own: what was away in the row before, with whatever goes
-there and without whatever comes back. So an item stands in two rows, and not in each that it is
-live in, and HiGHS is done far sooner where rows are many.
-
-Must not know how the quick choice is made that the search begins with.
-
-Invariants: every answer is checked in integers and moves no more than the quick choice; the same
-problem gets the same answer, unless one machine keeps the time limit and another doesn't. Let one
-rank plan for all.
-Read next: `megatron_offload.planning.cover`, which states the problem.
+Every answer is checked in integers and moves no more than the quick choice; the same problem gets
+the same answer, unless one machine keeps the time limit and another doesn't. Let one rank plan for
+all.
 """
 
 from __future__ import annotations

@@ -1,23 +1,11 @@
 """When the streams of all ranks do what they have to: compute, copies each way, and messages.
 
-Owns the times of `megatron_offload.planning.replay`'s programs, as processes of simpy: one for each
-rank's compute stream, and copies whose end moves whenever the node's bandwidth is shared anew
-(`megatron_offload.planning.link`). Must not know why anything moves.
-
-A copy begins when the compute stream has come to where it was issued and the copies before it in
-its queue are over; one to the host whose place another group had, when that has left it (W5).
-Messages between stages take their latency and their bytes over ``p2p_gbps``. Who sends goes on at
-once, but for the outputs that a rank hands over before its first backward: these leave when they
-are asked for, so that a rank which waits for its copies makes others wait, as on GPUs. Host time
-plays no part.
-
-simpy was held against a heap of our own that gave the same results to the last bit: a whole
-simulation, replay and all, took up to half as long again with simpy, which is no reason for a
-second event loop. It can't take an event back, so that the end of a copy whose rate has changed
-since is passed over when it comes.
-
-Invariants: same programs, same times to the last bit; copies of one queue run in order, one at a
-time. Read next: `megatron_offload.planning.simulate`.
+A rank's compute stream is a process of simpy; the end of a copy moves whenever the node's bandwidth
+is shared anew. A copy begins when the compute stream has come to where it was issued and the copies
+before it in its queue are over; one to the host whose place another group had, when that has left
+it (W5). Messages between stages take their latency and their bytes over ``p2p_gbps``. The outputs
+that a rank hands over before its first backward leave when they are asked for, so that a rank which
+waits for its copies makes others wait, as on GPUs. Host time plays no part.
 """
 
 from __future__ import annotations
