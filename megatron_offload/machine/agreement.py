@@ -1,24 +1,14 @@
 """What all ranks of a job take their machines' bandwidths to be: kept from before, or measured now.
 
-Owns who reads, measures and writes, and that all ranks learn the same. Must not know what is
-planned with it.
-
-On each machine its first rank looks for what was measured there before, on just those GPUs that the
-job's ranks have. If any machine lacks it, all ranks measure, together.
-
-Invariants: every rank returns the same, or raises the same error; of a measurement nothing is left
-but its files, and a file that can't be written costs a warning. Read next:
-`megatron_offload.machine.bandwidth`.
+Every rank returns the same, or raises the same error. A file that can't be written costs a warning.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -28,8 +18,6 @@ from megatron_offload.machine.bandwidth import BLOCK_BYTES, measure_gpu
 from megatron_offload.machine.examine import identify_gpu, identify_machine
 from megatron_offload.machine.job_ranks import JobRanks
 from megatron_offload.machine.profile import (
-    GpuIdentity,
-    GpuProfile,
     MachineProfile,
     load_profile,
     profile_path,
@@ -84,58 +72,34 @@ def agree_on_machines(
     """
     ranks = JobRanks(group, root=root)
     gpus = ranks.of_my_machine(ranks.gather(identify_gpu(device)))
-    num_machines = len(set(ranks.machines))
-    is_first = ranks.turn == 0
-    kept = _load(gpus, cache, root) if is_first else None
-    found = _known(ranks.gather(kept))
-    if len(found) == num_machines:
-        return _together(found, is_new=False)
-    measured = ranks.of_my_machine(ranks.gather(_measure(backend, device, ranks)))
-    kept = _save(gpus, measured, cache, root) if is_first else None
-    return _together(_known(ranks.gather(kept)), is_new=True)
+    # The first rank of each machine reads and writes its file.
+    identity = identify_machine(gpus, root=root) if ranks.turn == 0 else None
+    kept = None if identity is None else load_profile(identity, cache)
+    path = None if identity is None else profile_path(identity, cache)
+    profiles, paths = _known(ranks, kept, path)
+    is_new = len(profiles) < len(set(ranks.machines))
+    if is_new:
+        before_bytes = backend.reserved_bytes()
+        try:
+            mine = measure_gpu(backend, device.pci_address, block_bytes=_BLOCK_BYTES, ranks=ranks)
+        finally:
+            if backend.reserved_bytes() != before_bytes:
+                backend.trim_device()
+        measured = tuple(ranks.of_my_machine(ranks.gather(mine)))
+        if identity is not None:
+            kept = MachineProfile(identity=identity, measured_at=datetime.now(UTC), gpus=measured)
+            try:
+                path = save_profile(kept, cache)
+            except ConfigError as error:
+                _logger.warning("what was measured on this machine is not kept: %s", error)
+                path = None
+        profiles, paths = _known(ranks, kept, path)
+    return JobMachines(tuple(profiles), is_new, paths[0])
 
 
-class _Kept(NamedTuple):
-    """A machine's profile, and where it lies."""
-
-    profile: MachineProfile
-    path: Path | None
-
-
-def _load(gpus: Sequence[GpuIdentity], cache: Path | None, root: Path) -> _Kept | None:
-    identity = identify_machine(gpus, root=root)
-    profile = load_profile(identity, cache)
-    return None if profile is None else _Kept(profile, profile_path(identity, cache))
-
-
-def _measure(backend: Backend, device: DeviceInfo, ranks: JobRanks) -> GpuProfile:
-    """Measure together with all ranks; device memory that was taken for it goes back."""
-    before_bytes = backend.reserved_bytes()
-    try:
-        return measure_gpu(backend, device.pci_address, block_bytes=_BLOCK_BYTES, ranks=ranks)
-    finally:
-        if backend.reserved_bytes() != before_bytes:
-            backend.trim_device()
-
-
-def _save(
-    gpus: Sequence[GpuIdentity], measured: Sequence[GpuProfile], cache: Path | None, root: Path
-) -> _Kept:
-    profile = MachineProfile(
-        identity=identify_machine(gpus, root=root),
-        measured_at=datetime.now(UTC),
-        gpus=tuple(measured),
-    )
-    try:
-        return _Kept(profile, save_profile(profile, cache))
-    except ConfigError as error:
-        _logger.warning("what was measured on this machine is not kept: %s", error)
-        return _Kept(profile, None)
-
-
-def _known(kept: Sequence[_Kept | None]) -> list[_Kept]:
-    return [each for each in kept if each is not None]
-
-
-def _together(kept: Sequence[_Kept], *, is_new: bool) -> JobMachines:
-    return JobMachines(tuple(each.profile for each in kept), is_new, kept[0].path)
+def _known(
+    ranks: JobRanks, profile: MachineProfile | None, path: Path | None
+) -> tuple[list[MachineProfile], list[Path | None]]:
+    """Return the profiles that first ranks have, and where they lie; collective."""
+    kept = [each for each in ranks.gather((profile, path)) if each[0] is not None]
+    return [profile for profile, _ in kept if profile is not None], [path for _, path in kept]

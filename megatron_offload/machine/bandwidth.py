@@ -1,15 +1,9 @@
 """How fast a backend copies: each way alone, both ways at once, and with all ranks of the machine.
 
-Owns the copies that are timed and the turns that ranks take. Knows the device through
-`megatron_offload.backends.base` alone. Must not know where the result is kept.
-
-Bandwidth belongs to the machine and not to one GPU: where host memory is the limit, what a GPU
-gets alone says little about a step in which all copy. So ranks measure alone one after the other,
-then all together.
-
-Invariants: copies are timed by the device's own clock, and count only while all directions that
-are measured copy; ranks meet at barriers, and each makes the same number of them. Read next:
-`megatron_offload.machine.agreement`.
+Bandwidth belongs to the machine and not to one GPU: where host memory is the limit, what a GPU gets
+alone says little about a step in which all copy. So ranks measure alone one after the other, then
+all together. Copies are timed by the device's own clock, and count only while all directions that
+are measured copy.
 """
 
 from __future__ import annotations
@@ -71,13 +65,14 @@ def measure_gpu(
     Raises:
         BandwidthError: as for `measure_copies`.
     """
-    seen: list[PciPath | None] = [None]
-
-    def read_links() -> None:
-        seen[0] = read_pci_path(pci_address)
-
-    rates = measure_copies(backend, block_bytes=block_bytes, while_copying=read_links, ranks=ranks)
-    return GpuProfile(rates=rates, pci=seen[0])
+    seen: list[PciPath | None] = []
+    rates = measure_copies(
+        backend,
+        block_bytes=block_bytes,
+        while_copying=lambda: seen.append(read_pci_path(pci_address)),
+        ranks=ranks,
+    )
+    return GpuProfile(rates=rates, pci=seen[-1])
 
 
 def measure_copies(

@@ -1,12 +1,7 @@
-"""Finds the lines of a program that make the host wait for the device.
+"""The lines of a program that make the host wait for the device.
 
-Owns the counting and the search for the line. What counts as waiting, the backend knows
-(`Backend.watch_syncs`). Must not know the engine.
-
-Such a wait stops the host from running ahead; while it lasts, no kernel and no copy is queued.
-
-Invariants: the program computes what it would without; what was set before is set again, whatever
-happens. Read next: `megatron_offload.backends.cuda`.
+While the host waits, no kernel and no copy is queued. What counts as waiting, the backend knows
+(`Backend.watch_syncs`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """The ranks of a job: what each of them says, and which of them share a machine.
 
-Owns the collectives of plain objects. Must not know what is said.
-
-Invariant: ranks share a machine where they run under one kernel, whoever started them and in
-whatever containers; no launcher's variable is read. Read next:
-`megatron_offload.machine.agreement`.
+Ranks share a machine where they run under one kernel, in whatever containers.
 """
 
 from __future__ import annotations

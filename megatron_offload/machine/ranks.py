@@ -1,10 +1,6 @@
 """One process for each GPU, to measure a machine from one command.
 
-Owns the processes. Must not know what is measured beyond `measure_gpu`.
-
-Invariant: no process is left running, and none keeps the call waiting for longer than its limit.
-The calling process itself never opens a device, so that one which hangs or fails is another's. Read
-next: `megatron_offload.machine.bandwidth`.
+The calling process never opens a device, and none of its processes outlives the call.
 """
 
 from __future__ import annotations
