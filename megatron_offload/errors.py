@@ -36,6 +36,7 @@ _EXTRAS = {
     "matplotlib": ("plots", "drawing a picture"),
     "megatron.core": ("megatron", "training"),
     "shtab": ("completion", "completing words in a shell"),
+    "safetensors": ("megatron", "training"),
     "simpy": ("plan", "simulating a step"),
 }
 """For packages that only some commands need the extra that brings them, and what it is for."""

@@ -83,7 +83,7 @@ def numbers(output):
 def stored(output, step):
     """Return the bytes of every tensor file of a checkpoint, by name."""
     folder = Path(output) / "checkpoints" / f"step_{step:06d}"
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
 def whole(output):

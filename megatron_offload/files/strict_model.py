@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
 )
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
+from megatron_offload.files.text import MAX_TEXT_BYTES, read_json
 
 __all__ = [
     "Bytes",
@@ -30,6 +32,7 @@ __all__ = [
     "OptionalBytesField",
     "StrictModel",
     "default",
+    "read_model",
     "validate",
 ]
 
@@ -131,6 +134,26 @@ def validate(model: type[Model], data: Any, source: str) -> Model:
         if len(issues) > _MOST_ISSUES:
             lines.append(f"and {len(issues) - _MOST_ISSUES} more")
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+
+
+def read_model(
+    model: type[Model], path: Path, *, limit_bytes: int = MAX_TEXT_BYTES, what: str = "a mapping"
+) -> Model:
+    """Build ``model`` from a JSON file of at most ``limit_bytes``.
+
+    Args:
+        model: the file's form.
+        path: the file's.
+        limit_bytes: the most that is read.
+        what: what the file must hold, for the error.
+
+    Raises:
+        ConfigError: it can't be read, or holds something else.
+    """
+    data = read_json(path, limit_bytes=limit_bytes)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold {what}, got a {type(data).__name__}")
+    return validate(model, data, str(path))
 
 
 def _explain(model: type[BaseModel], issue: Any) -> str:

@@ -1,53 +1,31 @@
-"""Writes and reads the state of a run with ``torch.distributed.checkpoint`` (DCP).
+"""Writes and reads the state of a run, as safetensors files beside a JSON description.
 
-Owns which tensors make up a run's state, and a storage writer and reader. Must not know the loop or
-when a checkpoint is due.
-
-Invariants: nothing is unpickled. DCP's own ``.metadata`` is a pickle that DCP's own reader loads
-as such; it is written for DCP's tools and never read here, and neither is the little pickle in each
-stored tensor: what lies where stands in ``checkpoint.json``, and a tensor's bytes are taken out of
-their archive as bytes, whose checksum is compared. Every error is raised on all ranks, so that none
-waits for another. Read next: `megatron_offload.train.checkpoint_folder`.
+Invariants: nothing is unpickled, and a file counts only with the digest that was written down for
+it. Every error is raised on all ranks, so that none waits for another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
-import struct
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.futures import Future
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from megatron_offload.errors import ConfigError, OffloadError
-from megatron_offload.files.text import open_regular
-from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.checkpoint_folder import (
+    FORMAT,
     CheckpointFolder,
     Manifest,
-    StoredTensor,
     check_files,
     digest_of_file,
     read_checkpoint,
-    write_config,
-    write_manifest,
 )
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Device, Parallel
@@ -56,11 +34,8 @@ from megatron_offload.train.run_folder import found_versions
 
 __all__ = ["CheckpointError", "Checkpoints", "Restored"]
 
-_ARCHIVE_BYTES = 64 * 1024
-"""Most that torch's archive of one tensor adds to the tensor's own bytes."""
-
-_PIECE_BYTES = 16 * 1024**2
-"""Read at a time; bounds the memory that loading takes."""
+_FILE_BYTES = 1024**3
+"""Tensors in one file, beyond the first; bounds the memory that their copies on the host take."""
 
 
 class CheckpointError(OffloadError, RuntimeError):
@@ -104,55 +79,32 @@ class Checkpoints:
         self._optimizer = optimizer
         self._data = functools.cache(data)
         self._folder = CheckpointFolder(config.run.output)
-        self._owner = parallel.rank == 0
 
     def clean(self) -> None:
         """Remove what a killed run left half written."""
-        self._on_owner(self._folder.clean)
+        self._parallel.on_owner(self._folder.clean)
 
-    def save(self, step: int, evaluations: dict[int, float]) -> Path:
+    def save(self, step: int, evaluations: Mapping[int, float]) -> Path:
         """Write the state after ``step``, make it current, and remove what is too old.
 
-        Memory: the state is copied to the host about one tensor at a time.
+        Memory: a file's tensors at a time are copied to the host.
 
         Raises:
             CheckpointError: it could not be written, for lack of space for example.
         """
         try:
-            part = self._folder.part_of(step)
-            self._on_owner(lambda: self._folder.begin(step))
-            manifest = Manifest(
-                format=2,
-                step=step,
-                ranks=self._parallel.world_size,
-                device=self._device.device.type,
-                data=self._data(),
-                evaluations={key: float(loss).hex() for key, loss in evaluations.items()},
-                versions=found_versions(),
-                tensors={},
-                files={},
-            )
-            writer = _Writer(part)
+            self._parallel.on_owner(lambda: self._folder.begin(step))
             self._device.synchronize()
-            dcp.save(
-                self._state(),
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=self._parallel.host_group,
-            )
-            mine = self.agreed(lambda: {name: digest_of_file(part / name) for name in writer.files})
-            files = {
-                k: v for each in gather(mine, self._parallel.host_group) for k, v in each.items()
-            }
-            manifest = manifest.model_copy(update={"tensors": writer.tensors, "files": files})
-            self._on_owner(lambda: self._publish(part, manifest))
-        except (OSError, ConfigError, CheckpointException) as error:
-            if self._owner:
+            mine = self._parallel.agreed(lambda: self._write(self._folder.part_of(step)))
+            files = {k: v for each in self._parallel.gather(mine) for k, v in each.items()}
+            self._parallel.on_owner(lambda: self._publish(step, evaluations, files))
+        except (OSError, ConfigError) as error:
+            if self._parallel.is_owner:
                 with contextlib.suppress(OSError):
                     self._folder.discard(step)
             raise CheckpointError(
-                f"can't write the checkpoint {self._folder.path_of(step)}: {_reason(error)}; those "
-                f"before it are untouched"
+                f"can't write the checkpoint {self._folder.path_of(step)}: {error}; those before "
+                f"it are untouched"
             ) from error
         return self._folder.path_of(step)
 
@@ -162,8 +114,9 @@ class Checkpoints:
         Raises:
             ConfigError: it is damaged, or of another run. Model and optimizer may be half loaded.
         """
-        path = self.agreed(self._folder.latest)
-        paths = gather(path, self._parallel.host_group)
+        parallel = self._parallel
+        path = parallel.agreed(self._folder.latest)
+        paths = parallel.gather(path)
         if len(set(paths)) > 1:
             raise ConfigError(
                 f"ranks see different checkpoints in {self._folder.path}: {paths}; run.output must "
@@ -171,46 +124,16 @@ class Checkpoints:
             )
         if path is None:
             return None
-        manifest = self.agreed(lambda: self._examined(path))
-        place, places = self._parallel.rank, self._parallel.world_size
-        self.agreed(lambda: check_files(path, manifest, part=place, parts=places))
+        manifest = parallel.agreed(lambda: self._examined(path))
+        place, places = parallel.rank, parallel.world_size
+        parallel.agreed(lambda: check_files(path, manifest, part=place, parts=places))
         _make_optimizer_states(self._optimizer)
-        state = self._state()
-        self.agreed(lambda: _check_tensors(path, manifest, state, self._prefixes()))
-        try:
-            dcp.load(
-                state,
-                storage_reader=_Reader(path, manifest),
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=self._parallel.host_group,
-            )
-        except CheckpointException as error:
-            raise ConfigError(
-                f"can't load the checkpoint {path}: {_reason(error)}; remove that folder to go on "
-                f"from the one before"
-            ) from error
-        self.agreed(lambda: self._restore(state))
+        parallel.agreed(lambda: self._read(path, manifest))
         return Restored(
             path=path,
             step=manifest.step,
             evaluations={k: float.fromhex(loss) for k, loss in manifest.evaluations.items()},
         )
-
-    def agreed(self, action: Callable[[], Any]) -> Any:
-        """Return what ``action`` returns, or raise on all ranks what it raised on one.
-
-        Args:
-            action: called without arguments; may raise `ConfigError` or OSError.
-        """
-        result, mine = None, None
-        try:
-            result = action()
-        except (ConfigError, OSError) as error:
-            mine = error
-        for failure in gather(mine, self._parallel.host_group):
-            if failure is not None:
-                raise mine or failure
-        return result
 
     def _examined(self, path: Path) -> Manifest:
         manifest = read_checkpoint(path, self._config, self._parallel.world_size)
@@ -226,48 +149,106 @@ class Checkpoints:
             )
         return manifest
 
-    def _publish(self, part: Path, manifest: Manifest) -> None:
-        write_manifest(part, manifest)
-        write_config(part, self._config)
-        self._folder.publish(manifest.step)
+    def _publish(self, step: int, evaluations: Mapping[int, float], files: dict[str, str]) -> None:
+        manifest = Manifest(
+            format=FORMAT,
+            step=step,
+            ranks=self._parallel.world_size,
+            device=self._device.device.type,
+            data=self._data(),
+            evaluations={key: float(loss).hex() for key, loss in evaluations.items()},
+            versions=found_versions(),
+            files=files,
+        )
+        self._folder.publish(manifest, self._config)
         self._folder.prune(self._config.run.keep_checkpoints)
 
-    def _prefixes(self) -> tuple[str, str]:
-        """Return how names of this rank's tensors begin: those of its stage, and its own."""
-        return f"stage{self._parallel.pp_rank}.", f"rank{self._parallel.rank}."
+    def _write(self, folder: Path) -> dict[str, str]:
+        """Write this rank's files; return their digests by name.
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of this rank by name; those of model and optimizer are the live ones.
-
-        Data-parallel ranks of one stage give the same names, of which DCP writes each once.
+        Of the ranks that hold the same stage the first data-parallel one writes it.
         """
-        stage, mine = self._prefixes()
-        state = {f"{stage}{name}": x for name, x in _model_tensors(self._chunks).items()}
-        state |= {
-            f"{stage}optimizer.{name}": x
-            for name, x in _optimizer_tensors(self._optimizer, self._chunks).items()
+        parts = {f"rank_{self._parallel.rank}": random_states(self._device.device)}
+        if self._parallel.dp_rank == 0:
+            parts[f"stage_{self._parallel.pp_rank}"] = self._state()
+        return {
+            path.name: digest_of_file(path)
+            for name, tensors in parts.items()
+            for path in _write_tensors(folder, name, tensors)
         }
-        state |= {
-            f"{mine}random.{name}": x for name, x in random_states(self._device.device).items()
-        }
-        assert all(tensor.is_contiguous() for tensor in state.values())
-        return state
 
-    def _restore(self, state: dict[str, torch.Tensor]) -> None:
-        """Put back what `_state` had to copy."""
-        stage, mine = self._prefixes()
+    def _read(self, folder: Path, manifest: Manifest) -> None:
+        """Put the tensors of this rank's files back where `_write` found them."""
+        states = random_states(self._device.device)
+        state = self._state()
+        parts = {f"rank_{self._parallel.rank}_": states, f"stage_{self._parallel.pp_rank}_": state}
+        for prefix, targets in parts.items():
+            names = sorted(name for name in manifest.files if name.startswith(prefix))
+            _read_tensors(folder, names, targets)
         for group, name in _groups_with_step(self._optimizer):
             if not isinstance(group["step"], torch.Tensor):
-                group["step"] = int(state[f"{stage}optimizer.{name}"].item())
-        prefix = f"{mine}random."
-        states = {
-            name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
-        }
+                group["step"] = int(state[name].item())
         restore_random_states(states, self._device.device)
 
-    def _on_owner(self, action: Callable[[], Any]) -> None:
-        """Have rank 0 do something; its OSError or ConfigError is raised on all ranks."""
-        self.agreed(action if self._owner else lambda: None)
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Return all tensors of this rank's stage by name, the live ones where there are such."""
+        return _model_tensors(self._chunks) | _optimizer_tensors(self._optimizer, self._chunks)
+
+
+def _write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+    """Write tensors into as many files as it takes; yield each once it is on disk."""
+    for index, names in enumerate(_shared_out(tensors)):
+        path = folder / f"{name}_{index}.safetensors"
+        copies = {key: tensors[key].to("cpu", copy=True).contiguous() for key in names}
+        try:
+            save_file(copies, path)
+        except SafetensorError as error:
+            raise OSError(f"{path.name}: {error}") from error
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        yield path
+
+
+def _shared_out(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    names: list[str] = []
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        if names and num_bytes + tensor.nbytes > _FILE_BYTES:
+            yield names
+            names, num_bytes = [], 0
+        names.append(name)
+        num_bytes += tensor.nbytes
+    yield names
+
+
+def _read_tensors(folder: Path, names: Sequence[str], targets: Mapping[str, torch.Tensor]) -> None:
+    """Fill ``targets`` from files that must hold them all, and nothing else.
+
+    Raises:
+        ConfigError: the first thing that doesn't fit.
+    """
+    missing = dict(targets)
+    for path in (folder / name for name in names):
+        try:
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 - this is no mapping
+                    target = missing.pop(key, None)
+                    if target is None:
+                        raise ConfigError(f"{path} holds {key[:200]!r}, which this model has not")
+                    _fill(target, file.get_tensor(key), f"{path}: {key!r}")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} is damaged: {error}") from error
+    if missing:
+        raise ConfigError(f"{folder} holds no {next(iter(missing))!r}")
+
+
+def _fill(target: torch.Tensor, stored: torch.Tensor, source: str) -> None:
+    if (stored.dtype, stored.shape) != (target.dtype, target.shape):
+        raise ConfigError(
+            f"{source} is {stored.dtype} of shape {list(stored.shape[:8])}, this model's is "
+            f"{target.dtype} of shape {list(target.shape)}"
+        )
+    target.copy_(stored)
 
 
 def _model_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -285,11 +266,11 @@ def _optimizer_tensors(
     names: dict[int, str] = {}
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            names[id(parameter)] = f"chunk{index}.{name}"
+            names[id(parameter)] = f"optimizer.chunk{index}.{name}"
             # Half-precision parameters have a float32 one beside them.
             main = getattr(parameter, "main_param", None)
             if main is not None:
-                names[id(main)] = f"chunk{index}.{name}"
+                names[id(main)] = f"optimizer.chunk{index}.{name}"
     own = {id(parameter) for chunk in chunks for parameter in chunk.parameters()}
     tensors: dict[str, torch.Tensor] = {}
     for inner in _inner_optimizers(optimizer):
@@ -301,9 +282,7 @@ def _optimizer_tensors(
                 if isinstance(value, torch.Tensor):
                     tensors[f"{name}.{key}"] = value
     for group, name in _groups_with_step(optimizer):
-        step = group["step"]
-        is_tensor = isinstance(step, torch.Tensor)
-        tensors[name] = step if is_tensor else torch.tensor(step, dtype=torch.int64)
+        tensors[name] = torch.as_tensor(group["step"])
     return tensors
 
 
@@ -315,7 +294,7 @@ def _groups_with_step(optimizer: Any) -> Iterator[tuple[dict[str, Any], str]]:
     for index, inner in enumerate(_inner_optimizers(optimizer)):
         for place, group in enumerate(inner.param_groups):
             if "step" in group:
-                yield group, f"{index}.group{place}.step"
+                yield group, f"optimizer.{index}.group{place}.step"
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
@@ -345,190 +324,3 @@ def _make_optimizer_states(optimizer: Any) -> None:
             parameter.grad = None
         for group, rate in zip(inner.param_groups, rates, strict=True):
             group["lr"] = rate
-
-
-def _check_tensors(
-    path: Path, manifest: Manifest, state: dict[str, torch.Tensor], prefixes: tuple[str, str]
-) -> None:
-    """Check that a checkpoint holds exactly this rank's tensors, in files that are there.
-
-    Raises:
-        ConfigError: the first thing that doesn't fit.
-    """
-    sizes: dict[str, int] = {}
-    for name in manifest.tensors:
-        if name.startswith(prefixes) and name not in state:
-            raise ConfigError(f"{path} holds {name[:200]!r}, which this model has not")
-    for name, tensor in state.items():
-        stored = manifest.tensors.get(name)
-        if stored is None:
-            raise ConfigError(f"{path} holds no {name!r}")
-        if (stored.dtype, stored.shape) != (_dtype_name(tensor.dtype), tuple(tensor.shape)):
-            raise ConfigError(
-                f"{path}: {name!r} is {stored.dtype[:20]} of shape {list(stored.shape[:8])}, this "
-                f"model's is {_dtype_name(tensor.dtype)} of shape {list(tensor.shape)}"
-            )
-        if not tensor.nbytes <= stored.length <= tensor.nbytes + _ARCHIVE_BYTES:
-            raise ConfigError(
-                f"{path}: {name!r} takes {stored.length} bytes of {stored.file}, which can't be "
-                f"its {tensor.nbytes} and their frame"
-            )
-        if stored.file not in sizes:
-            with open_regular(path / stored.file, follow_link=False) as file:
-                sizes[stored.file] = os.fstat(file.fileno()).st_size
-        if stored.offset + stored.length > sizes[stored.file]:
-            raise ConfigError(
-                f"{path / stored.file} holds {sizes[stored.file]} bytes, but {name!r} ends at "
-                f"{stored.offset + stored.length}: the file is cut off"
-            )
-
-
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, which also knows what lies where, for ``checkpoint.json``."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.files: list[str] = []
-        """Names of the files that this rank has written."""
-        self.tensors: dict[str, StoredTensor] = {}
-        """Places of the tensors of all ranks; on the rank that finishes."""
-
-    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
-        """Write this rank's files."""
-        written = super().write_data(plan, planner)
-        self.files = sorted({result.storage_data.relative_path for result in written.wait()})
-        return written
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Write DCP's own description; on one rank, after all ranks have written."""
-        super().finish(metadata, results)
-        for result in (result for rank in results for result in rank):
-            stored: Any = metadata.state_dict_metadata[result.index.fqn]
-            place = result.storage_data
-            self.tensors[result.index.fqn] = StoredTensor(
-                dtype=_dtype_name(stored.properties.dtype),
-                shape=tuple(stored.size),
-                file=place.relative_path,
-                offset=place.offset,
-                length=place.length,
-            )
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, led by ``checkpoint.json`` in the place of DCP's pickle."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        super().__init__(path)
-        self._tensors = manifest.tensors
-
-    # Without DCP's further arguments, so that it doesn't look for a pickle where this one fails.
-    def read_metadata(self) -> Metadata:
-        """Return DCP's description of the checkpoint."""
-        tensors: dict[str, Any] = {}
-        places = {}
-        for name, stored in self._tensors.items():
-            start, size = torch.Size([0] * len(stored.shape)), torch.Size(stored.shape)
-            tensors[name] = TensorStorageMetadata(
-                TensorProperties(dtype=getattr(torch, stored.dtype)),
-                size,
-                [ChunkStorageMetadata(offsets=start, sizes=size)],
-            )
-            places[MetadataIndex(name, start)] = stored
-        return Metadata(state_dict_metadata=tensors, storage_data=places)
-
-    def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Fill the tensors that the plan asks for.
-
-        Raises:
-            ConfigError: a tensor is damaged.
-        """
-        items: dict[str, list[Any]] = {}
-        for item in plan.items:
-            items.setdefault(self.storage_data[item.storage_index].file, []).append(item)
-        for name, wanted in items.items():
-            with open_regular(Path(self.path) / name, follow_link=False) as file:
-                for item in wanted:
-                    stored = self.storage_data[item.storage_index]
-                    target = planner.resolve_tensor(item).detach()
-                    try:
-                        _read_tensor(_Section(file, stored.offset, stored.length), target)
-                    except _DAMAGES as error:
-                        raise ConfigError(
-                            f"{name}: {item.storage_index.fqn!r} is damaged: {error}"
-                        ) from error
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-
-_DAMAGES = (zipfile.BadZipFile, OSError, EOFError, RuntimeError, struct.error, ValueError)
-
-
-def _read_tensor(file: io.RawIOBase, target: torch.Tensor) -> None:
-    """Fill a contiguous tensor with the bytes of the one in an archive that torch wrote.
-
-    Such an archive holds a pickle, which is left alone, and the bytes, neither compressed nor
-    encrypted.
-    """
-    flat = target.view(-1).view(torch.uint8)
-    with zipfile.ZipFile(io.BufferedReader(file)) as archive:
-        members = [x for x in archive.infolist() if x.filename.endswith("/data/0")]
-        if len(members) != 1 or members[0].compress_type != zipfile.ZIP_STORED:
-            raise zipfile.BadZipFile("its archive holds other than one plain tensor")
-        if members[0].file_size != flat.numel():
-            raise zipfile.BadZipFile(f"{members[0].file_size} bytes in place of {flat.numel()}")
-        with archive.open(members[0]) as content:
-            position = 0
-            while position < flat.numel():
-                piece = bytearray(content.read(min(_PIECE_BYTES, flat.numel() - position)))
-                if not piece:
-                    raise EOFError("it ends early")
-                part = torch.frombuffer(piece, dtype=torch.uint8)
-                flat[position : position + len(piece)].copy_(part)
-                position += len(piece)
-
-
-class _Section(io.RawIOBase):
-    """A part of a file, as a file of its own."""
-
-    def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file = file
-        self._offset = offset
-        self._length = length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if start + offset < 0:
-            raise OSError("a place before the beginning")
-        self._position = start + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = max(0, min(len(buffer), self._length - self._position))
-        content = os.pread(self._file.fileno(), wanted, self._offset + self._position)
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
-
-
-def _dtype_name(dtype: torch.dtype) -> Any:
-    return str(dtype).removeprefix("torch.")
-
-
-def _reason(error: BaseException) -> str:
-    """Return what went wrong without DCP's tracebacks of every rank."""
-    if isinstance(error, CheckpointException):
-        for rank, (cause, _) in sorted(error.failures.items()):
-            return f"rank {rank}: {cause}"
-    return str(error)

@@ -1,13 +1,8 @@
 """Where checkpoints lie, which of them are whole, and what their plain files say.
 
-Owns the folder ``checkpoints`` of a run: names, the step from "being written" to "whole", removal,
-and the strict reading of the two JSON files in each checkpoint. Must not know torch, so that a bad
-checkpoint is refused before a process is started.
-
 Invariants: a folder under its final name is whole, because it gets that name by one rename after
 everything in it is on disk; a whole one is removed only by first taking that name away. What is
-read is data: nothing in it is imported, called or unpickled. Read next:
-`megatron_offload.train.checkpoint`.
+read is data: nothing in it is imported, called or unpickled.
 """
 
 from __future__ import annotations
@@ -19,55 +14,41 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import read_model
 from megatron_offload.files.text import open_regular, read_json, replace_text, sync_folder
 from megatron_offload.train.config import TrainConfig
 
 __all__ = [
+    "FORMAT",
     "CheckpointFolder",
-    "DType",
     "Manifest",
-    "StoredTensor",
     "check_files",
     "check_same_run",
     "digest_of_file",
     "read_checkpoint",
-    "write_config",
-    "write_manifest",
 ]
+
+FORMAT = 3
+"""Of the files in a checkpoint; others are refused."""
 
 _NAME = re.compile(r"step_([0-9]{6,15})")
 _PART_NAME = re.compile(r"\.step_[0-9]{6,15}\.part")
 _MANIFEST, _CONFIG = "checkpoint.json", "config.json"
 _MAX_MANIFEST_BYTES = 256 * 1024**2
 
-_Count = Annotated[int, Field(ge=0, lt=2**62)]
-
-_FileName = Annotated[str, Field(pattern=r"^__[0-9]{1,9}_[0-9]{1,9}\.distcp$")]
-
-DType = Literal["bfloat16", "float16", "float32", "float64", "int32", "int64", "uint8"]
-"""Types of stored elements, under torch's names."""
-
-
-class StoredTensor(StrictModel):
-    """One tensor's place in a checkpoint: ``length`` bytes at ``offset`` of ``file``."""
-
-    dtype: DType
-    shape: tuple[_Count, ...]
-    file: _FileName
-    offset: _Count
-    length: _Count
+_FileName = Annotated[str, Field(pattern=r"^(stage|rank)_[0-9]{1,9}_[0-9]{1,9}\.safetensors$")]
 
 
 class Manifest(StrictModel):
     """What a checkpoint holds."""
 
-    format: Literal[2]
+    format: int
     step: Annotated[int, Field(ge=1, lt=10**15)]
     """Training steps that were done."""
 
@@ -84,16 +65,11 @@ class Manifest(StrictModel):
     versions: dict[str, str]
     """What wrote it, for people."""
 
-    tensors: dict[str, StoredTensor]
-
     files: dict[_FileName, str]
     """Digest of every file that holds tensors, by `digest_of_file`."""
 
     def model_post_init(self, _: Any, /) -> None:
-        """Refuse losses that are no numbers, and tensors in files without a digest."""
-        for name, tensor in self.tensors.items():
-            if tensor.file not in self.files:
-                raise ConfigError(f"{name[:200]!r} lies in {tensor.file}, which has no digest")
+        """Refuse losses that are no numbers."""
         for step, loss in self.evaluations.items():
             try:
                 float.fromhex(loss)
@@ -160,14 +136,19 @@ class CheckpointFolder:
         part.mkdir()
         return part
 
-    def publish(self, step: int) -> Path:
-        """Give a checkpoint its final name, after all of it is on disk; returns its folder."""
-        part, path = self.part_of(step), self.path_of(step)
-        sync_folder(part)
+    def publish(self, manifest: Manifest, config: TrainConfig) -> None:
+        """Give the checkpoint that ``manifest`` describes its final name.
+
+        Args:
+            manifest: what lies in its folder, and is on disk already.
+            config: the run that wrote it.
+        """
+        part, path = self.part_of(manifest.step), self.path_of(manifest.step)
+        replace_text(part / _MANIFEST, manifest.model_dump_json())
+        replace_text(part / _CONFIG, config.model_dump_json(indent=2))
         os.rename(part, path)
         for folder in (self.path, self.path.parent):
             sync_folder(folder)
-        return path
 
     def discard(self, step: int) -> None:
         """Remove a checkpoint that could not be written to its end."""
@@ -220,14 +201,18 @@ def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifes
         ConfigError: it is damaged, or of another run.
     """
     data = read_json(path / _MANIFEST, limit_bytes=_MAX_MANIFEST_BYTES)
-    manifest = validate(Manifest, _mapping(data, path / _MANIFEST), str(path / _MANIFEST))
+    form = data.get("format") if isinstance(data, dict) else None
+    if form != FORMAT:
+        raise ConfigError(
+            f"{path / _MANIFEST} is of format {str(form)[:20]}, this version reads {FORMAT}; go on "
+            f"with the version that wrote it, or start over in another run.output"
+        )
+    manifest = validate(Manifest, data, str(path / _MANIFEST))
     if path.name != _name(manifest.step):
         raise ConfigError(
             f"{path / _MANIFEST} is of step {manifest.step}, but its folder is {path.name}"
         )
-    data = read_json(path / _CONFIG)
-    saved = validate(TrainConfig, _mapping(data, path / _CONFIG), str(path / _CONFIG))
-    check_same_run(path, saved, config, manifest.step)
+    check_same_run(path, read_model(TrainConfig, path / _CONFIG), config, manifest.step)
     if manifest.ranks != world_size:
         raise ConfigError(
             f"{path} was written by {manifest.ranks} ranks, this run has {world_size}; start "
@@ -272,16 +257,6 @@ def check_files(path: Path, manifest: Manifest, *, part: int = 0, parts: int = 1
                 f"{path / name} is damaged, or the file of another checkpoint: its digest is not "
                 f"that in {_MANIFEST}; remove {path} to go on from the checkpoint before"
             )
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write what a checkpoint holds into its folder."""
-    replace_text(folder / _MANIFEST, manifest.model_dump_json())
-
-
-def write_config(folder: Path, config: TrainConfig) -> None:
-    """Write the run's configuration into a checkpoint's folder."""
-    replace_text(folder / _CONFIG, config.model_dump_json(indent=2))
 
 
 _MAY_DIFFER = frozenset(
@@ -354,12 +329,6 @@ def _values(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _values(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _mapping(data: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold an object, got a {type(data).__name__}")
-    return data
 
 
 def _name(step: int) -> str:

@@ -64,7 +64,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         StoppedError: SIGTERM or SIGINT ended the run; its ranks finished their step. Torchrun's
             ranks end with `exit_status` instead.
     """
-    require("megatron.core")
+    require("megatron.core", "safetensors")
     from megatron_offload.train.parallel import check_device
 
     first = runs[0][1]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_offload.core.profile import RunShape
-from megatron_offload.machine.job_ranks import gather
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.train.checkpoint import Checkpoints
@@ -84,7 +83,7 @@ def run_training(
     """
     with open_model_parallel(config, device) as parallel:
         trainer = _Trainer(config, device, parallel)
-        owner = parallel.rank == 0
+        owner = parallel.is_owner
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(
                 open_offload(
@@ -152,15 +151,10 @@ class _Trainer:
         self._scheduler.step(restored.step)
         self._first = restored.step + 1
         report.evaluations = dict(restored.evaluations)
-        keep_bytes = 0
-        if self._parallel.rank == 0:
-            report.steps, keep_bytes = self._checkpoints.agreed(
-                lambda: read_steps(
-                    self._config.run.output, restored.step, self._parallel.world_size
-                )
-            )
-        else:
-            self._checkpoints.agreed(lambda: None)
+        kept = self._parallel.on_owner(
+            lambda: read_steps(self._config.run.output, restored.step, self._parallel.world_size)
+        )
+        report.steps, keep_bytes = kept or ([], 0)
         printer.resumed(restored.path, restored.step)
         return report, keep_bytes
 
@@ -196,7 +190,7 @@ class _Trainer:
         if planned.is_open:
             printer.planned("the run was over before its plan was settled; raise run.steps")
         mine = (digest(self._parameters()), sum(p.numel() for p in self._parameters()))
-        everyone = gather(mine, self._parallel.host_group)
+        everyone = self._parallel.gather(mine)
         report.parameters = tuple(entry[0] for entry in everyone)
         report.num_parameters = tuple(entry[1] for entry in everyone)
 
@@ -253,7 +247,7 @@ class _Trainer:
             **counters,
         )
         # Ranks receive a signal at different steps; here all of them learn of it at the same.
-        everyone = gather((mine, signals.received), self._parallel.host_group)
+        everyone = self._parallel.gather((mine, signals.received))
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             trace.write_chrome(trace_path(run.output, trace.rank))
         if recorded is not None:
@@ -289,7 +283,7 @@ class _Trainer:
             loss = self._pass_over_microbatches(EVALUATION, step, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
-        losses = [x for x in gather(loss, self._parallel.host_group) if x is not None]
+        losses = [x for x in self._parallel.gather(loss) if x is not None]
         return float(sum(losses) / len(losses))
 
     def _pass_over_microbatches(self, kind: int, step: int, *, forward_only: bool) -> float | None:

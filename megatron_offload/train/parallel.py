@@ -13,10 +13,10 @@ import contextlib
 import importlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ import torch.utils.deterministic
 
 from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError
+from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "open_model_parallel",
     "open_process_group",
 ]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,35 @@ class Parallel:
     dp_size: int
     host_group: Any
     """A gloo group over all ranks, for plain numbers."""
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+    def gather(self, mine: _T) -> list[_T]:
+        """Return every rank's object, in the order of ranks; collective."""
+        return gather(mine, self.host_group)
+
+    def agreed(self, action: Callable[[], _T]) -> _T:
+        """Return what ``action`` returns, or raise on all ranks what it raised on one; collective.
+
+        Args:
+            action: called without arguments; may raise `ConfigError` or OSError.
+        """
+        mine: Exception | None = None
+        try:
+            result = action()
+        except (ConfigError, OSError) as error:
+            mine = error
+        for failure in self.gather(mine):
+            if failure is not None:
+                raise mine or failure
+        return result
+
+    def on_owner(self, action: Callable[[], Any]) -> Any:
+        """Have rank 0 do something; return what it returns there, None elsewhere; collective."""
+        return self.agreed(action if self.is_owner else lambda: None)
 
 
 def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> str:

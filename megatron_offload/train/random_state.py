@@ -1,14 +1,8 @@
-"""The states of all random generators of a training process, as plain tensors.
-
-Owns the translation between generators and tensors of int64, float64 and uint8. Must not know
-where they are kept.
-
-Invariant: `restore_random_states` of what `random_states` returned makes every generator go on as
-it would have. Read next: `megatron_offload.train.checkpoint`.
-"""
+"""The states of all random generators of a training process, as plain tensors."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +15,9 @@ from megatron_offload.errors import ConfigError
 __all__ = ["random_states", "restore_random_states"]
 
 _WORDS = 624
-"""Words in the state of a Mersenne Twister; its position follows them."""
+"""Words in the state of a Mersenne Twister; its position and a Gaussian number follow them."""
+
+_MEGATRON = "megatron."
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
@@ -33,16 +29,14 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     _, words, gauss = random.getstate()
     found: Any = np.random.get_state()
     states = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": _optional(gauss),
-        "numpy": torch.tensor([*found[1].tolist(), found[2]], dtype=torch.int64),
-        "numpy_gauss": _optional(found[4] if found[3] else None),
+        "python": _twister(words, gauss),
+        "numpy": _twister([*found[1].tolist(), found[2]], found[4] if found[3] else None),
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     for name, state in _tracker().get_states().items():
-        states[f"megatron.{name}"] = state.clone()
+        states[_MEGATRON + name] = state.clone()
     return states
 
 
@@ -56,39 +50,43 @@ def restore_random_states(states: Mapping[str, torch.Tensor], device: torch.devi
     Raises:
         ConfigError: a state is none.
     """
-    for name in ("python", "numpy"):
-        # Neither checks them all; a wrong position would read beyond the state.
-        *words, position = states[name].tolist()
-        if not 0 <= position <= _WORDS or not all(0 <= word < 2**32 for word in words):
-            raise ConfigError(f"the random state {name!r} is not one of a Mersenne Twister")
+    words, gauss = _from_twister(states, "python")
+    key, cached = _from_twister(states, "numpy")
     try:
-        random.setstate((3, tuple(states["python"].tolist()), _value(states["python_gauss"])))
-        words, gauss = states["numpy"].tolist(), _value(states["numpy_gauss"])
-        key = np.array(words[:_WORDS], dtype=np.uint32)
-        np.random.set_state(("MT19937", key, words[_WORDS], int(gauss is not None), gauss or 0.0))
+        random.setstate((3, tuple(words), gauss))
+        numbers = np.array(key[:_WORDS], dtype=np.uint32)
+        has_cached = int(cached is not None)
+        np.random.set_state(("MT19937", numbers, key[_WORDS], has_cached, cached or 0.0))
         torch.set_rng_state(states["torch"])
         if device.type == "cuda":
             torch.cuda.set_rng_state(states["cuda"], device)
-        ours = {
-            name.removeprefix("megatron."): state.clone()
+        tracked = {
+            name.removeprefix(_MEGATRON): state.clone()
             for name, state in states.items()
-            if name.startswith("megatron.")
+            if name.startswith(_MEGATRON)
         }
-        for state in ours.values():
+        for state in tracked.values():
             # The tracker takes whatever it is given, and would fail in the first dropout.
             torch.Generator(device).set_state(state)
-        _tracker().set_states(ours)
+        _tracker().set_states(tracked)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"a random state can't be set: {error}") from error
 
 
-def _optional(value: float | None) -> torch.Tensor:
-    return torch.tensor([value is not None, value or 0.0], dtype=torch.float64)
+def _twister(words: Any, gauss: float | None) -> torch.Tensor:
+    """Put words of 32 bits and a number that may be missing into one tensor, which is exact."""
+    return torch.tensor([*words, math.nan if gauss is None else gauss], dtype=torch.float64)
 
 
-def _value(pair: torch.Tensor) -> float | None:
-    given, value = pair.tolist()
-    return value if given else None
+def _from_twister(states: Mapping[str, torch.Tensor], name: str) -> tuple[list[int], float | None]:
+    *numbers, gauss = states[name].tolist()
+    # Neither generator checks them all; a wrong position would read beyond the state.
+    if not all(number.is_integer() and 0 <= number < 2**32 for number in numbers):
+        raise ConfigError(f"the random state {name!r} is not one of a Mersenne Twister")
+    words = [int(number) for number in numbers]
+    if words[-1] > _WORDS:
+        raise ConfigError(f"the random state {name!r} is not one of a Mersenne Twister")
+    return words, None if math.isnan(gauss) else gauss
 
 
 def _tracker() -> Any:

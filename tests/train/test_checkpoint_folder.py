@@ -9,7 +9,12 @@ import pytest
 from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.train import checkpoint_folder
-from megatron_offload.train.checkpoint_folder import CheckpointFolder, check_same_run
+from megatron_offload.train.checkpoint_folder import (
+    FORMAT,
+    CheckpointFolder,
+    Manifest,
+    check_same_run,
+)
 from megatron_offload.train.config import TrainConfig
 
 
@@ -21,7 +26,13 @@ def folder(tmp_path):
 def write(folder, *steps):
     for step in steps:
         (folder.begin(step) / "data").write_text(str(step))
-        folder.publish(step)
+        publish(folder, step)
+
+
+def publish(folder, step):
+    about = {"device": "cpu", "data": "", "evaluations": {}, "versions": {}, "files": {}}
+    manifest = Manifest(format=FORMAT, step=step, ranks=1, **about)
+    folder.publish(manifest, config())
 
 
 def names(folder):
@@ -33,7 +44,8 @@ def test_a_checkpoint_is_not_there_until_it_is_published(folder):
     part = folder.begin(3)
     (part / "data").write_text("3")
     assert folder.latest() is None
-    assert folder.publish(3) == folder.latest() == folder.path_of(3)
+    publish(folder, 3)
+    assert folder.latest() == folder.path_of(3)
     assert (folder.path_of(3) / "data").read_text() == "3"
 
 

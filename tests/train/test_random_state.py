@@ -58,9 +58,11 @@ def test_every_generator_goes_on_where_it_was(before):
 @pytest.mark.parametrize(
     ("name", "place", "value"),
     [
-        ("numpy", -1, 10**6),
-        ("numpy", -1, -1),
-        ("python", -1, 625),
+        ("numpy", -2, 10**6),
+        ("numpy", -2, -1),
+        ("numpy", -2, 0.5),
+        ("python", -2, 625),
+        ("python", 3, float("nan")),
         ("python", 0, 2**32),
         ("numpy", 0, -1),
         ("torch", slice(0, 100), 255),

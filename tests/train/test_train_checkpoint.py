@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 import shutil
 import signal
 import types
-import zipfile
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from training_runs import environment_of_one_rank, numbers, stored, whole, words
 
 from megatron_offload.cli import main as cli
-from megatron_offload.train import checkpoint, loop
+from megatron_offload.train import checkpoint, checkpoint_folder, loop
 from megatron_offload.train.checkpoint_folder import digest_of_file
 
 pytestmark = pytest.mark.skipif(
@@ -75,7 +73,9 @@ def test_going_on_gives_the_bits_of_the_undisturbed_run(train, undisturbed, stop
     assert status == 0, err
     assert "going on after step 2" in err
     assert numbers(stopped) == numbers(undisturbed)
-    assert stored(stopped, 4) == stored(undisturbed, 4), "parameters, moments and random states"
+    found = stored(stopped, 4)
+    assert found.keys() == {"rank_0_0.safetensors", "stage_0_0.safetensors"}
+    assert found == stored(undisturbed, 4), "parameters, moments and random states"
     manifests = [
         json.loads((x / "checkpoints/step_000004/checkpoint.json").read_text())
         for x in (undisturbed, stopped)
@@ -135,7 +135,7 @@ def test_a_fresh_run_does_not_replace_checkpoints(train, stopped):
 def test_old_checkpoints_and_what_a_kill_left_are_removed(train, stopped):
     part = stopped / "checkpoints" / ".step_000003.part"
     part.mkdir()
-    (part / "__0_0.distcp").write_bytes(b"half")
+    (part / "stage_0_0.safetensors").write_bytes(b"half")
     (stopped / "checkpoints" / "notes.txt").write_text("kept")
     settings = ("run.checkpoint_interval=1", "run.keep_checkpoints=1")
     assert train(stopped, *settings, resume=True)[0] == 0
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_can_not_be_written_is_an_error_and_the_one_before_sta
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_config", full)
+    monkeypatch.setattr(checkpoint_folder, "replace_text", full)
     status, err = train(stopped, "run.checkpoint_interval=1", resume=True)
     assert status == 1
     assert "can't write the checkpoint" in err
@@ -261,13 +261,15 @@ def test_a_checkpoint_that_can_not_be_written_is_an_error_and_the_one_before_sta
     assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["step_000002"]
 
 
-def test_dcps_own_tools_read_the_checkpoint(undisturbed, tmp_path):
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(undisturbed / "checkpoints" / "step_000004", tmp_path / "all.pt")
-    state = torch.load(tmp_path / "all.pt", weights_only=True)
-    names = json.loads((undisturbed / "checkpoints/step_000004/checkpoint.json").read_text())
-    assert state.keys() == names["tensors"].keys()
+def test_files_of_any_size_hold_the_same(train, undisturbed, stopped, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 20_000)
+    settings = ("run.checkpoint_interval=1", "run.eval_interval=2")
+    assert train(stopped, *settings, resume=True)[0] == 0
+    found = stored(stopped, 4)
+    assert len(found) > 4
+    assert all(len(content) < 40_000 for content in found.values())
+    assert train(stopped, *settings, "run.steps=5", resume=True)[0] == 0
+    assert numbers(stopped)[4] == numbers(undisturbed)[4]
 
 
 # What a stranger hands over
@@ -281,10 +283,20 @@ class Attack:
         return (open, (str(self.path), "w"))
 
 
-def rewrite(folder, change, name="checkpoint.json"):
-    data = json.loads((folder / name).read_text())
+STAGE = "stage_0_0.safetensors"
+
+
+def rewrite(folder, change):
+    data = json.loads((folder / "checkpoint.json").read_text())
     change(data)
-    (folder / name).write_text(json.dumps(data))
+    (folder / "checkpoint.json").write_text(json.dumps(data))
+
+
+def replace_file(folder, content, name=STAGE):
+    """Put another file into a checkpoint, and the right digest with it."""
+    (folder / name).write_bytes(content)
+    digest = digest_of_file(folder / name)
+    rewrite(folder, lambda data: data["files"].update({name: digest}))
 
 
 def refused(train, stopped, expected):
@@ -293,95 +305,36 @@ def refused(train, stopped, expected):
     assert expected in err, err
 
 
-def test_a_hostile_pickle_is_never_opened(train, undisturbed, stopped, folder, tmp_path):
+@pytest.mark.parametrize("name", ["checkpoint.json", "config.json", STAGE])
+def test_a_hostile_pickle_is_never_opened(train, stopped, folder, tmp_path, name):
     attack = pickle.dumps(Attack(tmp_path / "harm"))
-    (folder / ".metadata").write_bytes(attack)
-    status, err = train(stopped, resume=True)
-    assert status == 0, err
-    assert numbers(stopped) == numbers(undisturbed)
+    if name == STAGE:
+        replace_file(folder, attack)
+    else:
+        (folder / name).write_bytes(attack)
+    refused(train, stopped, name)
     assert not (tmp_path / "harm").exists()
     pickle.loads(attack).close()  # noqa: S301 - shows that it would have done harm
     assert (tmp_path / "harm").exists()
 
 
-def test_a_hostile_pickle_in_the_place_of_a_description_is_refused(
-    train, stopped, folder, tmp_path
-):
-    (folder / "checkpoint.json").write_bytes(pickle.dumps(Attack(tmp_path / "harm")))
-    refused(train, stopped, "checkpoint.json")
-    assert not (tmp_path / "harm").exists()
-
-
-def test_a_hostile_pickle_in_a_tensors_archive_is_never_opened(
-    train, undisturbed, stopped, folder, tmp_path
-):
-    places = json.loads((folder / "checkpoint.json").read_text())["tensors"]
-    shard = (folder / "__0_0.distcp").read_bytes()
-    content = bytearray()
-    for place in sorted(places.values(), key=lambda x: x["offset"]):
-        archive = zipfile.ZipFile(
-            io.BytesIO(shard[place["offset"] : place["offset"] + place["length"]])
-        )
-        place["offset"] = len(content)
-        changed = io.BytesIO()
-        with zipfile.ZipFile(changed, "w") as out:
-            out.writestr("archive/data.pkl", pickle.dumps(Attack(tmp_path / "harm")))
-            out.writestr("archive/data/0", archive.read("archive/data/0"))
-        content += changed.getvalue()
-        place["length"] = len(changed.getvalue())
-    (folder / "__0_0.distcp").write_bytes(content)
-    files = {"__0_0.distcp": digest_of_file(folder / "__0_0.distcp")}
-    rewrite(folder, lambda data: data.update(tensors=places, files=files))
-    assert train(stopped, resume=True)[0] == 0
-    assert numbers(stopped) == numbers(undisturbed)
-    assert not (tmp_path / "harm").exists()
-
-
-def tensor_changed(**values):
-    def change(data):
-        next(iter(data["tensors"].values())).update(values)
-
-    return change
-
-
-def first_removed(data):
-    del data["tensors"][next(iter(data["tensors"]))]
-
-
-def one_added(data):
-    data["tensors"]["stage0.more"] = next(iter(data["tensors"].values()))
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda data: data.update(format=1), "format"),
+        (lambda data: data.update(format=2, tensors={}), "is of format 2, this version reads 3"),
+        (lambda data: data.pop("format"), "is of format None"),
         (lambda data: data.update(more=1), "unknown key 'more'"),
         (lambda data: data.update(step=3), "is of step 3"),
         (lambda data: data.update(step=10**30), "step"),
         (lambda data: data.update(ranks=2), "written by 2 ranks"),
         (lambda data: data.update(device="cuda"), "run.device was cuda"),
         (lambda data: data.update(evaluations={"2": "0x1p99999"}), "no number"),
-        (lambda data: data.update(tensors=[]), "tensors"),
-        (first_removed, "holds no 'stage0."),
-        (one_added, "'stage0.more', which this model has not"),
-        (tensor_changed(file="../../../../etc/passwd"), "file"),
-        (tensor_changed(file="/etc/passwd"), "file"),
-        (tensor_changed(file="__0_0.distcp\n"), "file"),
-        (tensor_changed(file="__1_0.distcp"), "lies in __1_0.distcp, which has no digest"),
-        (lambda data: data["files"].update({"__1_0.distcp": "0"}), "No such file or directory: '"),
+        (lambda data: data["files"].pop(STAGE), "holds no 'chunk0."),
+        (lambda data: data["files"].update({"stage_0_9.safetensors": "0"}), "No such file or dir"),
         (lambda data: data["files"].update({"../x": "0"}), "files"),
+        (lambda data: data["files"].update({"/etc/passwd": "0"}), "files"),
+        (lambda data: data["files"].update({f"{STAGE}\n": "0"}), "files"),
         (lambda data: data.pop("files"), "'files' is required"),
-        (tensor_changed(dtype="object"), "dtype"),
-        (tensor_changed(dtype="float64"), "is float64 of shape"),
-        (tensor_changed(shape=[3, 16]), "of shape [3, 16]"),
-        (tensor_changed(shape=[-1]), "shape"),
-        (tensor_changed(shape=[10**18] * 9), "of shape [1000000"),
-        (tensor_changed(offset=-1), "offset"),
-        (tensor_changed(offset=5000), "is damaged"),
-        (tensor_changed(offset=2**40), "cut off"),
-        (tensor_changed(length=10**9), "takes 1000000000 bytes"),
-        (tensor_changed(length=1), "takes 1 bytes"),
     ],
 )
 def test_a_description_that_does_not_fit_is_refused(train, stopped, folder, change, expected):
@@ -389,121 +342,104 @@ def test_a_description_that_does_not_fit_is_refused(train, stopped, folder, chan
     refused(train, stopped, expected)
 
 
+NORM = "chunk0.module.decoder.final_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda state: state.update({NORM: torch.zeros(3, 16)}), "of shape [3, 16], this model's"),
+        (lambda state: state.update({NORM: state[NORM].double()}), "is torch.float64 of shape"),
+        (lambda state: state.update(more=torch.zeros(1)), "'more', which this model has not"),
+        (lambda state: state.pop(NORM), f"holds no '{NORM}'"),
+    ],
+)
+def test_tensors_of_another_model_are_refused(train, stopped, folder, change, expected):
+    state = load_file(folder / STAGE)
+    change(state)
+    save_file(state, folder / STAGE)
+    replace_file(folder, (folder / STAGE).read_bytes())
+    refused(train, stopped, expected)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 100, (64).to_bytes(8, "little") + b'{"a": 1}'.ljust(64)]
+)
+def test_a_file_of_something_else_is_refused_whatever_its_digest(train, stopped, folder, content):
+    replace_file(folder, content)
+    refused(train, stopped, f"{STAGE} is damaged: ")
+
+
 @pytest.mark.parametrize("name", ["checkpoint.json", "config.json"])
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         (b"", "not plain JSON"),
-        (b"[]", "must hold an object"),
-        (b'{"format": 1', "not plain JSON"),
+        (b'{"format": 3', "not plain JSON"),
         (b'{"a": 1, "a": 2}', "given twice"),
         (b"\xff\xfe", "utf-8"),
         (b"[" * 100_000, "nested too deep"),
-        (b'{"run": {"outptu": 1}, "format": 1}', "outp"),
-        (b'{"run": {"seed": {"__class__": "os.system"}}}', "seed"),
+        (b'{"run": {"outptu": 1}, "format": 3}', "run"),
+        (b'{"run": {"seed": {"__class__": "os.system"}}, "format": 3}', "run"),
     ],
 )
 def test_broken_json_is_refused(train, stopped, folder, name, content, expected):
-    if name == "checkpoint.json" and expected in ("outp", "seed"):
-        expected = "run"
     (folder / name).write_bytes(content)
     refused(train, stopped, expected)
 
 
-def test_a_huge_description_is_refused(train, stopped, folder, monkeypatch):
-    monkeypatch.setattr("megatron_offload.train.checkpoint_folder._MAX_MANIFEST_BYTES", 100)
+def test_a_huge_description_is_refused(train, stopped, monkeypatch):
+    monkeypatch.setattr(checkpoint_folder, "_MAX_MANIFEST_BYTES", 100)
     refused(train, stopped, "more than 100 bytes")
 
 
 def test_missing_files_are_named(train, stopped, folder):
-    for name in ("__0_0.distcp", "config.json", "checkpoint.json"):
+    for name in (STAGE, "config.json", "checkpoint.json"):
         os.unlink(folder / name)
         refused(train, stopped, name)
 
 
-def test_a_shard_that_was_cut_off_is_refused(train, stopped, folder):
-    os.truncate(folder / "__0_0.distcp", 1000)
-    refused(train, stopped, "__0_0.distcp is damaged")
+def cut(path, _):
+    os.truncate(path, 1000)
 
 
-def test_a_shard_of_another_steps_checkpoint_is_refused(train, undisturbed, tmp_path):
-    output = tmp_path / "out"
-    shutil.copytree(undisturbed, output)
-    places = [output / f"checkpoints/step_00000{step}/__0_0.distcp" for step in (2, 4)]
-    shutil.copy(*places)
-    refused(train, output, "step_000004/__0_0.distcp is damaged, or the file of another checkpoint")
+def flip(path, _):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
-def test_a_shard_with_one_flipped_bit_is_refused(train, stopped, folder):
-    place = next(iter(json.loads((folder / "checkpoint.json").read_text())["tensors"].values()))
-    content = bytearray((folder / "__0_0.distcp").read_bytes())
-    content[place["offset"] + place["length"] // 2] ^= 1
-    (folder / "__0_0.distcp").write_bytes(content)
-    refused(train, stopped, "is damaged")
+def swap(path, undisturbed):
+    shutil.copy(undisturbed / "checkpoints" / "step_000004" / path.name, path)
 
 
-def test_a_shard_that_is_a_link_or_a_pipe_is_refused(train, stopped, folder, tmp_path):
-    shard = folder / "__0_0.distcp"
+@pytest.mark.parametrize("name", [STAGE, "rank_0_0.safetensors"])
+@pytest.mark.parametrize("damage", [cut, flip, swap])
+def test_a_damaged_file_is_refused(train, undisturbed, stopped, folder, name, damage):
+    damage(folder / name, undisturbed)
+    refused(train, stopped, f"step_000002/{name} is damaged, or the file of another checkpoint")
+
+
+def test_a_file_that_is_a_link_or_a_pipe_or_closed_is_refused(
+    train, stopped, folder, tmp_path, monkeypatch
+):
+    shard = folder / STAGE
     shutil.move(shard, tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
     refused(train, stopped, "can't read")
     shard.unlink()
     os.mkfifo(shard)
     refused(train, stopped, "not a regular file")
-
-
-def test_a_shard_without_permission_is_refused(train, stopped, folder, monkeypatch):
+    shard.unlink()
     original = os.open
 
     def denied(path, *others, **more):
-        if str(path).endswith(".distcp"):
+        if str(path).endswith(".safetensors"):
             raise PermissionError(13, "Permission denied", str(path))
         return original(path, *others, **more)
 
-    monkeypatch.setattr(checkpoint.os, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     refused(train, stopped, "Permission denied")
-
-
-@pytest.mark.parametrize(
-    ("members", "expected"),
-    [
-        ({"a/data/0": b"x" * 40, "b/data/0": b"x" * 40}, "other than one plain tensor"),
-        ({"a/data.pkl": b""}, "other than one plain tensor"),
-        ({"a/data/0": b"x" * 41}, "41 bytes in place of 40"),
-    ],
-)
-def test_an_archive_of_anything_else_is_damage(members, expected):
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    with pytest.raises(checkpoint._DAMAGES, match=expected):
-        checkpoint._read_tensor(content, torch.zeros(10))
-
-
-def test_a_compressed_archive_is_damage():
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("a/data/0", bytes(4 * 10**6))
-    assert len(content.getvalue()) < 10_000
-    with pytest.raises(zipfile.BadZipFile):
-        checkpoint._read_tensor(content, torch.zeros(10**6))
-
-
-def test_tensors_of_every_kind_come_back(monkeypatch):
-    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 7)
-    for tensor in (
-        torch.tensor(3.5),
-        torch.arange(7, dtype=torch.int64),
-        torch.randn(3, 5).to(torch.bfloat16),
-        torch.from_numpy(np.arange(256, dtype=np.uint8)),
-        torch.empty(0),
-    ):
-        content = io.BytesIO()
-        torch.save(tensor, content)
-        found = torch.zeros_like(tensor)
-        checkpoint._read_tensor(content, found)
-        assert torch.equal(found, tensor)
 
 
 # steps.jsonl
@@ -580,11 +516,11 @@ def test_main_parameters_and_step_counts_of_groups_are_kept():
     assert all(main.grad is None for main in optimizer.optimizer.param_groups[0]["params"])
     tensors = checkpoint._optimizer_tensors(optimizer, [model])
     assert tensors.keys() == {
-        "chunk0.weight.main",
-        "chunk0.weight.exp_avg",
-        "chunk0.bias.main",
-        "chunk0.bias.exp_avg",
-        "0.group0.step",
+        "optimizer.chunk0.weight.main",
+        "optimizer.chunk0.weight.exp_avg",
+        "optimizer.chunk0.bias.main",
+        "optimizer.chunk0.bias.exp_avg",
+        "optimizer.0.group0.step",
     }
-    assert tensors["chunk0.weight.main"].data_ptr() == model.weight.main_param.data_ptr()
-    assert tensors["0.group0.step"] == 1
+    assert tensors["optimizer.chunk0.weight.main"].data_ptr() == model.weight.main_param.data_ptr()
+    assert tensors["optimizer.0.group0.step"] == 1
