@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from megatron_offload.core.profile import (
 from megatron_offload.planning.cover import Item, Problem
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.predict import profiles_of
-from megatron_offload.planning.schedule import make_schedule
+from megatron_offload.planning.schedule import PassKind, make_schedule
 
 MIB = 2**20
 
@@ -207,3 +208,10 @@ def random_job(rng):
 def profiles(**settings):
     """Return the profiles of a job's ranks; see `make_job`."""
     return profiles_of(make_job(**settings))
+
+
+def peak_in_flight(schedule, rank):
+    """Return the most forwards of a rank at one time whose activations are needed still."""
+    changes = {PassKind.FORWARD: 1, PassKind.INPUT: 0}
+    counts = itertools.accumulate(changes.get(one.kind, -1) for one in schedule.ranks[rank])
+    return max(counts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from problems import peak_in_flight
+
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
@@ -107,7 +109,7 @@ def test_a_split_backward_needs_its_memory_until_the_weights_are_done():
     schedule = zero_bubble_h1(3, 4)
     job = Job(schedule, stages, (0,) * 3)
     for rank in range(3):
-        expected = 100 * schedule.peak_in_flight(rank)
+        expected = 100 * peak_in_flight(schedule, rank)
         assert replay(job, rank, NO_OFFLOAD).peak_device_bytes == expected
     assert sum(replay(job, 0, NO_OFFLOAD).arguments[:1]) == 1.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from problems import peak_in_flight
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.schedule import (
@@ -45,13 +46,6 @@ def passes(text):
         tuple(Pass(int(one[0]), PassKind(one[1]), int(one[2])) for one in line.split())
         for line in text.split("/")
     )
-
-
-def peak_in_flight(schedule, rank):
-    """Return the most forwards of a rank at one time whose activations are needed still."""
-    changes = {PassKind.FORWARD: 1, PassKind.INPUT: 0}
-    counts = itertools.accumulate(changes.get(one.kind, -1) for one in schedule.ranks[rank])
-    return max(counts)
 
 
 def make(name, num_ranks, num_virtual, factor):
