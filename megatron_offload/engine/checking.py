@@ -1,70 +1,69 @@
 """Checking mode: what came back is compared with what left, and what stayed behind is named.
 
-Owns the checksums and the leak report. Must not know streams: both sums are taken on the compute
-stream, before the copy to the host is issued and after the wait for the copy back.
-
 A checksum is the sum of all 64-bit words, each times an odd number of its own, modulo 2^64: any
-change of one word changes it, and so does an exchange of two. Comparing makes the host wait, once
-for each block. Read next: `megatron_offload.engine.transfers`.
+change of one word changes it, and so does an exchange of two. Both sums are taken on the compute
+stream; comparing makes the host wait, once for each block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 
 from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.saved_tensor import Block
 from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.storage import span_bytes
 
-__all__ = ["checksum", "compare", "leaks_of", "note_source"]
+__all__ = ["Checker", "checksum", "leaks_of"]
 
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 20
 """Words summed at a time: what is allocated for it stays small beside a block."""
 
-
-def note_source(block: Block, source: torch.Tensor) -> None:
-    """Take the checksum of what is about to be copied.
-
-    Args:
-        block: gets the sum, and the parts of its region that hold saved tensors: what lies between
-            them may change any time.
-        source: the block's region, contiguous.
-    """
-    parts: list[tuple[int, int]] = []
-    for low, high in sorted(_span(alias) for alias in block.aliases):
-        low, high = max(low, block.low) - block.low, min(high, block.high) - block.low
-        if parts and low <= parts[-1][1]:
-            parts[-1] = parts[-1][0], max(high, parts[-1][1])
-        else:
-            parts.append((low, high))
-    block.checked_parts = tuple(parts)
-    block.checksum = _sum_of(source, block.checked_parts)
+_Parts = list[tuple[int, int]]
 
 
-def compare(block: Block, target: torch.Tensor) -> None:
-    """Compare what has come back; the host waits for the result. A second time does nothing.
+class Checker(Observer):
+    """Compares each block that comes back, once, with what left."""
 
-    Raises:
-        CorruptionError: a bit differs.
-    """
-    expected, block.checksum = block.checksum, None
-    if expected is None:
-        return
-    actual = _sum_of(target, block.checked_parts)
-    if torch.equal(expected, actual):
-        return
-    what = f"a region of {block.num_bytes} bytes"
-    if block.like is not None:
-        what = f"a tensor of shape {list(block.like[0])} and dtype {block.like[1]}"
-    raise CorruptionError(
-        f"group {block.group.label}: {what} (number {block.index} that {block.group.name!r} saved) "
-        f"came back from the host with other bits than it left with: checksum "
-        f"{actual.item():#x}, expected {expected.item():#x}; its gradients would be wrong"
-    )
+    def __init__(self) -> None:
+        self._left: WeakKeyDictionary[Block, tuple[_Parts, torch.Tensor]] = WeakKeyDictionary()
+
+    def block_leaves(self, block: Block, source: torch.Tensor) -> None:
+        """Sum the parts that hold saved tensors: what lies between them may change any time."""
+        parts: _Parts = []
+        for low, high in sorted(_span(alias) for alias in block.aliases):
+            low, high = max(low, block.low) - block.low, min(high, block.high) - block.low
+            if parts and low <= parts[-1][1]:
+                parts[-1] = parts[-1][0], max(high, parts[-1][1])
+            else:
+                parts.append((low, high))
+        self._left[block] = parts, _sum_of(source, parts)
+
+    def block_read(self, block: Block, target: torch.Tensor) -> None:
+        """Compare the sums; the host waits for the result.
+
+        Raises:
+            CorruptionError: a bit differs.
+        """
+        if block.reload is None or block not in self._left:  # it never left, or was compared
+            return
+        parts, expected = self._left.pop(block)
+        actual = _sum_of(target, parts)
+        if torch.equal(expected, actual):
+            return
+        what = f"a region of {block.num_bytes} bytes"
+        if block.like is not None:
+            what = f"a tensor of shape {list(block.like[0])} and dtype {block.like[1]}"
+        raise CorruptionError(
+            f"group {block.group.label}: {what} (number {block.index} that {block.group.name!r} "
+            f"saved) came back from the host with other bits than it left with: checksum "
+            f"{actual.item():#x}, expected {expected.item():#x}; its gradients would be wrong"
+        )
 
 
 def leaks_of(groups: Iterable[OffloadGroup]) -> tuple[str, ...]:
@@ -113,6 +112,5 @@ def _sum_of(region: torch.Tensor, parts: Iterable[tuple[int, int]]) -> torch.Ten
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage that a tensor lies in."""
     low = int(tensor.storage_offset()) * tensor.itemsize
     return low, low + span_bytes(tensor)

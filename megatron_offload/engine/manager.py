@@ -34,6 +34,7 @@ from megatron_offload.engine.boundary import (
     is_in_checkpoint,
     refuse_mutable_saves,
 )
+from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import GroupState, OffloadGroup
@@ -166,12 +167,14 @@ class PipelineOffloadManager:
             self.window,
             self.guard,
             self.observers,
-            checks=config.checking,
         )
         self.prefetcher: Prefetcher[OffloadGroup] = Prefetcher(
             self.transfers, self.window, self.budget
         )
         self.learner = Learner(config, policy, self.backend, self.host_pool, self.transfers)
+        self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
+        if config.checking:
+            self.observers.append(Checker())
         self.do_offload = config.enabled
         self._hooks = HookStack(self.transfers)
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []

@@ -21,6 +21,9 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 Group: TypeAlias = Any
 """An `OffloadGroup`."""
 
+Block: TypeAlias = Any
+"""A `Block` of one."""
+
 
 class Observer:
     """Watches a manager; each method does nothing unless it is overridden.
@@ -55,6 +58,12 @@ class Observer:
 
     def tensor_reloaded(self, tensor: torch.Tensor) -> None:
         """Bytes that were on the host come back to this device memory."""
+
+    def block_leaves(self, block: Block, source: torch.Tensor) -> None:
+        """A block's region is about to be copied to the host."""
+
+    def block_read(self, block: Block, target: torch.Tensor) -> None:
+        """A record reads the released block's bytes here, ordered behind their reload."""
 
     def copy_starts(self, direction: Direction) -> None:
         """Copies are about to be queued on the stream of this direction."""

@@ -73,7 +73,6 @@ class Block:
         stays: whether it was chosen to stay on the device.
         counted_bytes: what of it some group's commit has counted.
         kept_bytes: what of it is counted as kept on the device.
-        checksum, checked_parts: in checking mode, what left and which bytes of it count.
     """
 
     __slots__ = (
@@ -81,8 +80,6 @@ class Block:
         "address",
         "aliases",
         "cancelled",
-        "checked_parts",
-        "checksum",
         "counted_bytes",
         "d2h",
         "forced_release",
@@ -124,8 +121,6 @@ class Block:
         self.like: tuple[torch.Size, torch.dtype] | None = None
         self.source: Source | None = None
         self.storage_ref: StorageWeakRef | None = None
-        self.checksum: torch.Tensor | None = None
-        self.checked_parts: tuple[tuple[int, int], ...] = ()
         self.cancelled = False
         self.released = False
         self.forced_release = False

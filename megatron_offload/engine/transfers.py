@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
-from megatron_offload.engine import checking
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.host_copies import HostCopies
@@ -46,7 +45,6 @@ class Transfers:
         window: says when it is released, as its budget says.
         guard: held by whoever calls; `keep` and `ready_target` take it themselves.
         observers: are told of copies and waits.
-        checks: whether what comes back is compared with what left.
     """
 
     def __init__(
@@ -58,8 +56,6 @@ class Transfers:
         window: InFlightWindow,
         guard: Guard,
         observers: Sequence[Observer] = (),
-        *,
-        checks: bool = False,
     ) -> None:
         self.backend = backend
         self.guard = guard
@@ -70,7 +66,6 @@ class Transfers:
         self.budget = sources.budget
         self.stats = StepStats()
         self.observers = observers
-        self._checks = checks
         self.owners = ForeignOwners()
 
     # Device to host
@@ -119,7 +114,7 @@ class Transfers:
         pairs = []
         reused: dict[int, Event] = {}
         produced: dict[int, Event] = {}
-        is_ready = not self._checks  # a checksum is work of the compute stream, and comes now
+        is_ready = True
         pool_stats = self.host_copies.pool.stats
         num_unpinnable = pool_stats.num_unpinnable
         for block in group.blocks():
@@ -141,8 +136,8 @@ class Transfers:
                     backend.note_produced(pair[1], label)
             else:
                 produced[id(block.ready)] = block.ready
-            if self._checks:
-                checking.note_source(block, pair[1])
+            for observer in self.observers:
+                observer.block_leaves(block, pair[1])
             pairs.append(pair)
             issued.append(block)
         self.stats.num_unpinnable_blocks += pool_stats.num_unpinnable - num_unpinnable
@@ -297,8 +292,8 @@ class Transfers:
         """Whether there is nothing left for `ready_target` to do; only looks, so takes no lock."""
         reload = block.reload
         return (
-            not self.backend.observes
-            and block.checksum is None
+            not self.observers
+            and not self.backend.observes
             and (reload is None or self.backend.compute_stream_key() in reload.waited_keys)
         )
 
@@ -333,8 +328,8 @@ class Transfers:
         self._wait_reloaded(block)
         if self.backend.observes:
             self.backend.note_consumed(block.target, block.group.label)
-        if block.checksum is not None and block.reload is not None:
-            checking.compare(block, block.target)
+        for observer in self.observers:
+            observer.block_read(block, block.target)
         return block.target
 
     def _wait_reloaded(self, block: Block) -> None:
