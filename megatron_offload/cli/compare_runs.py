@@ -7,7 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_offload.cli import report as html_report
+from megatron_offload.cli.plan import make, policy_config, write
+from megatron_offload.cli.report import write_page
+from megatron_offload.cli.source import SourceOptions, find_profiles, load_source
 from megatron_offload.core.policy_config import PlanFileConfig, PolicyConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.errors import ConfigError
@@ -37,6 +39,13 @@ _NUM_TARGETS = 3
 """Points of the predicted trade-off curve, which a comparison should not wait long for."""
 
 
+_DRAWN = {
+    "peak_live_activation_bytes": "Peak live saved activations",
+    "peak_reserved_bytes": "Peak reserved device memory",
+}
+"""What is drawn of each rank: the first that was measured."""
+
+
 def compare(config: TrainConfig) -> int:
     """Run without and with offload, print and write the comparison.
 
@@ -59,32 +68,28 @@ def compare(config: TrainConfig) -> int:
         out = console()
         _print(out, config, reports, result)
         write_config(config, folder)
-        numbers = write_comparison(config, reports, result, folder)
-        plot = f"plot: {_plot(config, reports)}"
-        for line in (f"numbers: {numbers}", plot, *_plan(folder), _report(folder)):
+        out.print(f"numbers: {write_comparison(config, reports, result, folder)}")
+        for line in (f"plot: {_plot(config, reports)}", *_plan(folder), _report(folder)):
             out.print(line)
     return 0 if result.identical else 1
 
 
 def _variant(config: TrainConfig, folder: str) -> TrainConfig:
-    """Return the same run with or without offload, writing into a folder of its own."""
+    """Return the same run with or without offload, whole, writing into a folder of its own."""
     is_offloaded = folder == FOLDERS[1]
-    looks = ("trace_step", "profile_step")
+    run = {
+        "output": config.run.output / folder,
+        "resume": False,
+        "checkpoint_interval": 0,
+        "max_restarts": 0,
+    }
+    if not is_offloaded:  # there are no groups to look at
+        run |= {"trace_step": 0, "profile_step": 0}
     # Copies and not new objects: which offload settings were given must not change.
     return config.model_copy(
         update={
             "offload": config.offload.model_copy(update={"enabled": is_offloaded}),
-            # A comparison is of whole runs, from the first step on.
-            "run": config.run.model_copy(
-                update={
-                    "output": config.run.output / folder,
-                    "resume": False,
-                    "checkpoint_interval": 0,
-                    "max_restarts": 0,
-                    # Without offload there are no groups to look at.
-                    **({} if is_offloaded else dict.fromkeys(looks, 0)),
-                }
-            ),
+            "run": config.run.model_copy(update=run),
         }
     )
 
@@ -122,21 +127,16 @@ def _print(out: Console, config: TrainConfig, reports: list[RunReport], result: 
 def _plot(config: TrainConfig, reports: list[RunReport]) -> str:
     """Draw both runs; return the file's path, or why there is none."""
     path = config.run.output / "compare.png"
-    key, title = "peak_live_activation_bytes", "Peak live saved activations"
-    if reports[0].peaks()[0][key] is None:
-        if reports[0].peaks()[0]["peak_reserved_bytes"] is None:
-            return "left out: nothing was measured; set run.measure_live_bytes: true"
-        key, title = "peak_reserved_bytes", "Peak reserved device memory"
-    without, offloaded = reports
-    drawn = plot_comparison(
-        path,
-        ([step.loss for step in without.steps], [step.loss for step in offloaded.steps]),
-        ([rank[key] for rank in without.peaks()], [rank[key] for rank in offloaded.peaks()]),
-        title,
-    )
-    if drawn:
-        return str(path)
-    return "left out: matplotlib is missing; run: pip install 'megatron-offload[plots]'"
+    losses = [[step.loss for step in report.steps] for report in reports]
+    peaks = [report.peaks() for report in reports]
+    for key, title in _DRAWN.items():
+        sizes = [[rank[key] for rank in ranks] for ranks in peaks]
+        if sizes[0][0] is None:
+            continue
+        if plot_comparison(path, (losses[0], losses[1]), (sizes[0], sizes[1]), title):
+            return str(path)
+        return "left out: matplotlib is missing; run: pip install 'megatron-offload[plots]'"
+    return "left out: nothing was measured; set run.measure_live_bytes: true"
 
 
 def _plan(folder: Path) -> list[str]:
@@ -145,24 +145,19 @@ def _plan(folder: Path) -> list[str]:
     A plan that fits the run stays, because it may have followed it.
     """
     try:
-        # The extra ``plan`` may be missing.
-        from megatron_offload.cli import plan, source
-
-        if not source.find_profiles(folder):
+        if not find_profiles(folder):
             return []
-        job = source.load_run(folder)
+        source = load_source(SourceOptions(folder=folder))
         places = (plan_path(folder / FOLDERS[1]), plan_path(folder))
-        path = next((path for path in places if _fits(path, job.profiles)), None)
-        config: PolicyConfig = plan.policy_config(job)
-        if path is not None:
-            config = PlanFileConfig(kind="plan_file", path=str(path))
-        outcome = plan.make(job, config, _NUM_TARGETS)
-        if path is None:
-            path = plan_path(folder)
-            plan.write_plan(outcome, path)
-        return [f"plan: {path}", f"predicted trade-off: {plan.write_curve(outcome, folder)}"]
-    except ConfigError as error:
+        found = next((path for path in places if _fits(path, source.profiles)), None)
+        config: PolicyConfig = policy_config(source)
+        if found is not None:
+            config = PlanFileConfig(kind="plan_file", path=str(found))
+        outcome = make(source, config, _NUM_TARGETS)
+        curve = write(outcome, plan_path(folder), only_curve=found is not None)
+    except ConfigError as error:  # the extra ``plan`` may be missing
         return [f"plan: left out: {error}"]
+    return [f"plan: {found or plan_path(folder)}", f"predicted trade-off: {curve}"]
 
 
 def _fits(path: Path, profiles: Sequence[StepProfile]) -> bool:
@@ -177,6 +172,6 @@ def _fits(path: Path, profiles: Sequence[StepProfile]) -> bool:
 def _report(folder: Path) -> str:
     """Write the HTML page; return where it is, or why there is none: the comparison stands."""
     try:
-        return f"report, for a browser: {html_report.write(folder)}"
+        return f"report, for a browser: {write_page(folder)}"
     except ConfigError as error:
         return f"report: left out: {error}"

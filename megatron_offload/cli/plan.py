@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,20 +36,7 @@ from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.plan_tables import plan_list, plan_table
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
 
-__all__ = [
-    "ABOUT",
-    "KEYS",
-    "Given",
-    "Outcome",
-    "make",
-    "policy_config",
-    "run",
-    "show",
-    "write_curve",
-    "write_plan",
-]
-
-TRADEOFF_NAME = "tradeoff.json"
+__all__ = ["ABOUT", "KEYS", "Given", "Outcome", "make", "policy_config", "run", "write"]
 
 ABOUT = """\
 Choose what moves to the host, from the profiles of a run or from a described model, with no GPU.
@@ -91,7 +79,7 @@ _FLAGS = {
 
 _NEEDED = {"memory_target": "device_target", "ratio": "ratio"}
 
-_SOLVED = frozenset({"auto", "memory_target"})
+_SOLVED = ("auto", "memory_target")
 """Policies that need the solver, and so does the curve."""
 
 _MOST_LOWERED = 4
@@ -157,11 +145,6 @@ class Outcome:
     points: tuple[TradeOffPoint, ...]
     """Of the trade-off curve."""
 
-    @property
-    def change(self) -> float:
-        """How much longer the step takes, as a share."""
-        return self.prediction.step_us / self.without.step_us - 1
-
 
 def run(given: Given) -> int:
     """Plan, print and write; return 0.
@@ -184,14 +167,14 @@ def run(given: Given) -> int:
             )
         outcome = make(source, policy_config(source, kind, keys), given.curve, say)
     out = console()
-    show(outcome, out, lists_groups=given.groups)
+    _show(outcome, out, lists_groups=given.groups)
     if output is None:
         out.print("nothing was written; --output FILE keeps the plan")
     else:
-        write_plan(outcome, output)
+        curve = write(outcome, output)
         out.print(f"plan: {output}")
-        if outcome.points:
-            out.print(f"curve: {write_curve(outcome, output.parent)}")
+        if curve is not None:
+            out.print(f"curve: {curve}")
     _check_targets(outcome, keys.get("target_bytes"))
     return 0
 
@@ -213,12 +196,10 @@ def make(
     Raises:
         ConfigError: as for `run`.
     """
-    num_plans = 0
+    counted = count(1)
 
     def predict(plan: OffloadPlan) -> Prediction:
-        nonlocal num_plans
-        num_plans += 1
-        say(f"plan {num_plans} is simulated")
+        say(f"plan {next(counted)} is simulated")
         return source.predict(plan)
 
     plan = make_policy(config, predict).make_plan(source.profiles)
@@ -226,57 +207,50 @@ def make(
     if isinstance(config, MemoryTargetConfig):
         plan, prediction = _lowered(source, config, plan, prediction, predict)
     plan = replace(with_prediction(plan, prediction), bandwidths=source.machine)
-    step = simulate(source.job)
-    without = Prediction(step.step_us, tuple(map(source.peak_bytes, step.ranks)))
-    points = []
-    if num_targets:
-        points = [
-            _point("no offload", without, without),
-            *_as_run(source, without),
-            *_targets(source, without, num_targets, say),
-            _point(f"the plan ({plan.policy})", prediction, without, is_plan=True),
-        ]
+    without = source.seen(simulate(source.job))
+    points = list(_curve(source, without, num_targets, say)) if num_targets else []
+    if points:
+        label = f"the plan ({plan.policy})"
+        points.append(_point(label, prediction, without).model_copy(update={"is_plan": True}))
     return Outcome(source, plan, prediction, without, tuple(points))
 
 
-def write_plan(outcome: Outcome, path: Path) -> None:
-    """Write the plan with what is predicted of it.
+def write(outcome: Outcome, path: Path, *, only_curve: bool = False) -> Path | None:
+    """Write a plan with what is predicted of it, and the trade-off curve beside it.
+
+    Returns:
+        The curve's file, which a report looks for; None where there is no curve.
 
     Raises:
-        ConfigError: the file can't be written.
+        ConfigError: a file can't be written.
     """
-    with writing(path):
-        save_plan(outcome.plan, path)
+    if not only_curve:
+        with writing(path):
+            save_plan(outcome.plan, path)
+    if not outcome.points:
+        return None
+    curve = path.parent / "tradeoff.json"
+    with writing(curve):
+        write_tradeoff(curve, outcome.source.memory, outcome.points)
+    return curve
 
 
-def write_curve(outcome: Outcome, folder: Path) -> Path:
-    """Write the trade-off curve into a folder, where a report looks for it; return the file.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
-    path = folder / TRADEOFF_NAME
-    with writing(path):
-        write_tradeoff(path, outcome.source.memory, outcome.points)
-    return path
-
-
-def show(outcome: Outcome, out: Console, *, lists_groups: bool = False) -> None:
-    """Print a plan: ranks, groups and reasons, and what all of it rests on."""
-    plan, without = outcome.plan, outcome.without
+def _show(outcome: Outcome, out: Console, *, lists_groups: bool) -> None:
+    """Print ranks, groups and reasons, and what all of it rests on."""
+    plan, without, prediction = outcome.plan, outcome.without, outcome.prediction
     title = f"Plan of {outcome.source.title}, policy {plan.policy}: PREDICTED"
     peak = f"peak {outcome.source.memory}"
     ranks = plain_table(title, ["rank", "moved", "kept", peak, "with the plan", "step time"])
-    step_time = f"{outcome.prediction.step_us / 1e3:.1f} ms"
-    for index, (rank, before, after) in enumerate(
-        zip(plan.ranks, without.peak_bytes, outcome.prediction.peak_bytes, strict=True)
-    ):
+    step_time = f"{prediction.step_us / 1e3:.1f} ms"
+    peaks = zip(plan.ranks, without.peak_bytes, prediction.peak_bytes, strict=True)
+    for index, (rank, before, after) in enumerate(peaks):
         sizes = (rank.moved_bytes, rank.saved_bytes - rank.moved_bytes, before, after)
         ranks.add_row(str(index), *map(format_bytes, sizes), step_time)
     out.print(ranks)
+    change = 100 * (prediction.step_us / without.step_us - 1)
     out.print(
         f"step time: {without.step_us / 1e3:.1f} ms without offload, "
-        f"{outcome.prediction.step_us / 1e3:.1f} ms with the plan ({100 * outcome.change:+.2f} %)"
+        f"{step_time} with the plan ({change:+.2f} %)"
     )
     out.print(plan_list(plan) if lists_groups else plan_table(plan))
     out.print(f"bandwidths: {plan.bandwidths}")
@@ -317,7 +291,7 @@ def policy_config(
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"no group is called {pattern!r}{did_you_mean(pattern, names)}")
     data = {"kind": kind, **keys}
-    if kind in ("auto", "memory_target"):
+    if kind in _SOLVED:
         budgets = source.around.offload
         data |= {
             "machine": source.around.machine,
@@ -357,11 +331,7 @@ def _lowered(
 
 
 def _check_targets(outcome: Outcome, target: int | Sequence[int] | None) -> None:
-    """See that a plan is predicted to keep its targets.
-
-    Raises:
-        TargetError: it isn't; the text says where, and by how much.
-    """
+    """See that a plan is predicted to keep its targets; else say where, and by how much."""
     if target is None:
         return
     peaks = outcome.prediction.peak_bytes
@@ -377,37 +347,27 @@ def _check_targets(outcome: Outcome, target: int | Sequence[int] | None) -> None
         raise TargetError("\n".join(lines))
 
 
-def _as_run(source: Source, without: Prediction) -> Iterator[TradeOffPoint]:
-    """Yield what a run's own settings are predicted to bring, to be held against what they did."""
-    if source.recorded is not None:
-        step = simulate(source.job, source.as_run())
-        seen = Prediction(step.step_us, tuple(map(source.peak_bytes, step.ranks)))
-        yield _point("this run's own settings", seen, without)
-
-
-def _targets(
+def _curve(
     source: Source, without: Prediction, num_targets: int, say: Callable[[str], None]
 ) -> Iterator[TradeOffPoint]:
-    """Yield what plans for memory targets bring, from the lowest that can be kept up."""
-    resources = source.around.resources(source.job.gpus_per_rank)
-    planner = MemoryPlanner(source.profiles, resources)
+    """Yield what other settings bring: none, the run's own, and targets from the lowest up."""
+    yield _point("no offload", without, without)
+    if source.recorded is not None:
+        seen = source.seen(simulate(source.job, source.as_run()))
+        yield _point("this run's own settings", seen, without)
+    planner = MemoryPlanner(source.profiles, source.around.resources(source.job.gpus_per_rank))
     lowest, highest = planner.lowest_bytes, planner.highest_bytes
-    if lowest >= highest:
-        return  # nothing can move
-    for index in range(num_targets):
+    for index in range(num_targets if lowest < highest else 0):  # else nothing can move
         say(f"target {index + 1} of {num_targets} for the trade-off curve")
         target = lowest + (highest - lowest) * index // num_targets
         plan = planner.plan((target,) * len(planner.ranks), "memory_target")
         yield _point(f"target {format_bytes(target)}", source.predict(plan), without)
 
 
-def _point(
-    label: str, seen: Prediction, without: Prediction, *, is_plan: bool = False
-) -> TradeOffPoint:
+def _point(label: str, seen: Prediction, without: Prediction) -> TradeOffPoint:
     return TradeOffPoint(
         label=label,
         peak_bytes=max(seen.peak_bytes),
         step_time_percent=100 * (seen.step_us / without.step_us - 1),
         is_predicted=True,
-        is_plan=is_plan,
     )

@@ -1,4 +1,4 @@
-"""What a run was set to do, as the files in its folder say it; policies of its own decide again."""
+"""What a run was set to do, as the files in its folder say it; its policy decides again."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_offload.config import OffloadConfig, load_yaml
-from megatron_offload.core.policy_config import (
-    AutoConfig,
-    MemoryTargetConfig,
-    PlanFileConfig,
-)
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
@@ -39,13 +35,13 @@ class Recorded:
 
     @property
     def budgets(self) -> Budgets:
-        """Return the budgets that were set, and no other."""
+        """The budgets that were set, and no other."""
         names = Budgets.model_fields.keys() & self.offload.model_fields_set
-        return Budgets.model_validate({name: getattr(self.offload, name) for name in names})
+        return Budgets(**{name: getattr(self.offload, name) for name in names})
 
     @property
     def own_plan(self) -> Path | None:
-        """Return the file of the plan that the run made and followed, if it came to that."""
+        """The file of the plan that the run made and followed, if it came to that."""
         path = self.path.parent / PLAN_NAME
         plans = isinstance(self.offload.policy, AutoConfig | MemoryTargetConfig)
         return path if plans and path.exists() else None
@@ -63,9 +59,11 @@ class Recorded:
             ConfigError: the plan that was followed can't be read, or is another run's.
         """
         plan = self._plan(profiles)
-        if plan is not None:
-            return settings_of(plan, default)
-        return [self._by_numbers(profile, default) for profile in profiles]
+        if plan is None:
+            return [self._by_numbers(profile, default) for profile in profiles]
+        for profile in profiles:
+            plan.check(profile)
+        return settings_of(plan, default)
 
     def describe(self) -> str:
         """Return what decided in the run, in words."""
@@ -82,39 +80,29 @@ class Recorded:
         return ", ".join(words) or "the package's own budgets"
 
     def not_simulated(self, peak_host_bytes: int) -> list[str]:
-        """Return which settings of the run the simulation leaves out, in words.
-
-        Args:
-            peak_host_bytes: the most that a rank would have on the host.
-        """
+        """Return which settings the simulation leaves out, with the most that a rank's host had."""
         config = self.offload
         found = []
         if config.host_memory_bytes is not None and config.host_memory_bytes < peak_host_bytes:
             found.append(f"host_memory_bytes {format_bytes(config.host_memory_bytes)}")
         if config.device_target_bytes is not None and config.policy is None:
             found.append(f"device_target_bytes {format_bytes(config.device_target_bytes)}")
-        found += [
-            f"{name} false" for name in ("pin_memory", "copy_streams") if not getattr(config, name)
-        ]
-        return found
+        switches = ("pin_memory", "copy_streams")
+        return found + [f"{name} false" for name in switches if not getattr(config, name)]
 
     def _plan(self, profiles: Sequence[StepProfile]) -> OffloadPlan | None:
         """Return the plan that decided, if one did."""
         policy = self.offload.policy
         if self.own_plan is not None:
-            plan = load_plan(self.own_plan)
-        elif policy is None or isinstance(policy, AutoConfig | MemoryTargetConfig):
+            return load_plan(self.own_plan)
+        if policy is None or isinstance(policy, AutoConfig | MemoryTargetConfig):
             return None
-        else:
-            try:
-                plan = make_policy(policy).make_plan(profiles)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"{self.path}: offload.policy: {error}; --plan FILE takes another"
-                ) from error
-        for profile in profiles:
-            plan.check(profile)
-        return plan
+        try:
+            return make_policy(policy).make_plan(profiles)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.path}: offload.policy: {error}; --plan FILE takes another"
+            ) from error
 
     def _by_numbers(self, profile: StepProfile, default: RankSettings) -> RankSettings:
         """Return what Megatron's numbers decide on a rank."""
@@ -124,13 +112,9 @@ class Recorded:
             pp_rank * config.delta_bytes_across_pp_ranks,
             (config.resident_bytes or 0) + pp_rank * config.resident_delta_bytes_across_pp_ranks,
         )
-        kept = policy.plan(profile)
-        unlisted = (group.key for group in profile.groups if group.name not in config.modules)
-        return replace(
-            default,
-            kept=frozenset(kept).union(unlisted),
-            residents=policy.residents(profile),
-        )
+        unlisted = {group.key for group in profile.groups if group.name not in config.modules}
+        kept = unlisted.union(policy.plan(profile))
+        return replace(default, kept=frozenset(kept), residents=policy.residents(profile))
 
 
 def load_recorded(folder: Path) -> Recorded | None:
@@ -142,5 +126,4 @@ def load_recorded(folder: Path) -> Recorded | None:
     path = folder / "config.yaml"
     if not path.exists():
         return None
-    offload = load_yaml(path).get("offload")
-    return Recorded(path, validate(OffloadConfig, offload or {}, str(path)))
+    return Recorded(path, validate(OffloadConfig, load_yaml(path).get("offload") or {}, str(path)))

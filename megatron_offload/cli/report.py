@@ -9,6 +9,8 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ from megatron_offload.train.run_folder import (
     read_facts,
 )
 
-__all__ = ["ABOUT", "KEYS", "Given", "read_report", "run", "write"]
+__all__ = ["ABOUT", "KEYS", "Given", "read_report", "run", "write_page"]
 
 ABOUT = """\
 Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
@@ -65,8 +67,6 @@ example: megatron-offload report runs/quickstart
 """
 
 KEYS = None
-
-_TRADEOFF_NAME = "tradeoff.json"
 
 _MOST_NAMED = 5
 """Steps that are named one by one."""
@@ -93,18 +93,18 @@ def run(given: Given) -> int:
     """Write the report of a folder and say where it is; returns 0.
 
     Raises:
-        ConfigError: the folder holds no run, something in it is damaged, or jinja2 is missing.
+        ConfigError: as for `write_page`.
     """
-    path = write(given.folder, given.output)
-    console().print(f"report: {path}")
+    console().print(f"report: {write_page(given.folder, given.output)}")
     return 0
 
 
-def write(folder: Path, output: Path | None = None) -> Path:
+def write_page(folder: Path, output: Path | None = None) -> Path:
     """Write the report of a folder; return its path.
 
     Raises:
-        ConfigError: as for `run`, or the file can't be written.
+        ConfigError: the folder holds no run, something in it is damaged, jinja2 is missing, or the
+            file can't be written.
     """
     path = output or folder / "report.html"
     require("jinja2")
@@ -129,13 +129,21 @@ def read_report(folder: Path) -> Report:
     offloaded = RunReport(read_steps(main)[0])
     if not offloaded.steps:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
-    last, world_size = offloaded.steps[-1].step, len(offloaded.steps[-1].ranks)
-    plain = None
+    last, plain = offloaded.steps[-1], None
     if is_comparison:
-        plain = RunReport(read_steps(folder / FOLDERS[0], last, world_size)[0])
-    config_path = folder / CONFIG_NAME
-    config = _config(config_path)
+        without = folder / FOLDERS[0]
+        plain = RunReport(read_steps(without, last.step, len(last.ranks))[0])
+    path = folder / CONFIG_NAME
+    config = validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
+    commands = [f"megatron-offload report {shlex.quote(str(folder))}"]
+    if config:
+        again = f"megatron-offload {'compare' if is_comparison else 'train'} --config "
+        commands.insert(0, again + shlex.quote(str(path)))
+        if not is_comparison:  # a run is not replaced
+            commands[0] += f" --set {shlex.quote(f'run.output={folder}_again')}"
     facts = read_facts(main) if has_facts(main) else None
+    # Only a GPU has memory to reserve.
+    is_simulated = facts.is_simulated if facts else offloaded.peaks()[0][_MEMORY[0][1]] is None
     memory = _memory(plain, offloaded)
     traced_step = config.traced_step if config else 0
     times = Pair(
@@ -143,13 +151,8 @@ def read_report(folder: Path) -> Report:
         offloaded.median_step_time_s(without=traced_step),
     )
     groups = _group_stats(offloaded, main)
-    command = "compare" if is_comparison else "train"
     plan, is_followed = _plan(main, folder, config)
-    # Only a GPU has memory to reserve.
-    is_simulated = facts.is_simulated if facts else offloaded.peaks()[0][_MEMORY[0][1]] is None
-    again = f"megatron-offload {command} --config {shlex.quote(str(config_path))}"
-    if not is_comparison:  # a run is not replaced
-        again += f" --set {shlex.quote(f'run.output={folder}_again')}"
+    found = read_comparison(folder) if is_comparison else None
     return Report(
         title=folder.resolve().name,
         num_steps=len(offloaded.steps),
@@ -160,23 +163,16 @@ def read_report(folder: Path) -> Report:
         ranks=_ranks(offloaded, groups),
         groups=_groups(groups),
         step_time_s=times,
-        config=read_text(config_path).rstrip() if config else None,
+        config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
-        commands=(
-            *((again,) if config else ()),
-            f"megatron-offload report {shlex.quote(str(folder))}",
-        ),
-        comparison=_comparison(folder) if is_comparison else None,
+        commands=commands,
+        comparison=Comparison(found.identical, tuple(found.findings.items())) if found else None,
         traces=read_run_traces(folder),
         plan=plan,
         plan_is_followed=is_followed,
         left_out=_left_out(offloaded, memory),
         tradeoff=_tradeoff(folder, memory, None if is_simulated else times.change),
     )
-
-
-def _config(path: Path) -> TrainConfig | None:
-    return validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
 
 
 def _plan(main: Path, folder: Path, config: TrainConfig | None) -> tuple[OffloadPlan | None, bool]:
@@ -237,18 +233,11 @@ def _group_stats(report: RunReport, folder: Path) -> list[tuple[GroupStats, ...]
 
 
 def _ranks(report: RunReport, groups: Sequence[Sequence[GroupStats]]) -> list[RankRow]:
+    names = [field.name for field in fields(RankRow) if field.name != "kept_bytes"]
     return [
         RankRow(
-            rank=rank["rank"],
-            pp_rank=rank["pp_rank"],
-            dp_rank=rank["dp_rank"],
-            offloaded_bytes=rank["offloaded_bytes"],
-            reloaded_bytes=rank["reloaded_bytes"],
+            **{name: rank[name] for name in names},
             kept_bytes=sum(group.kept_bytes for group in mine),
-            num_late_reloads=rank["num_late_reloads"],
-            num_early_returns=rank["num_early_returns"],
-            peak_host_bytes=rank["peak_host_bytes"],
-            pinned_host_bytes=rank["pinned_host_bytes"],
         )
         for rank, mine in zip(report.peaks(), groups, strict=True)
     ]
@@ -257,28 +246,19 @@ def _ranks(report: RunReport, groups: Sequence[Sequence[GroupStats]]) -> list[Ra
 def _groups(by_rank: Sequence[Sequence[GroupStats]]) -> list[GroupRow]:
     """Add up the groups of one name over all ranks."""
     by_name: dict[str, list[GroupStats]] = {}
-    for groups in by_rank:
-        for group in groups:
-            by_name.setdefault(group.name, []).append(group)
+    for group in chain.from_iterable(by_rank):
+        by_name.setdefault(group.name, []).append(group)
+    names = {field.name for field in fields(GroupRow)} - {"name", "kept_bytes_by_reason"}
     return [
         GroupRow(
             name=name,
-            num_groups=sum(group.num_groups for group in groups),
-            offloaded_bytes=sum(group.offloaded_bytes for group in groups),
-            reloaded_bytes=sum(group.reloaded_bytes for group in groups),
-            kept_bytes=sum(group.kept_bytes for group in groups),
-            num_late_reloads=sum(group.num_late_reloads for group in groups),
+            **{key: sum(getattr(group, key) for group in groups) for key in names},
             kept_bytes_by_reason=sum(
                 (Counter(group.kept_bytes_by_reason) for group in groups), Counter()
             ),
         )
         for name, groups in by_name.items()
     ]
-
-
-def _comparison(folder: Path) -> Comparison:
-    found = read_comparison(folder)
-    return Comparison(found.identical, tuple(found.findings.items()))
 
 
 def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) -> TradeOff | None:
@@ -289,25 +269,21 @@ def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) 
         memory: what was measured.
         change: how much longer a step took, as a share; None where that was not measured.
     """
-    path = folder / _TRADEOFF_NAME
+    path = folder / "tradeoff.json"
     given = read_tradeoff(path) if path.exists() else None
-    kinds = {kind.name: kind for kind in memory}
-    kind = kinds.get(given.memory) if given else next(iter(memory), None)
-    points = list(given.points) if given else []
-    without, offloaded = kind.highest if kind is not None else (None, None)
     if given is None and change is None:
         return None
-    if without is not None:
-        points.append(
-            TradeOffPoint(label="no offload", peak_bytes=int(without), step_time_percent=0.0)
-        )
-    if offloaded is not None:
-        points.append(
-            TradeOffPoint(
-                label="this run",
-                peak_bytes=int(offloaded),
-                step_time_percent=None if change is None else 100 * change,
-            )
-        )
-    name = given.memory if given else kind.name if kind else ""
+    kinds = {kind.name: kind for kind in memory}
+    name = given.memory if given else next(iter(kinds), "")
+    without, offloaded = kinds[name].highest if name in kinds else (None, None)
+    percent = None if change is None else 100 * change
+    measured = (("no offload", without, 0.0), ("this run", offloaded, percent))
+    points = [
+        *(given.points if given else ()),
+        *(
+            TradeOffPoint(label=label, peak_bytes=int(peak), step_time_percent=time)
+            for label, peak, time in measured
+            if peak is not None
+        ),
+    ]
     return TradeOff(memory=name, points=tuple(points)) if points else None

@@ -9,7 +9,7 @@ alone where it had none. What was assumed of a machine is said.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,23 +44,17 @@ from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.predict import job_of, predictor_of, profiles_of
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import SEGMENT_BYTES, RankResult
+from megatron_offload.planning.simulate import SEGMENT_BYTES, RankResult, Simulation
 
 __all__ = [
     "KEYS",
     "Source",
     "SourceOptions",
     "find_profiles",
-    "load_model",
-    "load_run",
     "load_source",
-    "read_machine",
 ]
 
 _PROFILE_NAME = re.compile(r"profile_(0|[1-9]\d{0,5})\.json")
-_OFFLOADED = "with_offload"
-"""Where a comparison keeps the run with offload, which profiles a step that moves nothing."""
-
 _RUN_FIELDS = ("num_microbatches", "pp_size", "vp_size", "modules", "versions")
 
 
@@ -84,10 +78,7 @@ class Source:
 
     @property
     def default(self) -> RankSettings:
-        """What counts on each rank where no plan says something else: the flags', then the run's.
-
-        All that can move does.
-        """
+        """What counts where no plan says something else: the flags', then the run's."""
         run = self.recorded.budgets if self.recorded else Budgets()
         return self.around.offload.over(run.over(RankSettings()))
 
@@ -104,6 +95,10 @@ class Source:
     def peak_bytes(self, rank: RankResult) -> int:
         """Return a rank's peak of `memory`."""
         return rank.peak_reserved_bytes if self.in_segments else rank.peak_device_bytes
+
+    def seen(self, step: Simulation) -> Prediction:
+        """Return the time and the peaks of a simulated step."""
+        return Prediction(step.step_us, tuple(map(self.peak_bytes, step.ranks)))
 
     def predict(self, plan: OffloadPlan) -> Prediction:
         """Return what a plan would bring, by simulating a step."""
@@ -147,23 +142,89 @@ def load_source(given: SourceOptions) -> Source:
         ConfigError: everything that is wrong with the input.
     """
     if given.model is not None and given.folder is None:
-        path = find_config(given.model, kind="models")
-        return load_model(path, given.schedule, given.machine, given.set)
+        return _described(find_config(given.model, kind="models"), given)
     if given.folder is not None and given.model is None:
-        return load_run(given.folder, given.schedule, given.machine, given.set)
+        return _profiled(given.folder, given)
     raise ConfigError("give either a run's folder or --model FILE")
 
 
-def read_machine(path: Path, gpus_per_rank: int = 1) -> dict[str, Any]:
-    """Return the section ``machine`` that a file holds.
+def _described(path: Path, given: SourceOptions) -> Source:
+    overrides = given.set
+    if given.schedule is not None:
+        overrides = (*overrides, f"model.schedule={given.schedule}")
+    described = load_description(path, overrides)
+    if given.machine is not None:
+        section = _read_machine(given.machine, described.model.tensor_parallel)
+        described = load_description(path, overrides, machine=section)
+    job = described.job()
+    return Source(
+        title=path.stem,
+        job=job,
+        profiles=tuple(profiles_of(job)),
+        around=described,
+        memory="reserved memory",
+        machine=str(given.machine or f"{path}, what it leaves out as measured with four H200s"),
+        in_segments=True,
+    )
 
-    Args:
-        path: YAML with keys of the section, or JSON of the doctor's.
-        gpus_per_rank: GPUs of a node that share a pipeline rank.
 
-    Raises:
-        ConfigError: it can't be read, or is neither.
-    """
+def _profiled(folder: Path, given: SourceOptions) -> Source:
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; give run.output of a run")
+    paths = find_profiles(folder)
+    if not paths:
+        raise ConfigError(
+            f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
+        )
+    profiles, place = _of_one_run(paths), paths[0].parent
+    facts = place / "run.json"
+    data = read_json(facts) if facts.exists() else None
+    is_simulated = isinstance(data, dict) and data.get("is_simulated") is True
+    recorded = load_recorded(place)
+    measured = place / BANDWIDTHS_NAME
+    bandwidths = load_bandwidths(measured) if measured.exists() else None
+    gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
+    section: dict[str, Any] = {}
+    if given.machine is not None:
+        section, origin = _read_machine(given.machine, gpus_per_rank), str(given.machine)
+    elif bandwidths is not None:
+        section, origin = bandwidths.machine.model_dump(), f"{measured}: {bandwidths.origin}"
+    elif is_simulated and recorded is not None:
+        section = simulated_machine(recorded.offload.simulated).model_dump()
+        origin = f"the simulated device's, by {recorded.path}"
+    else:
+        origin = f"{DEFAULTS}; --machine FILE takes others"
+    around = validate(Surroundings, apply_overrides({"machine": section}, given.set), "--set")
+    shape = profiles[0].run
+    name = given.schedule or ("interleaved" if shape.vp_size > 1 else "1f1b")
+    passes = make_schedule(name, shape.pp_size, shape.num_microbatches, shape.vp_size)
+    return Source(
+        title=folder.resolve().name,
+        job=job_of(profiles, passes, around.machine.machine(), gpus_per_rank=gpus_per_rank),
+        profiles=profiles,
+        around=around,
+        memory="saved activations" if is_simulated else "reserved memory",
+        machine=origin,
+        in_segments=False,
+        recorded=recorded,
+    )
+
+
+def find_profiles(folder: Path) -> list[Path]:
+    """Return the profiles that a run has left, in the order of ranks."""
+    for place in (folder, folder / "with_offload"):  # where a comparison keeps the run that moves
+        paths = {
+            int(match[1]): path
+            for path in (place.iterdir() if place.is_dir() else ())
+            if (match := _PROFILE_NAME.fullmatch(path.name))
+        }
+        if paths:
+            return [paths[rank] for rank in sorted(paths)]
+    return []
+
+
+def _read_machine(path: Path, gpus_per_rank: int) -> dict[str, Any]:
+    """Return the section ``machine`` of a YAML file, or of the doctor's JSON."""
     if path.suffix != ".json":
         section = load_yaml(path)
         if section and not section.keys() & MachineDescription.model_fields.keys():
@@ -181,101 +242,6 @@ def read_machine(path: Path, gpus_per_rank: int = 1) -> dict[str, Any]:
     if not profile.gpus:
         raise ConfigError(f"{path} is of a machine without a GPU")
     return measured_machine([profile], gpus_per_rank).model_dump()
-
-
-def load_model(
-    path: Path,
-    schedule: str | None = None,
-    machine: Path | None = None,
-    overrides: Sequence[str] = (),
-) -> Source:
-    """Return the job that a file describes; arguments are those of the command line.
-
-    Raises:
-        ConfigError: as for `load_source`.
-    """
-    if schedule is not None:
-        overrides = (*overrides, f"model.schedule={schedule}")
-    described = load_description(path, overrides)
-    if machine is not None:
-        section = read_machine(machine, described.model.tensor_parallel)
-        described = load_description(path, overrides, machine=section)
-    job = described.job()
-    return Source(
-        title=path.stem,
-        job=job,
-        profiles=tuple(profiles_of(job)),
-        around=described,
-        memory="reserved memory",
-        machine=str(machine or f"{path}, what it leaves out as measured with four H200s"),
-        in_segments=True,
-    )
-
-
-def load_run(
-    folder: Path,
-    schedule: str | None = None,
-    machine: Path | None = None,
-    overrides: Sequence[str] = (),
-) -> Source:
-    """Return the job that the profiles in a run's folder show; arguments as for `load_model`.
-
-    Raises:
-        ConfigError: as for `load_source`.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give run.output of a run")
-    paths = find_profiles(folder)
-    if not paths:
-        raise ConfigError(
-            f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
-        )
-    profiles, place = _of_one_run(paths), paths[0].parent
-    is_simulated = _is_simulated(place / "run.json")
-    recorded = load_recorded(place)
-    measured = place / BANDWIDTHS_NAME
-    bandwidths = load_bandwidths(measured) if measured.exists() else None
-    gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
-    section: Mapping[str, Any] = {}
-    if machine is not None:
-        section, origin = read_machine(machine, gpus_per_rank), str(machine)
-    elif bandwidths is not None:
-        section = bandwidths.machine.model_dump()
-        origin = f"{measured}: {bandwidths.origin}"
-    elif is_simulated and recorded is not None:
-        section = simulated_machine(recorded.offload.simulated).model_dump()
-        origin = f"the simulated device's, by {recorded.path}"
-    else:
-        origin = f"{DEFAULTS}; --machine FILE takes others"
-    data = apply_overrides({"machine": dict(section)}, overrides)
-    around = validate(Surroundings, data, "--set")
-    shape = profiles[0].run
-    name = schedule or ("interleaved" if shape.vp_size > 1 else "1f1b")
-    passes = make_schedule(name, shape.pp_size, shape.num_microbatches, shape.vp_size)
-    job = job_of(profiles, passes, around.machine.machine(), gpus_per_rank=gpus_per_rank)
-    return Source(
-        title=folder.resolve().name,
-        job=job,
-        profiles=profiles,
-        around=around,
-        memory="saved activations" if is_simulated else "reserved memory",
-        machine=origin,
-        in_segments=False,
-        recorded=recorded,
-    )
-
-
-def find_profiles(folder: Path) -> list[Path]:
-    """Return the profiles that a run has left, in the order of ranks."""
-    for place in (folder, folder / _OFFLOADED):
-        paths = {
-            int(match[1]): path
-            for path in (place.iterdir() if place.is_dir() else ())
-            if (match := _PROFILE_NAME.fullmatch(path.name))
-        }
-        if paths:
-            return [paths[rank] for rank in sorted(paths)]
-    return []
 
 
 def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
@@ -301,9 +267,3 @@ def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
                 "have other groups: they are of different runs"
             )
     return check_profiles(by_rank.values())
-
-
-def _is_simulated(facts: Path) -> bool:
-    """Return whether a run had no GPU, as far as it has left its facts."""
-    data = read_json(facts) if facts.exists() else None
-    return isinstance(data, dict) and data.get("is_simulated") is True

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_offload.cli.source import SourceOptions, load_source
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.predict import profiles_of
 from megatron_offload.planning.profile_file import save_profile
@@ -58,6 +59,16 @@ def ran(folder, text=SMALL):
     for profile in profiles_of(job):
         save_profile(profile, folder / f"profile_{profile.run.rank}.json")
     return folder
+
+
+def load_run(folder, **options):
+    """Return what ``plan`` knows of a run."""
+    return load_source(SourceOptions(folder=folder, **options))
+
+
+def load_model(path, **options):
+    """Return what ``plan`` knows of a described model."""
+    return load_source(SourceOptions(model=path, **options))
 
 
 def measured(folder, num_gpus=8):

@@ -7,10 +7,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from jobs import ROOT, SMALL, described, ran, run_without
+from jobs import ROOT, SMALL, described, load_model, load_run, ran, run_without
 
 from megatron_offload.cli.main import main
-from megatron_offload.cli.source import load_model, load_run
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.description import load_description

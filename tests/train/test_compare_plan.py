@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cli.jobs import SMALL, ran
+from cli.jobs import SMALL, load_run, ran
 
 from megatron_offload.cli.compare_runs import _plan
-from megatron_offload.cli.source import load_run
 from megatron_offload.planning.plan_file import load_plan, save_plan
 from megatron_offload.planning.policy import RatioPolicy
 from megatron_offload.report.tradeoff import read_tradeoff

@@ -9,12 +9,14 @@ import pytest
 
 from megatron_offload.cli import report
 from megatron_offload.cli.main import main
+from megatron_offload.config import validate
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import Span, StepTrace, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
+from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import RunFacts
 
@@ -88,7 +90,7 @@ def test_the_page_s_folder_is_made(tmp_path):
     assert main(["report", str(folder), "--output", str(page)]) == 0
     assert page.exists()
     with pytest.raises(ConfigError, match="is a folder; name a file"):
-        report.write(folder, tmp_path)
+        report.write_page(folder, tmp_path)
 
 
 def test_the_profiled_step_is_said_to_be_left_out_of_peaks(tmp_path):
@@ -100,7 +102,7 @@ def test_the_profiled_step_is_said_to_be_left_out_of_peaks(tmp_path):
         "38.0 MiB there."
     )
     assert found.left_out == said
-    page = report.write(folder).read_text()
+    page = report.write_page(folder).read_text()
     assert f"over its usual steps. {said}" in page
     assert "over all steps" not in page
 
@@ -128,7 +130,7 @@ def test_what_the_run_did_is_a_measured_point_beside_predicted_ones(tmp_path):
     assert (ours.label, ours.peak_bytes, ours.step_time_percent) == ("this run", 9 * MIB, None)
     assert not ours.is_predicted
     assert not ours.is_plan
-    page = report.write(folder).read_text()
+    page = report.write_page(folder).read_text()
     assert "today" not in page
     assert "the plan (auto) (a plan that the run did not follow)" in page
     assert "measured memory; its time was not" in page
@@ -144,18 +146,16 @@ def test_a_plan_that_the_run_followed_is_said_to_be(tmp_path, kind):
     found = report.read_report(folder)
     assert found.plan == plan
     assert found.plan_is_followed
-    assert "The run followed it." in report.write(folder).read_text()
+    assert "The run followed it." in report.write_page(folder).read_text()
 
 
 def test_a_plan_that_was_made_of_a_comparison_later_is_none_that_the_run_followed(tmp_path):
     folder = tmp_path / "run"
     for name in ("without_offload", "with_offload"):
         write_run(folder / name)
-    (folder / "config.yaml").write_text("offload: {policy: {kind: auto}}")
     write_plan(folder / "plan.json")
-    plan, is_followed = report._plan(
-        folder / "with_offload", folder, report._config(folder / "config.yaml")
-    )
+    config = validate(TrainConfig, {"offload": {"policy": {"kind": "auto"}}}, "it")
+    plan, is_followed = report._plan(folder / "with_offload", folder, config)
     assert plan is not None
     assert not is_followed
 

@@ -6,10 +6,10 @@ import json
 import statistics
 
 import pytest
+from cli.jobs import load_run
 from training_runs import numbers, run, words
 
 from megatron_offload.autotune.cost import most_steps
-from megatron_offload.cli.source import load_run
 from megatron_offload.config import validate
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError

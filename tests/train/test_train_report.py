@@ -92,7 +92,7 @@ def test_a_single_run_has_a_report_too(compared, tmp_path):
     assert found.num_steps == 4
     assert found.memory[0].by_rank[0].without is None
     assert found.commands[0].startswith("megatron-offload train ")
-    assert report.write(folder).read_text().count('<figure class="timeline">') == 2
+    assert report.write_page(folder).read_text().count('<figure class="timeline">') == 2
 
 
 def test_points_of_a_tradeoff_are_shown(folder):
@@ -106,7 +106,7 @@ def test_a_plan_is_shown(folder):
     plan = OffloadPlan("memory_target", 2, 2, (RankPlan((choice,)), RankPlan((choice,))))
     save_plan(plan, folder / "plan.json")
     assert report.read_report(folder).plan == plan
-    text = report.write(folder).read_text()
+    text = report.write_page(folder).read_text()
     assert "frees most" in text
     assert "memory_target" in text
 
@@ -150,7 +150,7 @@ def test_a_damaged_file_is_an_error_and_no_gap(folder, name, content, expected):
     before = (folder / "report.html").read_bytes()
     (folder / name).write_text(content)
     with pytest.raises(ConfigError, match=expected):
-        report.write(folder)
+        report.write_page(folder)
     assert (folder / "report.html").read_bytes() == before
 
 
