@@ -20,7 +20,7 @@ from megatron_offload.core.policy_config import (
 )
 from megatron_offload.core.profile import RunShape, StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.errors import ConfigError, TargetError
+from megatron_offload.errors import ConfigError
 from megatron_offload.machine.agreement import JobMachines, agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.job_ranks import gather
@@ -34,8 +34,6 @@ from megatron_offload.planning.bandwidths import (
 from megatron_offload.planning.make_policy import resources_of
 from megatron_offload.planning.memory_target import MemoryPlanner
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
-from megatron_offload.planning.plan_file import parse_plan, plan_to_json
-from megatron_offload.planning.profile_file import parse_profile, profile_to_json
 from megatron_offload.planning.schedule import Schedule, make_schedule
 
 __all__ = ["ProfilePlanner", "RunPlanner", "agree_on_bandwidths", "planning_policy"]
@@ -45,22 +43,11 @@ _logger = logging.getLogger(__name__)
 _MOST_REASON = 1000
 """Letters of an error that a plan repeats."""
 
-_ERROR_MARK = "error: "
-"""Begins what a rank says that has no profile; JSON begins otherwise."""
-
-_ERRORS: dict[str, type[ConfigError]] = {"error": ConfigError, "target": TargetError}
-
 
 class ProfilePlanner:
-    """Plans again and again from the profiles of one step.
+    """Plans again and again from the profiles of one step, one of each pipeline rank.
 
-    Args:
-        profiles: one of each pipeline rank.
-        policy: what to aim at.
-        schedule: what the ranks run; for ``auto``, which predicts.
-
-    Raises:
-        ConfigError: the profiles can't be planned with.
+    ``schedule`` is what the ranks run; ``auto`` predicts with it.
     """
 
     def __init__(
@@ -96,8 +83,6 @@ class ProfilePlanner:
             most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
 
         Raises:
-            ConfigError: the targets are not as many as the ranks, or ``auto`` is to plan from a
-                step that moved something.
             TargetError: a rank can't be brought under its target.
         """
         if isinstance(self._planner, AutoPlanner):
@@ -111,18 +96,7 @@ class RunPlanner:
     """Plans together with all ranks, as often as it is asked; collective, as all it does.
 
     The first rank plans, from the first profile of each pipeline rank: those of other data-parallel
-    or tensor-parallel ranks are the same but for noise.
-
-    Args:
-        manager: follows the plans.
-        profile: this rank's, of one step.
-        policy: what to aim at.
-        bandwidths: what copies get; None for those of `agree_on_bandwidths`.
-        schedule: what the pipeline ranks run; None for 1F1B, interleaved with virtual stages.
-        group: all ranks that are to follow one plan; None for all there are.
-
-    Raises:
-        ConfigError: the policy is none by which a run plans for itself.
+    or tensor-parallel ranks are the same but for noise. Arguments are those of `check_plan`.
     """
 
     def __init__(
@@ -144,11 +118,11 @@ class RunPlanner:
         self._manager = manager
         self._group = group
         self._origin = bandwidths.origin
-        texts = gather(_profile_or_error(manager, profile), group)
+        found = gather(_profile_or_error(manager, profile), group)
         self._planner: ProfilePlanner | ConfigError | None = None
         if _is_first(group):
             try:
-                self._planner = _planner_of(texts, planned, bandwidths, schedule)
+                self._planner = _planner_of(found, planned, bandwidths, schedule)
             except ConfigError as error:  # which `follow` raises on all ranks
                 self._planner = error
 
@@ -160,37 +134,32 @@ class RunPlanner:
     ) -> OffloadPlan:
         """Plan on the first rank, and have the managers of all follow the plan.
 
-        Args:
-            target_bytes: of each pipeline rank; see `ProfilePlanner.plan`.
-            most_moved_bytes: likewise.
-
-        Raises:
-            ConfigError: no plan can be made; on all ranks.
-            TargetError: a rank can't be brought under its target; on all ranks.
+        Arguments and errors, the same on all ranks, are those of `ProfilePlanner.plan`.
         """
-        answer = [self._answer(target_bytes, most_moved_bytes) if self._planner is not None else ""]
+        answer = [self._answer(target_bytes, most_moved_bytes)]
         if dist.is_available() and dist.is_initialized():
             first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
             dist.broadcast_object_list(answer, src=first, group=self._group)
-        kind, _, body = answer[0].partition("\n")
-        if kind in _ERRORS:
-            raise _ERRORS[kind](body)
-        plan = parse_plan(body, "the plan of the first rank")
+        (plan,) = answer
+        if isinstance(plan, ConfigError):
+            raise plan
+        assert plan is not None
         self._manager.follow_plan(plan)
         return plan
 
-    def _answer(self, target_bytes: Sequence[int] | None, most_moved_bytes: int | None) -> str:
-        """Return what all ranks are told: an error on one is an error on all."""
+    def _answer(
+        self, target_bytes: Sequence[int] | None, most_moved_bytes: int | None
+    ) -> OffloadPlan | ConfigError | None:
+        """Return what the first rank tells all: an error on one is an error on all."""
+        if not isinstance(self._planner, ProfilePlanner):
+            return self._planner
         started = time.monotonic()
         try:
-            if isinstance(self._planner, ConfigError):
-                raise self._planner
-            assert self._planner is not None
             plan = self._planner.plan(target_bytes=target_bytes, most_moved_bytes=most_moved_bytes)
         except ConfigError as error:
-            return f"{'target' if isinstance(error, TargetError) else 'error'}\n{error}"
+            return error
         _logger.info("planning has taken %.1f s", time.monotonic() - started)
-        return "plan\n" + plan_to_json(replace(plan, bandwidths=self._origin))
+        return replace(plan, bandwidths=self._origin)
 
 
 def agree_on_bandwidths(
@@ -236,11 +205,7 @@ def agree_on_bandwidths(
 
 
 def planning_policy(policy: PolicyConfig | None) -> MemoryTargetConfig | AutoConfig:
-    """Return a policy by which a run plans for itself.
-
-    Raises:
-        ConfigError: it is another one, or none.
-    """
+    """Return a policy by which a run plans for itself; `ConfigError` for another, or none."""
     if not isinstance(policy, (MemoryTargetConfig, AutoConfig)):
         given = "none" if policy is None else repr(policy.kind)
         raise ConfigError(f"a run is planned by policy 'memory_target' or 'auto', got {given}")
@@ -262,29 +227,30 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
     return not is_distributed or dist.get_rank(group) == 0
 
 
-def _profile_or_error(manager: PipelineOffloadManager, profile: StepProfile) -> str:
+def _profile_or_error(
+    manager: PipelineOffloadManager, profile: StepProfile
+) -> StepProfile | ConfigError:
     """Return what this rank says of itself; one that would follow another's part has an error."""
     found, said = manager.learner.pp_rank, profile.run.pp_rank
-    if found is not None and found != said:
-        return (
-            f"{_ERROR_MARK}its profile is of pipeline rank {said}, and its groups are marked as "
-            f"those of pipeline rank {found}; give the front door that marks them pp_rank={said}"
-        )
-    return profile_to_json(profile)
+    if found is None or found == said:
+        return profile
+    return ConfigError(
+        f"its profile is of pipeline rank {said}, and its groups are marked as those of pipeline "
+        f"rank {found}; give the front door that marks them pp_rank={said}"
+    )
 
 
 def _planner_of(
-    texts: Sequence[str],
+    found: Sequence[StepProfile | ConfigError],
     policy: MemoryTargetConfig | AutoConfig,
     bandwidths: Bandwidths,
     schedule: Schedule | None,
 ) -> ProfilePlanner:
     """Return what plans from what the ranks say of themselves."""
     profiles: dict[int, StepProfile] = {}
-    for rank, text in enumerate(texts):
-        if text.startswith(_ERROR_MARK):
-            raise ConfigError(f"rank {rank}: {text.removeprefix(_ERROR_MARK)}")
-        profile = parse_profile(text, f"the profile of rank {rank}")
+    for rank, profile in enumerate(found):
+        if isinstance(profile, ConfigError):
+            raise ConfigError(f"rank {rank}: {profile}")
         profiles.setdefault(profile.run.pp_rank, profile)
     in_order = check_profiles(profiles.values())
     policy = policy.model_copy(update={"machine": bandwidths.machine})

@@ -49,10 +49,9 @@ class Next(enum.Enum):
 class CostCheck:
     """Says which step to take next, and in the end which plan stays.
 
-    Args:
-        most_slowdown_percent: of the step's time without offload.
-        num_pairs: steps of each kind that count, for each plan; at least 1.
-        moved_bytes: of the first plan; more than 0.
+    A plan that is too slow is followed by one that moves less, not by one that is predicted to be
+    quicker: the prediction was wrong. Little is lost until a link is full, and then much, so the
+    loss is taken to grow with the third power of the bytes, within `_SHARES`.
 
     Attributes:
         costs: what each plan so far was measured to cost.
@@ -80,11 +79,7 @@ class CostCheck:
         return self._steps[0][0] if self._steps else self._verdict
 
     def note(self, step_us: float) -> None:
-        """Take note of the step that `next` has asked for.
-
-        Args:
-            step_us: its length on the slowest rank, by the device's clock; more than 0.
-        """
+        """Take note of the step that `next` has asked for: its length on the slowest rank."""
         assert step_us > 0, step_us
         kind, counts = self._steps.popleft()
         if counts:
@@ -94,16 +89,9 @@ class CostCheck:
             self._verdict = self._judge(self.costs[-1])
 
     def follow_next_plan(self, moved_bytes: int) -> bool:
-        """Begin anew with the plan that was made after `Next.PLAN`, if it is worth that.
+        """Begin anew with the plan that was made after `Next.PLAN`; return whether to take steps.
 
-        It isn't where it moves no more than one that is quick enough, or nothing: then `next` is
-        the verdict.
-
-        Args:
-            moved_bytes: of that plan.
-
-        Returns:
-            Whether steps have to be taken.
+        There are none where it moves no more than one that is quick enough, or nothing.
         """
         if moved_bytes <= self._quick_bytes:
             self._verdict = self._final()
@@ -147,19 +135,15 @@ def most_steps(num_pairs: int) -> int:
 class TimeCheck:
     """Keeps a plan that costs no more than it should, or has a lesser one made.
 
-    Of the plans that were measured and cost no more the one stays that moves most; where all cost
-    more, nothing moves from then on, with a warning.
+    Where all plans cost more, nothing moves from then on, with a warning.
 
     Args:
         manager: follows the plan.
         most_slowdown_percent: of the step's time without offload.
         num_pairs: steps of each kind that count, for each plan; 0 for no check.
-        make_plan: makes a plan on all ranks together, and has the manager follow it. It is given
-            the most bytes that a step may move, over all ranks.
+        make_plan: given the most bytes that a step may move, over all ranks, makes a plan on all
+            of them together, which the manager follows.
         slowest: returns the longest of all ranks' times; collective.
-
-    Attributes:
-        plan: what the manager follows. It says what it was measured to cost once that is known.
     """
 
     plan: OffloadPlan
@@ -196,11 +180,7 @@ class TimeCheck:
             yield self._timed
 
     def note(self) -> tuple[bool, str]:
-        """Return whether it is over, and the verdict on a plan where there is one; collective.
-
-        Raises:
-            ConfigError: no new plan can be made; on all ranks.
-        """
+        """Return whether it is over, and the verdict on a plan where there is one; collective."""
         check, timed = self._check, self._timed
         assert check is not None
         assert timed is not None

@@ -79,10 +79,6 @@ class Adaptation:
         distances: those of the plan.
         least_bytes: what each has at least: the largest group, if there is room for two.
         most_bytes: what both have at most together; never more than that is asked for.
-
-    Attributes:
-        distances: those for the next step.
-        is_frozen: whether the search is over.
     """
 
     def __init__(self, distances: Distances, least_bytes: int, most_bytes: int) -> None:
@@ -100,11 +96,7 @@ class Adaptation:
         return self._trial.before if self._trial is not None else self.distances
 
     def follow(self, seen: StepObservation) -> Distances:
-        """Return the distances for the next step.
-
-        Args:
-            seen: what the last step showed, with `distances` in force.
-        """
+        """Return the distances for the next step, from what the last showed with `distances`."""
         if self.is_frozen:
             return self.distances
         trial, self._trial = self._trial, None
@@ -154,17 +146,12 @@ def _wanted(seen: StepObservation) -> list[_Change]:
 
 
 class PlanCorrection:
-    """Corrects the distances in force, one step at a time.
-
-        while not correction.is_over:
-            with correction.step():
-                train_step()  # up to and with the manager's reset
+    """Corrects the distances in force, one step at a time; nothing else may set them meanwhile.
 
     Args:
-        manager: follows a plan; nothing else may set its limits meanwhile.
+        manager: follows a plan.
         num_steps: to look at, behind a first one, in which the plan's host memory gets pinned.
-        target_bytes: most that this process should reserve; None for any, and where nobody can
-            tell.
+        target_bytes: most that this process should reserve; None for any.
     """
 
     def __init__(
@@ -191,11 +178,7 @@ class PlanCorrection:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Look at the step that is taken inside, its ``reset`` included, and correct.
-
-        Raises:
-            RuntimeError: the manager is being traced or profiled already.
-        """
+        """Look at the step that is taken inside, its ``reset`` included, and correct."""
         if self._is_first or self._search.is_frozen:
             yield
         else:
@@ -222,16 +205,9 @@ class PlanCorrection:
 
 
 class DistanceCheck:
-    """Corrects the distances of a plan, and has it say so.
+    """Corrects the distances of a plan, and has it say so; see `PlanCorrection`.
 
-    Args:
-        manager: follows the plan.
-        num_steps: as for `PlanCorrection`.
-        target_bytes: likewise.
-        gather: tells every pipeline rank's distances to all, in order; collective.
-
-    Attributes:
-        plan: what the manager follows, on this rank with the distances in force once it is over.
+    ``gather`` tells every pipeline rank's distances to all, in order; collective.
     """
 
     plan: OffloadPlan

@@ -39,12 +39,9 @@ _AIM_SHARE = 32
 class TargetCheck:
     """Says which targets to plan for, so that each rank reserves what it should.
 
-    Args:
-        target_bytes: most that each pipeline rank should reserve, in order.
-        most_plans: to measure; at least 1.
-
-    Attributes:
-        planned_bytes: for each rank the target that the plan is made for.
+    Where a rank reserves more than its target, the next plan is made for a target that is lower by
+    as much and a little more; where it reserves far less, for a higher one. What was seen to miss
+    is not planned for again. ``planned_bytes`` are the targets that the plan is made for.
     """
 
     def __init__(self, target_bytes: Sequence[int], most_plans: int) -> None:
@@ -60,14 +57,11 @@ class TargetCheck:
         return sum(max(0, reserved - target) for reserved, target in pairs)
 
     def wants_another(self, reserved_bytes: Sequence[int], moved_bytes: Sequence[int]) -> bool:
-        """Take what a plan for `planned_bytes` has shown; return whether to plan again.
+        """Take what a plan for `planned_bytes` has shown; return whether to plan for the next.
 
         Args:
             reserved_bytes: by each rank, at most.
             moved_bytes: by each rank; one that moves nothing can't do with less.
-
-        Returns:
-            Whether another plan is wanted, for what is in `planned_bytes` then.
         """
         self._num_plans_left -= 1
         before = self._measured_bytes = self.planned_bytes
@@ -78,10 +72,7 @@ class TargetCheck:
         return self.planned_bytes != before and self._num_plans_left > 0
 
     def give_way(self) -> bool:
-        """Ask for less, where no plan can be made; return whether there is less to ask for.
-
-        Ranks that were to come down come down by half of that only.
-        """
+        """Ask ranks to come down by half only; return whether that is still worth a plan."""
         before = self.planned_bytes
         self.planned_bytes = tuple(
             planned if planned >= measured else (planned + measured) // 2
@@ -119,13 +110,9 @@ class MemoryCheck:
         manager: follows the plan.
         target_bytes: most that each pipeline rank should reserve, in order.
         most_plans: to measure; 0 for no check.
-        make_plan: makes a plan for such targets on all ranks together, and has the manager follow
-            it; it raises `TargetError` on all ranks where one can't be kept.
+        make_plan: makes a plan for such targets on all ranks together, which the manager follows;
+            raises `TargetError` on all ranks where one can't be kept.
         gather: tells the most that was reserved on each pipeline rank to all, in order; collective.
-
-    Attributes:
-        plan: what the manager follows. It says what each rank was measured to reserve once that is
-            known.
     """
 
     plan: OffloadPlan

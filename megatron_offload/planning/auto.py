@@ -47,10 +47,7 @@ _RESOURCES = Resources()
 class AutoPolicy:
     """Takes the most memory off the fullest rank that costs (almost) no time.
 
-    Attributes:
-        predict: what tells the time of a plan.
-        most_slowdown_percent: of the step's time without offload.
-        resources: what the plan may use.
+    ``most_slowdown_percent`` is of the step's time without offload.
     """
 
     kind: ClassVar[str] = "auto"
@@ -60,11 +57,7 @@ class AutoPolicy:
     resources: Resources = _RESOURCES
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan of all ranks, with what was predicted of it.
-
-        Raises:
-            ConfigError: a profile is missing, lacks times, or is of a step that moved something.
-        """
+        """Return the plan of all ranks, with what was predicted of it."""
         percent = self.most_slowdown_percent
         return AutoPlanner(profiles, self.predict, percent, self.resources).plan()
 
@@ -72,14 +65,8 @@ class AutoPolicy:
 class AutoPlanner:
     """Plans one job for one bound of bytes after another.
 
-    Args:
-        profiles: those of all pipeline ranks.
-        predict: what tells the time of a plan.
-        most_slowdown_percent: of the step's time without offload.
-        resources: what the plans may use.
-
     Raises:
-        ConfigError: as for `AutoPolicy.make_plan`.
+        ConfigError: a profile is missing, lacks times, or is of a step that moved something.
     """
 
     def __init__(
@@ -103,9 +90,7 @@ class AutoPlanner:
     def plan(self, most_moved_bytes: int | None = None) -> OffloadPlan:
         """Return the plan of all ranks, with what was predicted of it.
 
-        Args:
-            most_moved_bytes: of a step, over all ranks; None for any. For a run in which a plan
-                took longer than predicted.
+        ``most_moved_bytes`` of a step, over all ranks, is for a run in which a plan took longer.
         """
         best = self._look(_NUM_TARGETS)  # nothing moves
         limit_us = best[1].step_us * (1 + self._most_slowdown_percent / 100)

@@ -50,12 +50,7 @@ class Bandwidths(StrictModel):
 
 
 def measured_machine(profiles: Sequence[MachineProfile], gpus_per_rank: int = 1) -> MachineConfig:
-    """Return what every rank of a job can count on: the numbers of the slowest GPU and machine.
-
-    Args:
-        profiles: of the job's machines, each with at least one GPU.
-        gpus_per_rank: GPUs of a machine that share a pipeline rank.
-    """
+    """Return what every rank of a job can count on: the numbers of the slowest GPU and machine."""
     rates = [gpu.rates for profile in profiles for gpu in profile.gpus]
     slowest = min(profiles, key=lambda profile: _total_gbps(profile) / len(profile.gpus))
     return MachineConfig(
@@ -83,20 +78,12 @@ def simulated_machine(device: SimulatedConfig) -> MachineConfig:
 
 
 def save_bandwidths(bandwidths: Bandwidths, path: str | Path) -> None:
-    """Write a file in the place of the one that is there, if any.
-
-    Raises:
-        OSError: it can't be written; the file that was there is untouched.
-    """
+    """Write a file in the place of the one that is there, if any."""
     replace_text(path, bandwidths.model_dump_json(indent=1) + "\n")
 
 
 def load_bandwidths(path: str | Path) -> Bandwidths:
-    """Read what `save_bandwidths` has written.
-
-    Raises:
-        ConfigError: it is missing, unreadable, or anything else; all that is wrong, one line each.
-    """
+    """Read what `save_bandwidths` has written; `ConfigError` says all that is wrong."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold bandwidths, got a {type(data).__name__}")

@@ -100,11 +100,7 @@ class Problem:
         return self.peak_bytes(self.movable)
 
     def check(self) -> None:
-        """See that some choice keeps the target.
-
-        Raises:
-            ConfigError: none does; the text says by how much.
-        """
+        """Raise `ConfigError`, which says by how much, where no choice keeps the target."""
         least_bytes = self.least_peak_bytes()
         if least_bytes > self.target_bytes:
             raise ConfigError(
@@ -115,13 +111,9 @@ class Problem:
 
 
 class Solution(NamedTuple):
-    """A choice.
+    """Positions of the items that move, and how they were found.
 
-    Attributes:
-        moved: positions of the items that move.
-        moved_bytes: what they hold together, which is copied out and back.
-        method: ``"exact"``, ``"greedy"``, or ``"best found"`` of an exact search that came
-            to no end.
+    ``method`` is ``"exact"``, ``"greedy"``, or ``"best found"`` of a search that came to no end.
     """
 
     moved: frozenset[int]

@@ -87,11 +87,7 @@ class JobDescription(Surroundings):
     model: ModelDescription
 
     def job(self) -> Job:
-        """Return the step that it describes.
-
-        Raises:
-            ConfigError: there is no such schedule of these sizes.
-        """
+        """Return the step that it describes; `ConfigError` where no schedule has these sizes."""
         return job_from_model(self.model, self.machine.machine())
 
 
@@ -101,15 +97,12 @@ def load_description(
     *,
     machine: Mapping[str, Any] | None = None,
 ) -> JobDescription:
-    """Read a job.
+    """Read a job; `ConfigError` says all that is wrong, one line each.
 
     Args:
         path: the file's.
         overrides: ``section.key=value`` pairs that win over the file.
         machine: a section in the place of the file's.
-
-    Raises:
-        ConfigError: all that is wrong, one line each.
     """
     data = load_yaml(path)
     if data.keys() & _TRAINERS:

@@ -46,8 +46,7 @@ class Footprint:
         """Return the footprint of a step as it is without offload.
 
         Raises:
-            ConfigError: the step wasn't timed, something moved in it and wasn't counted, or its
-                memory was looked at elsewhere than at the boundaries of its groups.
+            ConfigError: times are missing, something moved uncounted, or samples lie elsewhere.
         """
         who = f"the profile of pipeline rank {profile.run.pp_rank}"
         if profile.groups and not (profile.times and profile.step_us > 0):

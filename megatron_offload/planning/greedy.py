@@ -34,11 +34,7 @@ _RULES: tuple[_LeavesFirst, ...] = (
 
 
 def solve_greedy(problem: Problem) -> Solution:
-    """Return a choice that keeps the target and moves few bytes.
-
-    Raises:
-        ConfigError: nothing keeps the target.
-    """
+    """Return a choice that keeps the target and moves few bytes; `ConfigError` where none does."""
     problem.check()
     if not problem.demand_bytes.any():
         return Solution.of(problem, (), "greedy")

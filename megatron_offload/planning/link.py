@@ -27,12 +27,7 @@ class Rates(NamedTuple):
 
 
 class FairShare:
-    """The shares of the copies of one node.
-
-    Args:
-        machine: its limits.
-        gpus_per_rank: every copy stands for so many at the same time.
-    """
+    """The shares of the copies of one node; every copy stands for ``gpus_per_rank`` at once."""
 
     def __init__(self, machine: Machine, gpus_per_rank: int = 1) -> None:
         self._machine = machine
@@ -40,10 +35,7 @@ class FairShare:
         self._known: dict[tuple[int, int, int], Rates] = {}
 
     def rates(self, num_d2h: int, num_h2d: int, num_both: int) -> Rates:
-        """Return the rates where so many ranks copy to the host only, to the device only, or both.
-
-        A rate that no copy has is 0.
-        """
+        """Return the rates where so many ranks copy each way, or both; 0 for what none does."""
         case = (num_d2h, num_h2d, num_both)
         if case not in self._known:
             self._known[case] = self._fill(*(self._gpus_per_rank * number for number in case))

@@ -33,27 +33,12 @@ def resources_of(config: SolvedConfig) -> Resources:
 
 
 def check_installed(policy: PolicyConfig) -> None:
-    """Check that what a policy plans with is there, before anything is started.
-
-    Args:
-        policy: the section.
-
-    Raises:
-        ConfigError: a library is missing, with the extra that brings it.
-    """
+    """Raise `ConfigError`, which names the extra, where a library is missing for a policy."""
     require(*{"memory_target": ("highspy",), "auto": ("highspy", "simpy")}.get(policy.kind, ()))
 
 
 def make_policy(config: PolicyConfig, predict: Predictor | None = None) -> Policy:
-    """Return the policy that a section asks for.
-
-    Args:
-        config: the section.
-        predict: what tells the time of a plan; only ``auto`` needs it.
-
-    Raises:
-        ConfigError: ``auto`` without a way to predict.
-    """
+    """Return the policy that a section asks for; ``auto`` needs ``predict``, the time of a plan."""
     if isinstance(config, ModulesConfig):
         return ModulesPolicy(
             fraction=config.fraction,

@@ -40,13 +40,9 @@ _MACHINE = Machine()
 
 @dataclass(frozen=True)
 class Resources:
-    """What plans for memory may use.
+    """What plans for memory may use: ``gpus_per_rank`` GPUs of a node do the same at the same time.
 
-    Attributes:
-        machine: its bandwidths.
-        gpus_per_rank: GPUs of a node that do the same at the same time, such as a tensor-parallel
-            group.
-        max_inflight_bytes, prefetch_bytes: as in ``OffloadConfig``; None follows the target.
+    Both budgets are as in ``OffloadConfig``; None follows the target.
     """
 
     machine: Machine = _MACHINE
@@ -62,9 +58,7 @@ _RESOURCES = Resources()
 class MemoryTargetPolicy:
     """Fits every rank into so many bytes, and copies as little as that takes.
 
-    Attributes:
-        target_bytes: most device memory to reserve: one number for all pipeline ranks, or one each.
-        resources: what the plan may use.
+    ``target_bytes`` is the most to reserve: one number for all pipeline ranks, or one each.
     """
 
     kind: ClassVar[str] = "memory_target"
@@ -73,12 +67,7 @@ class MemoryTargetPolicy:
     resources: Resources = _RESOURCES
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan of all ranks.
-
-        Raises:
-            ConfigError: a profile is missing or lacks times.
-            TargetError: a rank can't be brought so low.
-        """
+        """Return the plan of all ranks; `TargetError` where one can't be brought so low."""
         planner = MemoryPlanner(profiles, self.resources)
         target = self.target_bytes
         targets = (target,) * len(planner.ranks) if isinstance(target, int) else target
@@ -86,19 +75,7 @@ class MemoryTargetPolicy:
 
 
 class MemoryPlanner:
-    """Plans one run for any number of targets.
-
-    Args:
-        profiles: those of all pipeline ranks.
-        resources: what the plans may use.
-        solver: finds the choice of one rank.
-
-    Attributes:
-        ranks: the footprint of each pipeline rank.
-
-    Raises:
-        ConfigError: the profiles can't be planned with.
-    """
+    """Plans one run for any number of targets; ``ranks`` are the footprints of its profiles."""
 
     def __init__(
         self,
@@ -123,11 +100,7 @@ class MemoryPlanner:
         return max(rank.peak_bytes for rank in self.ranks)
 
     def plan(self, target_bytes: Sequence[int], kind: str) -> OffloadPlan:
-        """Return a plan that keeps each rank within its target.
-
-        Args:
-            target_bytes: one for each pipeline rank.
-            kind: of the policy that asks.
+        """Return a plan, of a kind of policy, that keeps each rank within its target.
 
         Raises:
             ConfigError: the targets are not as many as the ranks.

@@ -214,16 +214,10 @@ class _Costs:
         residual_bytes: int = 0,
         gathered_bytes: int = 0,
     ) -> GroupWork:
-        """Return a linear layer's group.
+        """Return a linear layer's group, in bytes of each tensor that it saves.
 
-        Args:
-            name: the group's.
-            inputs: width of its input.
-            outputs: width of its output.
-            saved: bytes of each tensor that it saves.
-            norm_bytes: of the input of a norm that is part of it.
-            residual_bytes: of the residual that is added to its output.
-            gathered_bytes: of the input of all GPUs together.
+        ``norm_bytes`` is of the input of a norm that is part of it, ``residual_bytes`` of what is
+        added to its output, ``gathered_bytes`` of the input of all GPUs together.
         """
         tokens = self.model.sequence * self.model.microbatch
         product_us = self.us_of_flop(2.0 * tokens * inputs * outputs)
@@ -365,11 +359,7 @@ def num_parameters(model: ModelDescription, rank: int) -> int:
 def fit_achieved_share(
     model: ModelDescription, step_us: float, machine: Machine | None = None
 ) -> ModelDescription:
-    """Return the model with the ``achieved_share`` that gives a step of this time, nothing moved.
-
-    Raises:
-        ConfigError: no share up to 1 does.
-    """
+    """Return the model whose ``achieved_share`` gives a step of this time, nothing moved."""
     # The time is all but linear in 1 / share, so a secant on that is there at once.
     points: list[tuple[float, float]] = []
     inverse = 1 / model.achieved_share
@@ -387,15 +377,7 @@ def fit_achieved_share(
 
 
 def job_from_model(model: ModelDescription, machine: Machine | None = None) -> Job:
-    """Return the step of a model, from its description alone.
-
-    Args:
-        model: what it is and how it is cut.
-        machine: bandwidths; None takes those of the defaults.
-
-    Raises:
-        ConfigError: there is no such schedule of these sizes.
-    """
+    """Return the step of a model, from its description alone; without a machine by the defaults."""
     name = model.schedule or ("interleaved" if model.virtual_stages > 1 else "1f1b")
     schedule = make_schedule(
         name, model.pipeline_parallel, model.num_microbatches, model.virtual_stages

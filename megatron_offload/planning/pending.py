@@ -23,15 +23,7 @@ number; about a thousand are seen (https://stackoverflow.com/questions/53970187)
 
 
 class PendingMessages:
-    """What one rank has freed of messages in a step and can't use yet.
-
-    Args:
-        job: the step.
-        rank: pipeline rank.
-
-    Attributes:
-        num_bytes: of such memory now.
-    """
+    """What one rank has freed of messages in a step and can't use yet, as ``num_bytes``."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.num_bytes = 0
@@ -42,10 +34,7 @@ class PendingMessages:
         self._freed: deque[tuple[float, int]] = deque()
 
     def add_pass(self, one: Pass) -> None:
-        """Count a pass that the host has launched, and the messages that nothing behind it needs.
-
-        Where a stage doesn't tell its launches, nothing of its passes is counted.
-        """
+        """Count a pass that the host has launched, where its stage tells its launches."""
         num_launches = self._stages[one.stage].num_launches
         if num_launches is None:
             return

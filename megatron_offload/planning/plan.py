@@ -70,9 +70,8 @@ class MeasuredCost(NamedTuple):
         """Return what the steps of each kind say, which were taken in turn.
 
         The median of n differences of two times, each with the deviation s, errs by
-        ``sqrt(2) s * sqrt(pi / 2) / sqrt(n)``. Here s comes from the median absolute deviation of
-        the steps without offload, so that a single step which something else delayed counts for
-        nothing, as it does in the median.
+        ``sqrt(2) s * sqrt(pi / 2) / sqrt(n)``; s comes from the median absolute deviation of the
+        steps without offload, so that a single delayed step counts for nothing.
         """
         pairs = list(zip(without_us, with_us, strict=True))
         middle_us = statistics.median(without_us)
@@ -108,10 +107,7 @@ class GroupChoice(NamedTuple):
 
     @property
     def identity(self) -> _Identity:
-        """What the group is called and saves, moved or not: the same in every run of the job.
-
-        What something else keeps is found out by and by, so both parts count as one.
-        """
+        """What every run of the job has: both parts as one, as keepers are found out by and by."""
         return self.key, self.name, self.num_bytes + self.elsewhere_bytes
 
 
@@ -194,11 +190,7 @@ class OffloadPlan:
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     def check(self, profile: StepProfile) -> None:
-        """See that the plan was made for the run of a profile, as far as its rank has seen it.
-
-        Raises:
-            ConfigError: it was made for another; the text names the first difference.
-        """
+        """Raise `ConfigError`, with the first difference, unless made for a profile's run."""
         run = profile.run
         for what, planned_size, found_size in (
             ("microbatches", self.num_microbatches, run.num_microbatches),
@@ -226,11 +218,11 @@ def rank_plan(
     moved: Mapping[GroupKey, str] | str,
     **settings: Any,
 ) -> RankPlan:
-    """Return the plan of a rank from what stays.
+    """Return the plan of a rank from what stays, with reasons; groups without bytes stay anyway.
 
     Args:
         profile: its step.
-        kept: groups that stay, with reasons; groups without bytes stay in any case.
+        kept: groups that stay.
         moved: the reasons of all others, or one for all.
         **settings: further attributes of `RankPlan`.
     """
@@ -251,16 +243,7 @@ def rank_plan(
 def plan_of(
     policy: str, profiles: Collection[StepProfile], ranks: Iterable[RankPlan]
 ) -> OffloadPlan:
-    """Return the plan of all ranks.
-
-    Args:
-        policy: kind of the policy that made it.
-        profiles: those of all pipeline ranks, in order.
-        ranks: a plan for each of them.
-
-    Raises:
-        ConfigError: the profiles are not those of all ranks of one run.
-    """
+    """Return the plan of all ranks, made by a kind of policy from the profiles of one run."""
     profiles = check_profiles(profiles)
     run = profiles[0].run
     return OffloadPlan(policy, run.num_microbatches, run.vp_size, tuple(ranks))
@@ -285,10 +268,7 @@ def keep_all(plan: OffloadPlan, reason: str) -> OffloadPlan:
 
 
 def with_distances(plan: OffloadPlan, distances: Iterable[Distances]) -> OffloadPlan:
-    """Return the plan with other distances, one pair for each pipeline rank, in order.
-
-    A rank that moves nothing has none, whatever is given for it.
-    """
+    """Return the plan with one pair for each pipeline rank; one that moves nothing has none."""
     ranks = (
         replace(rank, max_inflight_bytes=inflight_bytes, prefetch_bytes=prefetch_bytes)
         if rank.moved_bytes
@@ -299,11 +279,7 @@ def with_distances(plan: OffloadPlan, distances: Iterable[Distances]) -> Offload
 
 
 def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]:
-    """Return the profiles in the order of pipeline ranks, when they are all of one run.
-
-    Raises:
-        ConfigError: one is missing, there twice, or of another run.
-    """
+    """Return the profiles by pipeline rank; `ConfigError` unless they are one run's, all of it."""
     if not profiles:
         raise ConfigError("a plan needs the profile of every pipeline rank, got none")
     in_order = tuple(sorted(profiles, key=lambda profile: profile.run.pp_rank))

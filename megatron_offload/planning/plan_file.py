@@ -57,24 +57,14 @@ _PLAN = record_model(
 
 
 def save_plan(plan: OffloadPlan, path: str | Path) -> None:
-    """Write a plan in the place of the file that is there, if any.
-
-    Raises:
-        ConfigError: it holds what `load_plan` would refuse.
-        OSError: it can't be written; the file that was there is untouched.
-    """
+    """Write a plan in the place of the file that is there; a failed write leaves that."""
     text = plan_to_json(plan)
     parse_plan(text, str(path))
     replace_text(path, text)
 
 
 def load_plan(path: str | Path) -> OffloadPlan:
-    """Read a plan.
-
-    Raises:
-        ConfigError: it is missing, unreadable, too large, or not what `save_plan` writes, groups
-            changed by hand included; all that is wrong, one line each.
-    """
+    """Read a plan; `ConfigError` says all that is wrong, one line each."""
     return parse_plan(read_text(path, limit_bytes=MAX_FILE_BYTES), str(path))
 
 
@@ -103,15 +93,7 @@ def _choice_data(choice: GroupChoice) -> dict[str, Any]:
 
 
 def parse_plan(text: str, source: str) -> OffloadPlan:
-    """Return the plan that a JSON text holds.
-
-    Args:
-        text: the JSON.
-        source: what to call it in an error, such as the file's path.
-
-    Raises:
-        ConfigError: as for `load_plan`.
-    """
+    """Return the plan that a JSON text holds; ``source`` names it in errors."""
     read = read_model(_PLAN, text, source, "a plan")
     plan = record_of(
         OffloadPlan,

@@ -28,10 +28,7 @@ class Policy(Protocol):
     kind: ClassVar[str]
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan of all ranks.
-
-        Args:
-            profiles: one of each pipeline rank, in any order.
+        """Return the plan of all ranks, from one profile of each pipeline rank, in any order.
 
         Raises:
             ConfigError: the profiles are not all of one run, or can't be planned with.
@@ -117,11 +114,7 @@ class ModulesPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RatioPolicy:
-    """A share of each rank's bytes moves: the first of them, in the order of the step.
-
-    Attributes:
-        ratio: that share, in [0, 1]: never more, and less by at most one group.
-    """
+    """A share of each rank's bytes, in [0, 1], moves: the first of them, to within one group."""
 
     kind: ClassVar[str] = "ratio"
 
@@ -150,24 +143,14 @@ class RatioPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PlanFilePolicy:
-    """A plan that was made before.
-
-    Attributes:
-        path: the file's.
-    """
+    """A plan that was made before."""
 
     kind: ClassVar[str] = "plan_file"
 
     path: str | Path
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan in the file, when it is one for these profiles.
-
-        One rank's profile will do: each checks what it has seen itself.
-
-        Raises:
-            ConfigError: the file can't be read, or its plan is for another run.
-        """
+        """Return the plan in the file, checked against the profiles; one rank's will do."""
         plan = load_plan(self.path)
         for profile in profiles:
             plan.check(profile)

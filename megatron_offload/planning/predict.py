@@ -35,12 +35,7 @@ most, with all of it, cost them 3.6 % (docs/planning.md)."""
 
 
 def settings_of(plan: OffloadPlan, default: RankSettings = _DEFAULT) -> list[RankSettings]:
-    """Return what each pipeline rank does that follows a plan.
-
-    Args:
-        plan: of all ranks.
-        default: the run's own settings, whose budgets count where the plan has none.
-    """
+    """Return what each rank of a plan does; ``default`` counts where the plan says nothing."""
     return [
         replace(
             default,
@@ -64,13 +59,7 @@ def predictor_of(
     peak_bytes_of: Callable[[RankResult], int] = attrgetter("peak_reserved_bytes"),
     default: RankSettings = _DEFAULT,
 ) -> Predictor:
-    """Return what predicts plans for a job: it simulates a step, and one with a slower link.
-
-    Args:
-        job: the step.
-        peak_bytes_of: which peak of a rank counts.
-        default: as for `settings_of`.
-    """
+    """Return what predicts plans for a job: it simulates a step, and one with a slower link."""
     slow_job = replace(job, machine=_with_slow_link(job.machine))
 
     def predict(plan: OffloadPlan) -> Prediction:
@@ -106,9 +95,6 @@ def job_of(
     """Return the step of the profiles, with peaks without offload as they were measured.
 
     What groups don't save (weights, temporaries, what the allocator can't use) is always there.
-
-    Raises:
-        ConfigError: as for `Footprint.of` and `job_from_profiles`.
     """
     peaks = [Footprint.of(profile).peak_bytes for profile in profiles]
     static = [0] * len(profiles)
@@ -139,9 +125,7 @@ def _profile(job: Job, rank: int, result: RankResult, step_us: float) -> StepPro
 class _Walk:
     """Goes through a rank's passes beside the spans of its work, and looks at each boundary.
 
-    Peaks count what was freed and can't be used yet, which PyTorch's don't: so a plan has it where
-    it is, and not the most of it always. Between passes it needs no look: the next group that runs
-    finds as much, and no more that could have moved.
+    Peaks count what was freed and can't be used yet, which PyTorch's don't.
     """
 
     def __init__(self, job: Job, rank: int, result: RankResult) -> None:

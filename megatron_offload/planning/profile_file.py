@@ -63,24 +63,14 @@ _PROFILE = record_model(
 
 
 def save_profile(profile: StepProfile, path: str | Path) -> None:
-    """Write a profile in the place of the file that is there, if any.
-
-    Raises:
-        ConfigError: it holds what `load_profile` would refuse.
-        OSError: it can't be written; the file that was there is untouched.
-    """
+    """Write a profile in the place of the file that is there; a failed write leaves that."""
     text = profile_to_json(profile)
     parse_profile(text, str(path))
     replace_text(path, text)
 
 
 def load_profile(path: str | Path) -> StepProfile:
-    """Read a profile.
-
-    Raises:
-        ConfigError: it is missing, unreadable, too large, or not what `save_profile` writes; all
-            that is wrong, one line each.
-    """
+    """Read a profile; `ConfigError` says all that is wrong, one line each."""
     return parse_profile(read_text(path, limit_bytes=MAX_FILE_BYTES), str(path))
 
 
@@ -102,15 +92,7 @@ def profile_to_json(profile: StepProfile) -> str:
 
 
 def parse_profile(text: str, source: str) -> StepProfile:
-    """Return the profile that a JSON text holds.
-
-    Args:
-        text: the JSON.
-        source: what to call it in an error, such as the file's path.
-
-    Raises:
-        ConfigError: as for `load_profile`.
-    """
+    """Return the profile that a JSON text holds; ``source`` names it in errors."""
     read = read_model(_PROFILE, text, source, "a profile")
     at_bytes = tuple(each.at_bytes for each in read.backward if each.at_bytes is not None)
     if len(at_bytes) not in (0, len(read.backward)):

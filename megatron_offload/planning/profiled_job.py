@@ -33,19 +33,11 @@ def job_from_profiles(
     output_bytes: int = 0,
     gpus_per_rank: int = 1,
 ) -> Job:
-    """Return the step that measured profiles show.
+    """Return the step that measured profiles show, one of each pipeline rank.
 
     Profile steps without stalls (no offload, or little of it): what a group waited for a copy
     can't be told from what it computed. Temporaries are in no profile; count them into
-    ``static_bytes`` where the peak matters.
-
-    Args:
-        profiles: of a timed step of each pipeline rank.
-        schedule: what they ran.
-        machine: bandwidths.
-        static_bytes: what lies on each rank all the time.
-        output_bytes: what goes from stage to stage.
-        gpus_per_rank: GPUs of a node that do the same at the same time.
+    ``static_bytes``, what lies on each rank all the time, where the peak matters.
 
     Raises:
         ConfigError: a profile has no times, or other chunks than the schedule; or the schedule

@@ -67,11 +67,7 @@ def many(model: Any, most: int = MAX_GROUPS, *, least: int = 0) -> Any:
 
 
 def read_model(model: type[BaseModel], text: str, source: str, what: str) -> Any:
-    """Return what a JSON text holds, checked.
-
-    Raises:
-        ConfigError: it is anything else; all that is wrong, one line each.
-    """
+    """Return what a JSON text holds; `ConfigError` says all that is wrong, one line each."""
     data = parse_json(text, source)
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold {what}, got a {type(data).__name__}")

@@ -44,13 +44,7 @@ _MOST_PASSES = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of one microbatch through one stage, written as in ``2F0``.
-
-    Attributes:
-        stage: stage of the whole pipeline, virtual ones counted, from 0.
-        kind: what it computes.
-        microbatch: from 0.
-    """
+    """One pass of one microbatch through one stage of the whole pipeline, as in ``2F0``."""
 
     stage: int
     kind: PassKind
@@ -97,11 +91,7 @@ class Schedule:
         return tuple(sorted({one.stage for one in self.ranks[rank]}))
 
     def in_order(self) -> Iterator[tuple[int, Pass]]:
-        """Yield all passes, with their ranks, in one order that keeps what each waits for.
-
-        Raises:
-            ConfigError: there is none; the message says where each rank is stuck.
-        """
+        """Yield all passes with their ranks in an order that can run; `ConfigError` for none."""
         done: set[Pass] = set()
         positions = [0] * self.num_ranks
         rank_of = {one.stage: rank for rank, passes in enumerate(self.ranks) for one in passes}
@@ -236,10 +226,7 @@ def interleaved_one_f_one_b(num_ranks: int, num_virtual: int, num_microbatches: 
 
 
 def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return ZB-H1: 1F1B with split backwards, the part for weights where it fills bubbles.
-
-    Rank r keeps r parts for weights waiting, so that no rank holds more than 1F1B's first.
-    """
+    """Return ZB-H1: 1F1B with split backwards; rank r keeps r parts for weights waiting."""
     ranks = []
     for rank in range(num_ranks):
         forwards = [Pass(rank, PassKind.FORWARD, m) for m in range(num_microbatches)]
@@ -279,14 +266,7 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule of a name: ``gpipe``, ``1f1b``, ``interleaved`` or ``zb-h1``.
 
-    Args:
-        name: one of these.
-        num_ranks: pipeline ranks.
-        num_microbatches: of one step.
-        num_virtual: virtual pipeline stages of each rank; above 1 for ``interleaved`` only.
-
-    Raises:
-        ConfigError: there is no such schedule, or not of these sizes.
+    ``num_virtual`` stages of each rank are above 1 for ``interleaved`` only.
     """
     if name not in _MAKERS:
         raise ConfigError(f"unknown schedule {name!r}{did_you_mean(name, _MAKERS)}")

@@ -99,13 +99,11 @@ def simulate(
 
     Args:
         job: the step.
-        settings: what each pipeline rank keeps and may hold, or the same for all; None offloads
-            nothing.
+        settings: of each pipeline rank, or the same for all; None offloads nothing.
         record: keep the spans of all streams and the bytes over time; see `RankResult.trace`.
 
     Raises:
-        ConfigError: there are not as many settings as ranks; or ranks would wait for each other, as
-            the schedule takes outputs in another order than they are handed over in.
+        ConfigError: settings are too many or too few, or the schedule's ranks wait in a circle.
     """
     num_ranks = job.schedule.num_ranks
     if settings is None or isinstance(settings, RankSettings):

@@ -56,13 +56,9 @@ this of a byte that is waited for."""
 def solve(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> Solution:
     """Return a choice that moves the fewest bytes, and of those one with the least waiting.
 
-    The search begins with what `solve_greedy` finds. Where it can't prove the fewest within its
-    limits, the answer is the best that was found. Where bytes have no large common divisor, the
+    Where the fewest can't be proven within ``time_limit_s`` for each of two searches, it is the
+    best that was found, from `solve_greedy`'s on. Where bytes have no large common divisor, the
     fewest are so up to what rounding each demand costs: a ``1 / _MOST_UNITS`` of the largest item.
-
-    Args:
-        problem: one rank's step.
-        time_limit_s: for each of the two searches.
 
     Raises:
         ConfigError: nothing keeps the target, or highspy is not installed.
@@ -140,16 +136,13 @@ class _Program:
         self._add_rows(entries, np.zeros(len(starts)), 0.0)
 
     def fewest_bytes(self, quick: frozenset[int]) -> tuple[frozenset[int] | None, bool]:
-        """Return the choice of the fewest bytes that was found, and whether none has fewer.
-
-        None where none was found. ``quick`` is a choice to begin with.
-        """
+        """Return the choice of the fewest bytes found, and whether none has fewer."""
         return self._search(quick, gap=0.0, most_nodes=_FEWEST_NODES)
 
     def least_waiting(self, fewest: frozenset[int]) -> frozenset[int] | None:
-        """Return a choice that moves no more bytes than ``fewest``, with the least waiting found.
+        """Return a choice that moves no more than ``fewest``, with the least waiting found, if any.
 
-        None where no choice was found. The program is about waiting from here on.
+        The program is about waiting from here on.
         """
         fewest_bytes = self._problem.bytes_of(fewest)
         total = fewest_bytes / self._unit
@@ -225,12 +218,8 @@ class _Program:
     ) -> tuple[frozenset[int] | None, bool]:
         """Return the positions that move, and whether this is the best choice.
 
-        None where no choice was found in time, or integers say that it fails.
-
-        Args:
-            start: positions that may move, to begin with.
-            gap: a choice this much above the least cost is as good, as a share of it.
-            most_nodes: how often the search branches at most.
+        None where no choice was found in time, or integers say that it fails. ``gap`` above the
+        least cost, as a share of it, is as good.
         """
         self._highs.setOptionValue("mip_rel_gap", gap)
         self._highs.setOptionValue("mip_max_nodes", most_nodes)

@@ -63,13 +63,7 @@ class _Queue:
 class RankStreams:
     """What became of one rank's streams.
 
-    Attributes:
-        end_us: when the compute stream was done.
-        compute_us: how long it worked.
-        stall_us: what it lost, by cause.
-        is_done: whether it has come to the program's end.
-        began_us: when it came to each op of the program; only with a trace.
-        trace: the spans of all streams, where they are kept.
+    ``began_us`` is when it came to each op of the program; it and ``trace`` only where recorded.
     """
 
     def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
@@ -101,12 +95,7 @@ class RankStreams:
 def run_streams(
     job: Job, programs: Sequence[RankProgram], *, records: bool
 ) -> tuple[list[RankStreams], int]:
-    """Run the programs of all ranks.
-
-    Returns:
-        The ranks, and how many times something had to be waited for or timed: a measure of the
-        work that no clock disturbs.
-    """
+    """Run the programs of all ranks; return them, and how many events that took."""
     ranks = [RankStreams(index, program, records=records) for index, program in enumerate(programs)]
     step = _Step(job, ranks)
     step.environment.run()

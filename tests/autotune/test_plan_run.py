@@ -31,7 +31,6 @@ from megatron_offload.planning.bandwidths import DEFAULTS, Bandwidths, simulated
 from megatron_offload.planning.make_policy import resources_of
 from megatron_offload.planning.model_cost import ModelDescription, job_from_model
 from megatron_offload.planning.predict import profiles_of
-from megatron_offload.planning.profile_file import profile_to_json
 from megatron_offload.planning.schedule import make_schedule
 
 ORDER = one_forward_one_backward(6, depth=3)
@@ -140,11 +139,11 @@ def test_the_first_profile_of_each_pipeline_rank_counts():
     job = Job().warmed_up()
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
-    text = profile_to_json(recorded.profile)
     policy = make_config(policy=TARGET).policy
     bandwidths = Bandwidths(machine=policy.machine, gpus_per_rank=1, origin="a guess")
+    mine = recorded.profile
     alone, twice = (
-        agree._planner_of(texts, policy, bandwidths, None).plan() for texts in ([text], [text] * 2)
+        agree._planner_of(found, policy, bandwidths, None).plan() for found in ([mine], [mine] * 2)
     )
     assert alone == twice
 
