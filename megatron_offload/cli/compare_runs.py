@@ -101,7 +101,7 @@ def _print(out: Console, config: TrainConfig, reports: list[RunReport], result: 
             "step": a.step,
             "loss": (a.loss, b.loss),
             "grad_norm": (a.grad_norm, b.grad_norm),
-            "equal": result.losses[index] and result.grad_norms[index],
+            "equal": result.losses_equal[index] and result.grad_norms_equal[index],
         }
         for index, (a, b) in enumerate(zip(without.steps, offloaded.steps, strict=True))
     ]

@@ -123,12 +123,7 @@ class CheckpointFolder:
         return self.path / f".{_name(step)}.part"
 
     def begin(self, step: int) -> Path:
-        """Make the empty folder that a checkpoint is written into.
-
-        Raises:
-            OSError: it can't be made.
-            ConfigError: as for `steps`.
-        """
+        """Make the empty folder that a checkpoint is written into; raises as `steps` does."""
         self._entries()
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.part_of(step)
@@ -137,12 +132,7 @@ class CheckpointFolder:
         return part
 
     def publish(self, manifest: Manifest, config: TrainConfig) -> None:
-        """Give the checkpoint that ``manifest`` describes its final name.
-
-        Args:
-            manifest: what lies in its folder, and is on disk already.
-            config: the run that wrote it.
-        """
+        """Describe a checkpoint whose tensors are on disk, and give it its final name."""
         part, path = self.part_of(manifest.step), self.path_of(manifest.step)
         replace_text(part / _MANIFEST, manifest.model_dump_json())
         replace_text(part / _CONFIG, config.model_dump_json(indent=2))
@@ -190,12 +180,7 @@ class CheckpointFolder:
 
 
 def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifest:
-    """Return what a whole checkpoint holds, if this run may go on from it.
-
-    Args:
-        path: its folder.
-        config: the run.
-        world_size: the run's ranks over all machines.
+    """Return what a whole checkpoint holds, if this run of ``world_size`` ranks may go on from it.
 
     Raises:
         ConfigError: it is damaged, or of another run.
@@ -242,11 +227,7 @@ def digest_of_file(path: Path) -> str:
 def check_files(path: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
     """Check that a checkpoint's files are those that were written with its description.
 
-    Args:
-        path: the checkpoint's folder.
-        manifest: its description.
-        part: which of ``parts`` equal shares of the files to read; ranks share them.
-        parts: how many shares there are.
+    Ranks share them: this reads one of ``parts`` shares.
 
     Raises:
         ConfigError: a file is another one, or can't be read.
@@ -289,14 +270,14 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
     """Check that ``config`` goes on computing what ``saved`` began.
 
     Offload settings may differ: they don't change a bit. ``run.steps`` may, unless the learning
-    rate hangs on it and steps are left, or the order of an indexed dataset does.
+    rate hangs on it and steps are left, or the order of an indexed dataset does: after the last
+    step of ``saved`` more steps extend a whole run, with the learning rates of the longer one.
 
     Args:
         path: the checkpoint, for the error.
         saved: the configuration that it was written under.
         config: the run's.
-        step: the checkpoint's. After the last of ``saved`` more steps extend a whole run, with the
-            learning rates of the longer one.
+        step: the checkpoint's.
 
     Raises:
         ConfigError: every key that differs, with both values.

@@ -1,24 +1,23 @@
 """Whether two runs are the same bits, and the file that says so.
 
-Owns `Comparison` and the JSON form of one. Must not know how runs are done or shown.
-
-Invariant: what was not measured in both runs is no proof, and counts as different. Read next:
-`megatron_offload.cli.compare_runs`.
+Invariant: what was not measured in both runs is no proof, and counts as different.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.config import StrictModel, validate
+from pydantic import Field
+
+from megatron_offload.config import StrictModel
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.text import read_json, replace_text
+from megatron_offload.files.strict_model import read_model
+from megatron_offload.files.text import replace_text
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import RunReport, StepRecord
+from megatron_offload.train.records import RunReport
 
 __all__ = [
     "COMPARISON_NAME",
@@ -26,7 +25,6 @@ __all__ = [
     "Comparison",
     "compare_reports",
     "read_comparison",
-    "remove_comparison",
     "write_comparison",
 ]
 
@@ -38,57 +36,65 @@ FOLDERS = ("without_offload", "with_offload")
 _MAX_BYTES = 256 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(StrictModel):
     """Two runs, step by step. Each tuple holds one answer for each step, or for each rank."""
 
-    losses: tuple[bool, ...]
-    grad_norms: tuple[bool, ...]
-    gradients: tuple[bool, ...]
-    """By rank: digests of all gradients, in every step that has them."""
-    parameters: tuple[bool, ...]
-    """By rank: digests of the final parameters."""
-    evaluations: bool
+    losses_equal: tuple[bool, ...]
+    grad_norms_equal: tuple[bool, ...]
+    gradients_equal_by_rank: tuple[bool, ...]
+    """Digests of all gradients, in every step that has them."""
+
+    parameters_equal_by_rank: tuple[bool, ...]
+    """Digests of the final parameters."""
+
+    evaluations_equal: bool
 
     @property
     def identical(self) -> bool:
         """Whether nothing differs by a single bit."""
-        parts = (self.losses, self.grad_norms, self.gradients, self.parameters)
-        return self.evaluations and all(part and all(part) for part in parts)
+        parts = (
+            self.losses_equal,
+            self.grad_norms_equal,
+            self.gradients_equal_by_rank,
+            self.parameters_equal_by_rank,
+        )
+        return self.evaluations_equal and all(part and all(part) for part in parts)
 
     @property
     def findings(self) -> dict[str, bool]:
         """Return what was compared, in words, and whether it was equal."""
+        gradients, parameters = self.gradients_equal_by_rank, self.parameters_equal_by_rank
         return {
-            f"losses of {len(self.losses)} steps": all(self.losses),
-            f"gradient norms of {len(self.grad_norms)} steps": all(self.grad_norms),
-            f"gradients of {len(self.gradients)} ranks": all(self.gradients),
-            f"final parameters of {len(self.parameters)} ranks": all(self.parameters),
-            **({} if self.evaluations else {"evaluation losses": False}),
+            f"losses of {len(self.losses_equal)} steps": all(self.losses_equal),
+            f"gradient norms of {len(self.grad_norms_equal)} steps": all(self.grad_norms_equal),
+            f"gradients of {len(gradients)} ranks": all(gradients),
+            f"final parameters of {len(parameters)} ranks": all(parameters),
+            **({} if self.evaluations_equal else {"evaluation losses": False}),
         }
 
 
 def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:
     """Compare two runs of the same configuration bit by bit."""
     steps = list(zip(without.steps, offloaded.steps, strict=True))
+    by_rank = [list(zip(a.ranks, b.ranks, strict=True)) for a, b in steps]
     return Comparison(
-        losses=tuple(_same(a.loss, b.loss) and _same_losses(a, b) for a, b in steps),
-        grad_norms=tuple(
-            all(_same(x.grad_norm, y.grad_norm) for x, y in zip(a.ranks, b.ranks, strict=True))
-            for a, b in steps
+        losses_equal=tuple(
+            _same(a.loss, b.loss) and all(_same(x.loss, y.loss) for x, y in ranks)
+            for (a, b), ranks in zip(steps, by_rank, strict=True)
         ),
-        gradients=tuple(
-            all(a.ranks[rank].gradients == b.ranks[rank].gradients for a, b in steps)
-            and without.steps[-1].ranks[rank].gradients is not None
-            for rank in range(len(without.steps[-1].ranks))
+        grad_norms_equal=tuple(
+            all(_same(x.grad_norm, y.grad_norm) for x, y in ranks) for ranks in by_rank
         ),
-        parameters=tuple(
+        gradients_equal_by_rank=tuple(
+            all(x.gradients == y.gradients for x, y in of_rank)
+            and of_rank[-1][0].gradients is not None
+            for of_rank in zip(*by_rank, strict=True)
+        ),
+        parameters_equal_by_rank=tuple(
             a == b for a, b in zip(without.parameters, offloaded.parameters, strict=True)
         ),
-        evaluations=without.evaluations.keys() == offloaded.evaluations.keys()
-        and all(
-            _same(without.evaluations[s], offloaded.evaluations[s]) for s in without.evaluations
-        ),
+        evaluations_equal=without.evaluations.keys() == offloaded.evaluations.keys()
+        and all(_same(x, offloaded.evaluations[step]) for step, x in without.evaluations.items()),
     )
 
 
@@ -101,15 +107,10 @@ class _RunFile(StrictModel):
     ranks: tuple[dict[str, Any], ...]
 
 
-class _ComparisonFile(StrictModel):
+class _ComparisonFile(Comparison):
     """The file's form."""
 
-    identical: bool
-    losses_equal: tuple[bool, ...]
-    grad_norms_equal: tuple[bool, ...]
-    gradients_equal_by_rank: tuple[bool, ...]
-    parameters_equal_by_rank: tuple[bool, ...]
-    evaluations_equal: bool
+    is_identical: bool = Field(alias="identical")
     config: dict[str, Any]
     without_offload: _RunFile
     with_offload: _RunFile
@@ -121,11 +122,7 @@ def write_comparison(
     """Write what two runs came to; return the file's path."""
     content: dict[str, Any] = {
         "identical": result.identical,
-        "losses_equal": result.losses,
-        "grad_norms_equal": result.grad_norms,
-        "gradients_equal_by_rank": result.gradients,
-        "parameters_equal_by_rank": result.parameters,
-        "evaluations_equal": result.evaluations,
+        **result.model_dump(),
         "config": config.model_dump(mode="json"),
     }
     for name, report in zip(FOLDERS, reports, strict=True):
@@ -147,44 +144,14 @@ def read_comparison(folder: Path) -> Comparison:
         ConfigError: there is no such file, or it holds something else or contradicts itself.
     """
     path = folder / COMPARISON_NAME
-    data = read_json(path, limit_bytes=_MAX_BYTES)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping, got a {type(data).__name__}")
-    file = validate(_ComparisonFile, data, str(path))
-    result = Comparison(
-        losses=file.losses_equal,
-        grad_norms=file.grad_norms_equal,
-        gradients=file.gradients_equal_by_rank,
-        parameters=file.parameters_equal_by_rank,
-        evaluations=file.evaluations_equal,
-    )
-    if result.identical is not file.identical:
+    found = read_model(_ComparisonFile, path, limit_bytes=_MAX_BYTES)
+    if found.identical is not found.is_identical:
         raise ConfigError(f"{path} contradicts itself: 'identical' is not what its parts say")
-    return result
+    return found
 
 
-def remove_comparison(folder: Path) -> bool:
-    """Remove the file of a comparison whose runs are about to be replaced; whether there was one.
-
-    Raises:
-        OSError: it can't be removed.
-    """
-    try:
-        (folder / COMPARISON_NAME).unlink()
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _same(a: float, b: float) -> bool:
-    """Compare the bits that matter: equal values of one sign, or both not a number."""
+def _same(a: float | None, b: float | None) -> bool:
+    """Compare the bits that matter: equal values of one sign, both not a number, or both None."""
+    if a is None or b is None:
+        return a is b
     return float(a).hex() == float(b).hex()
-
-
-def _same_losses(a: StepRecord, b: StepRecord) -> bool:
-    pairs = zip(a.ranks, b.ranks, strict=True)
-    return all(
-        (x.loss is None and y.loss is None)
-        or (x.loss is not None and y.loss is not None and _same(x.loss, y.loss))
-        for x, y in pairs
-    )

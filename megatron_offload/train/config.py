@@ -1,10 +1,7 @@
 """What a training run is told: model, parallelism, data, optimizer, schedule, run, offload.
 
-Owns `TrainConfig` and every check that needs no device, so that bad input fails before a process is
-started. Must not know torch or megatron-core.
-
-Invariant: a `TrainConfig` that passed `check_ranks` can be started on that many ranks.
-Read next: `megatron_offload.train.launch`.
+Invariant: a `TrainConfig` that passed `check_ranks` can be started on that many ranks. Every check
+that needs no device is made here, before a process is started.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Tokens for training: text files as bytes, or a megatron-core indexed dataset.
 
-Owns the rule that a microbatch depends on (seed, step, microbatch, data-parallel rank) and on
-nothing else, so that two runs, or two schedules, see the same tokens. Must not know the model.
-
-Invariant: a source holds no position; asking twice for the same microbatch gives the same tensors.
-Read next: `megatron_offload.train.loop`.
+Invariant: a microbatch depends on (seed, step, microbatch, data-parallel rank) and on nothing else,
+so that two runs, or two schedules, see the same tokens. A source holds no position.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ import os
 import pydoc_data
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,13 +79,8 @@ class ByteSource:
 class IndexedSource:
     """Samples of megatron-core's GPTDataset, in its own shuffled order.
 
-    Args:
-        dataset: the samples.
-        per_step: samples in one step over all data-parallel ranks.
-        micro_batch_size: samples in one microbatch.
-        dp_size: data-parallel ranks.
-        first_evaluation: where the evaluation's samples begin, behind those of training.
-        digest: of the stored data.
+    A step takes ``per_step`` of them over all data-parallel ranks; those of evaluations begin at
+    ``first_evaluation``, behind those of training.
     """
 
     def __init__(
@@ -137,11 +130,7 @@ def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
 
 
 def default_text(limit_bytes: int = _DEFAULT_TEXT_BYTES) -> bytes:
-    """Return text that every Python brings: its help topics and the standard library's sources.
-
-    Args:
-        limit_bytes: stop after this many bytes.
-    """
+    """Return text that every Python brings: its help topics and the standard library's sources."""
     topics = Path(pydoc_data.__path__[0])
     library = Path(os.__file__).parent
     parts: list[bytes] = []
@@ -212,7 +201,12 @@ def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
         blend=([prefix], None),
         split="100,0,0",
         path_to_cache=str(run.output / "dataset_cache"),
-        tokenizer=_Tokens(config.model.vocabulary),
+        tokenizer=SimpleNamespace(
+            vocab_size=config.model.vocabulary,
+            eod=config.model.vocabulary - 1,
+            pad=-1,  # no token is padding, which would be replaced in the data
+            unique_identifiers={"class": "tokens", "vocabulary": str(config.model.vocabulary)},
+        ),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -233,22 +227,7 @@ def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
 
 def _indexed_digest(prefix: str) -> str:
     """Return a digest of the index and of the size of the tokens, which may be terabytes."""
-    state = hashlib.blake2b(digest_size=16)
     with open(f"{prefix}.idx", "rb") as file:
-        while piece := file.read(1 << 24):
-            state.update(piece)
+        state = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
     state.update(str(os.path.getsize(f"{prefix}.bin")).encode())
     return state.hexdigest()
-
-
-class _Tokens:
-    """The little that GPTDataset asks of a tokenizer.
-
-    No token is padding: a padding token would be replaced in the data.
-    """
-
-    def __init__(self, vocabulary: int) -> None:
-        self.vocab_size = vocabulary
-        self.eod = vocabulary - 1
-        self.pad = -1
-        self.unique_identifiers = {"class": "tokens", "vocabulary": str(vocabulary)}

@@ -1,9 +1,7 @@
 """A digest of tensors that is taken where they lie: no gigabyte crosses to the host.
 
-Owns one function. Must not know what the tensors are.
-
-Invariant: the same bits in the same order give the same digest on every device, in every run: all
-arithmetic is on integers that wrap, so the order of a sum doesn't matter.
+The same bits in the same order give the same digest on every device, in every run: all arithmetic
+is on integers that wrap, so the order of a sum doesn't matter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Starts the ranks of a run, or joins those that torchrun started.
-
-Owns the step from one command to many processes and their reports back, and what becomes of signals
-and of failed ranks on the way. Must not know what a run does beyond `run_training`.
+"""Starts the ranks of a run, or joins those that torchrun started, and hands back their reports.
 
 Invariant: every `ConfigError` that needs no device is raised before the first process is started.
-Read next: `megatron_offload.train.loop`.
 """
 
 from __future__ import annotations
@@ -23,10 +19,10 @@ from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint_folder import CheckpointFolder
-from megatron_offload.train.comparison import remove_comparison
+from megatron_offload.train.comparison import COMPARISON_NAME
 from megatron_offload.train.config import TrainConfig, check_ranks
-from megatron_offload.train.output_folder import check_comparison, check_output, locked
 from megatron_offload.train.records import RunReport
+from megatron_offload.train.run_folder import check_comparison, check_output, locked
 from megatron_offload.train.stopping import (
     StoppedError,
     children_without_sigint,
@@ -84,7 +80,8 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
                 "is simulated and a model made for GPUs takes very long; run.device: cpu says that "
                 "this is meant"
             )
-        if comparison is not None and owner and remove_comparison(comparison):
+        if comparison is not None and owner and (comparison / COMPARISON_NAME).exists():
+            (comparison / COMPARISON_NAME).unlink()
             console(stderr=True).print(f"compare: replaces the comparison in {comparison}")
         if place is None:
             yield _start_ranks(list(runs), kind, ranks)

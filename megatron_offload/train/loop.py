@@ -1,14 +1,13 @@
 """The training loop: megatron-core's schedule, optimizer and scheduler, step after step.
 
-Owns the order of a step and what is measured in it. Must not know how processes were started.
-
 Invariant: a run with offload differs from one without only through `open_offload` and the two
-options in `megatron_offload.train.model`. Read next: `megatron_offload.train.offload`.
+options in `megatron_offload.train.model`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,9 +27,8 @@ from megatron_offload.train.data import (
     microbatches,
 )
 from megatron_offload.train.digest import digest
-from megatron_offload.train.offload import OffloadSession, open_offload
+from megatron_offload.train.offload import OffloadSession, PlannedRun, open_offload
 from megatron_offload.train.parallel import Device, Parallel, open_model_parallel
-from megatron_offload.train.planned import PlannedRun
 from megatron_offload.train.progress import StepPrinter
 from megatron_offload.train.records import (
     RankStep,
@@ -174,21 +172,21 @@ class _Trainer:
             report.steps.append(record)
             log.write(record)
             printer.step(record)
-            planned.look_back(printer)
+            printer.say(planned.look_back())
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
-                printer.evaluation(step, report.evaluations[step])
+                printer.say(f"evaluation after step {step}  loss {report.evaluations[step]:.6f}")
             ends = number or step == run.steps
             if run.checkpoint_interval and (ends or step % run.checkpoint_interval == 0):
                 # The log must reach as far as the checkpoint, whatever happens.
                 log.sync()
-                printer.saved(self._checkpoints.save(step, report.evaluations))
+                printer.say(f"saved {self._checkpoints.save(step, report.evaluations)}")
             if number and step < run.steps:
-                printer.stopped(step, number)
+                printer.say(f"{signal.Signals(number).name}; stopping after step {step}")
                 report.stopped_by = number
                 return
         if planned.is_open:
-            printer.planned("the run was over before its plan was settled; raise run.steps")
+            printer.say("the run was over before its plan was settled; raise run.steps")
         mine = (digest(self._parameters()), sum(p.numel() for p in self._parameters()))
         everyone = self._parallel.gather(mine)
         report.parameters = tuple(entry[0] for entry in everyone)
@@ -252,7 +250,7 @@ class _Trainer:
             trace.write_chrome(trace_path(run.output, trace.rank))
         if recorded is not None:
             save_profile(recorded.profile, profile_path(run.output, self._parallel.rank))
-            planned.take(recorded.profile, plans=self._config.plans)
+            planned.take(recorded.profile)
         record = merge(step, lr, self._tokens_per_step(), [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
 

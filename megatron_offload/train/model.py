@@ -1,14 +1,11 @@
-"""Builds megatron-core's own GPT, one chunk for each virtual stage, wrapped for data parallelism.
-
-Owns the translation of `TrainConfig` into megatron-core's TransformerConfig, GPTModel, optimizer
-and learning-rate scheduler. Must not know about data or the loop.
+"""Builds megatron-core's own GPT, a chunk for each virtual stage, its optimizer and scheduler.
 
 Invariant: with offload off, nothing here differs from a plain megatron-core program.
-Read next: `megatron_offload.train.loop`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -26,14 +23,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_offload.config import OffloadConfig, split_modules
-from megatron_offload.errors import ConfigError
-from megatron_offload.train.attention import ScaledDotProductAttention
+from megatron_offload.errors import ConfigError, UnsupportedCallError
 from megatron_offload.train.config import TrainConfig
 
-__all__ = ["build_chunks", "build_optimizer", "build_scheduler", "build_transformer_config"]
+__all__ = ["ScaledDotProductAttention", "build_chunks", "build_optimizer", "build_scheduler"]
 
 
 def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedDataParallel]:
@@ -42,7 +39,7 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
     Raises:
         ConfigError: TransformerEngine's layers are asked for and can't be had.
     """
-    transformer = build_transformer_config(config, device)
+    transformer = _transformer_config(config, device)
     virtual = config.parallel.virtual
     chunks = []
     for stage in range(virtual):
@@ -71,7 +68,7 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
     return wrapped
 
 
-def build_transformer_config(config: TrainConfig, device: torch.device) -> TransformerConfig:
+def _transformer_config(config: TrainConfig, device: torch.device) -> TransformerConfig:
     """Translate the model and parallel sections into megatron-core's one configuration object."""
     model, parallel = config.model, config.parallel
     dtype = _dtype(config, device)
@@ -212,3 +209,73 @@ def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamSchedu
         wd_incr_steps=steps,
         wd_incr_style="constant",
     )
+
+
+class ScaledDotProductAttention(torch.nn.Module):
+    """Causal attention; saves queries, keys, values, the output and one number for each row.
+
+    Args:
+        config: gives the dropout's probability.
+        attention_dropout: overrides that probability.
+        softmax_scale: factor of the scores; None is one over the root of a head's width.
+        _: what megatron-core's builders give besides, such as the layer's number.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *_: Any,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **__: Any,
+    ) -> None:
+        super().__init__()
+        self.dropout = float(
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *_: Any,
+        packed_seq_params: Any = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: shape [sequence, batch, heads, width of a head].
+            key: the same with as many heads as there are query groups.
+            value: like ``key``.
+            attention_mask: must be None: the mask is causal.
+            packed_seq_params: must be None.
+
+        Returns:
+            Shape [sequence, batch, heads * width of a head].
+
+        Raises:
+            UnsupportedCallError: a mask or packed sequences are given.
+        """
+        if attention_mask is not None or packed_seq_params is not None:
+            raise UnsupportedCallError(
+                "this core attention is causal over whole sequences; set model.layer_spec: "
+                "transformer_engine for masks and packed sequences"
+            )
+        probability = self.dropout if self.training else 0.0
+        dropping = get_cuda_rng_tracker().fork() if probability else contextlib.nullcontext()
+        queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        with dropping:
+            output = F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                dropout_p=probability,
+                is_causal=True,
+                scale=self.softmax_scale,
+                enable_gqa=key.shape[2] != query.shape[2],
+            )
+        return output.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)

@@ -1,7 +1,6 @@
-"""Switches offloading on for one run's model chunks, and everything back off at its end.
+"""Offloading in one run: switched on for its model chunks, looked at, planned by its own steps.
 
-Owns the order: manager first, then megatron-core's own call sites, then the extra groups that need
-module hooks. Must not know the loop. Read next: `megatron_offload.engine.manager`.
+Invariant: every rank takes the same turns at the same steps, by numbers that all of them know.
 """
 
 from __future__ import annotations
@@ -18,13 +17,31 @@ from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, 
 from megatron_offload.core.profile import RunShape, StepProfile
 from megatron_offload.core.trace import StepTrace
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.planning.bandwidths import Bandwidths
+from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths
+from megatron_offload.planning.plan_file import save_plan
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.parallel import Parallel
+from megatron_offload.train.run_folder import plan_path
 
 if TYPE_CHECKING:
     from megatron_offload.autotune.plan_run import PlanCheck
     from megatron_offload.observe.recorder import RecordedStep
+    from megatron_offload.observe.step_time import TimedStep
 
-__all__ = ["OffloadSession", "open_offload"]
+__all__ = ["OffloadSession", "PlannedRun", "open_offload"]
+
+_PLANNING = (AutoConfig, MemoryTargetConfig)
+
+_COUNTERS = (
+    "offloaded_bytes",
+    "reloaded_bytes",
+    "num_late_reloads",
+    "num_early_returns",
+    "num_refused_blocks",
+    "num_unpinnable_blocks",
+    "num_memory_shortages",
+    "peak_host_bytes",
+)
 
 
 class OffloadSession:
@@ -70,34 +87,36 @@ class OffloadSession:
 
         return profile_step(self._manager, run=run, moves=moves)
 
-    def bandwidths(self, group: Any) -> Bandwidths:
-        """Return what to plan with, measured if need be; collective over all ranks.
+    def plan(
+        self, profile: StepProfile, parallel: Parallel, config: TrainConfig
+    ) -> PlanCheck | None:
+        """Leave the bandwidths that count beside a profiled step, and plan if asked; collective.
 
-        Where the policy is one that needs none, it is what `AutoConfig` would plan with.
-        """
-        from megatron_offload.autotune.agree import agree_on_bandwidths
-
-        policy = self._policy
-        if not isinstance(policy, (AutoConfig, MemoryTargetConfig)):
-            policy = AutoConfig(kind="auto")
-        return agree_on_bandwidths(self._manager, policy, group=group)
-
-    def plan(self, profile: StepProfile, bandwidths: Bandwidths, group: Any) -> PlanCheck:
-        """Plan from a profiled step, and follow the plan from the next on; collective.
-
-        Returns the plan, and how it is held against the steps that come.
+        Whoever plans later needs the bandwidths too. Where the policy is one that needs none, they
+        are what `AutoConfig` would plan with.
 
         Args:
             profile: this rank's.
-            bandwidths: those of all ranks.
-            group: all ranks.
+            parallel: this rank's place.
+            config: the run; says whether it plans, and where its files lie.
+
+        Returns:
+            The plan, which is followed from the next step on, and what it is held against.
 
         Raises:
             ConfigError: no plan can be made; on all ranks.
         """
+        from megatron_offload.autotune.agree import agree_on_bandwidths
         from megatron_offload.autotune.plan_run import check_plan
 
-        return check_plan(self._manager, profile, self._policy, bandwidths=bandwidths, group=group)
+        group, policy = parallel.host_group, self._policy
+        plans_by = policy if isinstance(policy, _PLANNING) else AutoConfig(kind="auto")
+        bandwidths = agree_on_bandwidths(self._manager, plans_by, group=group)
+        if parallel.is_owner:
+            save_bandwidths(bandwidths, config.run.output / BANDWIDTHS_NAME)
+        if not config.plans:
+            return None
+        return check_plan(self._manager, profile, policy, bandwidths=bandwidths, group=group)
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""
@@ -107,17 +126,61 @@ class OffloadSession:
             self._manager.reset()
         stats = self._manager.last_step
         return {
-            "offloaded_bytes": stats.offloaded_bytes,
-            "reloaded_bytes": stats.reloaded_bytes,
-            "num_late_reloads": stats.num_late_reloads,
-            "num_early_returns": stats.num_early_returns,
-            "num_refused_blocks": stats.num_refused_blocks,
-            "num_unpinnable_blocks": stats.num_unpinnable_blocks,
-            "num_memory_shortages": stats.num_memory_shortages,
-            "peak_host_bytes": stats.peak_host_bytes,
+            **{name: getattr(stats, name) for name in _COUNTERS},
             "pinned_host_bytes": self._manager.host_pool.stats.slab_bytes_total,
             "groups": tuple(asdict(group) for group in stats.by_name.values()),
         }
+
+
+class PlannedRun:
+    """A run's plan: nothing before it is made, and nothing in a run that makes none."""
+
+    def __init__(self, config: TrainConfig, parallel: Parallel, session: OffloadSession) -> None:
+        self._config = config
+        self._parallel = parallel
+        self._session = session
+        self._check: PlanCheck | None = None
+        self._is_looked_at = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more steps have to tell what becomes of the plan."""
+        return self._check is not None and not self._check.is_over
+
+    def take(self, profile: StepProfile) -> None:
+        """Plan from this rank's profile as `OffloadSession.plan` does; collective."""
+        self._check = self._session.plan(profile, self._parallel, self._config)
+        self._save()
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[TimedStep | None]:
+        """Look at the step that is taken inside; its time, where that is what is looked at."""
+        self._is_looked_at = False
+        if self._check is None or self._check.is_over:
+            yield None
+            return
+        with self._check.step() as timed:
+            yield timed
+        self._is_looked_at = True
+
+    def look_back(self) -> str:
+        """Do what follows from the step that is over; collective where it was looked at.
+
+        Returns:
+            What has become of the plan, for people; empty for nothing.
+        """
+        if self._check is None or not self._is_looked_at:
+            return ""
+        self._is_looked_at = False
+        before = self._check.plan
+        text = self._check.note()
+        if self._check.plan != before:
+            self._save()
+        return text
+
+    def _save(self) -> None:
+        if self._check is not None and self._parallel.is_owner:
+            save_plan(self._check.plan, plan_path(self._config.run.output))
 
 
 @contextlib.contextmanager
@@ -148,9 +211,12 @@ def open_offload(
 
     core, extra, patterns = split_modules(offload.modules)
     manager = PipelineOffloadManager.get_instance()
-    offload = _with_one_limit(offload)
+    # Megatron's call sites bring a limit in elements of their own, against which only values that a
+    # user has set count; this settles it for module groups too.
+    limit_bytes = ByteSize(offload.smallest_tensor[0])
+    offload = offload.model_copy(update={"min_tensor_bytes": limit_bytes})
     policy = offload.policy
-    if isinstance(policy, (MemoryTargetConfig, AutoConfig)):  # the session plans
+    if isinstance(policy, _PLANNING):  # the session plans
         offload = offload.model_copy(update={"policy": None})
     if is_timed:
         simulated = offload.simulated.model_copy(update={"host_time": True})
@@ -169,12 +235,3 @@ def open_offload(
         finally:
             manager.abort()
             megatron_core.uninstall()
-
-
-def _with_one_limit(offload: OffloadConfig) -> OffloadConfig:
-    """Settle the smallest size that moves, for Megatron's groups and for module groups alike.
-
-    Megatron's call sites bring a limit in elements of their own, against which only values that a
-    user has set count.
-    """
-    return offload.model_copy(update={"min_tensor_bytes": ByteSize(offload.smallest_tensor[0])})

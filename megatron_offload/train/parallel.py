@@ -1,10 +1,6 @@
 """Process groups, devices and seeds: all that is global to a training process.
 
-Owns their setting up and taking down, in contexts that restore what they found. The only file of
-the trainer that says ``torch.cuda``. Must not know the model or the data.
-
 Invariant: two runs in one process, one after the other, start from the same state.
-Read next: `megatron_offload.train.loop`.
 """
 
 from __future__ import annotations
@@ -104,11 +100,7 @@ class Parallel:
         return gather(mine, self.host_group)
 
     def agreed(self, action: Callable[[], _T]) -> _T:
-        """Return what ``action`` returns, or raise on all ranks what it raised on one; collective.
-
-        Args:
-            action: called without arguments; may raise `ConfigError` or OSError.
-        """
+        """Return what ``action`` returns; raise a `ConfigError` or OSError of one rank on all."""
         mine: Exception | None = None
         try:
             result = action()
@@ -125,13 +117,9 @@ class Parallel:
 
 
 def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> str:
-    """Return ``"cuda"`` or ``"cpu"`` for a run.
+    """Return ``"cuda"`` or ``"cpu"`` for a run of ``local_ranks`` processes on this machine.
 
-    Args:
-        config: the run.
-        local_ranks: processes on this machine.
-        can_hide: whether the ranks are yet to be started, so that CUDA devices can be kept from
-            them.
+    Where they are yet to be started (``can_hide``), CUDA devices can be kept from them.
 
     Raises:
         ConfigError: the run asks for more or other devices than there are.

@@ -1,9 +1,6 @@
-"""What a run leaves behind: numbers of every step, gathered over ranks, bit-exact.
+"""What a run leaves behind: numbers of every step, gathered over ranks.
 
-Owns the record types and their JSON form. Must not know the model or the loop.
-
-Invariant: a floating-point number that is compared later is written as ``float.hex`` beside its
-decimal form. Read next: `megatron_offload.train.loop`.
+Invariant: a number that is compared later is written as ``float.hex`` beside its decimal form.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ LOG_NAME = "steps.jsonl"
 _MAX_LINE_BYTES = 16 * 1024**2
 """A line has some hundred bytes for each rank and each of its groups."""
 
-_TOTALS = frozenset({"offloaded_bytes", "reloaded_bytes", "num_late_reloads"})
+_TOTALS = ("offloaded_bytes", "reloaded_bytes", "num_late_reloads")
 """Keys of a line that are sums over its ranks."""
 
 
@@ -102,35 +99,17 @@ class StepRecord:
 
     def to_json(self) -> str:
         """Return one line of ``steps.jsonl``."""
-        ranks = [asdict(rank) for rank in self.ranks]
-        for rank in ranks:
-            rank["loss_hex"] = None if rank["loss"] is None else float(rank["loss"]).hex()
-        line = {
-            "step": self.step,
-            "loss": self.loss,
-            "loss_hex": float(self.loss).hex(),
-            "grad_norm": self.grad_norm,
-            "grad_norm_hex": float(self.grad_norm).hex(),
-            "lr": self.lr,
-            "step_time_s": self.step_time_s,
-            "tokens": self.tokens,
-            "offloaded_bytes": sum(rank.offloaded_bytes for rank in self.ranks),
-            "reloaded_bytes": sum(rank.reloaded_bytes for rank in self.ranks),
-            "num_late_reloads": sum(rank.num_late_reloads for rank in self.ranks),
-            "ranks": ranks,
-        }
-        return json.dumps(line)
+        line = _with_bits(asdict(self), "loss", "grad_norm")
+        ranks = line["ranks"] = [_with_bits(rank, "loss") for rank in line["ranks"]]
+        totals = {key: sum(rank[key] for rank in ranks) for key in _TOTALS}
+        return json.dumps(line | totals)
 
     @classmethod
     def from_json(cls, text: str, source: str) -> StepRecord:
         """Return the record that `to_json` made a line of.
 
-        Args:
-            text: the line.
-            source: what to call it in an error.
-
         Raises:
-            ConfigError: it is no such line.
+            ConfigError: it is no such line; ``source`` is what the error calls it.
         """
         line = parse_json(text, source, allow_nan=True)
         try:
@@ -153,6 +132,12 @@ class StepRecord:
 _STEP_RECORD = pydantic.TypeAdapter(StepRecord)
 
 
+def _with_bits(line: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Add what tells the bits of some numbers."""
+    values = {f"{key}_hex": line[key] for key in keys}
+    return line | {key: None if x is None else float(x).hex() for key, x in values.items()}
+
+
 def _from_hex(text: str | None) -> float | None:
     return None if text is None else float.fromhex(text)
 
@@ -172,12 +157,7 @@ class RunReport:
     """The signal that stopped the run before its last step; 0 for none."""
 
     def median_step_time_s(self, *, without: int = 0) -> float | None:
-        """Return the median time of a step; None without such.
-
-        Args:
-            without: a step that was not like the others, beside the first and those that were
-                profiled or measured a plan, which never are.
-        """
+        """Return the median time of a usual step other than the first and ``without``, or None."""
         usual = [step for step in self.steps if step.step != 1 and step.is_usual]
         times = [step.step_time_s for step in usual if step.step != without]
         return statistics.median(times) if times else None
@@ -253,10 +233,7 @@ def read_steps(
 class StepLog:
     """Writes ``steps.jsonl``, one line a step, on the rank that owns it; silent on the others.
 
-    Args:
-        folder: the run's; made where it is missing.
-        owner: whether this rank writes.
-        keep_bytes: how much of a file that is there to keep; the rest is cut off.
+    Of a file that is there the first ``keep_bytes`` are kept, and the rest is cut off.
     """
 
     def __init__(self, folder: Path, *, owner: bool, keep_bytes: int = 0) -> None:
@@ -283,26 +260,18 @@ class StepLog:
         if self._file is not None:
             os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        """Close the file; twice is fine."""
-        if self._file is not None:
-            self._file.close()
-
     def __enter__(self) -> StepLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def merge(step: int, lr: float, tokens: int, ranks: list[RankStep]) -> StepRecord:
-    """Make one record of a step out of every rank's.
+    """Make one record of a step, which counts from 1, out of every rank's.
 
-    Args:
-        step: counts from 1.
-        lr: learning rate that the step used.
-        tokens: tokens over all data-parallel ranks.
-        ranks: every rank's numbers.
+    ``tokens`` are those of all data-parallel ranks.
     """
     losses = [rank.loss for rank in ranks if rank.loss is not None]
     return StepRecord(

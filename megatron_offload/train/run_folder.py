@@ -1,39 +1,50 @@
-"""What a run's folder holds besides its steps: configuration, facts, timelines, profiles.
+"""A run's folder: its files' names, who may write into it, and what an earlier run has left there.
 
-Owns the names of these files and how they are written and found. Must not know what is in a
-trace or a profile, nor the loop.
-
-Invariant: ``config.yaml`` holds what was given and nothing else, so that the same command with it
-does the same run; which settings were left to the package matters to some of them.
-Read next: `megatron_offload.cli.report`, which reads the folder.
+Invariants: one run at a time writes into a folder, and what is refused is left as it was.
+``config.yaml`` holds what was given and nothing else, so that the same command with it does the
+same run; which settings were left to the package matters to some of them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import re
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
+from filelock import FileLock, Timeout
 from pydantic import Field
 
-from megatron_offload.config import StrictModel, validate
+from megatron_offload.config import StrictModel
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.text import read_json, replace_text
+from megatron_offload.files.strict_model import read_model
+from megatron_offload.files.text import replace_text
 from megatron_offload.machine.checks_software import found_version
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
+from megatron_offload.train.checkpoint_folder import CheckpointFolder, read_checkpoint
 from megatron_offload.train.comparison import COMPARISON_NAME, FOLDERS
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.parallel import Device
-from megatron_offload.train.records import LOG_NAME
+from megatron_offload.train.records import LOG_NAME, read_steps
+
+if TYPE_CHECKING:
+    from megatron_offload.train.parallel import Device
 
 __all__ = [
     "CONFIG_NAME",
     "RunFacts",
+    "check_comparison",
+    "check_output",
     "found_versions",
     "has_facts",
+    "locked",
     "main_folder",
     "plan_path",
     "prepare_folder",
@@ -46,7 +57,7 @@ __all__ = [
 
 CONFIG_NAME = "config.yaml"
 
-_FACTS_NAME = "run.json"
+_FACTS_NAME, _LOCK_NAME = "run.json", ".lock"
 _RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 _PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")
 
@@ -70,15 +81,114 @@ class RunFacts(StrictModel):
     """Of Python and of the packages that decide what a run computes."""
 
 
-def prepare_folder(config: TrainConfig, device: Device, ranks: int, *, is_new: bool) -> None:
-    """Write down what is about to run; for one rank of a run alone.
+@contextlib.contextmanager
+def locked(folders: Iterable[Path]) -> Iterator[None]:
+    """Make folders, and let no other process run into them inside this context.
+
+    The locks are those of open files, so that they end with the process, however it ends.
+
+    Raises:
+        ConfigError: a folder can't be written, or another run writes into it.
+    """
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):  # permissions alone don't tell
+                    pass
+                stack.enter_context(FileLock(folder / _LOCK_NAME, blocking=False))
+            except Timeout as error:
+                raise ConfigError(
+                    f"run.output {folder}: another run writes into it; wait until it is done, or "
+                    f"choose another run.output"
+                ) from error
+            except OSError as error:
+                raise ConfigError(
+                    f"run.output {folder} can't be written: {error.strerror}; choose another one"
+                ) from error
+        yield
+
+
+def check_output(
+    config: TrainConfig, world_size: int, *, is_resumed: bool, is_restarted: bool
+) -> None:
+    """Check that a run may write into its folder.
 
     Args:
         config: the run.
-        device: this rank's.
-        ranks: processes of the run.
-        is_new: whether the run starts over, so that an earlier one's timelines, profiles and
-            bandwidths are not its own.
+        world_size: its ranks over all machines.
+        is_resumed: whether it goes on from a checkpoint where there is one.
+        is_restarted: whether its launcher started it again by itself.
+
+    Raises:
+        ConfigError: the folder holds another run or a comparison, or a checkpoint from which this
+            run can't go on.
+    """
+    folder = config.run.output
+    logs = [folder / name / LOG_NAME for name in FOLDERS]
+    if any(os.path.lexists(path) for path in (folder / COMPARISON_NAME, *logs)):
+        raise ConfigError(
+            f"run.output {folder} holds a comparison; choose another run.output, or remove {folder}"
+        )
+    latest = CheckpointFolder(folder).latest()
+    if latest is not None:
+        if not is_resumed:
+            raise ConfigError(
+                f"run.output {folder} holds checkpoints up to {latest.name}; go on from there with "
+                f"--resume, choose another run.output, or remove {folder} to start over"
+            )
+        read_steps(folder, read_checkpoint(latest, config, world_size).step, world_size)
+        return
+    if is_restarted or not _has_steps(folder):
+        return
+    if not is_resumed:
+        raise ConfigError(
+            f"run.output {folder} holds an earlier run; choose another run.output, or remove "
+            f"{folder} to start over"
+        )
+    steps, _ = read_steps(folder)
+    if steps and steps[-1].step >= config.run.steps:
+        raise ConfigError(
+            f"run.output {folder} holds a run whose {steps[-1].step} steps are done, and no "
+            f"checkpoint to go on from (run.checkpoint_interval); choose another run.output, or "
+            f"remove {folder} to start over"
+        )
+
+
+def check_comparison(folder: Path) -> None:
+    """Check that a comparison may write into a folder, where it replaces an earlier comparison.
+
+    Raises:
+        ConfigError: the folder, or one of those that the two runs write into, holds a run of
+            another kind.
+    """
+    if _has_steps(folder):
+        raise ConfigError(
+            f"run.output {folder} holds a run ({LOG_NAME}) and not a comparison; choose another "
+            f"run.output, or remove {folder}"
+        )
+    for name in FOLDERS:
+        latest = CheckpointFolder(folder / name).latest()
+        if latest is not None:
+            raise ConfigError(
+                f"run.output {folder}: {latest} is a checkpoint, which no comparison writes; "
+                f"choose another run.output, or remove {folder / name}"
+            )
+
+
+def _has_steps(folder: Path) -> bool:
+    """Return whether a step was taken; a run that failed before its first is none."""
+    try:
+        found = os.lstat(folder / LOG_NAME)
+    except FileNotFoundError:
+        return False
+    return found.st_size > 0 or not stat.S_ISREG(found.st_mode)
+
+
+def prepare_folder(config: TrainConfig, device: Device, ranks: int, *, is_new: bool) -> None:
+    """Write down what is about to run; for one rank of a run alone.
+
+    Timelines, profiles and bandwidths of an earlier run go where this one ``is_new``.
 
     Raises:
         OSError: the folder can't be written.
@@ -104,10 +214,8 @@ def found_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run computes."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[package] = found_version(package)
-        except PackageNotFoundError:
-            continue
     return versions
 
 
@@ -128,11 +236,7 @@ def read_facts(folder: Path) -> RunFacts:
     Raises:
         ConfigError: there is no such file, or it holds something else.
     """
-    path = folder / _FACTS_NAME
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping, got a {type(data).__name__}")
-    return validate(RunFacts, data, str(path))
+    return read_model(RunFacts, folder / _FACTS_NAME)
 
 
 def main_folder(folder: Path) -> Path:

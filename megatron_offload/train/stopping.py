@@ -1,11 +1,7 @@
 """SIGTERM and SIGINT as a wish to stop, and the statuses that a stopped run ends with.
 
-Owns the signal handlers of a rank, that it doesn't outlive its parent, and the launcher's second
-thoughts. Must not know what is done about the wish.
-
 Invariant: a signal never interrupts a rank's step; whoever asks between two steps sees it. For a
-rank repeated signals mean the same as one: launchers send again what a terminal sent already. Read
-next: `megatron_offload.train.loop`, which lets all ranks agree.
+rank repeated signals mean the same as one: launchers send again what a terminal sent already.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import pytest
 from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.output_folder import check_comparison, check_output, locked
 from megatron_offload.train.records import RankStep, StepLog, merge
+from megatron_offload.train.run_folder import check_comparison, check_output, locked
 
 STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
 

@@ -13,18 +13,9 @@ from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.bandwidths import load_bandwidths
 from megatron_offload.planning.plan import Distances
 from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.train.offload import OffloadSession
-from megatron_offload.train.planned import PlannedRun
+from megatron_offload.train.offload import OffloadSession, PlannedRun
 
 AUTO = {"kind": "auto", "correction_steps": 2, "measured_steps": 1}
-
-
-class Printer:
-    def __init__(self):
-        self.texts = []
-
-    def planned(self, text):
-        self.texts.append(text)
 
 
 class Search:
@@ -46,26 +37,26 @@ class Rig:
     def __init__(self, output, rank=0, **policy):
         self.output = output
         self.job = VirtualJob(1.0).warmed_up()
-        config = SimpleNamespace(run=SimpleNamespace(output=output))
-        parallel = SimpleNamespace(rank=rank, pp_rank=0, host_group=None)
+        config = SimpleNamespace(run=SimpleNamespace(output=output), plans=True)
+        parallel = SimpleNamespace(is_owner=rank == 0, host_group=None)
         self.planned = PlannedRun(
             config,
             parallel,
             OffloadSession(self.job.manager, make_config(policy={**AUTO, **policy}).policy),
         )
-        self.printer = Printer()
+        self.texts = []
 
     def profile(self):
         with profile_step(self.job.manager, run=RUN, moves=False) as recorded:
             self.job.step()
-        self.planned.take(recorded.profile, plans=True)
-        self.planned.look_back(self.printer)
+        self.planned.take(recorded.profile)
+        assert self.planned.look_back() == ""
 
     def step(self):
         """Take a step; return whether it was measured, and whether it moved anything."""
         with self.planned.looking() as timed:
             self.job.step()
-        self.planned.look_back(self.printer)
+        self.texts += filter(None, [self.planned.look_back()])
         return timed is not None, self.job.moved_bytes[-1] > 0
 
     def distances(self):
@@ -88,7 +79,7 @@ def test_the_plan_is_corrected_then_measured_and_its_file_follows(tmp_path, monk
     planned = rig.distances()
     assert planned == rig.in_force() != Search.best
     assert [rig.step() for _ in range(3)] == [(False, True)] * 3
-    assert rig.printer.texts == ["distances corrected on pipeline ranks 0"]
+    assert rig.texts == ["distances corrected on pipeline ranks 0"]
     assert rig.distances() == rig.in_force() == Search.best
     assert load_plan(tmp_path / "plan.json").measured is None
     assert rig.planned.is_open
@@ -96,10 +87,10 @@ def test_the_plan_is_corrected_then_measured_and_its_file_follows(tmp_path, monk
     assert not rig.planned.is_open
     plan = load_plan(tmp_path / "plan.json")
     said = f"the plan costs {plan.measured}, at most 0.5 % is wanted: kept"
-    assert rig.printer.texts[1:] == [said]
+    assert rig.texts[1:] == [said]
     assert rig.distances() == rig.in_force() == Search.best
     assert rig.step() == (False, True)
-    assert len(rig.printer.texts) == 2
+    assert len(rig.texts) == 2
 
 
 def test_a_correction_that_changes_nothing_is_no_news(tmp_path):
@@ -110,7 +101,7 @@ def test_a_correction_that_changes_nothing_is_no_news(tmp_path):
         assert rig.planned.is_open, number
         rig.step()
     assert not rig.planned.is_open
-    assert rig.printer.texts == []
+    assert rig.texts == []
     assert rig.distances() == rig.in_force() == planned
 
 
