@@ -151,7 +151,7 @@ class RunPlanner:
         self, target_bytes: Sequence[int] | None, most_moved_bytes: int | None
     ) -> OffloadPlan | ConfigError | None:
         """Return what the first rank tells all: an error on one is an error on all."""
-        if not isinstance(self._planner, ProfilePlanner):
+        if self._planner is None or isinstance(self._planner, ConfigError):
             return self._planner
         started = time.monotonic()
         try:
