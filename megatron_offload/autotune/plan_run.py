@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -29,46 +29,21 @@ from megatron_offload.planning.schedule import Schedule
 
 _Said = TypeVar("_Said")
 
-__all__ = ["Check", "PlanCheck", "check_plan", "correct_plan", "plan_run"]
-
-
-class Check(Protocol):
-    """One thing that steps are looked at for."""
-
-    plan: OffloadPlan
-    """What the manager follows."""
-
-    def begin(self, plan: OffloadPlan) -> bool:
-        """Take the plan of all ranks that earlier checks left; return whether steps are needed."""
-
-    def step(self) -> AbstractContextManager[TimedStep | None]:
-        """Look at the step that is taken inside; its time, where that is what is looked at."""
-
-    def note(self) -> tuple[bool, str]:
-        """Do what follows from the last step; may be collective.
-
-        Returns:
-            Whether the check is over, and what there is to say, for people; empty for nothing.
-        """
+__all__ = ["PlanCheck", "check_plan", "correct_plan", "plan_run"]
 
 
 class PlanCheck:
-    """A plan, measured by the steps that follow it.
+    """A plan, measured by the steps that follow it; ``plan`` says what was measured so far.
 
-        while not check.is_over:
-            with check.step():
-                train_step()  # up to and with the manager's reset
-            check.note()
-
-    Args:
-        plan: of all ranks, which the manager follows.
-        checks: in the order in which they are made.
-
-    Attributes:
-        plan: what the manager follows now, with what was measured of it so far.
+    while not check.is_over:
+        with check.step():
+            train_step()  # up to and with the manager's reset
+        check.note()
     """
 
-    def __init__(self, plan: OffloadPlan, checks: Iterable[Check]) -> None:
+    def __init__(
+        self, plan: OffloadPlan, checks: Iterable[TimeCheck | MemoryCheck | DistanceCheck]
+    ) -> None:
         self.plan = plan
         self._checks = deque(checks)
         self._begin()
@@ -87,10 +62,7 @@ class PlanCheck:
         return self._checks[0].step()
 
     def note(self) -> str:
-        """Do what follows from the last step; collective.
-
-        Returns:
-            What there is to say about the plan, for people; empty for nothing.
+        """Do what follows from the last step; return what there is to say of it, if anything; collective.
 
         Raises:
             ConfigError: a new plan is wanted, and none can be made; on all ranks.
@@ -137,9 +109,6 @@ def plan_run(
         schedule: what the pipeline ranks run; by default 1F1B, interleaved with virtual stages.
         group: all ranks that are to follow one plan; None for all there are.
         moves: whether the profiled step moves what those before it have moved; not for ``auto``.
-
-    Returns:
-        The plan of all pipeline ranks.
 
     Raises:
         ConfigError: another policy is given, or no plan can be made; on all ranks.

@@ -1,29 +1,6 @@
 """A training step from the description of a dense GPT alone: bytes, FLOP and microseconds.
 
-Owns the formulas of what a layer saves and computes. Must not know torch, nor how a step is
-simulated. For the bytes and the FLOP of one GPU, with T = sequence x microbatch tokens, h the
-hidden size, k what keys take of it, f that of the MLP, w bytes a value, all over the
-tensor-parallel size (whose sequence parallelism is taken for granted):
-
-| group | saves | FLOP of the forward |
-|---|---|---|
-| attn_norm | Thw | |
-| qkv_linear | Thw | 2Th(h + 2k) |
-| core_attn | T(2h + 2k)w, and 4 bytes a token and head | 2 T sequence h (causal) |
-| attn_proj | what core_attn has saved | 2Thh |
-| mlp_norm | Thw | |
-| mlp_fc1 | Thw | 2Thf, twice that with a gate |
-| mlp_act | Tfw, twice that with a gate | |
-| mlp_fc2 | Tfw | 2Thf |
-
-A backward takes twice its forward's FLOP, half of it for weights; flash attention's takes 2.5
-times, because it computes the scores anew. What has no FLOP takes the time of its memory traffic.
-
-Sources: Narayanan et al., arXiv:2104.04473 (FLOP); Korthikanti et al., arXiv:2205.05198 (saved
-bytes, sequence parallelism); Dao et al., arXiv:2205.14135 (flash attention). What the formulas
-leave out (dropout, biases, waiting for tensor-parallel messages) is in ``achieved_share``.
-
-Read next: `megatron_offload.planning.job`.
+The formulas, with their sources, stand in docs/simulation.md.
 """
 
 from __future__ import annotations
