@@ -62,7 +62,7 @@ class PlanCheck:
         return self._checks[0].step()
 
     def note(self) -> str:
-        """Do what follows from the last step; return what there is to say of it, if anything; collective.
+        """Do what follows from the last step, and return what there is to say of it; collective.
 
         Raises:
             ConfigError: a new plan is wanted, and none can be made; on all ranks.
