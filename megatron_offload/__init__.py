@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megatron_offload.config import OffloadConfig
-    from megatron_offload.fine_grained_activation_offload import PipelineOffloadManager
+    from megatron_offload.engine.manager import PipelineOffloadManager
     from megatron_offload.fine_grained_activation_offload import (
         fine_grained_offloading_group_commit as group_commit,
     )
@@ -61,7 +61,7 @@ _HOMES = {
     "NoOpManager": ("frontends.whole_model", "NoOpManager"),
     "OffloadActivations": ("frontends.whole_model", "OffloadActivations"),
     "OffloadConfig": ("config", "OffloadConfig"),
-    "PipelineOffloadManager": ("fine_grained_activation_offload", "PipelineOffloadManager"),
+    "PipelineOffloadManager": ("engine.manager", "PipelineOffloadManager"),
     "get_act_offloading_ctx_manager": ("frontends.whole_model", "get_act_offloading_ctx_manager"),
     "get_tensor_memory": ("frontends.ratio", "get_tensor_memory"),
     "group_commit": ("fine_grained_activation_offload", "fine_grained_offloading_group_commit"),

@@ -1,40 +1,27 @@
-"""Megatron-core's documented offload API under its documented names.
+"""Megatron-core's documented offload API under its documented names, over the engine.
 
-Owns the functions, autograd functions and the interface that layers call; its classes are gathered
-from `megatron_offload.documented`. Call forms are those documented with megatron-core 0.16 and
-those of 0.17 to 0.19, served by the same callables. Must not know megatron-core itself, nor
-streams, copies or plans: every call is handed to the engine.
-
-Invariant: outside a chunk, without grad and in a recompute every function here is the identity.
-Read next: `megatron_offload.documented.manager`; `megatron_offload.integrations.megatron_core`,
-which puts this module in Megatron's place.
+Call forms are those documented with megatron-core 0.16 and those of 0.17 to 0.19, served by the
+same callables. Outside a chunk, without grad and in a recompute every function is the identity.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 from megatron_offload.backends.base import Event, Stream
-from megatron_offload.documented.chunk import ChunkOffloadHandler
-from megatron_offload.documented.manager import PipelineOffloadManager
-from megatron_offload.engine.boundary import (
-    Tensors,
-    commit_group,
-    commit_group_of,
-    start_group,
-    start_group_of,
-)
-from megatron_offload.machine.job_ranks import gather
+from megatron_offload.engine import manager as engine_manager
+from megatron_offload.engine.boundary import Tensors, commit_group, start_group
+from megatron_offload.frontends.megatron_manager import ChunkOffloadHandler, PipelineOffloadManager
 from megatron_offload.memory.tensor_pool import GPUTensorPool, OffloadTensorPool
-from megatron_offload.report.console import console, plain_table
+from megatron_offload.report.offload_summary import print_offload_summary_table
 
 __all__ = [
     "DEBUG",
@@ -61,59 +48,21 @@ __all__ = [
 ]
 
 DEBUG = False
-"""Whether `debug_rank` logs anything."""
+"""Whether `debug_rank` prints anything."""
 
 DEBUG_RANK = 0
-"""The rank that logs."""
-
-_LOGGER = logging.getLogger(__name__)
+"""The rank that prints."""
 
 
 def debug_rank(message: str) -> None:
-    """Log ``message`` at level DEBUG if `DEBUG` is set and this is rank `DEBUG_RANK`."""
-    if DEBUG and _rank() == DEBUG_RANK:
-        _LOGGER.debug(message)
+    """Print ``message`` if `DEBUG` is set and this is rank `DEBUG_RANK`."""
+    if DEBUG:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if rank == DEBUG_RANK:
+            sys.stdout.write(f"{message}\n")
 
 
-def print_offload_summary_table(
-    total_offload_bytes: Mapping[str, int],
-    local_duplicate_summary: Mapping[str, int] | None = None,
-    process_group: Any = None,
-) -> None:
-    """Print one line for each rank and one column for each group name, in MiB, on the first rank.
-
-    Collective over ``process_group`` where torch.distributed runs; without it this process stands
-    alone.
-
-    Args:
-        total_offload_bytes: this rank's bytes for each group name.
-        local_duplicate_summary: this rank's bytes for each group name that were not moved a second
-            time because another group had saved the same memory; a second table.
-        process_group: who takes part; None is everybody.
-    """
-    mine = (dict(total_offload_bytes), dict(local_duplicate_summary or {}))
-    everyone = gather(mine, process_group)
-    if len(everyone) > 1 and dist.get_rank(process_group) != 0:
-        return
-    out = console()
-    out.print(_bytes_table("Activations offloaded (MiB)", [entry[0] for entry in everyone]))
-    if any(entry[1] for entry in everyone):
-        title = "Shared with another group, moved once (MiB)"
-        out.print(_bytes_table(title, [entry[1] for entry in everyone]))
-
-
-def _bytes_table(title: str, ranks: Sequence[Mapping[str, int]]) -> Table:
-    names = sorted({name for rank in ranks for name in rank})
-    table = plain_table(title, ["rank", *names, "total"], 1)
-    sums = {name: sum(rank.get(name, 0) for rank in ranks) for name in names}
-    for label, row in [*((str(i), rank) for i, rank in enumerate(ranks)), ("all", sums)]:
-        cells = [*(row.get(name, 0) for name in names), sum(row.values())]
-        table.add_row(label, *(f"{num_bytes / 2**20:.2f}" for num_bytes in cells))
-    return table
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+_engine = engine_manager.PipelineOffloadManager.get_instance
 
 
 class OffloadTensorGroup:
@@ -172,40 +121,69 @@ class OffloadTensorGroup:
         self.total_tensor_count += 1
 
 
-class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
-    """``apply(tensor, cur_forward_chunk, name)``: open a group of a chunk, and mark its start.
-
-    It adds no node: one in front of a group would change the order in which the gradients of a
-    tensor with several consumers are summed. See `megatron_offload.engine.boundary`.
-    """
+class _Boundary(torch.autograd.Function):
+    """An autograd function that is the identity where no gradients are asked for."""
 
     @classmethod
-    def apply(cls, tensor: Tensors, cpu_offload_handler: Any, name: str | None = None) -> Tensors:
-        """Return ``tensor``, whose complete gradient says that backward has left the group."""
-        start_group_of(cpu_offload_handler, tensor, name or "")
-        return tensor
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(cls.forward).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        tensor = bound.args[1]
+        return super().apply(*bound.args[1:]) if torch.is_grad_enabled() else tensor
 
 
-class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
-    """``apply(tensor, chunk, name, forced_released_tensors, delay_offload)``: close a group.
+class FineGrainedOffloadingGroupStartFunction(_Boundary):
+    """``apply(tensor, cur_forward_chunk, name=None)``: open a group of a chunk, and mark its start.
 
-    Like its counterpart it adds no node.
+    This and its counterpart add a node to the graph, which may change the order in which the
+    gradients of a tensor with several consumers are summed, and with it the last bit. The functions
+    `fine_grained_offloading_group_start` and `fine_grained_offloading_group_commit` add none.
     """
 
-    @classmethod
-    def apply(
-        cls,
-        tensor: Tensors,
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, cpu_offload_handler: Any, name: str | None = None
+    ) -> torch.Tensor:
+        """Return an alias of ``tensor`` that is no view."""
+        with torch.enable_grad():
+            group = cpu_offload_handler.on_group_start_forward(name)
+        ctx.handler = cpu_offload_handler if group is not None else None
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Leave the group."""
+        if ctx.handler is not None:
+            ctx.handler.on_group_start_backward()
+        return grads[0], None, None
+
+
+class FineGrainedOffloadingGroupCommitFunction(_Boundary):
+    """``apply(tensor, chunk, name, forced_released_tensors, delay_offload)``: close a group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
         cur_forward_chunk: Any,
-        name: str | None,
-        forced_released_tensors: Iterable[torch.Tensor] | None = None,
+        name: str,
+        forced_released_tensors: Sequence[torch.Tensor] | None = None,
         delay_offload: bool = False,
-    ) -> Tensors:
-        """Return ``tensor``, whose complete gradient says that backward has entered the group."""
-        commit_group_of(
-            cur_forward_chunk, tensor, name, forced_released_tensors, delay=delay_offload
-        )
-        return tensor
+    ) -> torch.Tensor:
+        """Return an alias of ``tensor`` that is no view."""
+        forced = forced_released_tensors or ()
+        with torch.enable_grad():
+            group = cur_forward_chunk.commit(name, forced, delay=delay_offload)
+        ctx.handler = cur_forward_chunk if group is not None else None
+        ctx.name = name
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Enter the group."""
+        if ctx.handler is not None:
+            ctx.handler.on_group_commit_backward(ctx.name)
+        return grads[0], None, None, None, None
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
@@ -233,7 +211,7 @@ def fine_grained_offloading_group_start(tensor: Tensors, name: str | None = None
     """
     if DEBUG:
         debug_rank(f"start of group {name}")
-    return start_group(PipelineOffloadManager.get_instance(), tensor, name or "")
+    return start_group(_engine(), tensor, name or "")
 
 
 def fine_grained_offloading_group_commit(
@@ -253,13 +231,7 @@ def fine_grained_offloading_group_commit(
     """
     if DEBUG:
         debug_rank(f"commit of group {name}")
-    return commit_group(
-        PipelineOffloadManager.get_instance(),
-        tensor,
-        name,
-        forced_released_tensors,
-        delay=delay_offload,
-    )
+    return commit_group(_engine(), tensor, name, forced_released_tensors, delay=delay_offload)
 
 
 def fine_grained_offloading_group_offload(
@@ -318,13 +290,13 @@ class FineGrainedActivationOffloadingInterface:
         self.offload = offload
         self.tensor = tensor
         self.name = name
-        self._manager: PipelineOffloadManager | None = None
+        self._engine: engine_manager.PipelineOffloadManager | None = None
 
     def __enter__(self) -> Any:
         if self.offload:
             self.tensor = fine_grained_offloading_group_start(self.tensor, self.name)
-            self._manager = PipelineOffloadManager.get_instance()
-            self._manager.__enter__()
+            self._engine = _engine()
+            self._engine.__enter__()
         return self.tensor
 
     def __exit__(
@@ -335,9 +307,9 @@ class FineGrainedActivationOffloadingInterface:
     ) -> None:
         # Layers keep this object until their next forward; their input must not live as long.
         self.tensor = None
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            manager.__exit__(exc_type, exc, traceback)
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.__exit__(exc_type, exc, traceback)
 
     def group_offload(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import copy
+import pickle
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megatron_offload import fine_grained_activation_offload as facade
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine import manager as engine_manager
 from megatron_offload.engine.group import GroupState
-from megatron_offload.errors import StateError, UnsupportedCallError
+from megatron_offload.errors import StateError
 from megatron_offload.fine_grained_activation_offload import (
     ChunkOffloadHandler,
     FineGrainedActivationOffloadingInterface,
@@ -80,17 +81,45 @@ def assert_exact(x, weight, num_layers=3):
 
 
 def test_one_manager_whoever_asks(manager):
-    assert megatron_offload.PipelineOffloadManager.get_instance() is manager
-    assert engine_manager.PipelineOffloadManager.get_instance() is manager
-    assert isinstance(manager, PipelineOffloadManager)
+    assert megatron_offload.PipelineOffloadManager.get_instance() is manager.engine
+    assert engine_manager.PipelineOffloadManager.get_instance() is manager.engine
+    assert PipelineOffloadManager.get_instance() is manager
+    assert PipelineOffloadManager.OFFLOAD_MGR is manager
+    assert pickle.loads(pickle.dumps(manager)) is manager  # noqa: S301 - our own bytes
+    assert copy.deepcopy(manager) is manager
+
+
+def test_the_class_attribute_says_which_manager_the_process_has(manager, x, weight):
+    own = PipelineOffloadManager(CONFIG)
+    PipelineOffloadManager.OFFLOAD_MGR = own
+    try:
+        assert PipelineOffloadManager.get_instance() is own
+        begin(own)
+        layer(x, weight).sum().backward()
+        own.reset()
+        assert own.last_step.offloaded_bytes > 0
+        assert own.engine is engine_manager.PipelineOffloadManager.get_instance()
+        PipelineOffloadManager.OFFLOAD_MGR = None
+        new = PipelineOffloadManager.get_instance()
+        assert new is not own
+        assert new.config == CONFIG
+    finally:
+        PipelineOffloadManager.OFFLOAD_MGR = manager
+
+
+def test_what_is_the_engine_s_own_is_told(manager):
+    with pytest.raises(AttributeError, match=r"write manager\.engine\.window"):
+        manager.window  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        manager.nonsense  # noqa: B018
 
 
 def test_reset_instance_makes_a_new_one_of_the_same_class_and_configuration(manager, weight):
     manager.mark_not_offloadable(weight)
     FineGrainedActivationOffloadingInterface.reset_instance()
-    new = engine_manager.PipelineOffloadManager.get_instance()
+    new = PipelineOffloadManager.get_instance()
     assert new is not manager
-    assert type(new) is PipelineOffloadManager
+    assert new.engine is not manager.engine
     assert new.config == CONFIG
     # Models name their parameters once, so a new manager has to know them too.
     assert not begin(new).tensor_need_offloading_checker(weight.detach())
@@ -218,7 +247,7 @@ def test_forced_release_empties_what_was_copied(manager, x, weight):
     with FineGrainedActivationOffloadingInterface(True, hidden, "g") as inside:
         y = torch.tanh(inside @ weight)
     y = fine_grained_offloading_group_commit(y, "g", forced_released_tensors=[hidden])
-    manager.window.drain()
+    manager.engine.window.drain()
     assert hidden.untyped_storage().nbytes() == 0
     y.sum().backward()
     expected = reference(x.detach() * 2, weight, 1)
@@ -229,12 +258,12 @@ def test_forced_release_leaves_what_was_not_copied(manager, x, weight):
     begin(manager)
     stranger = torch.randn(8, 16)
     y = layer(x, weight, forced_released_tensors=[stranger])
-    manager.window.drain()
+    manager.engine.window.drain()
     assert stranger.untyped_storage().nbytes() == stranger.nbytes
     with torch.no_grad():
         hidden = x * 2
         layer(hidden, weight, forced_released_tensors=[hidden])
-    manager.window.drain()
+    manager.engine.window.drain()
     assert hidden.untyped_storage().nbytes() == hidden.nbytes
     y.sum().backward()
 
@@ -246,7 +275,7 @@ def test_fraction_delta_and_bound_reach_the_policy(manager):
     manager.init_model_chunk_offload_handler(2, 2, 1, 0, 100, 0.5, max_inflight_offloads=3)
     assert manager.policy.fraction == 0.5
     assert manager.policy.keep_bytes == 200
-    assert manager.cur_forward_chunk().max_inflight_groups == 3
+    assert manager.cur_forward_chunk().chunk.max_inflight_groups == 3
     assert manager.cur_forward_chunk().vpp_rank == 1
 
 
@@ -266,7 +295,7 @@ def test_at_most_so_many_groups_of_a_name_are_in_flight(manager, x, weight, boun
     y = x
     for i in range(4):
         y = layer(y, weight)
-        assert manager.window.num_inflight == min(i + 1, bound)
+        assert manager.engine.window.num_inflight == min(i + 1, bound)
     y.sum().backward()
     manager.reset()
     assert_exact(x, weight, num_layers=4)
@@ -276,10 +305,10 @@ def test_the_bound_counts_each_name_alone(manager, x, weight):
     manager.configure(CONFIG.model_copy(update={"max_inflight_bytes": 1 << 30}))
     manager.init_model_chunk_offload_handler(0, 1, 0, 0, max_inflight_offloads=1)
     y = layer(layer(layer(x, weight, "a"), weight, "b"), weight, "c")
-    assert manager.window.num_inflight == 3
+    assert manager.engine.window.num_inflight == 3
     y = layer(y, weight, "b")
     # Copies are made in order: whatever was issued before the oldest "b" is done with it.
-    assert manager.window.num_inflight == 2
+    assert manager.engine.window.num_inflight == 2
     y.sum().backward()
     manager.reset()
     assert_exact(x, weight, num_layers=4)
@@ -319,7 +348,7 @@ def test_the_later_form_delays_only_in_a_replay(manager, x, weight, in_replay):
         y = torch.tanh(inside @ weight)
     y = interface.group_offload(y, delay_offload=True)
     FineGrainedActivationOffloadingInterface.exit_replay()
-    (group,) = chunk.groups
+    (group,) = chunk.offload_groups
     assert (group.state is GroupState.RECORDING) == in_replay
     FineGrainedActivationOffloadingInterface.flush_delayed_groups()
     assert group.state is not GroupState.RECORDING
@@ -332,7 +361,7 @@ def test_the_later_form_delays_only_in_a_replay(manager, x, weight, in_replay):
 def test_the_documented_form_always_delays(manager, x, weight):
     chunk = begin(manager)
     y = layer(x, weight, delay_offload=True)
-    (group,) = chunk.groups
+    (group,) = chunk.offload_groups
     assert group.state is GroupState.RECORDING
     facade.fine_grained_offloading_group_flush_delayed_groups()
     assert group.state is not GroupState.RECORDING
@@ -388,7 +417,7 @@ def test_a_handler_of_its_own_and_the_autograd_functions(manager, x, weight):
         y = torch.tanh(y @ weight)
     y = FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, "g", [], False)
     y.sum().backward()
-    (group,) = chunk.groups
+    (group,) = chunk.offload_groups
     assert group.state is GroupState.DONE
     manager.reset()
     assert_exact(x, weight, num_layers=1)
@@ -404,7 +433,7 @@ def test_the_handlers_entry_points(manager, named):
     chunk.on_group_commit_forward(*(("g", []) if named else ([],)))
     expected = source.clone()
     del source
-    manager.window.drain()
+    manager.engine.window.drain()
     assert group.state is GroupState.ON_HOST
     chunk.on_group_commit_backward("g")
     restored = chunk.tensor_pop(record)
@@ -447,40 +476,11 @@ def test_one_tensor_to_the_host_and_back(manager):
     expected = source.clone()
     state = chunk.offload(source)
     del source
-    manager.window.drain()
-    assert manager.transfers.host_bytes == expected.nbytes
+    assert manager.engine.host_pool.stats.in_use_bytes == expected.nbytes
     assert torch.equal(chunk.reload(state), expected)
-    del state
-    assert manager.transfers.host_bytes == 0
-
-
-def test_steps_of_megatrons_bookkeeping_say_what_replaces_them(manager):
-    chunk = begin(manager)
-    calls = {
-        "init_model_chunk_offload_handler": [
-            lambda: manager.push(chunk),
-            manager.flush,
-            manager.pop_backward_chunk,
-            manager.front_backward_chunk,
-        ],
-        "there is no warm-up": [manager.post_warmup_callback],
-        "when it is committed": [
-            chunk.bulk_offload_group,
-            lambda: chunk.should_bulk_offload(None),
-            lambda: chunk.bulk_offload("g", []),
-        ],
-        "prefetch_bytes": [
-            chunk.bulk_reload_group,
-            chunk.pre_reload_last_layer,
-            chunk.bulk_reload,
-        ],
-        "open_groups": [chunk.finish_all_groups],
-        "find_group_with_name": [chunk.find_next_group],
-    }
-    for text, functions in calls.items():
-        for function in functions:
-            with pytest.raises(UnsupportedCallError, match=text):
-                function()
+    assert manager.engine.host_pool.stats.in_use_bytes == 0
+    with pytest.raises(ValueError, match="freed before"):
+        chunk.reload(state)
 
 
 # CUDA graphs, as far as they can be had without CUDA
@@ -504,11 +504,11 @@ def test_forward_record_joins_the_copies_to_the_host(manager, x, weight):
     manager.configure(CONFIG.model_copy(update={"max_inflight_bytes": 1 << 30}))
     begin(manager)
     y = layer(x, weight)
-    assert manager.window.num_inflight == 1
+    assert manager.engine.window.num_inflight == 1
     event = RecordedEvent()
     facade.fine_grained_offloading_forward_record(event)
     assert event.streams == [manager.backend.compute_stream()]
-    assert manager.window.num_inflight == 0
+    assert manager.engine.window.num_inflight == 0
     y.sum().backward()
     assert_exact(x, weight, num_layers=1)
 
@@ -523,7 +523,7 @@ def test_backward_record_joins_the_reloads(manager, x, weight, with_event):
     y = layer(y, weight)
     marked = FineGrainedOffloadingBackwardRecordFunction.apply(y, *arguments)
     assert torch.equal(marked, y)
-    manager.window.drain()
+    manager.engine.window.drain()
     marked.sum().backward()
     assert len(event.streams) == (2 if with_event else 0)
     manager.reset()
@@ -590,18 +590,17 @@ def test_the_table_needs_no_torch_distributed(capsys):
     assert "moved once" in capsys.readouterr().out
 
 
-def test_debug_messages_go_to_logging_and_only_when_on(manager, monkeypatch, caplog, x):
-    caplog.set_level(logging.DEBUG, logger=facade.__name__)
+def test_debug_messages_are_printed_and_only_when_on(manager, monkeypatch, capsys, x):
     begin(manager)
     fine_grained_offloading_group_start(x, "quiet")
     facade.debug_rank("quiet")
-    assert caplog.messages == []
+    assert capsys.readouterr().out == ""
     monkeypatch.setattr(facade, "DEBUG", True)
     fine_grained_offloading_group_start(x, "loud")
-    assert caplog.messages == ["start of group loud"]
+    assert capsys.readouterr().out == "start of group loud\n"
     monkeypatch.setattr(facade, "DEBUG_RANK", 1)
     facade.debug_rank("another rank's")
-    assert len(caplog.messages) == 1
+    assert capsys.readouterr().out == ""
 
 
 def test_a_handler_that_was_never_initialised_answers_questions_about_tensors(manager):
@@ -614,3 +613,63 @@ def test_a_handler_that_was_never_initialised_answers_questions_about_tensors(ma
     assert handler.tensor_push(parameter) is parameter
     with pytest.raises(AttributeError, match="'no_such_thing'"):
         handler.no_such_thing  # noqa: B018
+
+
+# Chunks and groups, stepped through by hand
+
+
+def weights_of(num_layers):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(16, 16, generator=generator, requires_grad=True) for _ in range(num_layers)]
+
+
+@pytest.mark.parametrize("era", ["0.16", "later"])
+@pytest.mark.parametrize("issue", ["commit", "bulk_offload", "bulk_offload_group"])
+def test_a_chunk_driven_by_hand_is_exact(manager, x, era, issue):
+    """Forward and backward of one chunk, layer by layer, through the documented methods alone."""
+    weights = weights_of(4)
+    y = x.detach().requires_grad_()
+    for weight in weights:
+        y = torch.tanh(y @ weight)
+    expected = torch.autograd.grad(y.sum(), weights)
+
+    is_later = era == "later"
+    arguments = (0, 1, 0, 0) if is_later else (1, 0, 0)
+    for _ in range(2):
+        manager.init_model_chunk_offload_handler(*arguments)
+        handler = manager.pop_forward_chunk("mlp")
+        assert manager.front_backward_chunk("mlp") is None, "no group was started"
+        y, layers = x, []
+        for weight in weights:
+            y = y.detach().requires_grad_()
+            layers.append([y])
+            group = handler.on_group_start_forward("mlp")
+            with torch.autograd.graph.saved_tensors_hooks(handler.tensor_push, handler.tensor_pop):
+                y = torch.tanh(y * 1 @ weight)
+            layers[-1].append(y)
+            assert handler.should_bulk_offload(*([group] if is_later else []))
+            if issue == "commit":
+                handler.on_group_commit_forward(*(["mlp"] if is_later else []), [])
+            elif issue == "bulk_offload":
+                handler.bulk_offload(*(["mlp"] if is_later else []), [])
+            else:
+                handler.bulk_offload_group(*([group] if is_later else []))
+            assert group.state is GroupState.ON_HOST
+        assert manager.front_backward_chunk("mlp") is handler
+        manager.pop_backward_chunk("mlp")
+        assert manager.cur_backward_chunk() is handler
+        handler.pre_reload_last_layer()
+        assert group.state is GroupState.RELOADING
+        grads, grad = [], torch.ones(8, 16)
+        for i in reversed(range(4)):
+            handler.on_group_commit_backward("mlp")
+            hidden, y = layers.pop()
+            grad, of_weight = torch.autograd.grad(y, (hidden, weights[i]), grad)
+            grads.insert(0, of_weight)
+            handler.bulk_reload()
+            handler.on_group_start_backward()
+        assert all(map(torch.equal, grads, expected))
+        assert all(g.state is GroupState.DONE for g in handler.offload_groups)
+        manager.reset()
+        assert manager.last_step.offloaded_bytes > 0
+        assert not any(manager.state_of().values())

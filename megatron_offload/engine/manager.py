@@ -89,14 +89,11 @@ class PipelineOffloadManager:
     instance: PipelineOffloadManager | None = None
     """The process's manager: None before it was asked for; may be set to another."""
 
-    instance_class: type[PipelineOffloadManager] | None = None
-    """What `get_instance` makes: the class with the documented names, once that is loaded."""
-
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """Return the process's manager, made at the first call."""
         if PipelineOffloadManager.instance is None:
-            PipelineOffloadManager.instance = (PipelineOffloadManager.instance_class or cls)()
+            PipelineOffloadManager.instance = PipelineOffloadManager()
         return PipelineOffloadManager.instance
 
     @classmethod
@@ -435,21 +432,46 @@ class PipelineOffloadManager:
         forced_released_tensors: Iterable[torch.Tensor] = (),
         *,
         delay: bool = False,
+        must_move: bool = False,
     ) -> None:
-        """Decide about a group whose forward is over, and issue its copies."""
+        """Decide about a group whose forward is over, and issue its copies.
+
+        Args:
+            group: the group, closed.
+            forced_released_tensors: their storage is emptied at the release, if it is copied.
+            delay: leave that to `flush_delayed_groups`.
+            must_move: decide nothing, it moves.
+        """
         for observer in self.observers:
             observer.group_commits(group, is_delayed=delay)
         if delay:
             self._delayed.append((group, tuple(forced_released_tensors)))
         else:
-            self._commit(group, forced_released_tensors)
+            self._commit(group, forced_released_tensors, must_move)
         for observer in self.observers:
             observer.group_committed(group)
 
     @guarded
-    def _commit(self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor]) -> None:
+    def _commit(
+        self,
+        group: OffloadGroup,
+        forced_released_tensors: Iterable[torch.Tensor],
+        must_move: bool,
+    ) -> None:
         stays_because = self._stays_because or self.learner.unlisted_because(group.name)
-        self._step.commit(group, forced_released_tensors, stays_because)
+        self._step.commit(group, forced_released_tensors, stays_because, must_move=must_move)
+
+    @guarded
+    def would_offload(self, group: OffloadGroup) -> bool:
+        """Whether a group whose forward is under way would move if it ended now."""
+        group.num_bytes = sum(block.num_bytes for block in group.blocks())
+        return not (
+            self._stays_because
+            or self.learner.unlisted_because(group.name)
+            or self.learner.keeps_because(group.key)
+            or group.key in self.learner.residents
+            or self.prefetcher.is_needed_soon(group)
+        )
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""

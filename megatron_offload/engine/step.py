@@ -137,6 +137,8 @@ class Step:
         group: OffloadGroup,
         forced_released_tensors: Iterable[torch.Tensor],
         stays_because: str,
+        *,
+        must_move: bool = False,
     ) -> None:
         """Decide about a group whose forward is over, and issue its copies.
 
@@ -144,6 +146,7 @@ class Step:
             group: the group.
             forced_released_tensors: their storage is emptied at the release, if it is copied.
             stays_because: why no group moves; empty where groups may.
+            must_move: issue them whatever the policy says.
         """
         transfers, window = self._transfers, self._window
         prefetcher, learner = self._prefetcher, self._learner
@@ -151,7 +154,8 @@ class Step:
         group.committed_at_bytes = window.step_bytes
         self.committed.append(group)
         group.chunk.committed.append(group)
-        stays_because = stays_because or learner.keeps_because(group.key)
+        stays_because = "" if must_move else stays_because or learner.keeps_because(group.key)
+        may_stay = not must_move
         self._budget.add_saved(
             group.passing_bytes,
             0 if stays_because else group.num_bytes,
@@ -163,11 +167,11 @@ class Step:
             group.advance(GroupState.RESIDENT)
         elif stays_because:
             self._keep(group, stays_because)
-        elif group.key in learner.residents:
+        elif may_stay and group.key in learner.residents:
             self._keep(group, "its backward follows soonest, and the resident room takes it")
             self._budget.resident_bytes += group.num_bytes
             group.is_resident = True
-        elif group.chunk.chooses is None and prefetcher.is_needed_soon(group):
+        elif may_stay and group.chunk.chooses is None and prefetcher.is_needed_soon(group):
             self._keep(group, "backward needs it before it could leave and come back")
             group.hold()
         else:

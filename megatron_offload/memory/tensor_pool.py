@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +26,14 @@ import torch
 from megatron_offload.backends.base import Backend, Event
 from megatron_offload.memory.storage import num_owners
 
-__all__ = ["FreeList", "GPUTensorPool", "OffloadTensorPool", "TensorPool", "TensorPoolStats"]
+__all__ = [
+    "FreeList",
+    "GPUTensorPool",
+    "OffloadTensorPool",
+    "PoolKey",
+    "TensorPool",
+    "TensorPoolStats",
+]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -231,9 +238,9 @@ class GPUTensorPool:
     ) -> None:
         self.device = torch.device(device)
         self.pin_memory = pin_memory
-        self._free: FreeList[_Key, torch.Tensor] = FreeList(retained_bytes)
+        self._free: FreeList[PoolKey, torch.Tensor] = FreeList(retained_bytes)
         # Lent tensors by identity, for each key that was ever asked for.
-        self._lent: dict[_Key, dict[int, torch.Tensor]] = {}
+        self._lent: dict[PoolKey, dict[int, torch.Tensor]] = {}
         self._stats = dict.fromkeys(_STATS, 0)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -252,7 +259,6 @@ class GPUTensorPool:
         else:
             self._stats["pool_hits"] += 1
         self._lent.setdefault(key, {})[id(tensor)] = tensor
-        self._stats["current_in_use"] += 1
         return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -275,7 +281,6 @@ class GPUTensorPool:
                 "pool, or was freed before"
             )
         self._keep(key, tensor)
-        self._stats["current_in_use"] -= 1
 
     def get_pool_status(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -290,17 +295,18 @@ class GPUTensorPool:
         Raises:
             ValueError: a shape without a dtype, or one that was never asked for.
         """
+        lent = self._num_lent()
         if shape is None:
             return {
-                "global_stats": dict(self._stats),
-                "pools": {key: self.get_pool_status(*key) for key in self._lent},
+                "global_stats": {**self._stats, "current_in_use": sum(lent.values())},
+                "pools": {key: self.get_pool_status(*key) for key in lent},
             }
         if dtype is None:
             raise ValueError("a shape needs its dtype: get_pool_status(shape, dtype)")
         key = self._get_pool_key(shape, dtype)
-        if key not in self._lent:
+        if key not in lent:
             raise ValueError(f"no pool exists for shape {key[0]} and dtype {dtype}")
-        num_lent, num_free = len(self._lent[key]), self._free.count(key)
+        num_lent, num_free = lent[key], self._free.count(key)
         total = num_lent + num_free
         return {
             "shape": key[0],
@@ -321,7 +327,6 @@ class GPUTensorPool:
             for tensor in lent.values():
                 self._keep(key, tensor)
             lent.clear()
-        self._stats["current_in_use"] = 0
 
     def clear(self) -> None:
         """Forget everything: free memory goes back to the allocator at once.
@@ -330,9 +335,8 @@ class GPUTensorPool:
         """
         self._free.clear()
         self._lent.clear()
-        self._stats["current_in_use"] = 0
 
-    def _get_pool_key(self, shape: Sequence[int], dtype: torch.dtype) -> _Key:
+    def _get_pool_key(self, shape: Sequence[int], dtype: torch.dtype) -> PoolKey:
         return tuple(shape), dtype
 
     @staticmethod
@@ -342,18 +346,21 @@ class GPUTensorPool:
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device, pin_memory=self.pin_memory)
 
-    def _keep(self, key: _Key, tensor: torch.Tensor) -> None:
+    def _keep(self, key: PoolKey, tensor: torch.Tensor) -> None:
         self._free.put(key, tensor, tensor.nbytes)
+
+    def _num_lent(self) -> Mapping[PoolKey, int]:
+        return {key: len(lent) for key, lent in self._lent.items()}
 
 
 OffloadTensorPool = GPUTensorPool
 """The name in Megatron-core 0.19."""
 
-_Key = tuple[tuple[int, ...], torch.dtype]
+PoolKey = tuple[tuple[int, ...], torch.dtype]
+"""A shape and a dtype."""
 
 _STATS = (
     "total_allocated",
-    "current_in_use",
     "allocation_requests",
     "free_requests",
     "pool_hits",

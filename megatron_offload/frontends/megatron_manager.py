@@ -1,0 +1,810 @@
+"""Megatron's manager and chunk handler: documented objects that hold the engine's.
+
+Owns what only callers by hand need: the order in which they take chunks and groups back. What the
+engine does by itself needs none of it, and nothing here is asked while it runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatron_offload.backends.base import Backend, Event, Stream, Wait
+from megatron_offload.config import OffloadConfig
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.states import GroupState
+from megatron_offload.engine import chunk as engine_chunk
+from megatron_offload.engine import manager as engine_manager
+from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.errors import StateError
+from megatron_offload.frontends.megatron_call_forms import (
+    read_chunk_arguments,
+    read_commit_arguments,
+    read_find_arguments,
+    read_push_arguments,
+)
+from megatron_offload.memory.host_tensor_pool import HostTensorPool
+from megatron_offload.memory.tensor_pool import GPUTensorPool
+from megatron_offload.report.offload_summary import print_offload_summary_table
+
+__all__ = ["ChunkOffloadHandler", "PipelineOffloadManager"]
+
+Engine = engine_manager.PipelineOffloadManager
+HostState = tuple[torch.device, torch.Tensor, bool]
+
+_MOST_CHUNKS = 1024
+"""Chunks that are kept for callers by hand: as many as a step of the engine has."""
+
+
+class ChunkOffloadHandler:
+    """One forward of one model chunk, with the documented entry points.
+
+    Its groups are the engine's, and so are its decisions: ``bulk_offload`` and
+    ``on_group_commit_forward`` move what the policy moves. A call by hand leaves the engine in the
+    same state as `fine_grained_offloading_group_start` and its counterpart would.
+
+    Args:
+        min_offloaded_tensor_size: smaller tensors stay on the device; in elements.
+        cpu_tensor_pool: where `offload` takes host memory; by default the manager's pool.
+        max_inflight_offloads: most groups of one name whose device memory is held for their copies;
+            None sets no such bound.
+    """
+
+    # Questions about tensors are answered without ``__init__`` too, as by the original.
+    _manager: PipelineOffloadManager | None = None
+    _chunk: engine_chunk.ChunkOffloadHandler | None = None
+    _pool: GPUTensorPool | None = None
+
+    def __init__(
+        self,
+        min_offloaded_tensor_size: int,
+        cpu_tensor_pool: GPUTensorPool | None = None,
+        max_inflight_offloads: int | None = None,
+    ) -> None:
+        self._manager = PipelineOffloadManager.get_instance()
+        self._pool = cpu_tensor_pool
+        self.min_offloaded_tensor_size = min_offloaded_tensor_size
+        self.chunk.max_inflight_groups = max_inflight_offloads
+        self._begin()
+
+    @classmethod
+    def _of(
+        cls, manager: PipelineOffloadManager, chunk: engine_chunk.ChunkOffloadHandler
+    ) -> ChunkOffloadHandler:
+        handler = cls.__new__(cls)
+        handler._manager, handler._chunk = manager, chunk
+        handler._begin()
+        return handler
+
+    def _begin(self) -> None:
+        self._in_backward: list[OffloadGroup] = []
+        self._last_pass: list[OffloadGroup] = []
+        self._first = 0
+
+    @property
+    def chunk(self) -> engine_chunk.ChunkOffloadHandler:
+        """The engine's chunk."""
+        if self._chunk is None:
+            self._chunk = self.manager.engine.new_chunk()
+        return self._chunk
+
+    @property
+    def manager(self) -> PipelineOffloadManager:
+        """The manager whose streams and pools are used."""
+        return self._manager or PipelineOffloadManager.get_instance()
+
+    @property
+    def cpu_tensor_pool(self) -> GPUTensorPool:
+        """Where `offload` takes host memory."""
+        return self._pool or self.manager.cpu_tensor_pool
+
+    @property
+    def min_offloaded_tensor_size(self) -> int:
+        """Smallest tensor that moves, in elements."""
+        return self.chunk.min_tensor_elements
+
+    @min_offloaded_tensor_size.setter
+    def min_offloaded_tensor_size(self, num_elements: int) -> None:
+        self.chunk.min_tensor_elements = num_elements
+
+    @property
+    def do_offload(self) -> bool:
+        """Whether groups are recorded at all."""
+        return self.manager.engine.do_offload
+
+    @property
+    def d2h_stream(self) -> Stream:
+        """The stream that copies to the host."""
+        return self.manager.d2h_stream
+
+    @property
+    def h2d_stream(self) -> Stream:
+        """The stream that copies to the device."""
+        return self.manager.h2d_stream
+
+    @property
+    def vpp_rank(self) -> int:
+        """Virtual pipeline stage."""
+        return self.chunk.vp_stage
+
+    @property
+    def offload_groups(self) -> Sequence[OffloadGroup]:
+        """The groups that were started, in order."""
+        return self.chunk.groups
+
+    # Tensors
+
+    def offload(
+        self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True
+    ) -> HostState:
+        """Copy one tensor to the host; the compute stream waits for the copy, the host doesn't.
+
+        Args:
+            src_tensor: any tensor; its elements are copied in order, whatever its strides.
+            pin_memory: page-lock host memory that is not the pool's.
+            use_cpu_pool: take the host memory from `cpu_tensor_pool`, for `reload` to give back;
+                False allocates it.
+
+        Returns:
+            What to hand to `reload`: the device, the copy, and whether the pool has lent it.
+
+        Raises:
+            RuntimeError: the pool is full.
+        """
+        backend = self.manager.backend
+        source = src_tensor.detach().contiguous()
+        if use_cpu_pool:
+            copy = self.cpu_tensor_pool.allocate(source.shape, source.dtype)
+        elif pin_memory and source.nbytes:
+            copy = backend.empty_host(source.nbytes).view(source.dtype).view(source.shape)
+        else:
+            copy = torch.empty(source.shape, dtype=source.dtype)
+        compute = backend.compute_stream()
+        backend.wait(backend.d2h_stream, backend.record(compute), Wait.W1)
+        backend.copy([(copy, source)], backend.d2h_stream, "offload")
+        backend.wait(compute, backend.record(backend.d2h_stream), Wait.W2)
+        return source.device, copy, use_cpu_pool
+
+    def reload(self, state: HostState, non_blocking: bool | None = None) -> torch.Tensor:
+        """Bring back what `offload` has copied, once where the pool has lent the copy.
+
+        Args:
+            state: what `offload` has returned.
+            non_blocking: False blocks the host until the tensor is there.
+
+        Raises:
+            ValueError: the pool was reset since, so that the copy may be overwritten.
+        """
+        _, copy, is_lent = state
+        backend = self.manager.backend
+        tensor = backend.empty_device_like(copy.shape, copy.dtype)
+        compute = backend.compute_stream()
+        backend.wait(backend.h2d_stream, backend.record(compute), Wait.W6)
+        backend.wait(backend.h2d_stream, backend.record(backend.d2h_stream), Wait.W3)
+        backend.copy([(tensor, copy)], backend.h2d_stream, "reload")
+        done = backend.record(backend.h2d_stream)
+        backend.wait(compute, done, Wait.W4)
+        if non_blocking is False:
+            backend.sync_event(done)
+        if is_lent:
+            self.cpu_tensor_pool.free(copy)
+        return tensor
+
+    def tensor_push(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
+        """Record a tensor for the group that was started last; the pack hook.
+
+        Returns:
+            The record; the tensor itself where it is not an activation on this device.
+
+        Raises:
+            StateError: no group is open.
+        """
+        if type(tensor) is not torch.Tensor or not self.manager.backend.owns(tensor):
+            return tensor
+        return self._pending().pack(tensor)
+
+    def tensor_pop(self, tensor_tag: SavedTensor | torch.Tensor) -> torch.Tensor:
+        """Return the tensor that `tensor_push` recorded; the unpack hook. Tensors pass through."""
+        return tensor_tag if isinstance(tensor_tag, torch.Tensor) else tensor_tag.unpack()
+
+    def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor can move and is large enough."""
+        return self.chunk.may_move(tensor)
+
+    # Forward
+
+    def on_group_start_forward(self, name: str | None) -> OffloadGroup | None:
+        """Open a group; None where nothing is recorded (no grad, recompute, switched off)."""
+        return self.chunk.start_group(name or "") if self.manager.engine.records() else None
+
+    def on_group_commit_forward(self, *args: Any, **kwargs: Any) -> OffloadGroup | None:
+        """Close a group and issue its copies, if the policy moves it.
+
+        Call forms: ``(forced_released_tensors)``, which closes the group that was started last, and
+        ``(name, forced_released_tensors)``.
+
+        Returns:
+            The group; None where nothing is recorded or no such group is open.
+        """
+        found = read_commit_arguments("on_group_commit_forward", args, kwargs)
+        return self.commit(found.get("name"), found["forced_released_tensors"] or ())
+
+    def commit(
+        self, name: str | None, forced: Iterable[torch.Tensor], *, delay: bool = False
+    ) -> OffloadGroup | None:
+        """Close a group and issue its copies, now or at the next flush of delayed groups."""
+        engine = self.manager.engine
+        group = self.chunk.close_group(name) if engine.records() else None
+        if group is not None:
+            engine.commit(group, forced, delay=delay)
+        return group
+
+    def _pending(self, group: OffloadGroup | None = None, name: str | None = None) -> OffloadGroup:
+        """Return an open group: this one, else the newest of the name."""
+        for pending in reversed(self.chunk.open_groups):
+            if pending is group or (group is None and name in (None, pending.name)):
+                return pending
+        wanted = f"group {group.label}" if group else f"a group {name!r}" if name else "a group"
+        raise StateError(f"{wanted} of this chunk must be open: call on_group_start_forward first")
+
+    def should_bulk_offload(self, group: OffloadGroup | None = None) -> bool:
+        """Whether the policy would move an open group if it ended now; by default the newest.
+
+        Raises:
+            StateError: it is not open.
+        """
+        return self.manager.engine.would_offload(self._pending(group))
+
+    def bulk_offload(self, *args: Any, **kwargs: Any) -> None:
+        """Close a group, and issue its copies if `should_bulk_offload`.
+
+        Call forms are those of `on_group_commit_forward`.
+
+        Raises:
+            StateError: no such group is open.
+        """
+        found = read_commit_arguments("bulk_offload", args, kwargs)
+        group = self._pending(name=found.get("name"))
+        self.chunk.open_groups.remove(group)
+        self.manager.engine.commit(group, found["forced_released_tensors"] or ())
+
+    def bulk_offload_group(self, group_to_offload: OffloadGroup | None = None) -> None:
+        """Close a group and issue its copies, whatever the policy says; by default the newest.
+
+        Raises:
+            StateError: it is not open.
+        """
+        group = self._pending(group_to_offload)
+        self.chunk.open_groups.remove(group)
+        self.manager.engine.commit(group, must_move=True)
+
+    # Backward
+
+    def on_group_commit_backward(self, name: str) -> None:
+        """Backward needs a group's data: of the groups of this name that wait, the newest.
+
+        Raises:
+            StateError: no group of this name waits for its backward.
+        """
+        for group in self._waiting():
+            if group.name == name:
+                self._in_backward.append(group)
+                self.manager.engine.enter_backward(group)
+                self.manager._take_up(self)
+                return
+        raise StateError(f"no group {name!r} of this chunk waits for its backward")
+
+    def on_group_start_backward(self) -> None:
+        """Backward has left the group that it entered last.
+
+        Raises:
+            StateError: `on_group_commit_backward` was not called before.
+        """
+        if not self._in_backward:
+            raise StateError("no group's backward is under way: call on_group_commit_backward")
+        self.manager.engine.leave_backward(self._in_backward.pop())
+
+    def _waiting(self) -> list[OffloadGroup]:
+        """Return the groups whose forward is over and whose backward isn't begun, newest first."""
+        return [
+            group
+            for group in reversed(self.chunk.groups)
+            if group.state is not GroupState.DONE
+            and group not in self._in_backward
+            and group not in self.chunk.open_groups
+        ]
+
+    def _next_to_reload(self) -> OffloadGroup | None:
+        away = (GroupState.OFFLOADING, GroupState.ON_HOST)
+        return next((group for group in self._waiting() if group.state in away), None)
+
+    def bulk_reload_group(self) -> None:
+        """Bring back the next group in the order of backwards, which is that of commits reversed.
+
+        Raises:
+            StateError: none of this chunk is away.
+        """
+        group = self._next_to_reload()
+        if group is None:
+            raise StateError("no group of this chunk is on the host")
+        self.manager.engine.reload(group)
+
+    def pre_reload_last_layer(self) -> None:
+        """Bring back what backward needs first of this chunk, if it is away."""
+        if self._next_to_reload() is not None:
+            self.bulk_reload_group()
+
+    def bulk_reload(self) -> None:
+        """Bring back the next group: of this chunk, else of the chunk whose backward is next.
+
+        The latter only where its forward is over.
+        """
+        if self._next_to_reload() is not None:
+            self.bulk_reload_group()
+            return
+        following = self.manager.front_backward_chunk()
+        if following is not None and not following.chunk.open_groups:
+            following.pre_reload_last_layer()
+
+    # The chunk's groups
+
+    def find_group_with_name(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first group of a name, or None.
+
+        Call forms: ``(name, start_index=0)``, which looks through this chunk, and
+        ``(groups, name, start_index=0)``.
+        """
+        found = read_find_arguments("find_group_with_name", args, kwargs)
+        groups = found.get("groups", self.chunk.groups)[found["start_index"] :]
+        return next((group for group in groups if group.name == found["name"]), None)
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether the chunk has no group, or none of this name."""
+        return not any(name is None or group.name == name for group in self.chunk.groups)
+
+    def get_max_deduplicated_groups(self) -> int:
+        """Return how many different group names the chunk has."""
+        return len({group.name for group in self.chunk.groups})
+
+    def reset(self) -> None:
+        """Begin another pass over the same groups.
+
+        What was started and not committed stays on the device. `find_next_group` and
+        `finish_all_groups` go by the groups of the pass that is over.
+        """
+        self._last_pass = self._this_pass() or self._last_pass
+        self._first = len(self.chunk.groups)
+        self.chunk.open_groups.clear()
+        self._in_backward.clear()
+
+    def _this_pass(self) -> list[OffloadGroup]:
+        if self._first > len(self.chunk.groups):  # the step is over, and its groups are forgotten
+            self._first = 0
+        return self.chunk.groups[self._first :]
+
+    def find_next_group(self, name: str | None = None) -> OffloadGroup | None:
+        """Return the group of this name that the last pass had next, or None.
+
+        Args:
+            name: a group's name.
+
+        Raises:
+            ValueError: no name is given.
+        """
+        if name is None:
+            raise ValueError("find_next_group needs a group's name")
+        position, names = 0, [group.name for group in self._last_pass]
+        for group in self._this_pass():
+            if group.name in names[position:]:
+                position = names.index(group.name, position) + 1
+        return self.find_group_with_name(self._last_pass, name, position)
+
+    def finish_all_groups(self, name: str | None = None) -> bool:
+        """Whether this pass has nothing left to do: no group open, away, or (of ``name``) to come.
+
+        Raises:
+            ValueError: no name is given, and there is a group open or away, or none was started.
+        """
+        is_busy = bool(self.chunk.open_groups) or self._next_to_reload() is not None
+        return (bool(self._this_pass()) and not is_busy) or self.find_next_group(name) is None
+
+
+class _Order:
+    """What callers by hand have queued in one step of the engine."""
+
+    def __init__(self, step_number: int) -> None:
+        self.step_number = step_number
+        self.handlers: deque[ChunkOffloadHandler] = deque(maxlen=_MOST_CHUNKS)
+        self.queue: deque[ChunkOffloadHandler] = deque(maxlen=_MOST_CHUNKS)
+        self.staged: list[list[ChunkOffloadHandler]] = []
+        self.delayed: list[Callable[[], Any]] = []
+        self.current: ChunkOffloadHandler | None = None
+        self.reached: GroupKey | None = None
+        """What the engine had reached last when `current` was taken."""
+
+
+class _OneInProcess(type):
+    """Makes `OFFLOAD_MGR` the engine's one manager, to read and to set."""
+
+    _last: PipelineOffloadManager | None = None
+
+    @property
+    def OFFLOAD_MGR(cls) -> PipelineOffloadManager | None:  # noqa: N802 - the documented name
+        """The process's manager; None before it was asked for.
+
+        May be set: to another, or to None for a new one of the same configuration.
+        """
+        engine = Engine.instance
+        if engine is None:
+            return None
+        last = _OneInProcess._last
+        if last is None or last.engine is not engine:
+            last = _OneInProcess._last = PipelineOffloadManager(engine=engine)
+        return last
+
+    @OFFLOAD_MGR.setter
+    def OFFLOAD_MGR(cls, manager: PipelineOffloadManager | None) -> None:  # noqa: N802
+        if manager is None:
+            Engine.reset_instance()
+        else:
+            _OneInProcess._last, Engine.instance = manager, manager.engine
+
+
+def _of_engine(name: str) -> Any:
+    """Return a property that is the engine's attribute of this name."""
+    return property(lambda manager: getattr(manager.engine, name), doc=f"The engine's `{name}`.")
+
+
+class PipelineOffloadManager(metaclass=_OneInProcess):
+    """Megatron's manager: its documented names, and the engine's for whoever runs a step.
+
+    Args:
+        config: what moves and within which bounds.
+        backend: where tensors live; by default what ``config.backend`` names.
+        engine: a manager of the engine to hold, in place of a new one of ``config``.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig | None = None,
+        *,
+        backend: Backend | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self.engine = engine or Engine(config, backend=backend)
+        """What does the work; for calls that take an engine's manager."""
+        self.in_replay = False
+        """Whether a CUDA graph is being replayed: delayed commits wait for the flush only then."""
+        self._pool: HostTensorPool | None = None
+        self._graph: tuple[Backend, Stream | None, Event | None] | None = None
+        self._by_hand = _Order(self.engine.step_number)
+
+    @classmethod
+    def get_instance(cls) -> PipelineOffloadManager:
+        """Return the process's manager, made at the first call."""
+        Engine.get_instance()
+        manager = PipelineOffloadManager.OFFLOAD_MGR
+        assert manager is not None
+        return manager
+
+    @classmethod
+    def reset_instance(cls) -> None:
+        """Replace the process's manager by a new one of the same configuration."""
+        Engine.reset_instance()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineOffloadManager:
+        return self  # a copied module is run beside its original, on the same memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.engine is Engine.instance:
+            return PipelineOffloadManager.get_instance, ()
+        return type(self), (self.config,)
+
+    def __getattr__(self, name: str) -> Any:
+        engine = vars(self).get("engine")
+        if not name.startswith("_") and hasattr(engine, name):
+            raise AttributeError(f"{name!r} is the engine's own: write manager.engine.{name}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    abort = _of_engine("abort")
+    backend = _of_engine("backend")
+    begin_chunk = _of_engine("begin_chunk")
+    close = _of_engine("close")
+    config = _of_engine("config")
+    configure = _of_engine("configure")
+    do_offload = _of_engine("do_offload")
+    follow_plan = _of_engine("follow_plan")
+    last_profile = _of_engine("last_profile")
+    last_step = _of_engine("last_step")
+    offload_summary_bytes = _of_engine("offload_summary_bytes")
+    offload_summary_total_bytes = _of_engine("offload_summary_total_bytes")
+    policy = _of_engine("policy")
+    records = _of_engine("records")
+    state_of = _of_engine("state_of")
+    step = _of_engine("step")
+    trim = _of_engine("trim")
+
+    @property
+    def d2h_stream(self) -> Stream:
+        """The stream that copies to the host."""
+        return self.engine.backend.d2h_stream
+
+    @property
+    def h2d_stream(self) -> Stream:
+        """The stream that copies to the device."""
+        return self.engine.backend.h2d_stream
+
+    @property
+    def cpu_tensor_pool(self) -> GPUTensorPool:
+        """Host tensors by shape, out of the memory that the engine's copies lie in."""
+        if self._pool is None or self._pool.host_pool is not self.engine.host_pool:
+            self._pool = HostTensorPool(self.engine.host_pool, self.engine.backend)
+        return self._pool
+
+    @property
+    def cuda_graph_stream(self) -> Stream | None:
+        """The stream for graph capture, made at the first call; None without CUDA."""
+        return self._for_graphs()[1]
+
+    @property
+    def cuda_graph_event(self) -> Event | None:
+        """The event between a graph and the copies, made at the first call; None without CUDA."""
+        return self._for_graphs()[2]
+
+    def _for_graphs(self) -> tuple[Backend, Stream | None, Event | None]:
+        backend = self.engine.backend
+        if self._graph is None or self._graph[0] is not backend:
+            self._graph = backend, backend.graph_stream(), backend.graph_event()
+        return self._graph
+
+    # Chunks in forward
+
+    def init_model_chunk_offload_handler(self, *args: Any, **kwargs: Any) -> None:
+        """Begin the forward of one microbatch on one virtual pipeline stage.
+
+        Call forms::
+
+            (vp_size, vp_stage, min_offloaded_tensor_size=1048576)
+            (pp_rank, vp_size, vp_stage, min_offloaded_tensor_size=1048576,
+             delta_offload_bytes_across_pp_ranks=0, activation_offload_fraction=1.0,
+             max_inflight_offloads=None)
+
+        Three bare positions fit both; the form is taken whose stage lies within its size, the first
+        where both do. The first form doesn't say the pipeline rank: `megatron_core.install` does.
+
+        Args:
+            *args: see the forms.
+            **kwargs: see the forms. ``min_offloaded_tensor_size`` is in elements;
+                ``max_inflight_offloads`` bounds the groups of one name in flight (0: the compute
+                stream waits at every commit). What was set in this package's own configuration
+                wins: see `begin_chunk`.
+
+        Raises:
+            TypeError: the arguments fit neither form.
+        """
+        found = read_chunk_arguments("init_model_chunk_offload_handler", args, kwargs)
+        chunk = self.engine.begin_chunk(
+            vp_stage=found["vp_stage"],
+            pp_rank=found.get("pp_rank"),
+            min_tensor_elements=found["min_offloaded_tensor_size"],
+            fraction=found.get("activation_offload_fraction"),
+            delta_bytes_across_pp_ranks=found.get("delta_offload_bytes_across_pp_ranks"),
+            max_inflight_groups=found.get("max_inflight_offloads"),
+        )
+        if self.engine.records():
+            self._stage(self._handler_of(chunk), found["vp_size"] or 1)
+
+    def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
+        """Return the chunk whose forward runs, if any."""
+        chunk = self.engine.cur_forward_chunk()
+        return None if chunk is None else self._handler_of(chunk)
+
+    def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """Return the chunk whose forward runs; it is never used up, so nothing is taken away."""
+        return self.cur_forward_chunk()
+
+    @property
+    def _order(self) -> _Order:
+        order = self._by_hand
+        if order.step_number != self.engine.step_number:
+            self._by_hand = _Order(self.engine.step_number)
+            # A step that is found to be over ends when the first group of the next has begun.
+            for handler in order.handlers:
+                if handler.chunk is self.engine.cur_forward_chunk():
+                    self._by_hand.handlers.append(handler)
+                    self.push(handler)
+        return self._by_hand
+
+    def _handler_of(self, chunk: engine_chunk.ChunkOffloadHandler) -> ChunkOffloadHandler:
+        handlers = self._order.handlers
+        for handler in reversed(handlers):
+            if handler.chunk is chunk:
+                return handler
+        handlers.append(ChunkOffloadHandler._of(self, chunk))
+        return handlers[-1]
+
+    # Chunks in backward, for callers who step through them by hand
+
+    def _stage(self, handler: ChunkOffloadHandler, num_stages: int) -> None:
+        """Queue a chunk of the last stage at once, those before it when their backwards follow."""
+        order = self._order
+        if len(order.staged) != num_stages:
+            order.staged = [[] for _ in range(num_stages)]
+        stage = min(handler.vpp_rank, num_stages - 1)
+        order.staged[stage].append(handler)
+        if stage == num_stages - 1:
+            self.push(handler)
+            self.flush()
+
+    def flush(self) -> None:
+        """Queue for backward the staged chunks of all stages but the last, the last of them first.
+
+        The last stage's are queued when their forward begins. Waits until all stages have had the
+        same number of forwards.
+        """
+        staged = self._order.staged
+        if len({len(handlers) for handlers in staged}) == 1:
+            for handlers in reversed(staged[:-1]):
+                for handler in handlers:
+                    self.push(handler)
+            for handlers in staged:
+                handlers.clear()
+
+    def push(self, handler: ChunkOffloadHandler) -> None:
+        """Queue a chunk for backward."""
+        self._order.queue.append(handler)
+
+    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """Return the queued chunk whose backward is next: the first with a group, of this name."""
+        return next((h for h in self._order.queue if not h.is_empty_chunk(name)), None)
+
+    def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
+        """Make the next queued chunk with a group (of this name) the current one of backward.
+
+        Returns:
+            That chunk, which `cur_backward_chunk` returns from here on.
+
+        Raises:
+            StateError: none is queued.
+        """
+        queue = self._order.queue
+        while queue:
+            handler = queue.popleft()
+            if not handler.is_empty_chunk(name):
+                self._take_up(handler)
+                return handler
+        of_name = "" if name is None else f" of the name {name!r}"
+        raise StateError(f"no chunk with a group{of_name} is queued for backward: push() it first")
+
+    def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
+        """Return the chunk whose backward was entered last in this step, if any."""
+        order, reached = self._order, self.engine.last_reached
+        if reached is not None and reached != order.reached:
+            order.reached = reached
+            for handler in order.handlers:
+                if handler.chunk.groups and handler.chunk.groups[0].key.chunk == reached.chunk:
+                    order.current = handler
+        return order.current
+
+    def _take_up(self, handler: ChunkOffloadHandler) -> None:
+        order = self._order
+        order.current, order.reached = handler, self.engine.last_reached
+        if handler in order.queue:
+            order.queue.remove(handler)
+
+    # Hooks
+
+    def __enter__(self) -> PipelineOffloadManager:
+        self.engine.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        self.engine.__exit__(exc_type, exc, traceback)
+
+    def on_save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
+        """Record a tensor for the group that was started last; the pack hook.
+
+        Raises:
+            StateError: no group is open.
+        """
+        chunk = self.engine.cur_forward_chunk()
+        if chunk is None or not chunk.open_groups:
+            raise StateError("on_save_for_backward outside a group: call group_start first")
+        return chunk.open_groups[-1].pack(tensor)
+
+    @staticmethod
+    def on_get_saved_tensor(saved_state: SavedTensor) -> torch.Tensor:
+        """Return a recorded tensor; the unpack hook."""
+        return saved_state.unpack()
+
+    # Delayed commits
+
+    def push_offload_groups(self, *args: Any, **kwargs: Any) -> None:
+        """Put off a commit until `flush_delayed_groups`.
+
+        Call forms: ``(group_hook, forced_released_tensors)`` and
+        ``(group_hook, name, forced_released_tensors)``. A chunk's ``on_group_commit_forward``
+        closes its group here and now, so that later groups can't be taken for it.
+        """
+        found = read_push_arguments("push_offload_groups", args, kwargs)
+        hook, forced = found["group_hook"], found["forced_released_tensors"]
+        handler = getattr(hook, "__self__", None)
+        if isinstance(handler, ChunkOffloadHandler):
+            handler.commit(found.get("name"), forced or (), delay=True)
+        else:
+            names = (found["name"],) if "name" in found else ()
+            self._order.delayed.append(partial(hook, *names, forced))
+
+    def flush_delayed_groups(self) -> None:
+        """Issue the copies of all groups that were put off, in the order of their commits."""
+        self.engine.flush_delayed_groups()
+        order = self._order
+        hooks, order.delayed = order.delayed, []
+        for hook in hooks:
+            hook()
+
+    # The step
+
+    def reset(self, process_group: Any = None) -> None:
+        """End the training step: release what is in flight, learn, and count from zero.
+
+        What `cpu_tensor_pool` has lent and not got back is free again.
+
+        Args:
+            process_group: has no effect, this holds no collective; see
+                `print_offload_summary_table` for the table.
+        """
+        self.engine.reset()
+        if self._pool is not None:
+            self._pool.reset()
+
+    def post_warmup_callback(self) -> None:
+        """End the first step where nobody has, follow what it showed, and print what leaves.
+
+        A step with a graph that is alive goes on. The table is `print_offload_summary_table`'s, on
+        the first rank: collective where torch.distributed runs.
+        """
+        self.engine.end_step_if_over()
+        print_offload_summary_table(self.offload_summary_bytes)
+
+    def disable_offload(self) -> None:
+        """Record no groups from here on; what is under way finishes."""
+        self.engine.disable_offload()
+
+    def enable_offload(self) -> None:
+        """Record groups again, unless the configuration says ``enabled=False``."""
+        self.engine.enable_offload()
+
+    def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
+        """Keep a tensor, and all that shares its storage, on the device."""
+        self.engine.mark_not_offload(tensor)
+
+    mark_not_offloadable = mark_not_offload
+
+    # CUDA graphs
+
+    def record_forward(self, event: Event | None = None) -> None:
+        """Record ``event`` on the compute stream, then join the copies to the host into it."""
+        self._record(event)
+        self.engine.join_offloads()
+
+    def record_backward(self, event: Event | None = None) -> None:
+        """Record ``event`` on the compute stream, then join the copies to the device into it."""
+        self._record(event)
+        self.engine.join_reloads()
+
+    def _record(self, event: Event | None) -> None:
+        event = event or self.cuda_graph_event
+        if event is not None:
+            event.record(self.engine.backend.compute_stream())
