@@ -520,6 +520,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     configure = _of_engine("configure")
     do_offload = _of_engine("do_offload")
     follow_plan = _of_engine("follow_plan")
+    kept = _of_engine("kept")
     last_profile = _of_engine("last_profile")
     last_step = _of_engine("last_step")
     offload_summary_bytes = _of_engine("offload_summary_bytes")

@@ -232,7 +232,7 @@ def test_calls_that_dont_say_their_pipeline_rank_get_megatrons(monkeypatch):
     def rank_of(*arguments):
         manager = PipelineOffloadManager()
         manager.init_model_chunk_offload_handler(*arguments)
-        found = manager.learner.pp_rank
+        found = manager.engine.learner.pp_rank
         manager.abort()
         return found
 
