@@ -49,10 +49,11 @@ def test_a_lost_bit_is_seen(monkeypatch):
     copy = soak.manager.backend.copy
 
     def copy_badly(pairs, stream, label):
-        copy(pairs, stream, label)
+        event = copy(pairs, stream, label)
         soak.manager.backend.sync_copies()
         if stream is soak.manager.backend.h2d_stream and label.startswith("mlp"):
             pairs[0][0].view(-1).view(torch.uint8)[3] ^= 1
+        return event
 
     monkeypatch.setattr(soak.manager.backend, "copy", copy_badly)
     soak.steps()

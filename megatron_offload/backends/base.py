@@ -1,10 +1,7 @@
 """The contract between the engine and the machine that really copies.
 
-Owns the six waits (`Wait`) and the interface `Backend`. Must not know groups, chunks or pools: it
-sees streams, events and flat byte regions only.
-
-The ordering contract. Three streams run side by side: *compute*, which belongs to the user's
-program, *d2h* and *h2d*. Each row is one `Backend.wait` call, at one place in the package:
+Three streams run side by side: *compute*, which belongs to the user's program, *d2h* and *h2d*.
+Each row is one wait, at one place in the package:
 
 ====  ==========================================  =======================================
 wait  must happen before                          after
@@ -16,9 +13,6 @@ W4    the consumer reads the reloaded tensor      H2D done
 W5    the host buffer is reused                   H2D done
 W6    the reload target's memory is reused        its last consumer on the compute stream
 ====  ==========================================  =======================================
-
-Read next: `megatron_offload.backends.simulated`, which finds the wait that is missing, and
-`megatron_offload.backends.cuda`.
 """
 
 from __future__ import annotations
@@ -83,8 +77,7 @@ class DeviceMemory(NamedTuple):
 class Backend(abc.ABC):
     """Streams, events, memory and copies of one device.
 
-    All regions are contiguous tensors. Nothing here blocks the host except the
-    ``sync_`` calls.
+    All regions are contiguous tensors. Nothing here blocks the host except the ``sync_`` calls.
     """
 
     name: str
@@ -117,23 +110,23 @@ class Backend(abc.ABC):
     def wait(self, stream: Stream, event: Event, why: Wait) -> None:
         """Make later work on ``stream`` run after ``event``; ``why`` names the contract's row."""
 
+    def wait_compute(self, stream: Stream, why: Wait) -> None:
+        """Make later work on ``stream`` run after all that the compute stream has queued so far."""
+        self.wait(stream, self.record(self.compute_stream()), why)
+
     @abc.abstractmethod
-    def copy(self, pairs: Sequence[Pair], stream: Stream, label: str) -> None:
-        """Queue copies on ``stream``, in order.
+    def copy(self, pairs: Sequence[Pair], stream: Stream, label: str) -> Event:
+        """Queue copies on ``stream``, in order; return the event behind them.
 
         Args:
             pairs: destinations and sources, at least one pair; one side of each is host memory.
             stream: `d2h_stream` or `h2d_stream`.
-            label: what is moved, for traces and hazard reports.
+            label: what is moved, for NVTX ranges and hazard reports.
         """
 
     @abc.abstractmethod
     def is_done(self, event: Event) -> bool:
         """Whether the work before ``event`` has finished, without waiting."""
-
-    @abc.abstractmethod
-    def sync_event(self, event: Event) -> None:
-        """Block the host until the work before ``event`` has finished."""
 
     @abc.abstractmethod
     def sync_copies(self) -> None:
@@ -162,7 +155,8 @@ class Backend(abc.ABC):
 
     def reserved_bytes(self) -> int | None:
         """Return the device memory that the process has taken and not handed back, if known."""
-        return None
+        found = self.memory()
+        return None if found is None else found.reserved_bytes
 
     def memory(self) -> DeviceMemory | None:
         """Return what is allocated and reserved, by the order of the host's calls, if known."""
@@ -195,10 +189,7 @@ class Backend(abc.ABC):
         return float(end - start)
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Return a context for what the host does besides the program, such as looking at it.
-
-        A device whose compute is the host's own does not take it for compute.
-        """
+        """Return a context whose host time is no compute, where compute is the host's own."""
         return contextlib.nullcontext()
 
     # For CUDA graphs; a device without them has neither.
@@ -211,7 +202,7 @@ class Backend(abc.ABC):
         """Return a new event that orders work inside a graph with work outside; None likewise."""
         return None
 
-    # What the engine tells a backend that checks; a real device has no use for it.
+    # What the engine tells a backend that `observes`.
 
     def note_produced(self, region: torch.Tensor, label: str) -> None:  # noqa: B027 - optional
         """The compute stream has written ``region``."""

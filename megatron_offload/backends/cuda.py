@@ -1,11 +1,6 @@
 """The contract on a CUDA device.
 
-Owns the two copy streams, and the only uses of ``torch.cuda`` in the package. Must not know groups
-or pools.
-
-Invariants: nothing here blocks the host except the ``sync_`` calls; the compute stream is asked
-for at every use, and never from inside a copy stream's context. Read next:
-`megatron_offload.backends.base`.
+The compute stream is asked for at every use, and never while a copy stream is current.
 """
 
 from __future__ import annotations
@@ -93,17 +88,16 @@ class CudaBackend(Backend):
         self._memory_node = node_of_device(_address_of(self._index))
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+        # A wait is for what an event stands for when it is queued, so one event does for all.
+        self._now = torch.cuda.Event()
 
     def describe(self) -> DeviceInfo:
-        """Return what the device says of itself."""
         return _describe(self._index)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lives on this device."""
         return tensor.is_cuda and tensor.get_device() == self._index
 
     def compute_stream(self) -> torch.cuda.Stream:
-        """Return the stream that is current for the calling thread."""
         key = self.compute_stream_key()
         stream = self._streams.get(key)
         if stream is None:
@@ -111,32 +105,28 @@ class CudaBackend(Backend):
         return stream
 
     def compute_stream_key(self) -> tuple[int, int, int]:
-        """Return the present compute stream's identity, without making an object for it."""
         key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self._index)
         return key
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return a new event behind all work queued on ``stream`` so far."""
         event = torch.cuda.Event()
         event.record(stream)
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event, why: Wait) -> None:
-        """Make later work on ``stream`` run after ``event``."""
         stream.wait_event(event)
 
-    def copy(self, pairs: Sequence[Pair], stream: torch.cuda.Stream, label: str) -> None:
-        """Queue copies on ``stream``, in order."""
+    def wait_compute(self, stream: torch.cuda.Stream, why: Wait) -> None:
+        self._now.record(self.compute_stream())
+        stream.wait_event(self._now)
+
+    def copy(
+        self, pairs: Sequence[Pair], stream: torch.cuda.Stream, label: str
+    ) -> torch.cuda.Event:
         if self._nvtx:
             # One stream may do both.
             is_offload = stream is self.d2h_stream and not pairs[0][0].is_cuda
-            what = "offload" if is_offload else "reload"
-            with torch.cuda.nvtx.range("{} {}", what, label):
-                self._copy(pairs, stream)
-        else:
-            self._copy(pairs, stream)
-
-    def _copy(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> None:
+            torch.cuda.nvtx.range_push(f"{'offload' if is_offload else 'reload'} {label}")
         before = self.compute_stream()
         torch.cuda.set_stream(stream)  # cheaper than the context manager, once per group
         try:
@@ -145,17 +135,14 @@ class CudaBackend(Backend):
             torch._foreach_copy_(destinations, sources, non_blocking=True)
         finally:
             torch.cuda.set_stream(before)
+            if self._nvtx:
+                torch.cuda.nvtx.range_pop()
+        return self.record(stream)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
-        """Whether the work before ``event`` has finished, without waiting."""
         return bool(event.query())
 
-    def sync_event(self, event: torch.cuda.Event) -> None:
-        """Block the host until the work before ``event`` has finished."""
-        event.synchronize()
-
     def sync_copies(self) -> None:
-        """Block the host until both copy streams are empty."""
         self.d2h_stream.synchronize()
         self.h2d_stream.synchronize()
 
@@ -188,31 +175,22 @@ class CudaBackend(Backend):
             yield
 
     def timestamp(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return a new event that keeps the time at which ``stream`` reached it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
     def sync_elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Block the host until both points have passed; return the time between them."""
         start.synchronize()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3
 
     def empty_device(self, num_bytes: int) -> torch.Tensor:
-        """Allocate device memory from the caching allocator, in the order of the compute stream."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def empty_device_like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a contiguous tensor of device memory, in the order of the compute stream."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def reserved_bytes(self) -> int:
-        """Return what the caching allocator has taken from the device."""
-        return int(torch.cuda.memory_reserved(self.device))
-
     def memory(self) -> DeviceMemory:
-        """Return what the caching allocator has, and its peaks since their last reset."""
         # `memory_stats` would flatten and sort a hundred other numbers first.
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
         if not found:  # nothing was ever allocated
@@ -223,11 +201,9 @@ class CudaBackend(Backend):
         )
 
     def reset_memory_peaks(self) -> None:
-        """Start new peaks of the caching allocator's statistics."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def trim_device(self) -> None:
-        """Hand the caching allocator's unused memory back to the device."""
         torch.cuda.empty_cache()
 
     def empty_host(self, num_bytes: int) -> torch.Tensor:
@@ -246,11 +222,9 @@ class CudaBackend(Backend):
         return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
 
     def graph_stream(self) -> torch.cuda.Stream:
-        """Return a new stream to capture a graph on."""
         return torch.cuda.Stream(self.device)
 
     def graph_event(self) -> torch.cuda.Event:
-        """Return a new event that orders work inside a graph with work outside."""
         return torch.cuda.Event(external=True)
 
 

@@ -74,7 +74,6 @@ class HostTimedBackend(SimulatedBackend):
     wait = _timed(SimulatedBackend.wait)
     copy = _timed(SimulatedBackend.copy)
     is_done = _timed(SimulatedBackend.is_done)
-    sync_event = _timed(SimulatedBackend.sync_event)
     sync_copies = _timed(SimulatedBackend.sync_copies)
     timestamp = _timed(SimulatedBackend.timestamp)
     empty_device = _timed(SimulatedBackend.empty_device)

@@ -1,24 +1,12 @@
 """A device made of CPU memory, built to expose a missing wait.
 
-Owns the simulated streams: when a queued copy really happens (`_Stream`, the copy timings), what a
-read at a wrong time sees (poison), which wait is missing (a vector clock), and how long
-it would have taken (the virtual clock). Must not know groups, chunks or pools.
-
 The compute stream is the host program itself: its work is done when it returns. The two copy
-streams are queues, run by the configured timing or when something waits for them. Queued copies
-hold their tensors, so while a copy is pending its storage has one more user.
-
-Invariants:
-
-- Everything is deterministic: the same calls with the same seed do the same copies at the same
-  moments. Nothing sleeps, and no real time is read.
-- Hazards and virtual times depend on the calls and the addresses, never on the timing. (One
-  exception: `SimulatedBackend.is_done` answering True orders what the host queues afterwards.)
-- A wait can only name an event recorded earlier, so forcing one always ends, at a depth of two.
+streams are queues, run by the configured timing or when something waits for them. The same calls
+with the same seed do the same copies at the same moments; hazards and virtual times depend on the
+calls and the addresses, never on the timing (but `is_done` that says so orders what comes later).
 
 Two accesses conflict when they touch the same byte, one of them writes, they come from different
-streams, and no chain of events and waits leads from the first to the second. Read next:
-`tests/backends/test_simulated.py`, where each wait is left out in turn.
+streams, and no chain of events and waits leads from the first to the second.
 """
 
 from __future__ import annotations
@@ -108,12 +96,12 @@ class SimulatedStream:
     def __repr__(self) -> str:
         return f"<{self.name} stream, {len(self._queue)} operations pending>"
 
+    # As a CUDA stream's methods do.
+
     def record_event(self) -> SimulatedEvent:
-        """Return a new event behind all work queued so far, as a CUDA stream's method does."""
         return self._owner().record(self)
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        """Make later work run after ``event``, as a CUDA stream's method does."""
         self._owner().order(self, event)
 
     def _owner(self) -> SimulatedBackend:
@@ -121,11 +109,6 @@ class SimulatedStream:
         if backend is None:
             raise StateError(f"{self!r} outlives its device; make a manager and take its streams")
         return backend
-
-    @property
-    def num_pending(self) -> int:
-        """Operations that are queued and have not run."""
-        return len(self._queue)
 
 
 class SimulatedBackend(Backend):
@@ -152,19 +135,13 @@ class SimulatedBackend(Backend):
         self.config = config = config if config is not None else SimulatedConfig()
         timing = config.copy_timing
         self._compute = SimulatedStream("compute", _COMPUTE, self, is_lazy=False, us_per_byte=0.0)
+        is_lazy = timing in ("late", "late_d2h_eager_h2d", "random")
         self.d2h_stream = self._d2h = SimulatedStream(
-            "d2h",
-            _D2H,
-            self,
-            is_lazy=timing in ("late", "late_d2h_eager_h2d", "random"),
-            us_per_byte=1e-3 / config.d2h_gbps,
+            "d2h", _D2H, self, is_lazy=is_lazy, us_per_byte=1e-3 / config.d2h_gbps
         )
+        is_lazy = timing in ("late", "eager_d2h_late_h2d", "random")
         self.h2d_stream = self._h2d = SimulatedStream(
-            "h2d",
-            _H2D,
-            self,
-            is_lazy=timing in ("late", "eager_d2h_late_h2d", "random"),
-            us_per_byte=1e-3 / config.h2d_gbps,
+            "h2d", _H2D, self, is_lazy=is_lazy, us_per_byte=1e-3 / config.h2d_gbps
         )
         self._rng = random.Random(config.seed) if timing == "random" else None  # noqa: S311
         # Each seed also draws how lazy each stream is, so that the seeds reach the extremes too.
@@ -184,10 +161,6 @@ class SimulatedBackend(Backend):
         """Virtual time that the compute stream has lost in each wait."""
 
     # What tests and benchmarks ask.
-
-    def time_us(self, stream: SimulatedStream) -> float:
-        """Return the virtual time at which all work queued on ``stream`` so far has finished."""
-        return stream.time_us
 
     def advance_compute(self, duration_us: float) -> None:
         """Let the compute stream work for ``duration_us`` of virtual time.
@@ -222,18 +195,13 @@ class SimulatedBackend(Backend):
     # The contract.
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a plain CPU tensor: the simulation's device memory."""
         return tensor.is_cpu and tensor.layout is torch.strided
 
     def compute_stream(self) -> SimulatedStream:
-        """Return the one compute stream: the calling program."""
         return self._compute
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
-        """Return a new event behind all work queued on ``stream`` so far."""
-        event = SimulatedEvent(
-            stream, stream._executed + len(stream._queue), stream._clock, stream.time_us
-        )
+        event = _end_of(stream)
         if self._rng is not None:
             self._run_some()
         return event
@@ -263,8 +231,8 @@ class SimulatedBackend(Backend):
         if self._rng is not None:
             self._run_some()
 
-    def copy(self, pairs: Sequence[Pair], stream: SimulatedStream, label: str) -> None:
-        """Queue copies on ``stream``, in order.
+    def copy(self, pairs: Sequence[Pair], stream: SimulatedStream, label: str) -> SimulatedEvent:
+        """Queue copies on ``stream``, in order; return the event behind them.
 
         Raises:
             HazardError: a copy touches bytes that an earlier access, which no wait orders, uses.
@@ -296,9 +264,9 @@ class SimulatedBackend(Backend):
         stream.time_us += num_bytes * stream._us_per_byte
         if self._rng is not None:
             self._run_some()
+        return self.record(stream)
 
     def is_done(self, event: SimulatedEvent) -> bool:
-        """Whether the copies before ``event`` have been executed; virtual time plays no part."""
         if self._rng is not None:
             self._run_some()
         if event._stream._executed < event._position:
@@ -307,32 +275,18 @@ class SimulatedBackend(Backend):
             self._order_host_after(event)
         return True
 
-    def sync_event(self, event: SimulatedEvent) -> None:
-        """Execute the work before ``event``; the program, and so virtual compute time, waits."""
-        if self._on_sync is not None:
-            self._on_sync("sync_event")
-        self._sync_to(event)
-
-    def _sync_to(self, event: SimulatedEvent) -> None:
-        self._run_to(event._stream, event._position)
-        if self._check:
-            self._order_host_after(event)
-        self._compute.time_us = max(self._compute.time_us, event.time_us)
-
     def sync_copies(self) -> None:
-        """Execute all that is pending on both copy streams."""
         if self._on_sync is not None:
             self._on_sync("sync_copies")
         for stream in (self._d2h, self._h2d):
-            self._sync_to(
-                SimulatedEvent(
-                    stream, stream._executed + len(stream._queue), stream._clock, stream.time_us
-                )
-            )
+            event = _end_of(stream)
+            self._run_to(stream, event._position)
+            if self._check:
+                self._order_host_after(event)
+            self._compute.time_us = max(self._compute.time_us, event.time_us)
 
     @contextlib.contextmanager
     def watch_syncs(self, report: Callable[[str], None]) -> Iterator[None]:
-        """Call ``report`` at every ``sync_`` call that waits for copies."""
         outer, self._on_sync = self._on_sync, report
         try:
             yield
@@ -340,15 +294,13 @@ class SimulatedBackend(Backend):
             self._on_sync = outer
 
     def timestamp(self, stream: SimulatedStream) -> float:
-        """Return the virtual time at which all work queued on ``stream`` so far has finished."""
         return stream.time_us
 
     def empty_device(self, num_bytes: int) -> torch.Tensor:
-        """Allocate "device" memory; counts as used by the compute stream up to now (W6)."""
         return self.empty_device_like((num_bytes,), torch.uint8)
 
     def empty_device_like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a contiguous tensor of such memory."""
+        # Counts as used by the compute stream up to now (W6).
         region = torch.empty(shape, dtype=dtype)
         if self._poison:
             region.view(-1).view(torch.uint8).fill_(_POISON)
@@ -360,11 +312,6 @@ class SimulatedBackend(Backend):
         return region
 
     def empty_host(self, num_bytes: int) -> torch.Tensor:
-        """Allocate "pinned" memory, whose history starts here.
-
-        Raises:
-            RuntimeError: the memory can't be had.
-        """
         region = torch.empty(num_bytes, dtype=torch.uint8)
         if self._poison:
             region.fill_(_POISON)
@@ -374,11 +321,8 @@ class SimulatedBackend(Backend):
         return region
 
     def note_produced(self, region: torch.Tensor, label: str) -> None:
-        """Put a write of ``region`` by the compute stream on record.
-
-        It lies in the past, so it is no hazard: the same bytes may have been noted, and may be
-        under way to the host, before. What is still unordered stays on record beside it.
-        """
+        # It lies in the past, so it is no hazard: the same bytes may have been noted, and may be
+        # under way to the host, before. What is still unordered stays on record beside it.
         if self._check and region.nbytes > 0:
             start = region.data_ptr()
             end = start + region.nbytes
@@ -389,24 +333,13 @@ class SimulatedBackend(Backend):
             self._run_some()
 
     def note_consumed(self, region: torch.Tensor, label: str) -> None:
-        """Put a read of ``region`` by the compute stream on record.
-
-        Raises:
-            HazardError: W4 is missing.
-        """
         if self._check:
             self._access(self._device, region, self._compute, False, label)
         if self._rng is not None:
             self._run_some()
 
     def note_freed(self, region: torch.Tensor, label: str, *, sole_owner: bool) -> None:
-        """Put a write of ``region`` by the compute stream on record: its next user's.
-
-        With a sole owner that write happens now, as poison.
-
-        Raises:
-            HazardError: W2 or W4 is missing.
-        """
+        # The next user writes to it; with a sole owner that happens now, as poison.
         if self._check:
             self._access(self._device, region, self._compute, True, f"after free of {label}")
         if self._poison and sole_owner:
@@ -529,6 +462,11 @@ class SimulatedBackend(Backend):
 
 
 _INDEX = {"compute": _COMPUTE, "d2h": _D2H, "h2d": _H2D}
+
+
+def _end_of(stream: SimulatedStream) -> SimulatedEvent:
+    position = stream._executed + len(stream._queue)
+    return SimulatedEvent(stream, position, stream._clock, stream.time_us)
 
 
 def _is_backed(region: torch.Tensor) -> bool:

@@ -146,18 +146,16 @@ class Transfers:
             return
         d2h_stream = backend.d2h_stream
         if not is_ready:
-            now = backend.record(backend.compute_stream())
-            produced[id(now)] = now
+            backend.wait_compute(d2h_stream, Wait.W1)
         for event in produced.values():
             backend.wait(d2h_stream, event, Wait.W1)
         for event in reused.values():
             backend.wait(d2h_stream, event, Wait.W5)
         for observer in self.observers:
             observer.copy_starts("d2h")
-        backend.copy(pairs, d2h_stream, label)
+        d2h = backend.copy(pairs, d2h_stream, label)
         for observer in self.observers:
             observer.copy_issued("d2h", pairs, group)
-        d2h = backend.record(d2h_stream)
         num_bytes = self.sources.hold(group, issued, d2h)
         self.window.add(group, len(issued))
         self.stats.of(group.name).offloaded_bytes += num_bytes
@@ -242,18 +240,16 @@ class Transfers:
                 observer.tensor_reloaded(target)
         h2d_stream = backend.h2d_stream
         if fresh:
-            now = backend.record(backend.compute_stream())
-            ready[id(now)] = now
+            backend.wait_compute(h2d_stream, Wait.W6)
         for event in ready.values():
             backend.wait(h2d_stream, event, Wait.W6)
         for event in written.values():
             backend.wait(h2d_stream, event, Wait.W3)
         for observer in self.observers:
             observer.copy_starts("h2d")
-        backend.copy(pairs, h2d_stream, self._label(group))
+        reload = Reload(backend.copy(pairs, h2d_stream, self._label(group)))
         for observer in self.observers:
             observer.copy_issued("h2d", pairs, group)
-        reload = Reload(backend.record(h2d_stream))
         num_bytes = own_bytes = 0
         for block, (target, _) in zip(blocks, targets, strict=True):
             block.reload = reload

@@ -46,11 +46,12 @@ def test_one_flipped_bit_stops_the_step_and_is_named(monkeypatch, direction, pos
 
     def copy_badly(pairs, stream, label):
         nonlocal num_copies
-        copy(pairs, stream, label)
+        event = copy(pairs, stream, label)
         if stream is getattr(manager.backend, direction):
             num_copies += 1
             if num_copies == 5:
                 pairs[0][0].view(-1).view(torch.uint8)[position] ^= 1
+        return event
 
     monkeypatch.setattr(manager.backend, "copy", copy_badly)
     with pytest.raises(CorruptionError) as caught, manager.step():

@@ -39,7 +39,8 @@ SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_ten
 STEP_FILES = {
     f"{name}.py" for name in ("manager", "step", "transfers", "window", "release", "host_copies")
 }
-BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
+BACKEND_CALLS = ("record", "wait", "wait_compute", "copy")
+BACKEND_CALLS += ("empty_device", "empty_device_like", "empty_host")
 BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")
 
 
@@ -487,7 +488,7 @@ def test_a_call_from_inside_a_call_is_an_error_and_no_deadlock():
 
 def test_every_entry_of_the_backend_is_trapped():
     # What the trap leaves out neither allocates nor queues work.
-    left_out = {"owns", "compute_stream", "compute_stream_key", "is_done", "sync_event"}
+    left_out = {"owns", "compute_stream", "compute_stream_key", "is_done"}
     left_out |= {"sync_copies", "reserved_bytes", "trim_device", "timestamp", "sync_elapsed_us"}
     left_out |= {"graph_stream", "graph_event", "note_produced", "note_consumed", "note_freed"}
     left_out |= {"watch_syncs", "memory", "reset_memory_peaks", "uncounted", "describe"}

@@ -188,6 +188,7 @@ def test_checking_passes_what_is_right_and_stops_at_a_flipped_bit(monkeypatch):
             if num_copies == 7:
                 with torch.cuda.stream(stream):
                     pairs[-1][0].view(-1).view(torch.uint8)[-1:] ^= 1
+        return manager.backend.record(stream)
 
     monkeypatch.setattr(manager.backend, "copy", copy_badly)
     with pytest.raises(

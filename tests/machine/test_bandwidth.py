@@ -50,7 +50,7 @@ class OneEngine(SimulatedBackend):
     def copy(self, pairs, stream, label):
         for other in (self.d2h_stream, self.h2d_stream):
             stream.time_us = max(stream.time_us, other.time_us)
-        super().copy(pairs, stream, label)
+        return super().copy(pairs, stream, label)
 
 
 def test_directions_that_share_an_engine_are_slower_together():
@@ -71,7 +71,7 @@ class SlowStart(SimulatedBackend):
         if self.num_slow:
             self.num_slow -= 1
             stream.time_us += 1e6
-        super().copy(pairs, stream, label)
+        return super().copy(pairs, stream, label)
 
 
 def test_a_link_that_wakes_slowly_is_measured_awake():

@@ -321,7 +321,7 @@ def test_shrink_keeps_a_slab_whose_last_copy_is_under_way(backend):
     pool, event = make(backend), h2d_event(backend)
     pool.free(pool.allocate(1000), event)
     assert pool.shrink() == 0
-    backend.sync_event(event)
+    backend.sync_copies()
     assert pool.shrink() == 64 * KIB
 
 

@@ -410,7 +410,7 @@ def test_passes_without_a_backward_never_count():
         with torch.no_grad():
             program.forward()
         program.forward()  # an evaluation that left grad on
-        begun_us = program.backend.time_us(program.backend.compute_stream())
+        begun_us = program.backend.timestamp(program.backend.compute_stream())
         program.step()
     behind_us = 5  # what the evaluation did behind its last group
     profile = recorded.profile
@@ -544,7 +544,7 @@ def record_rank(job, rank):
             groups = job.stages[one.stage].groups
             begins_us = spans[0].start_us
             del spans[: len(groups)]
-            backend.advance_compute(max(0.0, begins_us - backend.time_us(compute)))
+            backend.advance_compute(max(0.0, begins_us - backend.timestamp(compute)))
             if one.kind is PassKind.BACKWARD:
                 graphs.pop((one.stage, one.microbatch)).backward()
                 continue

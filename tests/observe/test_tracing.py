@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,11 +91,6 @@ def test_nvtx_ranges_carry_the_groups_name(monkeypatch):
     # Stands in for a device: what is looked at is which ranges are open around which copies.
     ranges = []
 
-    @contextmanager
-    def nvtx_range(message, *args):
-        ranges.append(message.format(*args))
-        yield
-
     monkeypatch.setattr(cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
@@ -103,7 +98,9 @@ def test_nvtx_ranges_carry_the_groups_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(cuda.CudaBackend, "compute_stream_key", lambda self: (0, 0, 1))
-    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
     pairs = [(torch.zeros(100), torch.ones(100))]
     quiet = cuda.CudaBackend()
     quiet.copy(pairs, quiet.d2h_stream, "mlp")

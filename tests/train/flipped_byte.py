@@ -14,10 +14,11 @@ _copy = SimulatedBackend.copy
 
 
 def copy(self, pairs, stream, label):
-    _copy(self, pairs, stream, label)
+    event = _copy(self, pairs, stream, label)
     if stream is self.h2d_stream:
         for destination, _ in pairs:
             destination.reshape(-1).view(torch.uint8)[2] ^= 0x40
+    return event
 
 
 SimulatedBackend.copy = copy
