@@ -47,8 +47,8 @@ class HostTensorPool(GPUTensorPool):
                 f"the host pool has no {format_bytes(num_bytes)} left of "
                 f"{format_bytes(self.host_pool.cap_bytes)} (raise host_memory_bytes)"
             )
-        if region.ready_event is not None:
-            self._backend.sync_event(region.ready_event)
+        if region.ready_event is not None and not self._backend.is_done(region.ready_event):
+            self._backend.sync_copies()
         tensor = region.tensor.view(dtype).view(tuple(shape))
         region.shaped_tensor = tensor
         self._regions[id(tensor)] = region
