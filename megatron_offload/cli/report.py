@@ -44,7 +44,6 @@ from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RunReport, read_steps
 from megatron_offload.train.run_folder import (
     CONFIG_NAME,
-    has_facts,
     main_folder,
     plan_path,
     read_facts,
@@ -141,7 +140,7 @@ def read_report(folder: Path) -> Report:
         commands.insert(0, again + shlex.quote(str(path)))
         if not is_comparison:  # a run is not replaced
             commands[0] += f" --set {shlex.quote(f'run.output={folder}_again')}"
-    facts = read_facts(main) if has_facts(main) else None
+    facts = read_facts(main)
     # Only a GPU has memory to reserve.
     is_simulated = facts.is_simulated if facts else offloaded.peaks()[0][_MEMORY[0][1]] is None
     memory = _memory(plain, offloaded)

@@ -51,20 +51,15 @@ class Manifest(StrictModel):
     format: int
     step: Annotated[int, Field(ge=1, lt=10**15)]
     """Training steps that were done."""
-
     ranks: Annotated[int, Field(ge=1)]
     device: str
     """Kind of device, ``cpu`` or ``cuda``."""
-
     data: str
     """Digest of the training data."""
-
     evaluations: dict[int, str]
     """Evaluation losses so far, as ``float.hex``, by step."""
-
     versions: dict[str, str]
     """What wrote it, for people."""
-
     files: dict[_FileName, str]
     """Digest of every file that holds tensors, by `digest_of_file`."""
 

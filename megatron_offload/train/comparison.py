@@ -43,10 +43,8 @@ class Comparison(StrictModel):
     grad_norms_equal: tuple[bool, ...]
     gradients_equal_by_rank: tuple[bool, ...]
     """Digests of all gradients, in every step that has them."""
-
     parameters_equal_by_rank: tuple[bool, ...]
     """Digests of the final parameters."""
-
     evaluations_equal: bool
 
     @property

@@ -18,12 +18,11 @@ from megatron_offload.core.policy_config import (
     MemoryTargetConfig,
     PlanFileConfig,
 )
-from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.make_policy import check_installed
 from megatron_offload.planning.plan_file import load_plan
 
 __all__ = [
-    "RECOMPUTE_MODULES",
     "DataConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -34,9 +33,6 @@ __all__ = [
     "check_ranks",
 ]
 
-RECOMPUTE_MODULES: tuple[str, ...] = ("core_attn", "layernorm", "mlp")
-"""What selective recompute can leave out of a dense layer."""
-
 BYTE_VOCABULARY = 256
 
 
@@ -45,58 +41,40 @@ class ModelConfig(StrictModel):
 
     layers: int = Field(default=4, ge=1)
     """Transformer layers over all pipeline ranks."""
-
     hidden: int = Field(default=128, ge=1)
     """Width of the residual stream."""
-
     heads: int = Field(default=4, ge=1)
     """Attention heads; must divide ``hidden``."""
-
     query_groups: int | None = Field(default=None, ge=1)
     """Key/value heads of grouped-query attention; must divide ``heads``. None: as many as heads."""
-
     ffn: int | None = Field(default=None, ge=1)
     """Width inside the MLP. None: four times ``hidden``."""
-
     sequence_length: int = Field(default=128, ge=2)
     """Tokens in one sequence."""
-
     vocabulary: int = Field(default=BYTE_VOCABULARY, ge=2)
     """Tokens that the data may hold: 256 for bytes."""
-
     pad_vocabulary_to: int = Field(default=128, ge=1)
     """The embedding's rows are rounded up to a multiple of this."""
-
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Probability of dropping, in attention and in the residual stream."""
-
     tied_embeddings: bool = False
     """Share the embedding with the output layer, over the pipeline's first and last rank."""
-
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of normalization."""
-
     position_embedding: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """How positions enter."""
-
     activation: Literal["gelu", "swiglu"] = "gelu"
     """Function inside the MLP; ``swiglu`` is gated."""
-
     bias: bool = True
     """Whether linear layers have one."""
-
     init_std: float = Field(default=0.02, gt=0.0)
     """Standard deviation of the initial weights."""
-
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed a second time in backward instead of being saved."""
-
-    recompute_modules: tuple[str, ...] = ("core_attn",)
-    """With ``recompute: selective``: any of `RECOMPUTE_MODULES`."""
-
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = ("core_attn",)
+    """With ``recompute: selective``: what of a layer."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """Whose layers; ``auto`` takes TransformerEngine's on a GPU where it is installed."""
-
     attention: Literal["auto", "unfused", "scaled_dot_product"] = "auto"
     """With local layers: megatron-core's unfused core attention, or PyTorch's fused one; ``auto``
     takes the fused one on a GPU."""
@@ -123,11 +101,6 @@ class ModelConfig(StrictModel):
                 f"model.position_embedding rope needs an even width for each head, got "
                 f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
             )
-        for name in self.recompute_modules:
-            if name not in RECOMPUTE_MODULES:
-                raise ConfigError(
-                    f"unknown recompute module {name!r}{did_you_mean(name, RECOMPUTE_MODULES)}"
-                )
         if self.recompute == "selective" and "mlp" in self.recompute_modules and self.bias:
             # The checkpoint hands the bias, a parameter, out as its own result; autograd then
             # makes the parameter a child of the checkpoint, and backward never ends.
@@ -143,10 +116,8 @@ class ParallelConfig(StrictModel):
     ranks: int | None = Field(default=None, ge=1)
     """Processes to start on this machine. None: one for each pipeline rank. Under torchrun its
     world size counts instead."""
-
     pipeline: int = Field(default=1, ge=1)
     """Pipeline ranks (PP)."""
-
     virtual: int = Field(default=1, ge=1)
     """Model chunks on each pipeline rank (VPP); more than one is the interleaved schedule."""
 
@@ -156,13 +127,10 @@ class DataConfig(StrictModel):
 
     text: tuple[Path, ...] = ()
     """Text files, read as bytes. None given, and no ``indexed``: text that comes with Python."""
-
     indexed: Path | None = None
     """A megatron-core indexed dataset: the path of its .bin and .idx without the ending."""
-
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences in one microbatch on one rank."""
-
     microbatches: int = Field(default=1, ge=1)
     """Microbatches of one step on each data-parallel rank."""
 
@@ -177,16 +145,12 @@ class OptimizerConfig(StrictModel):
 
     weight_decay: float = Field(default=0.01, ge=0.0)
     """Decay of matrices; biases and norms have none."""
-
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of the first moment."""
-
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Decay of the second moment."""
-
     eps: float = Field(default=1e-8, gt=0.0)
     """Added to the denominator."""
-
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Largest norm of all gradients; 0 never clips."""
 
@@ -196,13 +160,10 @@ class ScheduleConfig(StrictModel):
 
     lr: float = Field(default=1e-3, gt=0.0)
     """Highest learning rate."""
-
     min_lr: float = Field(default=0.0, ge=0.0)
     """Learning rate at the end."""
-
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear growth from 0."""
-
     decay: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape from ``lr`` down to ``min_lr``."""
 
@@ -223,74 +184,55 @@ class RunConfig(StrictModel):
 
     steps: int = Field(default=10, ge=1)
     """Training steps."""
-
     seed: int = Field(default=1234, ge=0, lt=2**31)
     """Seed of weights, data order and dropout."""
-
     output: Annotated[Path, BeforeValidator(_not_empty)] = Path("runs/train")
     """Folder for ``steps.jsonl`` and what else a run writes. One that holds another run is refused,
     and so is one that a run is writing into."""
-
     log_interval: int = Field(default=1, ge=1)
     """Steps between two printed lines; every step is written to the file."""
-
     eval_interval: int = Field(default=0, ge=0)
     """Steps between two evaluations (forward only); 0 for none."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; ``auto`` takes CUDA where there is a device."""
-
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
-
     threads: int = Field(default=1, ge=1)
     """CPU threads of each process."""
-
     deterministic: bool = True
     """On a GPU: only kernels that give the same bits every time. Without it two equal runs may
     differ, and so may `compare`."""
-
     measure_live_bytes: bool = True
     """Count the bytes that autograd keeps alive. Costs some microseconds for each saved tensor."""
-
     trace_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a timeline (``trace_<rank>.json``), or the last one where
     there are fewer; 0 for none. Changes no bit. From the fourth on steps are like those after;
     without offload nothing is traced, as there are no copies."""
-
     profile_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``), before the
     last; 0 for none, or for the third where ``offload.policy`` plans, which it does then. Nothing
     moves in it, so it takes the memory of one without offload; changes no bit. From the third on
     steps are like those after. Without offload it is refused, as no groups are marked. In a run
     that is resumed later the third step after that."""
-
     profile_moves: bool = False
     """Move in the profiled step what others move, where there is no memory for it otherwise. Its
     memory is told as if nothing had moved, but its times hold what it waited for copies, so that it
     serves ``memory_target`` and not ``auto``."""
-
     hash_gradients: Literal["last", "every"] = "last"
     """Whether gradients are hashed in the last step only or in every step."""
-
     checkpoint_interval: int = Field(default=0, ge=0)
     """Steps between two checkpoints; one more is written after the last step, and where a signal
     stops the run. 0 for none at all."""
-
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept; older ones are removed once a newer one is whole."""
-
     resume: bool = False
     """Go on from the newest checkpoint in ``output``, or start from the first step where there is
     none (``--resume``). A worker group that its launcher restarts does so by itself."""
-
     max_restarts: int = Field(default=0, ge=0)
     """How often all ranks are started again after one has failed. Under torchrun its own
     ``--max-restarts`` counts instead."""
-
     timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
     """Seconds after which a rank that waits for another one gives up with an error."""
-
     shutdown_timeout_s: int = Field(default=300, ge=1)
     """Seconds that ranks have to finish their step and write a checkpoint after SIGTERM or SIGINT,
     before they are killed. Under torchrun its own setting counts instead."""
@@ -367,11 +309,7 @@ class TrainConfig(StrictModel):
 
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:
-    """Check what depends on the number of ranks, and the files that the run needs.
-
-    Args:
-        config: the run.
-        world_size: processes over all machines.
+    """Check what depends on the number of ranks over all machines, and the files that it reads.
 
     Raises:
         ConfigError: the first thing that does not fit, with what would.
@@ -379,7 +317,6 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     _check_pipeline(config, world_size)
     _check_data(config)
     _check_offload(config)
-    _check_output(config.run.output)
 
 
 def _check_pipeline(config: TrainConfig, world_size: int) -> None:
@@ -450,21 +387,8 @@ def _check_offload(config: TrainConfig) -> None:
 
 
 def _check_readable(path: Path, key: str) -> None:
-    if not path.is_file():
-        raise ConfigError(f"{key}: there is no file {path}; give the path of an existing one")
-    if not os.access(path, os.R_OK):
-        raise ConfigError(f"{key}: {path} can't be read; check its permissions")
-
-
-def _check_output(folder: Path) -> None:
-    """Check that ``folder`` can be written, without creating anything."""
-    nearest = folder.absolute()
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        raise ConfigError(f"run.output {folder}: {nearest} is not a folder; choose another one")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.output {folder}: {nearest} can't be written; choose another one")
+    if not path.is_file() or not os.access(path, os.R_OK):
+        raise ConfigError(f"{key}: there is no file {path} that can be read; give another path")
 
 
 def _divisors(number: int) -> str:

@@ -11,9 +11,8 @@ import signal
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError, require
@@ -71,7 +70,13 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         check_ranks(config, ranks)
     folders = [config.run.output for _, config in runs] + ([comparison] if comparison else [])
     with locked(folders if owner else ()):
-        _check_folders(runs, comparison, ranks)
+        if comparison is not None:
+            check_comparison(comparison)
+        else:
+            is_restarted = _restarts() > 0
+            for _, config in runs:
+                resumes = _resumes(config)
+                check_output(config, ranks, is_resumed=resumes, is_restarted=is_restarted)
         local = ranks if place is None else place.local_world_size
         kind = check_device(first, local, can_hide=place is None)
         if kind == "cpu" and first.run.device == "auto" and owner:
@@ -90,8 +95,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
             yield reports if owner else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """What a launcher says of this process."""
 
     rank: int
@@ -134,15 +138,6 @@ def _resumes(config: TrainConfig) -> bool:
     return config.run.resume or _restarts() > 0
 
 
-def _check_folders(runs: Runs, comparison: Path | None, ranks: int) -> None:
-    if comparison is not None:
-        check_comparison(comparison)
-        return
-    for _, config in runs:
-        resumes, restarts = _resumes(config), _restarts()
-        check_output(config, ranks, is_resumed=resumes, is_restarted=restarts > 0)
-
-
 def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> list[RunReport]:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -154,6 +149,9 @@ def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> 
     if kind == "cpu":
         # The ranks inherit it: megatron-core and the offload backend both look for a device.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Versions of torch that lack the option wait for 30 seconds.
+    known = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+    shutdown: Any = {"shutdown_timeout": run.shutdown_timeout_s} if known else {}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -164,7 +162,7 @@ def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> 
         max_restarts=run.max_restarts,
         monitor_interval=0.1,
         start_method="spawn",
-        **_shutdown_timeout(LaunchConfig, run.shutdown_timeout_s),
+        **shutdown,
     )
     try:
         with second_signal_kills(), children_without_sigint():
@@ -177,12 +175,6 @@ def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> 
     except SignalException as error:
         raise _stopped(int(error.sigval), run.output) from error
     return _reports_of(results[0])
-
-
-def _shutdown_timeout(launch_config: Any, seconds: int) -> dict[str, Any]:
-    """Return the launcher's option; versions of torch that lack it wait for 30 seconds."""
-    known = "shutdown_timeout" in launch_config.__dataclass_fields__
-    return {"shutdown_timeout": seconds} if known else {}
 
 
 def _stopped_by(error: Any) -> int:

@@ -81,27 +81,15 @@ def run_training(
     """
     with open_model_parallel(config, device) as parallel:
         trainer = _Trainer(config, device, parallel)
-        owner = parallel.is_owner
-        with contextlib.ExitStack() as stack:
-            session = stack.enter_context(
-                open_offload(
-                    config.offload,
-                    trainer.chunks,
-                    trainer.meter,
-                    parallel.pp_rank,
-                    is_timed=config.run.trace_step > 0 or config.profiled_step > 0,
-                )
-            )
-            printer = stack.enter_context(
-                StepPrinter(title, config.run.steps, config.run.log_interval, owner=owner)
-            )
-            report, keep_bytes = trainer.start(printer, resume=resume)
-            if owner:
-                prepare_folder(config, device, parallel.world_size, is_new=keep_bytes == 0)
-            log = stack.enter_context(
-                StepLog(config.run.output, owner=owner, keep_bytes=keep_bytes)
-            )
-            trainer.run(report, session, log, printer, signals or StopSignals())
+        is_timed = config.run.trace_step > 0 or config.profiled_step > 0
+        pp_rank = parallel.pp_rank
+        with (
+            open_offload(
+                config.offload, trainer.chunks, trainer.meter, pp_rank, is_timed=is_timed
+            ) as session,
+            StepPrinter(title, config.run, owner=parallel.is_owner) as printer,
+        ):
+            report = trainer.run(session, printer, signals or StopSignals(), resume=resume)
     del trainer
     device.release_cached()
     return report
@@ -132,20 +120,28 @@ class _Trainer:
         if config.run.measure_live_bytes:
             self.meter = LiveActivationMeter(self._parameters())
 
-    def start(self, printer: StepPrinter, *, resume: bool) -> tuple[RunReport, int]:
-        """Load the newest checkpoint where one is wanted.
-
-        Returns:
-            What is known of the steps before it, and the bytes of their lines in the log.
-        """
-        report = RunReport()
+    def run(
+        self, session: OffloadSession, printer: StepPrinter, signals: StopSignals, *, resume: bool
+    ) -> RunReport:
+        """Take every step that is left; report what happened on all ranks."""
+        run, owner = self._config.run, self._parallel.is_owner
+        report, keep_bytes = RunReport(), 0
         self._checkpoints.clean()
-        if not resume:
-            return report, 0
+        if resume:
+            keep_bytes = self._restore(report, printer)
+        if owner:
+            ranks = self._parallel.world_size
+            prepare_folder(self._config, self._device, ranks, is_new=keep_bytes == 0)
+        with StepLog(run.output, owner=owner, keep_bytes=keep_bytes) as log:
+            self._take_steps(report, session, log, printer, signals)
+        return report
+
+    def _restore(self, report: RunReport, printer: StepPrinter) -> int:
+        """Load the newest checkpoint; return how many bytes the lines of steps before it take."""
         restored = self._checkpoints.load()
         if restored is None:
-            printer.resumed(None, 0)
-            return report, 0
+            printer.say("no checkpoint to resume from; starting with the first step")
+            return 0
         self._scheduler.step(restored.step)
         self._first = restored.step + 1
         report.evaluations = dict(restored.evaluations)
@@ -153,10 +149,11 @@ class _Trainer:
             lambda: read_steps(self._config.run.output, restored.step, self._parallel.world_size)
         )
         report.steps, keep_bytes = kept or ([], 0)
-        printer.resumed(restored.path, restored.step)
-        return report, keep_bytes
+        printer.resume(restored.step)
+        printer.say(f"resumed from {restored.path}; going on after step {restored.step}")
+        return keep_bytes
 
-    def run(
+    def _take_steps(
         self,
         report: RunReport,
         session: OffloadSession,
@@ -164,7 +161,6 @@ class _Trainer:
         printer: StepPrinter,
         signals: StopSignals,
     ) -> None:
-        """Take every step that is left; adds what happened on all ranks to the report."""
         run = self._config.run
         planned = PlannedRun(self._config, self._parallel, session)
         for step in range(self._first, run.steps + 1):
@@ -287,7 +283,11 @@ class _Trainer:
     def _pass_over_microbatches(self, kind: int, step: int, *, forward_only: bool) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
         data, virtual = self._config.data, self._config.parallel.virtual
-        iterators = [self._microbatches(kind, step) for _ in range(virtual)]
+        place, device = self._parallel.dp_rank, self._device.device
+        iterators = [
+            microbatches(self._source, kind, step, data.microbatches, place, device)
+            for _ in range(virtual)
+        ]
         losses = self._forward_backward(
             forward_step_func=_forward_step,
             data_iterator=iterators if virtual > 1 else iterators[0],
@@ -300,16 +300,6 @@ class _Trainer:
         if not losses:
             return None
         return float(torch.stack([entry["loss"] for entry in losses]).mean())
-
-    def _microbatches(self, kind: int, step: int) -> Iterator[dict[str, torch.Tensor]]:
-        return microbatches(
-            self._source,
-            kind,
-            step,
-            self._config.data.microbatches,
-            self._parallel.dp_rank,
-            self._device.device,
-        )
 
     def _parameters(self) -> Iterator[Any]:
         for chunk in self.chunks:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_offload.report.console import console
+from megatron_offload.train.config import RunConfig
 from megatron_offload.train.records import StepRecord
 
 __all__ = ["StepPrinter"]
@@ -16,10 +16,9 @@ __all__ = ["StepPrinter"]
 class StepPrinter:
     """Prints steps on the rank that owns the output."""
 
-    def __init__(self, title: str, steps: int, interval: int, *, owner: bool) -> None:
+    def __init__(self, title: str, run: RunConfig, *, owner: bool) -> None:
         self._title = title
-        self._steps = steps
-        self._interval = interval
+        self._run = run
         self._console = console(stderr=True, quiet=not owner)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -30,15 +29,11 @@ class StepPrinter:
             transient=True,
             disable=not (owner and sys.stderr.isatty()),
         )
-        self._task = self._progress.add_task(title, total=steps)
+        self._task = self._progress.add_task(title, total=run.steps)
 
-    def resumed(self, path: Path | None, step: int) -> None:
-        """Say where the run goes on; ``path`` is the checkpoint, None where there was none."""
+    def resume(self, step: int) -> None:
+        """Begin behind a step."""
         self._progress.update(self._task, completed=step)
-        if path is None:
-            self.say("no checkpoint to resume from; starting with the first step")
-        else:
-            self.say(f"resumed from {path}; going on after step {step}")
 
     def say(self, text: str) -> None:
         """Say anything; nothing where it is empty."""
@@ -48,10 +43,10 @@ class StepPrinter:
     def step(self, record: StepRecord) -> None:
         """Show one finished step."""
         self._progress.advance(self._task)
-        if record.step % self._interval and record.step not in (1, self._steps):
+        if record.step % self._run.log_interval and record.step not in (1, self._run.steps):
             return
         self.say(
-            f"step {record.step}/{self._steps}  loss {record.loss:.6f}  "
+            f"step {record.step}/{self._run.steps}  loss {record.loss:.6f}  "
             f"grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}  "
             f"{1e3 * record.step_time_s:.0f} ms  "
             f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"

@@ -43,7 +43,6 @@ __all__ = [
     "check_comparison",
     "check_output",
     "found_versions",
-    "has_facts",
     "locked",
     "main_folder",
     "plan_path",
@@ -67,16 +66,12 @@ class RunFacts(StrictModel):
 
     device: str = Field(max_length=200)
     """Name of rank 0's device."""
-
     is_simulated: bool
     """Whether there was no GPU: times then say nothing about one."""
-
     ranks: int = Field(ge=1)
     """Processes of the run."""
-
     date: datetime
     """When it was started, or resumed."""
-
     versions: dict[str, str] = Field(max_length=100)
     """Of Python and of the packages that decide what a run computes."""
 
@@ -225,18 +220,14 @@ def write_config(config: TrainConfig, folder: Path) -> None:
     replace_text(folder / CONFIG_NAME, yaml.safe_dump(given, sort_keys=False))
 
 
-def has_facts(folder: Path) -> bool:
-    """Whether a run has left what `read_facts` reads."""
-    return (folder / _FACTS_NAME).exists()
-
-
-def read_facts(folder: Path) -> RunFacts:
-    """Read what `prepare_folder` wrote.
+def read_facts(folder: Path) -> RunFacts | None:
+    """Read what `prepare_folder` wrote; None where there is no such file.
 
     Raises:
-        ConfigError: there is no such file, or it holds something else.
+        ConfigError: it holds something else.
     """
-    return read_model(RunFacts, folder / _FACTS_NAME)
+    path = folder / _FACTS_NAME
+    return read_model(RunFacts, path) if path.exists() else None
 
 
 def main_folder(folder: Path) -> Path:
