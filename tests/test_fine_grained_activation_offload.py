@@ -673,3 +673,245 @@ def test_a_chunk_driven_by_hand_is_exact(manager, x, era, issue):
         manager.reset()
         assert manager.last_step.offloaded_bytes > 0
         assert not any(manager.state_of().values())
+
+
+def group_by_hand(handler, name="mlp", num_elements=64):
+    """Record one group of one tensor; return the group, the record and the bits."""
+    group = handler.on_group_start_forward(name)
+    source = torch.randn(num_elements)
+    return group, handler.tensor_push(source), source.clone()
+
+
+def chunk_by_hand(manager, *arguments):
+    manager.init_model_chunk_offload_handler(*(arguments or (1, 0, 0)))
+    handler = manager.cur_forward_chunk()
+    group, record, bits = group_by_hand(handler)
+    handler.on_group_commit_forward([])
+    return handler, group, record, bits
+
+
+def test_the_backward_queue_of_two_stages_is_the_schedule_s(manager):
+    saved = {(stage, i): chunk_by_hand(manager, 2, stage, 0) for stage in (0, 1) for i in (0, 1)}
+    chunks = {key: handler for key, (handler, *_) in saved.items()}
+    popped = []
+    while manager.front_backward_chunk() is not None:
+        front = manager.front_backward_chunk()
+        assert manager.pop_backward_chunk() is front is manager.cur_backward_chunk()
+        popped.append(next(key for key, chunk in chunks.items() if chunk is front))
+    assert popped == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    with pytest.raises(StateError, match="no chunk with a group is queued"):
+        manager.pop_backward_chunk()
+
+
+def test_flush_waits_until_every_stage_has_had_its_forwards(manager):
+    saved = [chunk_by_hand(manager, 2, 0, 0)]
+    manager.flush()
+    assert manager.front_backward_chunk() is None
+    saved.append(chunk_by_hand(manager, 2, 1, 0))
+    assert manager.front_backward_chunk() is saved[1][0]
+    manager.pop_backward_chunk()
+    assert manager.front_backward_chunk() is saved[0][0]
+
+
+def test_push_queues_a_chunk_and_empty_ones_are_passed_over(manager):
+    empty = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
+    full = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
+    kept = group_by_hand(full, "a")
+    full.on_group_commit_forward([])
+    for handler in (empty, full):
+        manager.push(handler)
+    assert manager.front_backward_chunk("b") is None
+    assert manager.front_backward_chunk("a") is full
+    assert manager.pop_backward_chunk("a") is full
+    assert manager.front_backward_chunk() is None
+    full.on_group_commit_backward("a")
+    assert torch.equal(full.tensor_pop(kept[1]), kept[2])
+
+
+def test_a_queue_belongs_to_its_step(manager):
+    chunk_by_hand(manager)
+    manager.reset()
+    assert manager.front_backward_chunk() is None
+    assert manager.cur_backward_chunk() is None
+
+
+def test_the_callback_after_warm_up_learns_and_prints(manager, x, weight, capsys):
+    begin(manager)
+    layer(x, weight).sum().backward()
+    manager.post_warmup_callback()
+    text = capsys.readouterr().out
+    assert "mlp" in text
+    assert manager.last_profile is not None
+    assert f"{manager.offload_summary_bytes['mlp'] / 2**20:.2f}" in text
+    begin(manager)
+    y = layer(x, weight)
+    profile = manager.last_profile
+    manager.post_warmup_callback()
+    assert manager.last_profile is profile, "a graph is alive, so the step goes on"
+    y.sum().backward()
+
+
+def test_the_policy_is_asked_and_overruled_by_hand(manager):
+    manager.configure(CONFIG.model_copy(update={"fraction": 0.0}))
+    handler = begin(manager)
+    group, record, bits = group_by_hand(handler)
+    assert not handler.should_bulk_offload(group)
+    handler.bulk_offload("mlp", [])
+    assert group.state is GroupState.RESIDENT
+    moved, record, bits = group_by_hand(handler)
+    assert not handler.should_bulk_offload()
+    handler.bulk_offload_group(moved)
+    assert moved.state is GroupState.ON_HOST
+    assert torch.equal(record.unpack(), bits)
+    for call in (handler.should_bulk_offload, handler.bulk_offload_group):
+        with pytest.raises(StateError, match="must be open"):
+            call(moved)
+    with pytest.raises(StateError, match="a group 'nothing' of this chunk must be open"):
+        handler.bulk_offload("nothing", [])
+
+
+def test_bulk_offload_releases_what_it_is_told_to(manager):
+    handler = begin(manager)
+    handler.on_group_start_forward("mlp")
+    source = torch.randn(64)
+    record, expected = handler.tensor_push(source), source.clone()
+    handler.bulk_offload("mlp", [source])
+    assert source.untyped_storage().nbytes() == 0
+    assert torch.equal(record.unpack(), expected)
+
+
+def test_groups_come_back_one_by_one_and_then_the_next_chunk_s(manager):
+    later, later_group, later_record, later_bits = chunk_by_hand(manager)
+    handler = begin(manager)
+    groups, records = [], []
+    for _ in range(2):
+        group, record, bits = group_by_hand(handler)
+        handler.on_group_commit_forward([])
+        groups.append(group)
+        records.append((record, bits))
+    handler.bulk_reload_group()
+    states = [group.state for group in (*groups, later_group)]
+    assert states == [GroupState.ON_HOST, GroupState.RELOADING, GroupState.ON_HOST]
+    handler.bulk_reload()
+    assert groups[0].state is GroupState.RELOADING
+    with pytest.raises(StateError, match="no group of this chunk is on the host"):
+        handler.bulk_reload_group()
+    handler.pre_reload_last_layer()
+    assert later_group.state is GroupState.ON_HOST
+    handler.bulk_reload()
+    assert later_group.state is GroupState.RELOADING
+    for record, bits in [*records, (later_record, later_bits)]:
+        assert torch.equal(later.tensor_pop(record), bits)
+
+
+def test_pre_reload_brings_back_the_last_group_of_a_chunk(manager):
+    handler, first, *_ = chunk_by_hand(manager)
+    last, record, bits = group_by_hand(handler, "last")
+    handler.on_group_commit_forward([])
+    handler.pre_reload_last_layer()
+    assert last.state is GroupState.RELOADING
+    assert first.state is GroupState.ON_HOST
+    assert torch.equal(record.unpack(), bits)
+
+
+def test_a_second_pass_knows_the_groups_of_the_first(manager):
+    handler = begin(manager)
+    with pytest.raises(ValueError, match="needs a group's name"):
+        handler.find_next_group()
+    assert handler.find_next_group("a") is None
+    first = [group_by_hand(handler, name)[0] for name in ("a", "b", "a")]
+    for _ in first:
+        with pytest.raises(ValueError, match="needs a group's name"):
+            handler.finish_all_groups()
+        handler.on_group_commit_forward([])
+    handler.reset()
+    assert handler.find_next_group("a") is first[0]
+    assert not handler.finish_all_groups("b")
+    group_by_hand(handler, "a")
+    assert handler.find_next_group("a") is first[2]
+    assert handler.find_next_group("b") is first[1]
+    assert not handler.finish_all_groups("b")
+    group_by_hand(handler, "b")
+    assert handler.find_next_group("b") is None
+    assert handler.finish_all_groups("b"), "no more of this name will come"
+    group_by_hand(handler, "a")
+    for _ in range(3):
+        handler.on_group_commit_forward([])
+    for name in ("a", "b", "a", "a", "b", "a"):
+        handler.on_group_commit_backward(name)
+        handler.on_group_start_backward()
+    assert handler.finish_all_groups(), "nothing is open, and nothing away"
+
+
+# The pool of host tensors
+
+
+def test_the_pool_shows_what_the_engine_has_on_the_host(manager, x, weight):
+    pool = manager.cpu_tensor_pool
+    begin(manager)
+    y = layer(x, weight)
+    status = pool.get_pool_status()
+    assert isinstance(pool, facade.GPUTensorPool)
+    assert status["global_stats"]["current_in_use"] == 2
+    assert status["pools"].keys() == {((8, 16), torch.float32)}
+    mine = pool.allocate((8, 16))
+    assert pool.get_pool_status((8, 16), torch.float32)["allocated_count"] == 3
+    assert manager.engine.host_pool.stats.in_use_bytes == 3 * 512
+    pool.free(mine)
+    y.sum().backward()
+    del y
+    assert pool.get_pool_status()["global_stats"]["current_in_use"] == 0
+    assert pool._get_pool_key([2, 3], torch.float16) == ((2, 3), torch.float16)
+    assert pool._calculate_memory_size((2, 3), torch.float16) == 12
+
+
+def test_offload_takes_memory_as_it_is_told_to(manager, monkeypatch):
+    handler = begin(manager)
+    source = torch.randn(16, 16).t()
+    stats = manager.engine.host_pool.stats
+    pinned = []
+    empty_host = manager.backend.empty_host
+    monkeypatch.setattr(manager.backend, "empty_host", lambda n: pinned.append(n) or empty_host(n))
+    device, copied, is_lent = handler.offload(source, use_cpu_pool=False)
+    assert (stats.in_use_bytes, pinned, is_lent) == (0, [1024], False)
+    unpinned = handler.offload(source, pin_memory=False, use_cpu_pool=False)
+    assert pinned == [1024]
+    for state in ((device, copied, is_lent), unpinned):
+        assert torch.equal(handler.reload(state, non_blocking=False), source)
+    lent = handler.offload(source)
+    assert stats.in_use_bytes == 1024
+    assert manager.cpu_tensor_pool.get_pool_status()["global_stats"]["current_in_use"] == 1
+    manager.reset()
+    assert stats.in_use_bytes == 0
+    with pytest.raises(ValueError, match="freed before"):
+        handler.reload(lent)
+
+
+def test_a_pool_that_is_full_says_so(manager):
+    manager.configure(CONFIG.model_copy(update={"host_memory_bytes": 4096}))
+    handler = begin(manager)
+    with pytest.raises(RuntimeError, match="raise host_memory_bytes"):
+        handler.offload(torch.randn(4096))
+
+
+def test_boundaries_are_autograd_functions(manager, x, weight):
+    begin(manager)
+    chunk = manager.cur_forward_chunk()
+    y = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, "g")
+    assert type(y.grad_fn).__name__ == "FineGrainedOffloadingGroupStartFunctionBackward"
+    with manager:
+        y = torch.tanh(y @ weight)
+    y = FineGrainedOffloadingGroupCommitFunction.apply(
+        y, cur_forward_chunk=chunk, name="g", forced_released_tensors=[], delay_offload=True
+    )
+    (group,) = chunk.offload_groups
+    assert group.state is GroupState.RECORDING
+    manager.flush_delayed_groups()
+    assert group.state is GroupState.ON_HOST
+    y.sum().backward()
+    assert group.state is GroupState.DONE
+    assert manager.cur_backward_chunk() is chunk
+    with torch.no_grad():
+        assert FineGrainedOffloadingGroupStartFunction.apply(x, chunk, "g") is x
+    manager.reset()
+    assert_exact(x, weight, num_layers=1)
