@@ -39,6 +39,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -220,7 +221,7 @@ def run_mode(options, spec, repetition):
             whole[name] = getattr(options, name)
         path.write_text(json.dumps(whole))
         started = time.monotonic()
-        status, failed_rank = _run_ranks(
+        status, failed_rank = run_ranks(
             [sys.executable, str(WORKER), str(path)],
             worker_environment(options, spec),
             [logs / f"{label}.{repetition}.rank{rank}.log" for rank in range(sizes["pp"])],
@@ -307,39 +308,40 @@ def _free_port():
             return port
 
 
-def _run_ranks(command, environment, logs, timeout_s):
-    """Return ("ok" | "failed" | "timed out", the rank that failed first)."""
+def run_ranks(command, environment, logs, timeout_s=math.inf, *, shows_first=False):
+    """Run one process a rank; return ("ok" | "failed" | "timed out", the rank that failed first).
+
+    With ``shows_first`` the first rank's output is this process's.
+    """
     processes = []
-    files = [log.open("w") for log in logs]
-    try:
-        for rank, file in enumerate(files):
+    deadline = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [_end(process) for process in processes])
+        for rank, log in enumerate(logs):
+            file = stack.enter_context(log.open("w"))
+            output = None if shows_first and rank == 0 else file
             ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
                 subprocess.Popen(
-                    command, env=ranked, stdout=file, stderr=file, start_new_session=True
+                    command, env=ranked, stdout=output, stderr=file, start_new_session=True
                 )
             )
-        return _wait(processes, time.monotonic() + timeout_s)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        for file in files:
-            file.close()
-
-
-def _wait(processes, deadline):
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            time.sleep(min(GRACE_S, max(0.0, deadline - time.monotonic())))
-            return "failed", failed[0]
-        if all(code == 0 for code in codes):
-            return "ok", None
-        time.sleep(0.1)
+        while time.monotonic() < deadline:
+            codes = [process.poll() for process in processes]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:  # others may have something to say as well
+                time.sleep(min(GRACE_S, max(0.0, deadline - time.monotonic())))
+                return "failed", failed[0]
+            if all(code == 0 for code in codes):
+                return "ok", None
+            time.sleep(0.1)
     return "timed out", None
+
+
+def _end(process):
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main():

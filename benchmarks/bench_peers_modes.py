@@ -17,6 +17,8 @@ import torch
 from bench_peers import PLAN_AT_STEP, PLANNING_KINDS, options_of_rank
 from bench_peers_link import link_shares
 
+from megatron_offload.engine.observer import Observer
+
 
 class Mode:
     """No offload; the base of all others."""
@@ -169,16 +171,20 @@ class Ours(Marked):
     def examined(self, rank):
         from megatron_offload.observe.trace_step import trace_step
 
-        take_peak = take_peak_bytes if self.spec["device"] == "cuda" else None
-        with PeakWatch(self.manager, take_peak) as watch, trace_step(self.manager, rank) as trace:
+        watch = None
+        with contextlib.ExitStack() as stack:
+            if self.spec["device"] == "cuda":
+                watch = PeakWatch(self.manager, take_peak_bytes)
+                stack.enter_context(self.manager.observed_by(watch))
+            trace = stack.enter_context(trace_step(self.manager, rank))
             yield
         trace.write_chrome(Path(self.spec["results"]) / f"trace{rank}.json")
         summary = trace.summary()
         self.examination = {
-            "held_at_peak_bytes": watch.held_bytes,
-            "inflight_at_peak_bytes": watch.inflight_bytes,
-            "prefetched_at_peak_bytes": watch.prefetched_bytes,
-            "device_profile": watch.profile,
+            "held_at_peak_bytes": watch and watch.held_bytes,
+            "inflight_at_peak_bytes": watch and watch.inflight_bytes,
+            "prefetched_at_peak_bytes": watch and watch.prefetched_bytes,
+            "device_profile": watch.profile if watch else [],
             "traced_step_us": summary.duration_us,
             "stall_us": summary.stall_us,
             "busy_us": summary.busy_us,
@@ -266,50 +272,44 @@ class OursWhole(Ours):
         self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_away_bytes)
 
 
-class PeakWatch:
+class PeakWatch(Observer):
     """Looks at every boundary whether the device's peak has come by, and what was held then.
 
-    What is held changes where the manager looks ahead, at the end of every boundary; a peak that is
-    seen later came by with what was held since.
+    What is held changes at boundaries; a peak that is seen later came by with what was held since
+    the one before.
 
     Args:
         manager: whose bytes are asked for.
-        take_peak_bytes: returns the device's peak since the last call; None watches nothing.
+        take_peak_bytes: returns the device's peak since the last call.
 
     Attributes:
-        profile: for each boundary the step's clock there, the device's peak since the one before,
-            and what of it was in flight, held and resident.
+        profile: for each boundary its number, the device's peak since the one before, and what of
+            it was in flight, held and resident.
     """
 
     def __init__(self, manager, take_peak_bytes):
-        self.manager = manager
         self.held_bytes = self.inflight_bytes = self.prefetched_bytes = None
         self.profile = []
+        self._manager = manager
         self._take_peak_bytes = take_peak_bytes
         self._peak_bytes = 0
         self._now = (0, 0, 0, 0)
+        take_peak_bytes()
 
-    def __enter__(self):
-        if self._take_peak_bytes is not None:
-            self._take_peak_bytes()
-            self._advance = self.manager.prefetcher.advance
-            self.manager.prefetcher.advance = self._look
-        return self
-
-    def __exit__(self, *exception):
-        if self._take_peak_bytes is not None:
-            self.manager.prefetcher.advance = self._advance
-
-    def _look(self):
+    def _look(self, *_, **__):
         peak_bytes = self._take_peak_bytes()
         if peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
             self.held_bytes, self.inflight_bytes, self.prefetched_bytes, _ = self._now
-        self.profile.append((self.manager.window.step_bytes, peak_bytes, *self._now[1:]))
-        self._advance()
-        budget = self.manager.budget
-        host_bytes = self.manager.transfers.host_bytes - budget.inflight_bytes
+        self.profile.append((len(self.profile), peak_bytes, *self._now[1:]))
+
+    def _note(self, *_):
+        budget = self._manager.budget
+        host_bytes = self._manager.transfers.host_bytes - budget.inflight_bytes
         self._now = (host_bytes, budget.inflight_bytes, budget.held_bytes, budget.resident_bytes)
+
+    group_commits = backward_enters = backward_leaves = _look
+    group_committed = backward_entered = backward_left = _note
 
 
 def take_peak_bytes():

@@ -30,6 +30,8 @@ from megatron_offload.planning.schedule import one_f_one_b
 from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
 
 GIB, MIB = 2**30, 2**20
+NUM_RANKS, NUM_MICROBATCHES = 1024, 32
+"""Of the second job."""
 NUM_GPUS, DATA_PARALLEL, REPORTED_TFLOPS = 16_384, 128, 400.0
 
 LLAMA_3_405B = load_description(
@@ -114,16 +116,14 @@ def timed(what) -> tuple[dict, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Simulate jobs with thousands of GPUs.")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--microbatches", type=int, default=32)
     args = parser.parse_args()
     known, known_s = timed(llama)
     known |= {"simulations": "1 each row and those that fit the share", "cpu_s": known_s}
-    job = deep_job(args.ranks, args.microbatches)
+    job = deep_job(NUM_RANKS, NUM_MICROBATCHES)
     settings = RankSettings(max_inflight_bytes=256 * MIB, prefetch_bytes=256 * MIB)
     deep, deep_s = timed(lambda: row("everything, 256 / 256 MiB", simulate(job, settings)))
     deep = {name: deep[name] for name in ("settings", "step_ms", "stall_ms", "num_events")}
-    deep |= {"ranks": args.ranks, "microbatches": args.microbatches, "cpu_s": deep_s}
+    deep |= {"ranks": NUM_RANKS, "microbatches": NUM_MICROBATCHES, "cpu_s": deep_s}
     record = {
         "command": "python benchmarks/simulate_large.py --output FILE",
         "date": datetime.now(UTC).date().isoformat(),

@@ -31,7 +31,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,10 +41,9 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from bench_peers import FIVE, SHAPES, last_line, worker_environment
+from bench_peers import FIVE, SHAPES, last_line, run_ranks, worker_environment
 
 WORKER = Path(__file__).with_name("check_bitwise_worker.py")
-GRACE_S = 3.0
 
 _MLP = ("mlp_fc1", "mlp_act", "mlp_fc2")
 _EXPERTS = ("expert_fc1", "moe_act", "expert_fc2", "shared_experts", "router")
@@ -254,44 +252,15 @@ def launch(options, todo, path, attempt, stop_at):
             spec[name] = getattr(options, name)
         spec_path = Path(folder) / "spec.json"
         spec_path.write_text(json.dumps(spec))
-        codes = _run_ranks([sys.executable, str(WORKER), str(spec_path)], environment, names)
-        if not any(codes):
+        command = [sys.executable, str(WORKER), str(spec_path)]
+        status, rank = run_ranks(command, environment, names, shows_first=True)
+        if status == "ok":
             return None
         failures = [json.loads(file.read_text()) for file in Path(folder).glob("rank*.json")]
         if failures:  # the first; others may have failed because that one did
             failure = min(failures, key=lambda failure: failure["at"])
             return f"rank {failure['rank']}: {failure['reason']}"
-    rank = next(rank for rank, code in enumerate(codes) if code)
     return f"rank {rank}: {last_line(names[rank].read_text(errors='replace'))}"
-
-
-def _run_ranks(command, environment, logs):
-    """Run one process a rank, the first with this one's output; return their exit codes."""
-    processes = []
-    files = [log.open("w") for log in logs]
-    try:
-        for rank, file in enumerate(files):
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=None if rank == 0 else file,
-                    stderr=file,
-                    start_new_session=True,
-                )
-            )
-        while None in (codes := [process.poll() for process in processes]) and not any(codes):
-            time.sleep(0.1)
-        if any(codes):
-            time.sleep(GRACE_S)  # others may have something to say as well
-        return [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        for file in files:
-            file.close()
 
 
 def settle(report, todo, reason):

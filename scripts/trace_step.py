@@ -26,6 +26,10 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.report.plots import plot_timeline
 
+NUM_LAYERS, NUM_MICROBATCHES, DEPTH = 4, 6, 3
+GBPS, WORK_US = 2.5, 100.0
+"""Of the simulated device: its bandwidth each way, and the time of an MLP."""
+
 ADVANCE = Callable[[float], None]
 
 
@@ -101,17 +105,14 @@ def run_step(
             losses[microbatch] = x.float().square().mean()
 
 
-def trace(args: argparse.Namespace) -> tuple[StepTrace, str]:
-    on_gpu = args.backend == "cuda" or (args.backend == "auto" and torch.cuda.is_available())
+def trace(backend_name: str) -> tuple[StepTrace, str]:
+    on_gpu = backend_name == "cuda" or (backend_name == "auto" and torch.cuda.is_available())
     config = OffloadConfig(
         backend="cuda" if on_gpu else "simulated",
         min_tensor_bytes=0,
-        fraction=args.fraction,
-        max_inflight_bytes=args.max_inflight_bytes,
-        prefetch_bytes=args.prefetch_bytes,
         host_memory_bytes="32GiB" if on_gpu else "256MiB",
         host_slab_bytes="1GiB" if on_gpu else "16MiB",
-        simulated=SimulatedConfig(d2h_gbps=args.gbps, h2d_gbps=args.gbps),
+        simulated=SimulatedConfig(d2h_gbps=GBPS, h2d_gbps=GBPS),
     )
     backend = create_backend(config)
     advance: ADVANCE = backend.advance_compute if isinstance(backend, SimulatedBackend) else abs
@@ -119,10 +120,10 @@ def trace(args: argparse.Namespace) -> tuple[StepTrace, str]:
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     torch.manual_seed(0)
     heads = width // 128 if on_gpu else 2
-    layers = (Layer(width, heads, advance, args.work_us) for _ in range(args.layers))
+    layers = (Layer(width, heads, advance, WORK_US) for _ in range(NUM_LAYERS))
     model = nn.ModuleList(layers).to(device, dtype)
-    inputs = torch.randn(args.microbatches, rows, width).to(device, dtype)
-    order = one_forward_one_backward(args.microbatches, args.depth)
+    inputs = torch.randn(NUM_MICROBATCHES, rows, width).to(device, dtype)
+    order = one_forward_one_backward(NUM_MICROBATCHES, DEPTH)
     manager = PipelineOffloadManager(config, backend=backend)
     for _ in range(3):  # the order of backwards is learned, and the allocator has its memory
         run_step(model, manager, inputs, order)
@@ -130,25 +131,15 @@ def trace(args: argparse.Namespace) -> tuple[StepTrace, str]:
         run_step(model, manager, inputs, order)
     manager.close()
     where = torch.cuda.get_device_name() if on_gpu else "simulated device"
-    return result, f"{args.layers} layers, {args.microbatches} microbatches in 1F1B, {where}"
+    return result, f"{NUM_LAYERS} layers, {NUM_MICROBATCHES} microbatches in 1F1B, {where}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trace one step and draw its timeline.")
     parser.add_argument("--output", type=Path, default=Path("runs/trace_step"))
     parser.add_argument("--backend", choices=["auto", "cuda", "simulated"], default="auto")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=6)
-    parser.add_argument("--depth", type=int, default=3, help="microbatches in flight")
-    parser.add_argument("--fraction", type=float, default=1.0, help="as in OffloadConfig")
-    parser.add_argument("--max-inflight-bytes", help="as in OffloadConfig")
-    parser.add_argument("--prefetch-bytes", help="as in OffloadConfig")
-    parser.add_argument("--gbps", type=float, default=2.5, help="simulated bandwidth, each way")
-    parser.add_argument("--work-us", type=float, default=100.0, help="simulated time of an MLP")
     args = parser.parse_args()
-    if not 1 <= args.depth <= args.microbatches:
-        parser.error(f"--depth is 1 to --microbatches, got {args.depth} of {args.microbatches}")
-    result, title = trace(args)
+    result, title = trace(args.backend)
     result.write_chrome(args.output / "trace.json")
     print("\n".join(result.summary().lines()))
     print(f"wrote {args.output / 'trace.json'}")

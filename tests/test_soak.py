@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+ROOT = Path(__file__).parent.parent
+SCRIPTS, BENCHMARKS = ROOT / "scripts", ROOT / "benchmarks"
 
 
 def load_script(name):
@@ -75,7 +76,7 @@ def test_growth_is_seen_and_what_comes_back_is_none():
 def test_the_cost_of_checking_is_measured(tmp_path):
     path = tmp_path / "checking.json"
     subprocess.run(
-        [sys.executable, SCRIPTS / "bench_checking.py", "--device", "cpu", "--output", path],
+        [sys.executable, BENCHMARKS / "bench_checking.py", "--device", "cpu", "--output", path],
         check=True,
         timeout=200,
         capture_output=True,

@@ -21,6 +21,7 @@ from megatron_offload.backends import cuda
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.core.trace import Span
+from megatron_offload.engine.observer import Observer
 
 GIB = 2**30
 
@@ -412,17 +413,18 @@ def test_what_was_held_when_the_peak_came_by(number):
     model = make_model()
     manager = make_manager(max_inflight_bytes=8 * KIB, prefetch_bytes=8 * KIB)
     run_step(model, manager, order)
-    released, advance = [0], manager.prefetcher.advance
+    released = [0]
 
-    def advance_and_count():
-        advance()
-        blocks = {id(b): b for group in manager.prefetcher.groups() for b in group.blocks()}
-        alone = [b.num_bytes for b in blocks.values() if b.host is not None and b.released]
-        released.append(sum(alone))
+    class Count(Observer):
+        def note(self, group):
+            blocks = {id(b): b for group in manager.prefetcher.groups() for b in group.blocks()}
+            alone = [b.num_bytes for b in blocks.values() if b.host is not None and b.released]
+            released.append(sum(alone))
 
-    manager.prefetcher.advance = advance_and_count
-    with PeakWatch(manager, lambda: 1 + (len(released) > number)) as watch:
+        group_committed = backward_entered = backward_left = note
+
+    watch = PeakWatch(manager, lambda: 1 + (len(released) > number))
+    with manager.observed_by(Count(), watch):
         run_step(model, manager, order)
-    assert manager.prefetcher.advance is advance_and_count
     assert max(released) > 0
     assert watch.held_bytes == released[number]
