@@ -250,9 +250,9 @@ def run_mode(options, spec, repetition):
 def keep_traces(paths, path):
     """Put the traces of a mode's ranks into one file."""
     sys.path.insert(0, str(ROOT))
-    from megatron_offload.core.trace import merge_files
+    from megatron_offload.core.trace import read_traces, write_traces
 
-    merge_files(paths, path)
+    write_traces(path, [trace for one in paths for trace in read_traces(one)])
 
 
 def keep_profiles(paths, folder):

@@ -31,13 +31,14 @@ _LONGEST_COMPARED = 200
 _MOST_LISTED = 50
 
 _EXTRAS = {
+    "altair": ("report", "drawing a chart"),
     "highspy": ("plan", "planning for a memory target"),
     "jinja2": ("report", "the HTML report"),
-    "matplotlib": ("plots", "drawing a picture"),
     "megatron.core": ("megatron", "training"),
     "shtab": ("completion", "completing words in a shell"),
     "safetensors": ("megatron", "training"),
     "simpy": ("plan", "simulating a step"),
+    "vl_convert": ("report", "drawing a chart"),
 }
 """For packages that only some commands need the extra that brings them, and what it is for."""
 

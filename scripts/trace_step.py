@@ -23,6 +23,7 @@ from megatron_offload.config import OffloadConfig, SimulatedConfig
 from megatron_offload.core.trace import StepTrace
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import ConfigError
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.report.plots import plot_timeline
 
@@ -141,12 +142,13 @@ def main() -> None:
     args = parser.parse_args()
     result, title = trace(args.backend)
     result.write_chrome(args.output / "trace.json")
-    print("\n".join(result.summary().lines()))
+    print("\n".join(result.summary().facts()))
     print(f"wrote {args.output / 'trace.json'}")
-    if plot_timeline([result], args.output / "timeline.png", title):
+    try:
+        plot_timeline([result], args.output / "timeline.png", title)
         print(f"wrote {args.output / 'timeline.png'}")
-    else:
-        print("no picture: matplotlib is not installed (pip install 'megatron-offload[plots]')")
+    except ConfigError as error:
+        print(f"no picture: {error}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ TORCHLESS = (
     *(f"backends/{name}.py" for name in ("host_limit", "numa")),
     *(f"machine/{name}.py" for name in ("checks_host", "checks_software", "finding", "pci")),
     "machine/profile.py",
-    *(f"report/{name}.py" for name in ("plan_rows", "plan_tables")),
+    "report/plan_tables.py",
     *(f"train/{name}.py" for name in ("checkpoint_folder", "config")),
 )
 

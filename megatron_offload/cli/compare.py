@@ -14,7 +14,7 @@ reads    --config, a YAML file (or the name of one in configs/); flags win over 
 prints   losses and gradient norms of every step, what moved, peak memory, and in the end
          'bitwise identical: yes' or 'no'
 writes   run.output: both runs in without_offload/ and with_offload/, compare.json, compare.png
-         (extra 'plots'), report.html (extra 'report'); where the runs have left profiles, plan.json
+         and report.html (extra 'report'); where the runs have left profiles, plan.json
          and tradeoff.json (extra 'plan'; see 'megatron-offload plan'). An earlier comparison in the
          same folder is replaced; one that holds another run is refused
 

@@ -133,9 +133,11 @@ def _plot(config: TrainConfig, reports: list[RunReport]) -> str:
         sizes = [[rank[key] for rank in ranks] for ranks in peaks]
         if sizes[0][0] is None:
             continue
-        if plot_comparison(path, (losses[0], losses[1]), (sizes[0], sizes[1]), title):
-            return str(path)
-        return "left out: matplotlib is missing; run: pip install 'megatron-offload[plots]'"
+        try:
+            plot_comparison(path, (losses[0], losses[1]), (sizes[0], sizes[1]), title)
+        except ConfigError as error:
+            return f"left out: {error}"
+        return str(path)
     return "left out: nothing was measured; set run.measure_live_bytes: true"
 
 

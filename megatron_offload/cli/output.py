@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_offload.core.trace import StepTrace
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.report.console import console
-from megatron_offload.report.plots import MOST_TIMELINES, plot_timeline
+from megatron_offload.report.plots import MOST_TIMELINES, NEEDED, plot_timeline
 
 __all__ = ["PREDICTED", "check_picture", "check_place", "draw_timelines", "progress", "writing"]
 
@@ -45,7 +45,7 @@ def check_picture(flag: str, path: Path | None) -> None:
     """Refuse a picture that couldn't be drawn, likewise.
 
     Raises:
-        ConfigError: as for `check_place`, its name doesn't end in ``.png``, or matplotlib is
+        ConfigError: as for `check_place`, its name doesn't end in ``.png``, or Altair is
             missing.
     """
     check_place(flag, path)
@@ -53,7 +53,7 @@ def check_picture(flag: str, path: Path | None) -> None:
         return
     if path.suffix.lower() != ".png":
         raise ConfigError(f"{flag} {path}: a PNG is drawn; name a file that ends in .png")
-    require("matplotlib")
+    require(*NEEDED)
 
 
 @contextlib.contextmanager

@@ -29,14 +29,15 @@ from megatron_offload.files.text import read_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.report.console import console
-from megatron_offload.report.html import write_report
 from megatron_offload.report.report import (
+    NEEDED,
     Comparison,
     GroupRow,
     MemoryKind,
     Pair,
     RankRow,
     Report,
+    write_report,
 )
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, read_tradeoff
 from megatron_offload.train.comparison import FOLDERS, read_comparison
@@ -58,7 +59,7 @@ reads    run.output of a train or a compare run: steps.jsonl, and of config.yaml
          timelines, compare.json, plan.json and tradeoff.json what is there; one that is missing is
          a gap that the page names, a damaged one is an error
 prints   where the page is
-writes   report.html; needs the extra 'report' (jinja2)
+writes   report.html; needs the extra 'report'
 
 exit status: 0 written, 2 bad input (the last page stays)
 
@@ -102,11 +103,11 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
     """Write the report of a folder; return its path.
 
     Raises:
-        ConfigError: the folder holds no run, something in it is damaged, jinja2 is missing, or the
-            file can't be written.
+        ConfigError: the folder holds no run, something in it is damaged, a package is missing, or
+            the file can't be written.
     """
     path = output or folder / "report.html"
-    require("jinja2")
+    require(*NEEDED)
     check_place("--output", output)
     report = read_report(folder)
     with writing(path):

@@ -21,7 +21,7 @@ Put the timelines of a run's ranks into one file for https://ui.perfetto.dev, an
 reads    trace_<rank>.json in run.output, of a comparison in that of its run with offload; a run
          leaves them with run.trace_step
 prints   where the files are
-writes   FOLDER/trace.json; --png: a picture of the first 16 ranks (extra 'plots')
+writes   FOLDER/trace.json; --png: a picture of the first 16 ranks (extra 'report')
 
 exit status: 0 written, 2 bad input
 
@@ -46,7 +46,7 @@ def run(given: Given) -> int:
 
     Raises:
         ConfigError: there are no timelines, one is damaged, a file can't be written, or the picture
-            needs matplotlib.
+            needs Altair.
     """
     check_picture("--png", given.png)
     traces = read_run_traces(given.folder)

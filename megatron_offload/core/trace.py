@@ -1,10 +1,7 @@
 """One traced step: what each stream did when, how many bytes that held, and the sums.
 
-Owns `Span`, `Counter`, `StepTrace` and their file format, the Chrome trace events that
-chrome://tracing and ui.perfetto.dev open. Must not know torch, the engine or how times are taken.
-
-Invariants: times are microseconds since the trace began; spans of one stream don't overlap; a file
-is written aside and put in place whole.
+Files hold Chrome trace events, which chrome://tracing and ui.perfetto.dev open. Times are
+microseconds since the trace began; spans of one stream don't overlap.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.files.text import read_json, replace_text
 
 __all__ = [
@@ -31,7 +29,6 @@ __all__ = [
     "Span",
     "StepTrace",
     "TraceSummary",
-    "merge_files",
     "read_traces",
     "write_traces",
 ]
@@ -134,26 +131,27 @@ class TraceSummary:
         busy_us = self.busy_us[stream]
         return self.num_bytes[stream] / busy_us / 1e3 if busy_us else None
 
-    def lines(self) -> list[str]:
-        """Return the numbers as text, one subject a line."""
-        lines = [
-            f"step {self.duration_us:.1f} us, compute {self.compute_us:.1f} us, "
-            f"stalled {self.total_stall_us:.1f} us"
+    def facts(self) -> list[str]:
+        """Return what people want to know of the step, one fact a text."""
+        share = self.copy_stall_us / self.duration_us if self.duration_us else 0.0
+        facts = [
+            f"step {format_us(self.duration_us)}",
+            f"compute waits for copies {format_us(self.copy_stall_us)} ({share:.1%})",
+            *(f"{wait} wait {format_us(lost_us)}" for wait, lost_us in self.stall_us.items()),
         ]
-        lines += [f"  {wait}: {lost_us:.1f} us" for wait, lost_us in self.stall_us.items()]
         for stream, busy_us in self.busy_us.items():
-            gbps = self.gbps(stream)
-            rate = f" at {gbps:.2f} GB/s" if gbps is not None else ""
-            hidden = f", {self.overlap_us[stream] / busy_us:.0%} beside compute" if busy_us else ""
-            lines.append(
-                f"{stream}: {self.num_bytes[stream]} bytes in {busy_us:.1f} us{rate}{hidden}"
-            )
+            if busy_us:
+                size = format_bytes(self.num_bytes[stream])
+                hidden = self.overlap_us[stream] / busy_us
+                facts.append(
+                    f"{stream.upper()} {size} at {self.gbps(stream):.3g} GB/s, "
+                    f"{hidden:.0%} beside compute"
+                )
         if self.prefetch_distances_us:
-            lines.append(
-                f"prefetch distance: median {statistics.median(self.prefetch_distances_us):.1f} us,"
-                f" least {min(self.prefetch_distances_us):.1f} us"
-            )
-        return lines
+            median_us = statistics.median(self.prefetch_distances_us)
+            least = format_us(min(self.prefetch_distances_us))
+            facts.append(f"prefetch distance {format_us(median_us)} (median), {least} (least)")
+        return facts
 
 
 @dataclass(slots=True)
@@ -285,26 +283,18 @@ def _typed(value: Any, *kinds: type) -> Any:
     return value
 
 
-def merge_files(paths: Iterable[str | Path], path: str | Path) -> None:
-    """Put the traces of several files, such as one for each rank, into one.
-
-    Raises:
-        ValueError: a file can't be read as a trace, or two hold the same rank.
-    """
-    write_traces(path, [trace for one in paths for trace in read_traces(one)])
-
-
 def _events(trace: StepTrace) -> Iterable[dict[str, Any]]:
     """Yield Chrome trace events: names first, then spans, then counters."""
     pid = trace.rank
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+
+    def named(what: str, key: str, value: str | int, **place: int) -> dict[str, Any]:
+        return {"ph": "M", "name": f"{what}_{key}", "pid": pid, **place, "args": {key: value}}
+
+    yield named("process", "name", f"rank {pid}")
+    yield named("process", "sort_index", pid)
     for tid, stream in enumerate(STREAMS):
-        names = {"name": stream}
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": names}
-        order = {"sort_index": tid}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": order}
-    for tid, stream in enumerate(STREAMS):
+        yield named("thread", "name", stream, tid=tid)
+        yield named("thread", "sort_index", tid, tid=tid)
         for span in trace.of(stream):
             args: dict[str, Any] = {"group": span.label}
             if span.stream != "compute":
@@ -324,13 +314,8 @@ def _events(trace: StepTrace) -> Iterable[dict[str, Any]]:
                 "args": args,
             }
     for counter in sorted(trace.counters, key=lambda counter: counter.time_us):
-        yield {
-            "ph": "C",
-            "name": counter.name,
-            "pid": pid,
-            "ts": counter.time_us,
-            "args": {"bytes": counter.value},
-        }
+        args = {"bytes": counter.value}
+        yield {"ph": "C", "name": counter.name, "pid": pid, "ts": counter.time_us, "args": args}
 
 
 def _overlap_us(left: Sequence[Span], right: Sequence[Span]) -> float:

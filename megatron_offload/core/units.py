@@ -1,16 +1,20 @@
-"""Sizes as people read them.
-
-Owns `format_bytes`. Must not know torch, nor what is sized.
-
-Invariant: plain text of a few letters, whatever the size.
-Read next: `megatron_offload.report.summary`.
-"""
+"""Sizes and times as people read them."""
 
 from __future__ import annotations
 
-__all__ = ["format_bytes"]
+__all__ = ["byte_unit", "format_bytes", "format_us"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def byte_unit(size_bytes: float) -> tuple[int, str]:
+    """Return the unit that keeps a size short: its bytes and its name."""
+    scale = 1
+    for name in _UNITS[:-1]:
+        if abs(size_bytes) < 1024 * scale:
+            return scale, name
+        scale *= 1024
+    return scale, _UNITS[-1]
 
 
 def format_bytes(size_bytes: float | None, digits: int = 1) -> str:
@@ -22,9 +26,12 @@ def format_bytes(size_bytes: float | None, digits: int = 1) -> str:
     """
     if size_bytes is None:
         return "-"
-    value = float(size_bytes)
-    for unit in _UNITS[:-1]:
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{digits}f} {unit}"
-        value /= 1024
-    return f"{value:.{digits}f} {_UNITS[-1]}"
+    scale, name = byte_unit(size_bytes)
+    return f"{size_bytes / scale:.{digits if scale > 1 else 0}f} {name}"
+
+
+def format_us(time_us: float | None) -> str:
+    """Return a time, given in microseconds, in milliseconds from one on; ``-`` for None."""
+    if time_us is None:
+        return "-"
+    return f"{time_us:.1f} µs" if abs(time_us) < 1000 else f"{time_us / 1e3:.1f} ms"

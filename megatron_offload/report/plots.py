@@ -1,19 +1,19 @@
-"""Plots of two runs, timelines of one step on several ranks, and the trade-off curve.
+"""Charts of a run: its losses and memory, timelines of one step, and the trade-off curve.
 
-Owns the drawing, with matplotlib, which is optional (extra ``plots``). Must not know torch or the
-trainer.
-
-Invariant: without matplotlib a plot is left out, never an error. Read next:
-`megatron_offload.cli.compare_runs`.
+A chart is drawn into a PNG file, or by the page of a report, where it can be zoomed. Needs Altair
+and vl-convert (extra ``report``). Text of a run is text in a chart: no markup, no formulas.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_offload.core.trace import (
     HELD_BYTES,
@@ -23,39 +23,64 @@ from megatron_offload.core.trace import (
     PIPELINE_WAIT,
     PREFETCHED_BYTES,
     STREAMS,
+    Counter,
     Span,
     StepTrace,
 )
-from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, frontier
+from megatron_offload.core.units import byte_unit, format_bytes, format_us
+from megatron_offload.errors import require
+from megatron_offload.report.console import printable
+from megatron_offload.report.tradeoff import TradeOff, frontier
 
-__all__ = ["MOST_TIMELINES", "plot_comparison", "plot_timeline", "plot_tradeoff"]
+if TYPE_CHECKING:
+    import altair
 
-_MIB = 1024 * 1024
-_GIB = 1024 * _MIB
+__all__ = [
+    "MOST_TIMELINES",
+    "NEEDED",
+    "last_us",
+    "memory_chart",
+    "plot_comparison",
+    "plot_timeline",
+    "plot_tradeoff",
+    "timeline_chart",
+    "tradeoff_chart",
+]
 
+NEEDED = ("altair", "vl_convert")
+"""Packages that a chart needs."""
+
+# Okabe and Ito's colours, which people of any colour vision tell apart.
 _KINDS = {
-    "forward": ("#4c8bc9", "forward"),
-    "backward": ("#5aa868", "backward"),
-    "other": ("#d5d8dc", "compute outside groups"),
-    "stall": ("#d1333b", "compute waits for a copy"),
-    PIPELINE_WAIT: ("#f4dede", "compute waits for another stage"),
-    "d2h": ("#e39b3b", "offload (D2H)"),
-    "h2d": ("#8e6bb5", "reload (H2D)"),
+    "forward": ("#0072b2", "forward"),
+    "backward": ("#009e73", "backward"),
+    "other": ("#b9bec4", "compute outside groups"),
+    "stall": ("#d55e00", "compute waits for a copy"),
+    PIPELINE_WAIT: ("#f0e442", "compute waits for another stage"),
+    "d2h": ("#e69f00", "offload (D2H)"),
+    "h2d": ("#cc79a7", "reload (H2D)"),
 }
 
 _COUNTERS = {
-    LIVE_BYTES: ("#9aa0a6", "--"),
-    HELD_BYTES: ("#222222", "-"),
-    HOST_BYTES: ("#2a9d9d", "-"),
-    INFLIGHT_BYTES: (_KINDS["d2h"][0], "-"),
-    PREFETCHED_BYTES: (_KINDS["h2d"][0], "-"),
+    LIVE_BYTES: "#8a9199",
+    HELD_BYTES: "#0072b2",
+    HOST_BYTES: "#009e73",
+    INFLIGHT_BYTES: _KINDS["d2h"][0],
+    PREFETCHED_BYTES: _KINDS["h2d"][0],
 }
 
+_RUNS = {"without offload": "#6b7178", "with offload": "#0072b2"}
+_PLAN = "a plan"
+_POINTS = {"measured": "#0072b2", "predicted": "#e69f00", _PLAN: "#d55e00"}
+
 _MOST_LABELS = 20
-"""Points that are named in a trade-off plot, those of the least memory first."""
+"""Points that are named in the picture of a trade-off curve, those of the least memory first."""
 
 MOST_TIMELINES = 16
 """Ranks in one picture; hundreds would help nobody."""
+
+_COLUMNS = 2000
+"""Parts of a step; what is shorter than one is drawn together, for no screen shows more."""
 
 _CHUNK = re.compile(r"\[chunk (\d+),")
 
@@ -65,7 +90,7 @@ def plot_comparison(
     losses: tuple[Sequence[float], Sequence[float]],
     memory_bytes: tuple[Sequence[int], Sequence[int]],
     memory_title: str,
-) -> bool:
+) -> None:
     """Draw two runs into a PNG file.
 
     Args:
@@ -74,39 +99,28 @@ def plot_comparison(
         memory_bytes: peak memory of every rank, without and with offload.
         memory_title: which memory that is.
 
-    Returns:
-        Whether the plot was drawn: False where matplotlib is not installed.
+    Raises:
+        ConfigError: Altair is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        return False
-    # No pyplot: it keeps global state and may look for a display.
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    steps = range(1, len(losses[0]) + 1)
-    left.plot(steps, losses[0], linewidth=4, alpha=0.4, label="without offload")
-    left.plot(steps, losses[1], linewidth=1.5, linestyle="--", label="with offload")
-    left.set(xlabel="step", ylabel="loss", title="Loss")
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.legend()
-    ranks = range(len(memory_bytes[0]))
-    for offset, values, label in zip((-0.2, 0.2), memory_bytes, ("without", "with"), strict=True):
-        places = [rank + offset for rank in ranks]
-        bars = right.bar(places, [value / _MIB for value in values], 0.4, label=f"{label} offload")
-        right.bar_label(bars, fmt="%.1f", fontsize=8)
-    right.set(xlabel="rank", ylabel="MiB", title=memory_title)
-    right.set_xticks(list(ranks))
-    right.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return True
+    alt = _altair()
+    rows = [
+        {"step": step, "loss": loss, "run": run}
+        for run, values in zip(_RUNS, losses, strict=True)
+        for step, loss in enumerate(values, start=1)
+    ]
+    lines = _chart(rows, title="Loss", width=420, height=260).encode(
+        x=alt.X("step:O", axis=alt.Axis(labelAngle=0, labelOverlap="greedy")),
+        y=alt.Y("loss:Q", scale=alt.Scale(zero=False)),
+        color=_colors(_RUNS, "run"),
+    )
+    plain, offloaded = (lines.transform_filter(f"datum.run == '{run}'") for run in _RUNS)
+    both = plain.mark_line(strokeWidth=5, opacity=0.5)
+    both += offloaded.mark_line(strokeWidth=1.5, strokeDash=[5, 3])
+    pairs = list(zip(*memory_bytes, strict=True))
+    _write_png(both | memory_chart(pairs, memory_title).properties(width=420), path)
 
 
-def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> bool:
+def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> None:
     """Draw what each stream did when, and how many bytes that held, into a PNG file.
 
     Args:
@@ -114,39 +128,25 @@ def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One ste
         path: file to write.
         title: stands above the picture, beside the step's numbers.
 
-    Returns:
-        Whether the timeline was drawn: False where matplotlib is not installed.
-
     Raises:
         ValueError: there is no trace, or more than `MOST_TIMELINES`.
+        ConfigError: Altair is not installed.
     """
     if not 1 <= len(traces) <= MOST_TIMELINES:
         raise ValueError(f"a timeline shows 1 to {MOST_TIMELINES} ranks, got {len(traces)}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(15, 7 * len(traces)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2 * len(traces), 1, sharex=True, height_ratios=(2, 3) * len(traces))
-    end_us = max((span.end_us for trace in traces for span in trace.spans), default=0.0)
-    scale, unit = (1e-3, "ms") if end_us >= 2000 else (1.0, "µs")
-    for index, trace in enumerate(traces):
-        lanes, memory = axes[2 * index : 2 * index + 2]
+    alt = _altair()
+    end_us = last_us(traces)
+    charts = []
+    for trace in traces:
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
-        _draw_lanes(lanes, trace, scale)
-        facts = _facts(trace, scale, unit)
-        lanes.set_title(f"{title}{rank}: {facts}", loc="left", parse_math=False)
-        _draw_memory(memory, trace, scale)
-        memory.set_xlim(0, max(end_us * scale, 1e-9))
-    axes[-1].set(xlabel=f"time ({unit})")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    return True
+        facts = trace.summary().facts()
+        lines = [", ".join(facts[:3]), ", ".join(facts[3:])]
+        heading = alt.Title(_text(f"{title}{rank}"), subtitle=lines, anchor="start")
+        charts.append(timeline_chart(trace, end_us).properties(title=heading))
+    _write_png(alt.vconcat(*charts), path)
 
 
-def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against time") -> bool:
+def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against time") -> None:
     """Draw what settings cost in memory and in time into a PNG file.
 
     Args:
@@ -154,146 +154,249 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
         path: file to write.
         title: stands above the picture.
 
-    Returns:
-        Whether the plot was drawn: False where matplotlib is not installed.
+    Raises:
+        ConfigError: Altair is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    timed = [point for point in tradeoff.points if point.step_time_percent is not None]
-    kinds = (("measured", False, "-", "#0b7f86"), ("predicted", True, "--", "none"))
-    for name, is_predicted, style, face in kinds:
-        points = [point for point in timed if point.is_predicted is is_predicted]
-        if not points:
-            continue
-        x, y = _places(points)
-        axes.scatter(x, y, s=45, facecolors=face, edgecolors="#0b7f86", label=name, zorder=3)
-        axes.plot(*_places(frontier(points)), style, color="#0b7f86", linewidth=1.2, alpha=0.6)
-    plans = [point for point in timed if point.is_plan]
-    if plans:
-        x, y = _places(plans)
-        axes.scatter(
-            *(x, y), s=180, facecolors="none", edgecolors="#c2255c", linewidths=2, label="the plan"
-        )
-    for point in tradeoff.points:
-        if point.step_time_percent is None:
-            axes.axvline(point.peak_bytes / _GIB, color="#0b7f86", linewidth=1.2, linestyle=":")
+    alt = _altair()
     # Labels beside their points would lie on one another: numbers there, a list at the side.
-    named = sorted(tradeoff.points, key=lambda point: point.peak_bytes)[:_MOST_LABELS]
-    for number, point in enumerate(named, start=1):
-        place = (point.peak_bytes / _GIB, point.step_time_percent or 0.0)
-        axes.annotate(str(number), place, (0, 8), textcoords="offset points", ha="center")
-    lines = [
-        f"{number}  {textwrap.shorten(point.label, 60, placeholder=' ...')}"
-        for number, point in enumerate(named, start=1)
+    named = list(enumerate(tradeoff.by_memory, start=1))[:_MOST_LABELS]
+    rows = [
+        {"number": n, "text": f"{n}  {textwrap.shorten(point.label, 60, placeholder=' ...')}"}
+        for n, point in named
     ]
-    # As a user wrote it: a dollar sign starts no formula.
-    axes.text(*(1.03, 1.0, "\n".join(lines)), transform=axes.transAxes, va="top", parse_math=False)
-    memory = f"peak {tradeoff.memory} of the rank that needs most (GiB)"
-    axes.set_xlabel(memory, parse_math=False)
-    axes.set_ylabel("step time against no offload (%)")
-    axes.set_title(title, loc="left", parse_math=False)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    names = _chart(rows, width=380, height=380).mark_text(align="left", fontSize=12)
+    names = names.encode(
+        x=alt.value(0),
+        y=alt.Y("number:Q", axis=None, scale=alt.Scale(domain=[_MOST_LABELS, 1])),
+        text="text:N",
+    )
+    chart = tradeoff_chart(tradeoff).properties(title=_text(title), width=640)
+    _write_png((chart | names).configure_view(stroke=None), path)
+
+
+def memory_chart(
+    peaks: Sequence[tuple[float | None, float | None]], title: str, ranks: Sequence[int] = ()
+) -> altair.LayerChart:
+    """Return each rank's peaks as bars.
+
+    Args:
+        peaks: bytes without and with offload, of each rank; None where they were not measured.
+        title: which memory that is.
+        ranks: their numbers; empty for 0 and on.
+    """
+    alt = _altair()
+    scale, unit = byte_unit(max((x for pair in peaks for x in pair if x is not None), default=0))
+    rows = [
+        {"rank": rank, "run": run, "size": value / scale, "label": format_bytes(value)}
+        for rank, pair in zip(ranks or range(len(peaks)), peaks, strict=True)
+        for run, value in zip(_RUNS, pair, strict=True)
+        if value is not None
+    ]
+    used = {row["run"] for row in rows}
+    base = _chart(rows, title=title, height=alt.Step(18)).encode(
+        x=alt.X("size:Q", title=unit),
+        y=alt.Y("rank:O", title="rank"),
+        yOffset=alt.YOffset("run:N", sort=list(_RUNS)),
+        tooltip=["rank:O", "run:N", "label:N"],
+    )
+    bars = base.mark_bar().encode(color=_colors(_RUNS, "run", used))
+    return bars + base.mark_text(align="left", dx=4).encode(text="label:N")
+
+
+def timeline_chart(trace: StepTrace, end_us: float) -> altair.VConcatChart:
+    """Return one rank's step: a lane for each stream, and how many bytes were where.
+
+    Args:
+        trace: the step.
+        end_us: where its axis ends, such as `last_us` of all ranks.
+    """
+    alt = _altair()
+    end_us = end_us or 1.0
+    scale, unit = (1e3, "ms") if end_us >= 2000 else (1.0, "µs")
+    domain = alt.Scale(domain=[0, end_us / scale], nice=False)
+    zoom = alt.selection_interval(name=f"zoom{trace.rank}", bind="scales", encodings=["x"])
+    spans = [
+        {
+            "start": span.start_us / scale,
+            "end": span.end_us / scale,
+            "stream": span.stream,
+            "what": _KINDS[_kind(span)][1],
+            "group": span.label,
+            "time": format_us(span.duration_us),
+            "bytes": format_bytes(span.num_bytes or None),
+        }
+        for stream in STREAMS
+        for span in _joined(trace.of(stream), end_us / _COLUMNS)
+    ]
+    used = {row["what"] for row in spans}
+    lanes = _chart(spans).mark_bar()
+    lanes = lanes.encode(
+        x=alt.X("start:Q", scale=domain, axis=alt.Axis(labels=False, title=None)),
+        x2="end:Q",
+        y=alt.Y("stream:N", title=None, scale=alt.Scale(domain=["pass", *STREAMS])),
+        color=_colors({name: color for color, name in _KINDS.values()}, "what", used),
+        tooltip=["group:N", "what:N", "time:N", "bytes:N"],
+    )
+    passes = [
+        {"at": (start_us + stop_us) / 2 / scale, "name": name}
+        for name, start_us, stop_us in _passes(trace.of("compute"))
+        if stop_us - start_us > 0.015 * end_us
+    ]
+    names = _chart(passes).mark_text(fontSize=10, color="#777777")
+    names = names.encode(x=alt.X("at:Q", scale=domain), y=alt.datum("pass"), text="name:N")
+    counters = list(_thinned(trace.counters, last_us([trace]), end_us / _COLUMNS))
+    size, size_unit = byte_unit(max((counter.value for counter in counters), default=0.0))
+    values = [
+        {
+            "time": counter.time_us / scale,
+            "size": counter.value / size,
+            "what": counter.name,
+            "bytes": format_bytes(counter.value),
+        }
+        for counter in counters
+    ]
+    memory = _chart(values, name=f"memory{trace.rank}", width=900, height=180)
+    memory = memory.mark_line(interpolate="step-after", strokeWidth=1.6)
+    memory = memory.encode(
+        x=alt.X("time:Q", scale=domain, title=f"time ({unit})"),
+        y=alt.Y("size:Q", title=size_unit),
+        color=_colors(_COUNTERS, "what", {row["what"] for row in values}),
+        tooltip=["what:N", "bytes:N"],
+    )
+    above = alt.layer(lanes, names, name=f"lanes{trace.rank}", width=900, height=110)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that both zoom as one
+        both = alt.vconcat(above, memory).add_params(zoom)
+    return both.resolve_scale(x="shared", color="independent")
+
+
+def tradeoff_chart(tradeoff: TradeOff) -> altair.LayerChart:
+    """Return memory against step time; the numbers count from 1 by memory, the least first."""
+    alt = _altair()
+    scale, unit = byte_unit(max(point.peak_bytes for point in tradeoff.points))
+    best = [
+        point
+        for is_predicted in (False, True)
+        for point in frontier(p for p in tradeoff.points if p.is_predicted is is_predicted)
+    ]
+    rows = [
+        {
+            "number": number,
+            "memory": point.peak_bytes / scale,
+            "percent": point.step_time_percent,
+            "how": "predicted" if point.is_predicted else "measured",
+            "setting": point.label,
+            "bytes": format_bytes(point.peak_bytes),
+            "is_best": point in best,
+            "is_plan": point.is_plan,
+        }
+        for number, point in enumerate(tradeoff.by_memory, start=1)
+    ]
+    timed = [row for row in rows if row["percent"] is not None]
+    plans = [row for row in timed if row["is_plan"]]
+    color = _colors(_POINTS, "how", {row["how"] for row in rows} | ({_PLAN} if plans else set()))
+    room = alt.Scale(zero=False, padding=20)
+    memory = f"peak {tradeoff.memory} of the rank that needs most ({unit})"
+    # A title of the channel would become part of an expression, with its quotes and backslashes.
+    x = alt.X("memory:Q", axis=alt.Axis(title=_text(memory)), scale=room)
+    y = alt.Y("percent:Q", title="step time against no offload (%)", scale=room)
+    tips = ["number:Q", "setting:N", "bytes:N", "percent:Q", "how:N"]
+    points = _chart(timed).encode(x=x, y=y, color=color, tooltip=tips)
+    untimed = _chart([row for row in rows if row["percent"] is None])
+    chart = alt.layer(
+        points.transform_filter("datum.is_best").mark_line(opacity=0.6),
+        untimed.mark_rule(strokeDash=[2, 3]).encode(x=x, color=color, tooltip=tips),
+        _chart(plans).mark_point(size=260, strokeWidth=2).encode(x=x, y=y, color=alt.datum(_PLAN)),
+        points.mark_point(size=60, filled=True, opacity=1),
+        _chart(timed).mark_text(dy=-12).encode(x=x, y=y, text="number:Q"),
+        width=760,
+        height=380,
+    )
+    return chart.interactive()
+
+
+def last_us(traces: Iterable[StepTrace]) -> float:
+    """Return when the last span of any rank ends; every rank's time starts at zero."""
+    return max((span.end_us for trace in traces for span in trace.spans), default=0.0)
+
+
+def _altair() -> Any:
+    """Return the module, which takes a while to import."""
+    require(*NEEDED)
+    import altair
+
+    return altair
+
+
+def _chart(rows: Sequence[Mapping[str, Any]], **properties: Any) -> Any:
+    safe = [{key: _text(value) for key, value in row.items()} for row in rows]
+    return _altair().Chart(_altair().InlineData(safe), **properties)
+
+
+def _text(value: Any) -> Any:
+    """Return a text without what no XML may hold, for pictures come from SVG; or another value."""
+    return printable(value) if isinstance(value, str) else value
+
+
+def _colors(colors: Mapping[str, str], name: str, used: Collection[Any] = ()) -> Any:
+    """Return the colour of each value of a field, with a legend of the used ones below."""
+    found = {key: colors[key] for key in colors if not used or key in used}
+    scale = _altair().Scale(domain=list(found), range=list(found.values()))
+    legend = _altair().Legend(orient="bottom", title=None, columns=3, labelLimit=400)
+    return _altair().Color(f"{name}:N", scale=scale, legend=legend)
+
+
+def _write_png(chart: Any, path: Path) -> None:
+    import vl_convert
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    return True
-
-
-def _places(points: Sequence[TradeOffPoint]) -> tuple[list[float], list[float]]:
-    """Return where points are whose time is known."""
-    return [p.peak_bytes / _GIB for p in points], [p.step_time_percent or 0.0 for p in points]
-
-
-def _facts(trace: StepTrace, scale: float, unit: str) -> str:
-    """Return the step's numbers, for the line above its lanes."""
-    summary = trace.summary()
-    hidden = [
-        f"{name} {summary.overlap_us[stream] / summary.busy_us[stream]:.0%} beside compute"
-        for stream, name in (("d2h", "D2H"), ("h2d", "H2D"))
-        if summary.busy_us[stream]
-    ]
-    facts = [
-        f"{summary.duration_us * scale:.4g} {unit}",
-        f"compute waits {summary.copy_stall_us * scale:.3g} {unit} for copies",
-        *hidden,
-    ]
-    return ", ".join(facts)
-
-
-def _draw_memory(axes: Any, trace: StepTrace, scale: float) -> None:
-    """Draw how many bytes were where."""
-    end_us = max((span.end_us for span in trace.spans), default=0.0)
-    values: dict[str, list[tuple[float, float]]] = {}
-    for counter in trace.counters:
-        point = (counter.time_us * scale, counter.value / _MIB)
-        values.setdefault(counter.name, []).append(point)
-    for name, (color, style) in _COUNTERS.items():
-        if name in values:
-            times, sizes = zip(*values[name], (end_us * scale, values[name][-1][1]), strict=True)
-            axes.step(times, sizes, style, where="post", color=color, label=name, linewidth=1.6)
-    axes.set(ylabel="MiB")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    if values:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-
-
-def _draw_lanes(axes: Any, trace: StepTrace, scale: float) -> None:
-    """Draw a lane for each stream, and above the first which microbatch it works on."""
-    from matplotlib.patches import Patch
-
-    for lane, stream in enumerate(STREAMS):
-        spans = [span for span in trace.of(stream) if span.duration_us > 0]
-        axes.broken_barh(
-            [(span.start_us * scale, span.duration_us * scale) for span in spans],
-            (-lane - 0.4, 0.8),
-            facecolors=[_KINDS[_kind(span)][0] for span in spans],
-            edgecolors="white",
-            linewidth=0.4 if len(spans) < 200 else 0.0,  # edges would hide what is thin
-        )
-    compute = [span for span in trace.of("compute") if span.duration_us > 0]
-    total_us = compute[-1].end_us if compute else 0.0
-    for name, start_us, end_us in _chunks(compute):
-        ends = ((start_us + 0.001 * total_us) * scale, (end_us - 0.001 * total_us) * scale)
-        axes.plot(ends, (0.5, 0.5), color="#555555", linewidth=1.2)
-        if end_us - start_us > 0.015 * total_us:
-            place = ((start_us + end_us) / 2 * scale, 0.55)
-            axes.text(*place, name, ha="center", va="bottom", fontsize=8)
-    axes.set_yticks([0, -1, -2], ["compute", "D2H", "H2D"])
-    axes.set_ylim(-2.5, 0.95)
-    axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    kinds = {_kind(span) for span in trace.spans if span.duration_us > 0}
-    handles = [Patch(color=c, label=name) for kind, (c, name) in _KINDS.items() if kind in kinds]
-    if handles:
-        axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    path.write_bytes(vl_convert.vegalite_to_png(chart.to_json(), scale=1.5))
 
 
 def _kind(span: Span) -> str:
     """Return what a stretch is drawn as."""
-    return span.wait if span.wait == PIPELINE_WAIT else span.kind
+    kind = PIPELINE_WAIT if span.wait == PIPELINE_WAIT else span.kind
+    return kind if kind in _KINDS else "other"
 
 
-def _chunks(compute: Sequence[Span]) -> Iterator[tuple[str, float, float]]:
+def _joined(spans: Iterable[Span], least_us: float) -> Iterator[Span]:
+    """Yield spans; those of one kind of which a screen would make one are one."""
+    last: Span | None = None
+    for span in spans:
+        if span.duration_us <= 0:
+            continue
+        if last is not None:
+            is_near = span.start_us - last.end_us < least_us and _kind(span) == _kind(last)
+            if is_near and min(span.duration_us, last.duration_us) < least_us:
+                size = last.num_bytes + span.num_bytes
+                last = replace(last, duration_us=span.end_us - last.start_us, num_bytes=size)
+                continue
+            yield last
+        last = span
+    if last is not None:
+        yield last
+
+
+def _thinned(counters: Iterable[Counter], end_us: float, column_us: float) -> Iterator[Counter]:
+    """Yield the lowest, highest and last value of each column; the last holds to the end."""
+    by_name: dict[str, list[Counter]] = {}
+    for counter in sorted(counters, key=lambda counter: counter.time_us):
+        by_name.setdefault(counter.name, []).append(counter)
+    for name in (name for name in _COUNTERS if name in by_name):
+        for _, column in itertools.groupby(by_name[name], lambda c: int(c.time_us // column_us)):
+            found = sorted(column, key=lambda counter: counter.value)
+            kept = {found[0], found[-1], max(found, key=lambda counter: counter.time_us)}
+            yield from sorted(kept, key=lambda counter: counter.time_us)
+        yield Counter(name, end_us, by_name[name][-1].value)
+
+
+def _passes(compute: Iterable[Span]) -> Iterator[tuple[str, float, float]]:
     """Yield the passes over chunks, such as ``F3`` and ``B0``, with their start and end."""
-    current: tuple[str, float, float] | None = None
-    for span in compute:
+
+    def name(span: Span) -> str:
         match = _CHUNK.search(span.label)
-        if match is None or span.kind not in ("forward", "backward"):
-            continue
-        name = f"{'F' if span.kind == 'forward' else 'B'}{match[1]}"
-        if current is not None and current[0] == name:
-            current = (name, current[1], span.end_us)
-            continue
-        if current is not None:
-            yield current
-        current = (name, span.start_us, span.end_us)
-    if current is not None:
-        yield current
+        return f"{span.kind[0].upper()}{match[1]}" if match else ""
+
+    working = (span for span in compute if span.kind in ("forward", "backward"))
+    for key, spans in itertools.groupby(filter(name, working), name):
+        found = list(spans)
+        yield key, found[0].start_us, found[-1].end_us

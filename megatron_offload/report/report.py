@@ -1,24 +1,45 @@
-"""All that a report of one run shows, as plain data, and the sentences that follow from it.
+"""All that a report of one run shows, as plain data, and the HTML page made of it.
 
-Owns `Report` and its parts. Must not know where the numbers come from, nor how they are drawn.
-
-Invariant: nothing is guessed: what was not measured is None, and the report says so. Read next:
-`megatron_offload.report.html`.
+Nothing is guessed: what was not measured is None, and the page says so. The page loads nothing and
+runs its own charts alone, and says so to the browser: its content security policy names that one
+script by its hash. All text of a run is escaped.
 """
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_offload.core.trace import StepTrace
-from megatron_offload.core.units import format_bytes
+from megatron_offload.core.units import format_bytes, format_us
+from megatron_offload.errors import require
+from megatron_offload.files.text import read_text, replace_text
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.report.plan_rows import PlanRow, plan_rows
+from megatron_offload.report import plots
+from megatron_offload.report.plan_tables import plan_rows
 from megatron_offload.report.tradeoff import TradeOff
 
-__all__ = ["Comparison", "GroupRow", "MemoryKind", "Pair", "RankRow", "Report"]
+__all__ = [
+    "NEEDED",
+    "Comparison",
+    "GroupRow",
+    "MemoryKind",
+    "Pair",
+    "RankRow",
+    "Report",
+    "render_report",
+    "write_report",
+]
+
+NEEDED = ("jinja2", *plots.NEEDED)
+"""Packages that a page needs."""
+
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 class Pair(NamedTuple):
@@ -139,11 +160,6 @@ class Report:
     """A sentence on the steps whose peaks count in no number here; "" without such."""
 
     @property
-    def plan_rows(self) -> list[PlanRow]:
-        """Return what the plan says by group name, in the order of its groups."""
-        return plan_rows(self.plan) if self.plan else []
-
-    @property
     def verdict(self) -> str:
         """Return the one line at the top: the same bits? how much memory saved? at what cost?"""
         return "; ".join([self._bits(), *self._memory(), self._time()]) + "."
@@ -168,7 +184,7 @@ class Report:
         way = "up" if change > 0 else "down"
         return [
             f"peak {kind.name} {way} from {format_bytes(without)} to {format_bytes(offloaded)} "
-            f"({format_percent(change)})"
+            f"({_format_percent(change)})"
         ]
 
     def _time(self) -> str:
@@ -176,11 +192,78 @@ class Report:
             return "speed is not judged, as the device is simulated"
         change = self.step_time_s.change
         if change is not None:
-            return f"step time {format_percent(change)}"
+            return f"step time {_format_percent(change)}"
         return "step time has nothing to be held against"
 
 
-def format_percent(share: float | None) -> str:
+def write_report(report: Report, path: str | Path) -> None:
+    """Write a report's page to a file, whole or not at all.
+
+    Raises:
+        ConfigError: jinja2 or Altair is not installed.
+        OSError: the file can't be written.
+    """
+    text = render_report(report)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, text)
+
+
+def render_report(report: Report) -> str:
+    """Return a report as HTML.
+
+    Raises:
+        ConfigError: jinja2 or Altair is not installed.
+    """
+    require(*NEEDED)
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(bytes=format_bytes, percent=_format_percent, us=format_us)
+    environment.filters["seconds"] = lambda time_s: format_us(time_s and 1e6 * time_s)
+    headline = report.memory[0] if report.memory else None
+    traces = report.traces[: plots.MOST_TIMELINES]
+    end_us = plots.last_us(traces)
+    script = _script()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    ranks = [rank.rank for rank in report.ranks]
+    page = environment.get_template("report.html").render(
+        report=report,
+        headline=headline,
+        moved=sum(rank.offloaded_bytes for rank in report.ranks),
+        memory=headline and plots.memory_chart(headline.by_rank, f"peak {headline.name}", ranks),
+        plan_rows=plan_rows(report.plan) if report.plan else [],
+        timelines=[(trace, plots.timeline_chart(trace, end_us)) for trace in traces],
+        tradeoff=report.tradeoff and plots.tradeoff_chart(report.tradeoff),
+        status=_status(report),
+        script=script,
+        digest=digest,
+    )
+    return page + "\n"
+
+
+@functools.cache
+def _script() -> str:
+    """Return Vega, and what draws each chart of the page by it."""
+    import vl_convert
+
+    return vl_convert.javascript_bundle(read_text(_TEMPLATES / "report.js"))
+
+
+def _status(report: Report) -> tuple[str, str]:
+    """Return the kind of verdict and its word."""
+    if report.comparison is None:
+        return "neutral", "not compared"
+    return ("good", "identical") if report.comparison.identical else ("bad", "different")
+
+
+def _format_percent(share: float | None) -> str:
     """Return a change in percent with its sign; ``-`` for None."""
     if share is None:
         return "-"

@@ -51,6 +51,11 @@ class TradeOff(StrictModel):
     points: Annotated[tuple[TradeOffPoint, ...], Field(min_length=1, max_length=10_000)]
     """In any order."""
 
+    @property
+    def by_memory(self) -> list[TradeOffPoint]:
+        """The points, that of the least memory first."""
+        return sorted(self.points, key=lambda point: point.peak_bytes)
+
 
 def frontier(points: Iterable[TradeOffPoint]) -> list[TradeOffPoint]:
     """Return the points that no other beats in both, by memory, the least first.

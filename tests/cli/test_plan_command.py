@@ -415,7 +415,7 @@ def test_a_missing_extra_is_noticed_before_any_work(model, absent, monkeypatch, 
 
 @pytest.mark.parametrize("name", ["plan", "simulate"])
 def test_help_needs_no_extra(name, monkeypatch, capsys):
-    for module in ("highspy", "simpy", "matplotlib"):
+    for module in ("highspy", "simpy", "altair"):
         monkeypatch.setitem(sys.modules, module, None)
     for module in [one for one in sys.modules if one.startswith("megatron_offload.planning.str")]:
         monkeypatch.delitem(sys.modules, module)

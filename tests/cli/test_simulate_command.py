@@ -81,7 +81,7 @@ def test_budgets_win_over_a_plan_s(model, tmp_path, capsys):
 
 
 def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("altair")
     trace, picture = tmp_path / "trace.json", tmp_path / "step.png"
     assert run("--model", model, "--trace", trace, "--png", picture) == 0
     printed = capsys.readouterr().out
@@ -257,7 +257,7 @@ def test_simulating_needs_no_torch(model, tmp_path):
     assert printed.endswith("imported:\n")
 
 
-@pytest.mark.parametrize(("absent", "extra"), [("simpy", "plan"), ("matplotlib", "plots")])
+@pytest.mark.parametrize(("absent", "extra"), [("simpy", "plan"), ("altair", "report")])
 def test_a_missing_extra_is_named(model, tmp_path, absent, extra):
     words = ["simulate", "--model", model, "--png", tmp_path / "x.png"]
     status, _, error = run_without(words, absent)

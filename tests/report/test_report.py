@@ -51,14 +51,6 @@ def test_a_change_needs_both(pair):
     assert pair.change is None
 
 
-def test_a_plan_is_shown_by_name_and_reason():
-    rows = gpu_report().plan_rows
-    assert [(row.moves, row.num_groups, row.num_bytes) for row in rows] == [
-        *((True, 4, 4 * GIB), (False, 2, 2 * GIB))
-    ]
-    assert bare_report().plan_rows == []
-
-
 def test_reasons_say_what_moved_and_why_the_rest_stayed():
     row = GroupRow("x", 4, 3 * GIB, 3 * GIB, 3 * GIB, 0, {"why": GIB, "more": GIB + GIB // 2})
     assert row.reasons == [

@@ -168,7 +168,7 @@ def traced(folder):
 
 
 def test_a_picture_of_timelines_goes_into_a_new_folder(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("altair")
     folder = traced(tmp_path / "run")
     picture = tmp_path / "new" / "a.png"
     assert main(["trace", str(folder), "--png", str(picture)]) == 0
@@ -186,8 +186,8 @@ def test_a_picture_that_is_none_is_refused_in_one_line_before_anything_is_writte
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_picture_without_matplotlib_says_how_to_get_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_a_picture_without_altair_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "altair", None)
     folder = traced(tmp_path / "run")
     assert main(["trace", str(folder), "--png", str(tmp_path / "x.png")]) == 2
-    assert "pip install 'megatron-offload[plots]'" in capsys.readouterr().err
+    assert "pip install 'megatron-offload[report]'" in capsys.readouterr().err

@@ -188,7 +188,7 @@ def test_the_report_command_writes_where_it_is_told(folder, tmp_path, capsys):
 
 
 def test_the_trace_command_merges_and_draws(folder, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("altair")
     picture = tmp_path / "timeline.png"
     assert trace_command.run(trace_command.Given(folder=folder, png=picture)) == 0
     assert "2 of 2 ranks" in capsys.readouterr().out
