@@ -165,10 +165,9 @@ class ChunkOffloadHandler:
             copy = backend.empty_host(source.nbytes).view(source.dtype).view(source.shape)
         else:
             copy = torch.empty(source.shape, dtype=source.dtype)
-        compute = backend.compute_stream()
-        backend.wait(backend.d2h_stream, backend.record(compute), Wait.W1)
-        backend.copy([(copy, source)], backend.d2h_stream, "offload")
-        backend.wait(compute, backend.record(backend.d2h_stream), Wait.W2)
+        backend.wait_compute(backend.d2h_stream, Wait.W1)
+        done = backend.copy([(copy, source)], backend.d2h_stream, "offload")
+        backend.wait(backend.compute_stream(), done, Wait.W2)
         return source.device, copy, use_cpu_pool
 
     def reload(self, state: HostState, non_blocking: bool | None = None) -> torch.Tensor:
@@ -184,14 +183,12 @@ class ChunkOffloadHandler:
         _, copy, is_lent = state
         backend = self.manager.backend
         tensor = backend.empty_device_like(copy.shape, copy.dtype)
-        compute = backend.compute_stream()
-        backend.wait(backend.h2d_stream, backend.record(compute), Wait.W6)
+        backend.wait_compute(backend.h2d_stream, Wait.W6)
         backend.wait(backend.h2d_stream, backend.record(backend.d2h_stream), Wait.W3)
-        backend.copy([(tensor, copy)], backend.h2d_stream, "reload")
-        done = backend.record(backend.h2d_stream)
-        backend.wait(compute, done, Wait.W4)
+        done = backend.copy([(tensor, copy)], backend.h2d_stream, "reload")
+        backend.wait(backend.compute_stream(), done, Wait.W4)
         if non_blocking is False:
-            backend.sync_event(done)
+            backend.sync_copies()
         if is_lent:
             self.cpu_tensor_pool.free(copy)
         return tensor
