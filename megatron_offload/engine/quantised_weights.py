@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.marks import mark_everywhere
 
 __all__ = ["keep_quantised_weights", "mark_not_offload", "plain_parts", "uninstall"]
@@ -31,7 +32,7 @@ _MODULES = tuple(
     for name in ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
 )
 
-_found: list[tuple[Any, str, Any]] = []
+_exchanged = Exchanges()
 
 
 def plain_parts(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -60,7 +61,7 @@ def keep_quantised_weights() -> None:
 
     A second call changes nothing, and one before TransformerEngine's import costs a look.
     """
-    if _found or _BASE not in sys.modules:
+    if _exchanged or _BASE not in sys.modules:
         return
     modules = [sys.modules[name] for name in _MODULES if name in sys.modules]
     if len(modules) < len(_MODULES) or not hasattr(modules[-1], "GroupedLinear"):
@@ -79,19 +80,15 @@ def keep_quantised_weights() -> None:
 
 def uninstall() -> None:
     """Put back what `keep_quantised_weights` found; the next chunk exchanges it again."""
-    while _found:
-        owner, name, found = _found.pop()
-        setattr(owner, name, found)
+    _exchanged.undo()
 
 
 def _wrap(owner: ModuleType | type | None, name: str, *, is_static: bool = False) -> None:
     found = vars(owner).get(name) if owner is not None else None
     if found is None:
         return
-    function = found.__func__ if is_static else found
-    wrapped = _marking(function)
-    _found.append((owner, name, found))
-    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+    wrapped = _marking(found.__func__ if is_static else found)
+    _exchanged.replace(owner, name, staticmethod(wrapped) if is_static else wrapped)
 
 
 def _marking(function: Callable[..., Any]) -> Callable[..., Any]:

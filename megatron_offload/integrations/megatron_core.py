@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 import megatron_offload.fine_grained_activation_offload as facade
+from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.pipeline_rank import tell_pipeline_rank
 from megatron_offload.errors import IntegrationError
 
@@ -84,24 +85,23 @@ class _Exchange:
                 self._ours[id(theirs)] = ours
                 self._theirs[id(ours)] = theirs
         self._interface: type = target.FineGrainedActivationOffloadingInterface
-        self._undo: list[Callable[[], None]] = []
+        self._exchanged = Exchanges()
 
     def apply(self) -> None:
         """Exchange all references."""
         for module in _loaded_modules():
             for name, value in list(vars(module).items()):
                 if id(value) in self._ours:
-                    self._replace(module, name, self._ours[id(value)])
+                    self._exchanged.replace(module, name, self._ours[id(value)])
         self._forward_interface()
         self._opt_out_discarded_outputs()
         # The calls of megatron-core 0.16 don't say it.
         tell_pipeline_rank(_pipeline_rank)
-        self._undo.append(functools.partial(tell_pipeline_rank, None))
+        self._exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
 
     def revert(self) -> None:
         """Put everything back, where it was found and where it was copied to since."""
-        while self._undo:
-            self._undo.pop()()
+        self._exchanged.undo()
         for module in _loaded_modules():
             if module.__name__ == "megatron" or module.__name__.startswith("megatron."):
                 for name, value in list(vars(module).items()):
@@ -115,19 +115,11 @@ class _Exchange:
             ):
                 layer.off_interface = self._interface
 
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute, and note how to undo it."""
-        if name in vars(owner):
-            self._undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
-        else:
-            self._undo.append(functools.partial(delattr, owner, name))
-        setattr(owner, name, value)
-
     def _forward_interface(self) -> None:
         """Give Megatron's class our methods, for those who hold the class itself."""
         for name, member in vars(facade.FineGrainedActivationOffloadingInterface).items():
             if isinstance(member, (staticmethod, types.FunctionType)):
-                self._replace(self._interface, name, member)
+                self._exchanged.replace(self._interface, name, member)
 
     def _opt_out_discarded_outputs(self) -> None:
         """Keep the outputs of ``CheckpointWithoutOutput`` on the device.
@@ -148,7 +140,7 @@ class _Exchange:
                     manager.mark_not_offload(output)
             return outputs
 
-        self._replace(CheckpointWithoutOutput, "checkpoint", checkpoint)
+        self._exchanged.replace(CheckpointWithoutOutput, "checkpoint", checkpoint)
 
 
 def _pipeline_rank() -> int:

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from megatron_offload.engine.exchanges import Exchanges
+
 __all__ = ["cpu_bridges", "recompute_without_transformer_engine"]
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
@@ -52,16 +54,16 @@ def cpu_bridges() -> Iterator[None]:
     random_module = importlib.import_module("megatron.core.tensor_parallel.random")
 
     view = _cpu_view_of_torch()
-    with contextlib.ExitStack() as stack:
+    with Exchanges() as exchanged:
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and vars(module).get("torch") is torch:
-                stack.enter_context(_replaced(module, "torch", view))
-        stack.enter_context(_replaced(random_module, "_get_cuda_rng_state", _get_rng_state))
-        stack.enter_context(_replaced(random_module, "_set_cuda_rng_state", _set_rng_state))
-        stack.enter_context(
-            _replaced(optimizer_module, "clip_grad_by_total_norm_fp32", _clip_grad_by_total_norm)
+                exchanged.replace(module, "torch", view)
+        exchanged.replace(random_module, "_get_cuda_rng_state", _get_rng_state)
+        exchanged.replace(random_module, "_set_cuda_rng_state", _set_rng_state)
+        exchanged.replace(
+            optimizer_module, "clip_grad_by_total_norm_fp32", _clip_grad_by_total_norm
         )
-        stack.enter_context(_replaced(torch.Tensor, "cuda", _stay))
+        exchanged.replace(torch.Tensor, "cuda", _stay)
         yield
 
 
@@ -73,32 +75,18 @@ def recompute_without_transformer_engine() -> Iterator[None]:
     and then asks TransformerEngine whether it really is. Here the answer is no.
     """
     module = importlib.import_module("megatron.core.tensor_parallel.random")
-    with contextlib.ExitStack() as stack:
+    with Exchanges() as exchanged:
         if not hasattr(module, "FP8GlobalStateManager"):
             answer = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-            stack.enter_context(_replaced(module, "FP8GlobalStateManager", answer))
+            exchanged.replace(module, "FP8GlobalStateManager", answer)
         for name in ("activation_recompute_forward", "fp8_autocast"):
             if not hasattr(module, name):
-                stack.enter_context(_replaced(module, name, _nothing))
+                exchanged.replace(module, name, _nothing)
         yield
 
 
 def _nothing(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _replaced(owner: types.ModuleType | type, name: str, value: Any) -> Iterator[None]:
-    missing = object()
-    found = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if found is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, found)
 
 
 class _View(types.ModuleType):

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations.megatron_core import import_if_present, megatron_version
 
@@ -32,7 +33,7 @@ _MODULE = "megatron.core.transformer.moe.token_dispatcher"
 _CLASS = "_DeepepManager"
 _METHOD = "_indices_to_multihot"
 
-_installed: tuple[type, Any] | None = None  # the class, and the method that was found there
+_exchanged = Exchanges()
 
 
 def install() -> None:
@@ -45,8 +46,7 @@ def install() -> None:
         IntegrationError: megatron-core is absent, has no such step, or one that does something
             else than the one this was written for.
     """
-    global _installed
-    if _installed is None:
+    if not _exchanged:
         manager = _find_manager()
         theirs = vars(manager)[_METHOD]
 
@@ -57,22 +57,17 @@ def install() -> None:
             return indices_to_multihot(indices, probs, self.num_local_experts)
 
         _check_same(theirs, ours)
-        _installed = manager, theirs
-        setattr(manager, _METHOD, ours)
+        _exchanged.replace(manager, _METHOD, ours)
 
 
 def uninstall() -> None:
     """Put megatron-core's own step back; without `install` this does nothing."""
-    global _installed
-    if _installed is not None:
-        manager, theirs = _installed
-        setattr(manager, _METHOD, theirs)
-        _installed = None
+    _exchanged.undo()
 
 
 def is_installed() -> bool:
     """Whether `install` is in effect."""
-    return _installed is not None
+    return bool(_exchanged)
 
 
 def indices_to_multihot(

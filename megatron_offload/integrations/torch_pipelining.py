@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
@@ -35,12 +36,12 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
         self.manager = manager
         self.stages = [stage.stage_index for stage in stages]
         self._groups = AutomaticGroups(manager, "stage", finds_steps=False)
-        self._wrapped: list[tuple[Any, str]] = []
+        self._exchanged = Exchanges()
         for place, stage in enumerate(stages):
             for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
                 manager.mark_not_offload(tensor)
-            self._wrap(stage, "forward_one_chunk", self._forward(stage, place))
-        self._wrap(schedule, "step", self._step(schedule))
+            self._exchanged.replace(stage, "forward_one_chunk", self._forward(stage, place))
+        self._exchanged.replace(schedule, "step", self._step(schedule))
 
     @property
     def last_step(self) -> StepStats:
@@ -49,17 +50,11 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
 
     def remove(self) -> None:
         """Leave schedule and stages as they were, and give all memory back; twice is fine."""
-        while self._wrapped:
-            owner, name = self._wrapped.pop()
-            delattr(owner, name)  # the class's own is behind it
+        self._exchanged.undo()
         self.manager.close()
 
     def __exit__(self, *_: object) -> None:
         self.remove()
-
-    def _wrap(self, owner: Any, name: str, function: Any) -> None:
-        setattr(owner, name, function)
-        self._wrapped.append((owner, name))
 
     def _forward(self, stage: Any, place: int) -> Any:
         forward = stage.forward_one_chunk

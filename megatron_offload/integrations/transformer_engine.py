@@ -34,6 +34,7 @@ from megatron_offload.integrations.transformer_engine_fuser import FusedSettings
 
 __all__ = [
     "activation_offloading",
+    "install",
     "mark_activation_offload",
     "mark_not_offload",
     "maybe_mark_activation_offload",
@@ -101,7 +102,7 @@ def set_activation_offloading(module_or_op: nn.Module, enabled: bool | None) -> 
         module_or_op.register_forward_pre_hook(_enter)
         module_or_op.register_forward_hook(_leave, always_call=True)
     if transformer_engine_fuser.is_fusible(module_or_op):
-        transformer_engine_fuser.install(_settings_of)
+        install()
         # The fuser looks through an operation that is made of others, such as `te.ops.Linear`.
         for operation in getattr(module_or_op, "basic_ops", ()):
             setattr(operation, _OUTER_SETTING, enabled)
@@ -112,6 +113,26 @@ def activation_offloading(module_or_op: nn.Module) -> bool | None:
     """Return what was set for a module: True, False, or None."""
     setting: bool | None = getattr(module_or_op, _SETTING, None)
     return setting
+
+
+def install() -> None:
+    """Give TransformerEngine's fusible operations these two names, as a method and an attribute.
+
+    ``operation.set_activation_offloading(True)``, and ``operation.activation_offloading`` to read
+    and to set. The first setting of such an operation does it too;
+    `megatron_offload.integrations.transformer_engine_fuser.uninstall` takes it back.
+
+    Raises:
+        IntegrationError: TransformerEngine is absent, or its fuser not the one that is known.
+    """
+    attribute = property(activation_offloading, set_activation_offloading)
+    transformer_engine_fuser.install(
+        _settings_of,
+        {
+            "set_activation_offloading": set_activation_offloading,
+            "activation_offloading": attribute,
+        },
+    )
 
 
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:

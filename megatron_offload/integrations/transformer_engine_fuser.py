@@ -14,8 +14,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -23,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.engine.automatic import unpack
+from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import Packed
 from megatron_offload.errors import IntegrationError
@@ -123,7 +123,7 @@ class _Runs(threading.local):
 
 
 _runs = _Runs()
-_found: dict[str, Any] = {}
+_exchanged = Exchanges()
 
 
 def is_fusible(module: nn.Module) -> bool:
@@ -133,19 +133,26 @@ def is_fusible(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def install(settings_of: Callable[[list[nn.Module]], FusedSettings | None]) -> None:
-    """Let fused runs ask for the settings of their operations; a second call changes nothing.
+def install(
+    settings_of: Callable[[list[nn.Module]], FusedSettings | None], members: Mapping[str, Any]
+) -> None:
+    """Ask for the settings of every fused run of operations; a second call changes nothing.
 
     Args:
         settings_of: gets the operations of a run and returns a context for it, or None where none
             of them has a setting.
+        members: what operations get by these names, where they have nothing of the name.
 
     Raises:
         IntegrationError: TransformerEngine's fuser is not the one that this was written for.
     """
-    if _found:
+    if _exchanged:
         return
-    fuser = importlib.import_module(_FUSER)
+    try:
+        fuser = importlib.import_module(_FUSER)
+        operation = importlib.import_module(_OPERATION).FusibleOperation
+    except ImportError as error:
+        raise IntegrationError(f"TransformerEngine has no fusible operations: {error}") from error
     names = ("OperationContext", "prepare_for_saving", "OperationFuser")
     missing = [name for name in names if not hasattr(fuser, name)]
     if missing:
@@ -178,20 +185,14 @@ def install(settings_of: Callable[[list[nn.Module]], FusedSettings | None]) -> N
         finally:
             _runs.stack.pop()
 
-    _found.update(
-        fuser=fuser, OperationContext=new_context, prepare_for_saving=prepare, __call__=run
-    )
-    fuser.OperationContext = noted_context  # type: ignore[attr-defined]
-    fuser.prepare_for_saving = decided_prepare  # type: ignore[attr-defined]
-    fuser.OperationFuser.__call__ = settled_run
+    _exchanged.replace(fuser, "OperationContext", noted_context)
+    _exchanged.replace(fuser, "prepare_for_saving", decided_prepare)
+    _exchanged.replace(fuser.OperationFuser, "__call__", settled_run)
+    for name, member in members.items():
+        if not hasattr(operation, name):
+            _exchanged.replace(operation, name, member)
 
 
 def uninstall() -> None:
     """Put back what `install` found; does nothing where it was not called."""
-    if not _found:
-        return
-    fuser: ModuleType = _found["fuser"]
-    fuser.OperationContext = _found["OperationContext"]  # type: ignore[attr-defined]
-    fuser.prepare_for_saving = _found["prepare_for_saving"]  # type: ignore[attr-defined]
-    fuser.OperationFuser.__call__ = _found["__call__"]
-    _found.clear()
+    _exchanged.undo()

@@ -239,13 +239,42 @@ def test_another_fuser_is_refused(monkeypatch):
 
 
 def test_a_fuser_that_makes_other_contexts_is_refused():
+    original = small_fuser.OperationContext
     policy.operation_groups(manager=make_manager())
     model = make_model()
     choose(model, fc1=True)
     noted = small_fuser.OperationContext
-    small_fuser.OperationContext = transformer_engine_fuser._found["OperationContext"]
+    small_fuser.OperationContext = original
     try:
         with pytest.raises(IntegrationError, match="0 contexts for 3 operations"):
             gradient(model)
     finally:
         small_fuser.OperationContext = noted
+
+
+def test_operations_have_the_method_and_the_attribute():
+    manager = make_manager()
+    policy.operation_groups(manager=manager)
+    policy.install()
+    policy.install()
+    model = make_model()
+    expected = gradient(model)
+    fc1, activation, fc2 = model.operations
+    assert fc1.activation_offloading is None
+    fc1.set_activation_offloading(True)
+    activation.activation_offloading = False
+    assert policy.activation_offloading(activation) is False
+    assert (fc1.activation_offloading, fc2.activation_offloading) == (True, None)
+    with pytest.raises(TypeError, match="True, False or None"):
+        fc2.set_activation_offloading("yes")
+    assert torch.equal(gradient(model), expected)
+    assert policy.operation_groups().end_step_if_over()
+    assert manager.last_step.offloaded_bytes == BYTES
+    transformer_engine_fuser.uninstall()
+    assert not hasattr(fc1, "set_activation_offloading")
+
+
+def test_without_transformer_engine_there_is_nothing_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, transformer_engine_fuser._FUSER, None)
+    with pytest.raises(IntegrationError, match="no fusible operations"):
+        policy.install()

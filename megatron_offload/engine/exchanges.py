@@ -1,0 +1,41 @@
+"""Names of other libraries that stand for something else for a while, and how they are put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+__all__ = ["Exchanges"]
+
+
+class Exchanges:
+    """What was exchanged and not yet undone; as a context manager it undoes all at its end."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._undo)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a module, class or object."""
+        own = vars(owner)
+        put_back = partial(setattr, owner, name, own[name]) if name in own else None
+        self._undo.append(put_back or partial(delattr, owner, name))
+        setattr(owner, name, value)
+
+    def on_undo(self, call: Callable[[], object]) -> None:
+        """Call something when all is put back."""
+        self._undo.append(call)
+
+    def undo(self) -> None:
+        """Put everything back, the last first; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
