@@ -102,7 +102,7 @@ def test_noise_in_stalls_is_no_improvement():
     assert len(set(asked)) == 2
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_whatever_steps_show_it_ends_within_bounds_and_never_goes_in_circles(seed):
     rng = random.Random(seed)
     least, most = rng.randint(1, 50), rng.randint(200, 1000)
@@ -118,11 +118,3 @@ def test_whatever_steps_show_it_ends_within_bounds_and_never_goes_in_circles(see
     tried = set(changes) - {start}
     assert len(tried) <= 12
     assert len(changes) <= 2 * len(tried), "each trial is taken back once at most"
-
-
-def test_same_steps_same_distances():
-    def run():
-        rng = random.Random(3)
-        return search(lambda d: StepObservation(rng.randint(0, 3), 0, rng.random()))[1]
-
-    assert run() == run()

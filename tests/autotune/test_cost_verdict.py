@@ -96,14 +96,6 @@ def test_between_a_slow_plan_and_a_quick_one_there_may_be_a_better_one():
     assert (check.next, check.best) == (Next.KEEP, 2)
 
 
-def test_a_quick_plan_that_moves_nearly_as_much_as_a_slow_one_stays():
-    check = CostCheck(0.5, 1, MOVED)
-    run_one(check, 0.6)
-    assert check.follow_next_plan(8 * MOVED // 10)
-    run_one(check, 0.1)
-    assert (check.next, check.best) == (Next.KEEP, 1)
-
-
 @pytest.mark.parametrize(("percents", "verdict"), [((0.6,), Next.GIVE_UP), ((9, 0.1), Next.KEEP)])
 def test_a_plan_that_moves_no_more_than_a_quick_one_is_not_measured(percents, verdict):
     check = CostCheck(0.5, 1, MOVED)
@@ -193,7 +185,7 @@ def test_the_noise_is_the_error_of_the_measured_slowdown():
     assert statistics.stdev(errors) == pytest.approx(statistics.mean(claims), rel=0.1)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(100))
 def test_random_plans_end_in_time_and_never_over_the_limit(seed):
     rng = random.Random(seed)
     limit, num_pairs = rng.choice([0.0, 0.5, 5.0]), rng.randint(1, 6)

@@ -146,36 +146,8 @@ def test_where_those_that_move_more_are_too_slow_an_earlier_plan_is_followed_aga
     assert check.plan.measured.slowdown_percent == 0.0
 
 
-@pytest.mark.slow
-def test_where_there_is_none_between_the_one_that_is_quick_enough_is_followed_again():
-    job = VirtualJob(PLANNED).warmed_up()
-    with profile_step(job.manager, run=RUN, moves=False) as recorded:
-        job.step()
-    planner = RunPlanner(job.manager, recorded.profile, policy(), schedule=SCHEDULE)
-    first, second, lesser = (
-        planner.follow(most_moved_bytes=most_bytes) for most_bytes in (None, 94_000, 50_000)
-    )
-    plans = [first, second, lesser]
-
-    def make(most_bytes):
-        job.manager.follow_plan(plans[0])
-        return plans.pop(0)
-
-    def step_us(_):
-        return 1100.0 if job.moved_bytes[-1] == first.moved_bytes else 1000.0
-
-    check = PlanCheck(make(None), [TimeCheck(job.manager, 0.5, 1, make, step_us)])
-    while not check.is_over:
-        with check.step():
-            job.step()
-        check.note()
-    assert plans == []
-    job.step()
-    assert job.moved_bytes[-1] == check.plan.moved_bytes == second.moved_bytes
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.08, 0.1, 0.12, 0.15, 0.18, 0.2, 0.3])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.15, 0.3])
 @pytest.mark.parametrize("percent", [0.0, 0.5, 10.0])
 def test_the_limit_holds_whatever_the_link_gives(share, percent):
     job = VirtualJob(share * PLANNED).warmed_up()
@@ -199,31 +171,6 @@ def test_where_every_plan_is_too_slow_nothing_moves_and_the_numbers_are_said(log
     (reason,) = [each for each in reasons if each.startswith("moving costs too much time: +")]
     assert reason.endswith(" % of the step was measured, at most 0.5 % is wanted")
     assert parse_plan(plan_to_json(plan), "it") == plan
-    job.step()
-    assert job.moved_bytes[-1] == 0
-
-
-def test_after_the_fourth_plan_nothing_moves_though_there_would_be_more(log):
-    job = VirtualJob(0.02 * PLANNED).warmed_up()
-    slow = planned(VirtualJob(0.02 * PLANNED).warmed_up(), measured_steps=0)
-    bounds = []
-
-    def make(most_bytes):
-        bounds.append(most_bytes)
-        job.manager.follow_plan(slow)
-        return slow
-
-    make(None)
-    check = PlanCheck(slow, [TimeCheck(job.manager, 0.5, 1, make, lambda mine: mine)])
-    while not check.is_over:
-        with check.step():
-            job.step()
-        check.note()
-    assert bounds == [None] + [slow.moved_bytes // 2] * 3
-    assert len(job.moved_bytes) == most_steps(1)
-    assert check.plan.moved_bytes == 0
-    (reason,) = {choice.reason for choice in check.plan.ranks[0].choices if choice.num_bytes}
-    assert reason.count("+") == 4
     job.step()
     assert job.moved_bytes[-1] == 0
 

@@ -10,7 +10,6 @@ import pytest
 from problems import fields_of, random_profile
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files import text as files
 from megatron_offload.planning.profile_file import (
     load_profile,
     parse_profile,
@@ -48,17 +47,6 @@ def test_a_profile_that_could_not_be_read_again_is_not_written(tmp_path):
     with pytest.raises(ConfigError, match="NaN is no number"):
         save_profile(replace(example(), step_us=float("nan")), path)
     assert path.read_text() == before
-
-
-def test_a_failed_write_leaves_the_last_good_file(tmp_path, monkeypatch):
-    path = tmp_path / "p.json"
-    save_profile(example(), path)
-    before = path.read_text()
-    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        save_profile(random_profile(random.Random(1)), path)
-    assert path.read_text() == before
-    assert [each.name for each in tmp_path.iterdir()] == ["p.json"]
 
 
 def changed(change):
@@ -127,47 +115,7 @@ def test_times_that_run_backwards_are_refused():
         parse_profile(changed(swap), "it")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "null",
-        "[]",
-        "3",
-        "{",
-        '{"format": 1, "format": 2}',
-        '{"step_us": NaN}',
-        '{"step_us": 1e999}',
-        "[" * 100_000,
-        '{"a":' * 50 + "1" + "}" * 50,
-        '{"version": ' + "9" * 5000 + "}",
-    ],
-)
-def test_hostile_texts_end_in_one_error(text):
+@pytest.mark.parametrize("text", ["", "[]", '{"step_us": NaN}', "[" * 100_000])
+def test_what_is_no_profile_is_refused(text):
     with pytest.raises(ConfigError, match="it"):
         parse_profile(text, "it")
-
-
-def test_every_truncation_is_refused():
-    text = profile_to_json(example()).rstrip()
-    for length in range(0, len(text), 37):
-        with pytest.raises(ConfigError):
-            parse_profile(text[:length], "it")
-
-
-def test_infinite_times_are_refused():
-    with pytest.raises(ConfigError, match="1e999 is more than a number can be"):
-        parse_profile(
-            changed(set_at("step_us", to=0)).replace('"step_us": 0', '"step_us": 1e999'), "it"
-        )
-
-
-def test_a_file_that_is_too_large_or_none_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="can't read"):
-        load_profile(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="not a regular file"):
-        load_profile(tmp_path)
-    with open(tmp_path / "huge", "wb") as file:
-        file.truncate(2**40)  # sparse
-    with pytest.raises(ConfigError, match="more than"):
-        load_profile(tmp_path / "huge")

@@ -6,14 +6,13 @@ import itertools
 import math
 import random
 import sys
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import highspy
 import pytest
-from problems import MIB, pipeline_problem, random_problem
+from problems import MIB, random_problem
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning import solver
@@ -24,7 +23,7 @@ from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.solver import solve
 
 PROFILES = Path(__file__).parents[2] / "docs" / "benchmarks" / "h200" / "profiles_c"
-NUM_SEEDS = 1000
+NUM_SEEDS = 300
 CHUNK = 50
 
 
@@ -59,7 +58,7 @@ def test_both_keep_the_target_and_the_greedy_one_moves_little_more(first_seed):
         assert exact.moved_bytes <= greedy.moved_bytes <= 1.1 * exact.moved_bytes, seed
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_other_choice_moves_fewer_bytes(seed):
     rng = random.Random(seed)
     sizes = [rng.randint(1, 30) for _ in range(9)]
@@ -80,7 +79,7 @@ def test_no_other_choice_moves_fewer_bytes(seed):
     assert solve(problem).moved_bytes == fewest
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_a_higher_target_never_moves_more_bytes(seed):
     problem = random_problem(seed + 5000)
     least_bytes, most_bytes = problem.least_peak_bytes(), max(problem.memory_bytes)
@@ -143,7 +142,7 @@ def waited_bytes(problem, moved):
     return total
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_of_choices_with_as_few_bytes_one_waits_least(seed):
     rng = random.Random(seed)
     size, num = 100 * MIB, 9
@@ -173,64 +172,12 @@ def test_of_two_alike_the_one_that_is_needed_later_moves(is_first):
     assert solve(problem).moved == {0 if is_first else 1}
 
 
-def test_the_same_problem_gets_the_same_choice():
+def test_the_same_problem_gets_the_same_choice_and_nothing_is_printed(capfd):
     for seed in range(20):
         problem = random_problem(seed)
         assert solve(problem) == solve(problem)
         assert solve_greedy(problem) == solve_greedy(problem)
-
-
-def test_where_nothing_is_found_the_greedy_choice_stands_in(monkeypatch):
-    problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
-    monkeypatch.setattr(solver._Program, "fewest_bytes", lambda self, quick: (None, False))
-    monkeypatch.setattr(solver._Program, "least_waiting", lambda self, fewest: None)
-    assert solve(problem).moved == solve_greedy(problem).moved
-    assert solve(problem).method == "best found"
-
-
-@pytest.mark.parametrize("is_better", [False, True])
-def test_the_better_of_what_was_found_and_the_greedy_choice_counts(monkeypatch, is_better):
-    problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
-    fewest = solve(problem).moved if is_better else frozenset(problem.movable)
-    monkeypatch.setattr(solver._Program, "fewest_bytes", lambda self, quick: (fewest, False))
-    monkeypatch.setattr(solver._Program, "least_waiting", lambda self, fewest: None)
-    expected = fewest if is_better else solve_greedy(problem).moved
-    assert (solve(problem).moved, solve(problem).method) == (expected, "best found")
-
-
-class Highs:
-    """HiGHS, with an answer of its own for one of its methods."""
-
-    def __init__(self, real, **answers):
-        self._real = real
-        self._answers = answers
-
-    def __getattr__(self, name):
-        if name in self._answers:
-            return lambda *_: self._answers[name]
-        return getattr(self._real, name)
-
-
-def test_an_answer_that_fails_in_integers_is_none():
-    problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
-    program = solver._Program(problem, 10.0)
-    nothing = Namespace(value_valid=True, col_value=[0.0] * program._highs.getNumCol())
-    quick = solve_greedy(problem).moved
-    assert program.fewest_bytes(quick)[0]
-    program._highs = Highs(program._highs, getSolution=nothing)
-    assert program.fewest_bytes(quick) == (None, False)
-
-
-@pytest.mark.parametrize("limit", ["kTimeLimit", "kSolutionLimit"])
-def test_what_was_found_at_a_limit_is_no_proof(limit):
-    problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
-    program = solver._Program(problem, 10.0)
-    quick = solve_greedy(problem).moved
-    fewest, is_proven = program.fewest_bytes(quick)
-    assert is_proven
-    status = getattr(highspy.HighsModelStatus, limit)
-    program._highs = Highs(program._highs, getModelStatus=status)
-    assert program.fewest_bytes(quick) == (fewest, False)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.sampled
@@ -253,23 +200,7 @@ def test_the_search_begins_with_the_greedy_choice_and_ends_near_the_fewest_bytes
     assert peak_when_replayed(problem, found.moved) <= problem.target_bytes
 
 
-def test_less_waiting_never_moves_more(monkeypatch):
-    problem = next(one for one in map(random_problem, range(100)) if one.demand_bytes.any())
-    fewest = solve(problem)
-    assert fewest.moved_bytes < problem.bytes_of(problem.movable)
-    everything = frozenset(problem.movable)
-    found = [(fewest.moved, True), (everything, True)]
-    monkeypatch.setattr(solver._Program, "_search", lambda self, start, **_: found.pop(0))
-    assert solve(problem) == fewest
-
-
-def test_the_solver_prints_nothing(capfd):
-    for seed in range(20):
-        solve(random_problem(seed))
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_sizes_without_a_common_divisor_keep_the_target_too(seed):
     """Numbers of ten digits, which a program in floating point can't hold to the last byte."""
     rng = random.Random(seed)
@@ -296,43 +227,6 @@ def test_without_highspy_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "highspy", None)
     with pytest.raises(ConfigError, match=r"megatron-offload\[plan\]"):
         solve(problem)
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_a_first_in_first_out_device_room_keeps_the_target(seed):
-    """Byte by byte: moved groups are on the device from commit to release, and from reload on."""
-    rng = random.Random(seed)
-    items, memory_bytes, device_bytes, gbps = pipeline_problem(rng)
-    problem = Problem(tuple(items), tuple(memory_bytes), 0, device_bytes, gbps)
-    least_bytes = problem.least_peak_bytes()
-    target_bytes = rng.randint(least_bytes, max(memory_bytes))
-    moved = solve_greedy(replace(problem, target_bytes=target_bytes)).moved
-    in_flight, away, back = [], set(), set()
-    order = sorted(moved, key=lambda position: items[position].end_row)
-
-    def room_taken():
-        return sum(items[position].num_bytes for position in (*in_flight, *back))
-
-    for row, without_bytes in enumerate(memory_bytes):
-        for position in moved:
-            if items[position].end_row == row:  # backward: from here on it is as without offload
-                assert position in back or position in in_flight
-                back.discard(position)
-                in_flight = [other for other in in_flight if other != position]
-        for position in moved:
-            if items[position].first_row == row:
-                in_flight.append(position)
-        while room_taken() > device_bytes:
-            away.add(in_flight.pop(0))
-        coming = [p for p in order if p in away and items[p].end_row > row]
-        if coming and items[coming[0]].end_row == row + 1:
-            position = coming[0]
-            while in_flight and room_taken() + items[position].num_bytes > device_bytes:
-                away.add(in_flight.pop(0))
-            away.discard(position)
-            back.add(position)
-        away_bytes = sum(items[position].num_bytes for position in away)
-        assert without_bytes - away_bytes <= target_bytes
 
 
 def test_a_program_that_uses_highs_with_threads_of_its_own_takes_nothing_from_it():
