@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from megatron_offload.train.parallel import Device, Parallel
 from megatron_offload.train.random_state import random_states, restore_random_states
 from megatron_offload.train.run_folder import found_versions
 
-__all__ = ["CheckpointError", "Checkpoints", "Restored"]
+__all__ = ["CheckpointError", "Checkpoints"]
 
 _FILE_BYTES = 1024**3
 """Tensors in one file, beyond the first; bounds the memory that their copies on the host take."""
@@ -40,15 +39,6 @@ _FILE_BYTES = 1024**3
 
 class CheckpointError(OffloadError, RuntimeError):
     """A checkpoint could not be written; those before it are untouched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What a loaded checkpoint says besides its tensors."""
-
-    path: Path
-    step: int
-    evaluations: dict[int, float]
 
 
 class Checkpoints:
@@ -100,16 +90,16 @@ class Checkpoints:
             self._parallel.on_owner(lambda: self._publish(step, evaluations, files))
         except (OSError, ConfigError) as error:
             if self._parallel.is_owner:
-                with contextlib.suppress(OSError):
-                    self._folder.discard(step)
+                with contextlib.suppress(OSError, ConfigError):
+                    self._folder.clean()
             raise CheckpointError(
                 f"can't write the checkpoint {self._folder.path_of(step)}: {error}; those before "
                 f"it are untouched"
             ) from error
         return self._folder.path_of(step)
 
-    def load(self) -> Restored | None:
-        """Restore the newest whole checkpoint; None where there is none.
+    def load(self) -> tuple[Path, Manifest] | None:
+        """Restore the newest whole checkpoint; return its folder and what it says, if there is one.
 
         Raises:
             ConfigError: it is damaged, or of another run. Model and optimizer may be half loaded.
@@ -129,11 +119,7 @@ class Checkpoints:
         parallel.agreed(lambda: check_files(path, manifest, part=place, parts=places))
         _make_optimizer_states(self._optimizer)
         parallel.agreed(lambda: self._read(path, manifest))
-        return Restored(
-            path=path,
-            step=manifest.step,
-            evaluations={k: float.fromhex(loss) for k, loss in manifest.evaluations.items()},
-        )
+        return path, manifest
 
     def _examined(self, path: Path) -> Manifest:
         manifest = read_checkpoint(path, self._config, self._parallel.world_size)
@@ -156,7 +142,7 @@ class Checkpoints:
             ranks=self._parallel.world_size,
             device=self._device.device.type,
             data=self._data(),
-            evaluations={key: float(loss).hex() for key, loss in evaluations.items()},
+            evaluations=dict(evaluations),
             versions=found_versions(),
             files=files,
         )

@@ -11,12 +11,10 @@ import hashlib
 import os
 import re
 import shutil
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AllowInfNan, BeforeValidator, Field, PlainSerializer
 
 from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
@@ -45,6 +43,16 @@ _MAX_MANIFEST_BYTES = 256 * 1024**2
 _FileName = Annotated[str, Field(pattern=r"^(stage|rank)_[0-9]{1,9}_[0-9]{1,9}\.safetensors$")]
 
 
+def _from_hex(value: Any) -> Any:
+    try:
+        return float.fromhex(value) if isinstance(value, str) else value
+    except (ValueError, OverflowError) as error:
+        raise ValueError("no number that float.hex wrote") from error
+
+
+_Bits = Annotated[float, AllowInfNan(True), BeforeValidator(_from_hex), PlainSerializer(float.hex)]
+
+
 class Manifest(StrictModel):
     """What a checkpoint holds."""
 
@@ -56,28 +64,16 @@ class Manifest(StrictModel):
     """Kind of device, ``cpu`` or ``cuda``."""
     data: str
     """Digest of the training data."""
-    evaluations: dict[int, str]
-    """Evaluation losses so far, as ``float.hex``, by step."""
+    evaluations: dict[int, _Bits]
+    """Evaluation losses so far, by step."""
     versions: dict[str, str]
     """What wrote it, for people."""
     files: dict[_FileName, str]
     """Digest of every file that holds tensors, by `digest_of_file`."""
 
-    def model_post_init(self, _: Any, /) -> None:
-        """Refuse losses that are no numbers."""
-        for step, loss in self.evaluations.items():
-            try:
-                float.fromhex(loss)
-            except (ValueError, OverflowError) as error:
-                raise ConfigError(f"evaluations.{step}: {loss[:80]!r} is no number") from error
-
 
 class CheckpointFolder:
-    """The checkpoints of one run.
-
-    Args:
-        output: the run's folder, ``run.output``.
-    """
+    """The checkpoints of the run whose folder, ``run.output``, is given."""
 
     def __init__(self, output: Path) -> None:
         self.path = output / "checkpoints"
@@ -96,11 +92,10 @@ class CheckpointFolder:
             step = _step(entry.name)
             if step is None:
                 raise ConfigError(
-                    f"{self.path / entry.name} is no name of a checkpoint (step_000010 is one); "
-                    f"move it elsewhere"
+                    f"{entry} is no name of a checkpoint (step_000010 is one); move it elsewhere"
                 )
-            if not entry.is_dir(follow_symlinks=False):
-                raise ConfigError(f"{self.path / entry.name} is no folder; move it elsewhere")
+            if entry.is_symlink() or not entry.is_dir():
+                raise ConfigError(f"{entry} is no folder; move it elsewhere")
             found.append(step)
         return sorted(found)
 
@@ -135,10 +130,6 @@ class CheckpointFolder:
         for folder in (self.path, self.path.parent):
             sync_folder(folder)
 
-    def discard(self, step: int) -> None:
-        """Remove a checkpoint that could not be written to its end."""
-        _remove(self.part_of(step))
-
     def prune(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints; what has another name is left alone."""
         steps = (_step(entry.name) for entry in self._entries())
@@ -152,24 +143,18 @@ class CheckpointFolder:
         """Remove what a killed run left half written or half removed."""
         for entry in self._entries():
             if _PART_NAME.fullmatch(entry.name):
-                _remove(self.path / entry.name)
+                _remove(entry)
 
-    def _entries(self) -> list[os.DirEntry[str]]:
-        try:
-            mode = os.lstat(self.path).st_mode
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise ConfigError(f"can't read {self.path}: {error.strerror}") from error
-        if not stat.S_ISDIR(mode):
-            kind = "a link" if stat.S_ISLNK(mode) else "no folder"
+    def _entries(self) -> list[Path]:
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
             raise ConfigError(
-                f"{self.path} is {kind}; checkpoints need a folder of that name: move it elsewhere "
-                f"or choose another run.output"
+                f"{self.path} is a link or no folder; checkpoints need a folder of that name: move "
+                f"it elsewhere or choose another run.output"
             )
         try:
-            with os.scandir(self.path) as entries:
-                return list(entries)
+            return list(self.path.iterdir())
+        except FileNotFoundError:
+            return []
         except OSError as error:
             raise ConfigError(f"can't read {self.path}: {error.strerror}") from error
 
@@ -235,30 +220,12 @@ def check_files(path: Path, manifest: Manifest, *, part: int = 0, parts: int = 1
             )
 
 
-_MAY_DIFFER = frozenset(
-    {
-        "data.indexed",  # the digest of the data counts, not where it lies
-        "data.text",
-        "parallel.ranks",  # the number of ranks counts
-        "run.checkpoint_interval",
-        "run.device",  # what "auto" comes to is compared later, and so are the tensors' dtypes
-        "run.dtype",
-        "run.eval_interval",
-        "run.hash_gradients",
-        "run.keep_checkpoints",
-        "run.log_interval",
-        "run.max_restarts",
-        "run.measure_live_bytes",
-        "run.output",
-        "run.profile_moves",
-        "run.profile_step",
-        "run.resume",
-        "run.shutdown_timeout_s",
-        "run.steps",
-        "run.timeout_s",
-        "run.trace_step",
-    }
-)
+_OF_THE_NUMBERS = frozenset({"deterministic", "seed", "threads"})
+"""What of the section ``run`` decides what a step computes."""
+
+_MAY_DIFFER = frozenset({"data.indexed", "data.text", "parallel.ranks"})
+"""The digest of the data counts, not where it lies, and so does the number of ranks. What devices
+and types come to is compared besides."""
 
 
 def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: int) -> None:
@@ -277,12 +244,8 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
     Raises:
         ConfigError: every key that differs, with both values.
     """
-    before, now = dict(_values(saved.model_dump())), dict(_values(config.model_dump()))
-    keys = [
-        key
-        for key in now
-        if key not in _MAY_DIFFER and not key.startswith("offload.") and before[key] != now[key]
-    ]
+    before, now = _values(saved), _values(config)
+    keys = [key for key in now if key not in _MAY_DIFFER and before[key] != now[key]]
     indexed = config.data.indexed is not None
     extends = step == saved.run.steps < config.run.steps
     hangs = indexed or (config.schedule.decay != "constant" and not extends)
@@ -291,6 +254,7 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
     if indexed and bool(saved.run.eval_interval) != bool(config.run.eval_interval):
         keys.append("run.eval_interval")
     if keys:
+        before, now = _values(saved, whole=True), _values(config, whole=True)
         lines = [f"{key} was {before[key]!r}, this run has {now[key]!r}" for key in keys]
         raise ConfigError(
             f"{path} is of a run with other settings, so going on would not give its numbers: "
@@ -299,12 +263,14 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
         )
 
 
-def _values(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _values(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _values(config: TrainConfig, *, whole: bool = False) -> dict[str, Any]:
+    """Return all keys but those of offload, and of the section ``run`` those that count."""
+    return {
+        f"{section}.{key}": value
+        for section, values in config.model_dump(exclude={"offload"}).items()
+        for key, value in values.items()
+        if whole or section != "run" or key in _OF_THE_NUMBERS
+    }
 
 
 def _name(step: int) -> str:
@@ -319,11 +285,7 @@ def _step(name: str) -> int | None:
 
 def _remove(path: Path) -> None:
     """Remove a folder with all in it, or whatever else has that name; links are not followed."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISDIR(mode):
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        os.unlink(path)
+        path.unlink(missing_ok=True)

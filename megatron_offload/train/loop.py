@@ -142,15 +142,15 @@ class _Trainer:
         if restored is None:
             printer.say("no checkpoint to resume from; starting with the first step")
             return 0
-        self._scheduler.step(restored.step)
-        self._first = restored.step + 1
-        report.evaluations = dict(restored.evaluations)
-        kept = self._parallel.on_owner(
-            lambda: read_steps(self._config.run.output, restored.step, self._parallel.world_size)
-        )
+        path, manifest = restored
+        step, ranks = manifest.step, manifest.ranks
+        self._scheduler.step(step)
+        self._first = step + 1
+        report.evaluations = dict(manifest.evaluations)
+        kept = self._parallel.on_owner(lambda: read_steps(self._config.run.output, step, ranks))
         report.steps, keep_bytes = kept or ([], 0)
-        printer.resume(restored.step)
-        printer.say(f"resumed from {restored.path}; going on after step {restored.step}")
+        printer.resume(step)
+        printer.say(f"resumed from {path}; going on after step {step}")
         return keep_bytes
 
     def _take_steps(

@@ -122,7 +122,7 @@ def test_a_checkpoint_that_is_a_file_or_a_link_is_refused(folder, tmp_path):
 
 def test_checkpoints_that_are_a_file_or_a_link_are_refused(folder, tmp_path):
     folder.path.write_text("")
-    with pytest.raises(ConfigError, match="is no folder; checkpoints need"):
+    with pytest.raises(ConfigError, match="is a link or no folder; checkpoints need"):
         folder.latest()
     os.unlink(folder.path)
     folder.path.symlink_to(tmp_path)
@@ -137,7 +137,7 @@ def test_a_folder_without_permission_is_refused(folder, monkeypatch):
     def denied(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(checkpoint_folder.os, "scandir", denied)
+    monkeypatch.setattr(checkpoint_folder.Path, "iterdir", denied)
     with pytest.raises(ConfigError, match="checkpoints: Permission denied"):
         folder.latest()
 
@@ -195,5 +195,7 @@ def test_more_steps_extend_a_whole_run_whose_data_do_not_hang_on_them(folder):
 
 
 def test_every_key_that_may_differ_exists():
-    keys = dict(checkpoint_folder._values(config().model_dump()))
-    assert keys.keys() >= checkpoint_folder._MAY_DIFFER
+    assert checkpoint_folder._values(config(), whole=True).keys() >= {
+        *checkpoint_folder._MAY_DIFFER,
+        *(f"run.{key}" for key in checkpoint_folder._OF_THE_NUMBERS),
+    }
