@@ -302,6 +302,10 @@ class TrainConfig(StrictModel):
         """The step of which a profile is taken; 0 for none."""
         return self.run.profile_step or (_USUAL_PROFILE_STEP if self.plans else 0)
 
+    def sequences_per_step(self, dp_size: int) -> int:
+        """Return how many sequences a step takes over ``dp_size`` data-parallel ranks."""
+        return self.data.microbatches * self.data.micro_batch_size * dp_size
+
     @property
     def default_ranks(self) -> int:
         """Processes to start when no launcher says how many."""

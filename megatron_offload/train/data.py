@@ -13,7 +13,7 @@ import pydoc_data
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,18 +36,6 @@ TRAINING, EVALUATION = 0, 1
 """Which stream of microbatches is meant."""
 
 _DEFAULT_TEXT_BYTES = 4 * 1024 * 1024
-
-
-class TokenSource(Protocol):
-    """Anything that can name a microbatch's tokens."""
-
-    def tokens(self, kind: int, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
-        """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""
-        ...
-
-    def digest(self) -> str:
-        """Return a digest of the data that the tokens come from."""
-        ...
 
 
 class ByteSource:
@@ -79,26 +67,16 @@ class ByteSource:
 class IndexedSource:
     """Samples of megatron-core's GPTDataset, in its own shuffled order.
 
-    A step takes ``per_step`` of them over all data-parallel ranks; those of evaluations begin at
-    ``first_evaluation``, behind those of training.
+    Those of evaluations lie behind those of all training steps.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        per_step: int,
-        micro_batch_size: int,
-        dp_size: int,
-        first_evaluation: int,
-        digest: str,
-    ) -> None:
-        self._digest = digest
+    def __init__(self, dataset: Any, config: TrainConfig, dp_size: int) -> None:
         self._dataset = dataset
-        self._per_step = per_step
-        self._micro_batch_size = micro_batch_size
+        self._prefix = str(config.data.indexed)
+        self._micro_batch_size = config.data.micro_batch_size
         self._dp_size = dp_size
-        self._first = {TRAINING: 0, EVALUATION: first_evaluation}
+        self._per_step = config.sequences_per_step(dp_size)
+        self._first = {TRAINING: 0, EVALUATION: config.run.steps * self._per_step}
 
     def tokens(self, kind: int, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
         """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""
@@ -112,8 +90,14 @@ class IndexedSource:
         return torch.stack(rows).to(torch.int64)
 
     def digest(self) -> str:
-        """Return the digest of the stored data."""
-        return self._digest
+        """Return a digest of the index and of the size of the tokens, which may be terabytes."""
+        with open(f"{self._prefix}.idx", "rb") as file:
+            state = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        state.update(str(os.path.getsize(f"{self._prefix}.bin")).encode())
+        return state.hexdigest()
+
+
+TokenSource = ByteSource | IndexedSource
 
 
 def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
@@ -129,19 +113,12 @@ def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
     return ByteSource(text, config.run.seed, data.micro_batch_size, config.model.sequence_length)
 
 
-def default_text(limit_bytes: int = _DEFAULT_TEXT_BYTES) -> bytes:
+def default_text() -> bytes:
     """Return text that every Python brings: its help topics and the standard library's sources."""
-    topics = Path(pydoc_data.__path__[0])
-    library = Path(os.__file__).parent
-    parts: list[bytes] = []
-    size = 0
-    for path in [topics / "topics.py", *sorted(library.glob("*.py"))]:
-        if size >= limit_bytes:
-            break
-        if path.is_file():
-            parts.append(path.read_bytes())
-            size += len(parts[-1])
-    return b"\n".join(parts)[:limit_bytes]
+    paths = [Path(pydoc_data.__path__[0]) / "topics.py"]
+    paths += sorted(Path(os.__file__).parent.glob("*.py"))
+    text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
+    return text[:_DEFAULT_TEXT_BYTES]
 
 
 def microbatches(
@@ -177,8 +154,7 @@ def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    data, run = config.data, config.run
-    prefix = str(data.indexed)
+    run, prefix = config.run, str(config.data.indexed)
     stored = IndexedDataset(prefix)
     size = int(stored.sequence_lengths.sum())
     largest = max(int(stored[index].max(initial=0)) for index in range(len(stored)))
@@ -192,9 +168,7 @@ def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
             f"data.indexed {prefix} holds token {largest}, but model.vocabulary is "
             f"{config.model.vocabulary}; set it to {largest + 1} or more"
         )
-    per_step = data.microbatches * data.micro_batch_size * dp_size
-    first_evaluation = run.steps * per_step
-    wanted = first_evaluation * (2 if run.eval_interval else 1)
+    wanted = run.steps * config.sequences_per_step(dp_size) * (2 if run.eval_interval else 1)
     dataset_config = GPTDatasetConfig(
         random_seed=run.seed,
         sequence_length=config.model.sequence_length,
@@ -215,19 +189,4 @@ def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
     built = BlendedMegatronDatasetBuilder(
         GPTDataset, [wanted, None, None], lambda: True, dataset_config
     ).build()
-    return IndexedSource(
-        built[0],
-        per_step=per_step,
-        micro_batch_size=data.micro_batch_size,
-        dp_size=dp_size,
-        first_evaluation=first_evaluation,
-        digest=_indexed_digest(prefix),
-    )
-
-
-def _indexed_digest(prefix: str) -> str:
-    """Return a digest of the index and of the size of the tokens, which may be terabytes."""
-    with open(f"{prefix}.idx", "rb") as file:
-        state = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-    state.update(str(os.path.getsize(f"{prefix}.bin")).encode())
-    return state.hexdigest()
+    return IndexedSource(built[0], config, dp_size)

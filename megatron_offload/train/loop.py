@@ -247,7 +247,9 @@ class _Trainer:
         if recorded is not None:
             save_profile(recorded.profile, profile_path(run.output, self._parallel.rank))
             planned.take(recorded.profile)
-        record = merge(step, lr, self._tokens_per_step(), [entry[0] for entry in everyone])
+        sequences = self._config.sequences_per_step(self._parallel.dp_size)
+        tokens = sequences * self._config.model.sequence_length
+        record = merge(step, lr, tokens, [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
 
     def _profiled_step(self) -> int:
@@ -304,11 +306,6 @@ class _Trainer:
     def _parameters(self) -> Iterator[Any]:
         for chunk in self.chunks:
             yield from chunk.parameters()
-
-    def _tokens_per_step(self) -> int:
-        data = self._config.data
-        sequences = data.microbatches * data.micro_batch_size * self._parallel.dp_size
-        return sequences * self._config.model.sequence_length
 
 
 def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.train import data
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import (
     EVALUATION,
@@ -79,14 +78,13 @@ def test_indexed_samples_are_shared_out_without_overlap():
             values = torch.arange(4) + 10 * index
             return {"tokens": values, "labels": values + 1}
 
-    indexed = IndexedSource(
-        Samples(range(100)),
-        per_step=8,
-        micro_batch_size=2,
-        dp_size=2,
-        first_evaluation=16,
-        digest="",
+    config = TrainConfig.model_validate(
+        {
+            "data": {"indexed": "x", "micro_batch_size": 2, "microbatches": 2},
+            "run": {"steps": 2},
+        }
     )
+    indexed = IndexedSource(Samples(range(100)), config, 2)
     seen = [
         int(row[0]) // 10
         for kind, step, microbatch, rank in itertools.product((0, 1), (1, 2), (0, 1), (0, 1))
@@ -105,6 +103,8 @@ def test_the_digest_of_indexed_data_is_of_the_index_and_the_size(tmp_path):
     for name, index, size in (("a", b"x", 3), ("b", b"x", 3), ("c", b"y", 3), ("d", b"x", 4)):
         (tmp_path / f"{name}.idx").write_bytes(index)
         (tmp_path / f"{name}.bin").write_bytes(bytes(size))
-    a, b, c, d = (data._indexed_digest(str(tmp_path / name)) for name in "abcd")
+    paths = [tmp_path / name for name in "abcd"]
+    configs = [TrainConfig.model_validate({"data": {"indexed": path}}) for path in paths]
+    a, b, c, d = (IndexedSource([], config, 1).digest() for config in configs)
     assert a == b
     assert len({a, c, d}) == 3
