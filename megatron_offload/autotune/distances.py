@@ -192,11 +192,11 @@ class PlanCorrection:
                 stall_us.get(Wait.W4.name, 0.0),
                 max(0, weighed.reserved_bytes - (self._target_bytes or 0)) if weighed else 0,
             )
-            self._manager.budget.set_limits(*self._search.follow(seen))
+            self._manager.budget.follow_plan(*self._search.follow(seen))
         self._is_first = False
         self._num_steps_left -= 1
         if self.is_over:
-            self._manager.budget.set_limits(*self._search.best)
+            self._manager.budget.follow_plan(*self._search.best)
 
     def _weighing(self) -> AbstractContextManager[WeighedStep | None]:
         if self._target_bytes is None:

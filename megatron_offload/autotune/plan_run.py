@@ -149,7 +149,8 @@ def check_plan(
     )
     plan, pp_rank = planner.follow(), profile.run.pp_rank
     is_given = planned.max_inflight_bytes is not None or planned.prefetch_bytes is not None
-    is_fixed = is_given or manager.config.device_target_bytes is not None
+    is_fixed = is_given or manager.budget.is_users
+    is_fixed |= manager.config.device_target_bytes is not None
     num_steps = 0 if is_fixed else planned.correction_steps
 
     def gather_distances(mine: Distances) -> list[Distances]:

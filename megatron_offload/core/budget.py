@@ -2,13 +2,13 @@
 
 Owns two limits and what counts against them: bytes *in flight* (copied or being copied to the
 host, memory still held), bytes *held* for a backward that is near (reloaded, or not sent away) and
-bytes that are *resident* by plan. Must not know groups' states, streams or tensors.
+bytes that are *resident* by plan.
 
 All share one total. What the others leave of it, bytes in flight may take: while a pipeline fills
 nothing has to come back yet, and the copies to the host need the room. Until a step's first
 backward there may be more of them: what a backward itself needs is still free.
 
-Limits that are not set follow what a step saves, whether it moves or not: so much of the step hides
+Limits that nobody sets follow what a step saves, whether it moves or not: so much of the step hides
 a copy, however few there are. That they don't keep a small share on the device is the clock's part:
 a copy is *due* once groups of so many bytes have passed, those that stay included.
 """
@@ -24,9 +24,12 @@ _AUTO_SHARE = 8
 class DeviceBudget:
     """Limits and counts, in bytes.
 
+    Each limit is the user's; else a plan's; else what a search for a memory target leaves for it;
+    else the default, which follows the step.
+
     Args:
-        max_inflight_bytes: most bytes in flight beside a full prefetch; None follows the step.
-        prefetch_bytes: most bytes that are reloaded ahead; None follows the step.
+        max_inflight_bytes: the user's, most bytes in flight beside a full prefetch.
+        prefetch_bytes: the user's, most bytes that are reloaded ahead.
 
     Attributes:
         max_inflight_bytes, prefetch_bytes: the limits in force now.
@@ -37,12 +40,14 @@ class DeviceBudget:
         is_warming_up: whether a step that is known has not come to its first backward.
     """
 
-    def __init__(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
-        self._follows_inflight = max_inflight_bytes is None
-        self._follows_prefetch = prefetch_bytes is None
-        self.max_inflight_bytes = max_inflight_bytes or 0
-        self.prefetch_bytes = prefetch_bytes or 0
-        self._prefetch_wanted_bytes = self.prefetch_bytes
+    def __init__(
+        self, max_inflight_bytes: int | None = None, prefetch_bytes: int | None = None
+    ) -> None:
+        self._user = max_inflight_bytes, prefetch_bytes
+        self._plan: tuple[int | None, int | None] = None, None
+        self._target_bytes: int | None = None
+        self._default = 0, 0
+        self._choose_limits()
         self.inflight_bytes = 0
         self.held_bytes = 0
         self.resident_bytes = 0
@@ -51,6 +56,58 @@ class DeviceBudget:
         self._saved_bytes = 0
         self._peak_saved_bytes = 0
         self._largest_bytes = 0
+
+    # Who sets the limits
+
+    def follow_plan(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
+        """Take a plan's limits; None where it sets none."""
+        self._plan = max_inflight_bytes, prefetch_bytes
+        self._choose_limits()
+
+    def follow_target(self, total_bytes: int) -> None:
+        """Let limits that neither user nor plan set make up ``total_bytes`` with those that are.
+
+        What may come back keeps its default as far as that is at most half of the total.
+        """
+        self._target_bytes = total_bytes
+        self._choose_limits()
+
+    def _follow_step(self, seen_bytes: int) -> None:
+        """Let the default follow a step that has saved so much at its peak."""
+        if self._is_fixed or self._target_bytes is not None:
+            return
+        share_bytes = seen_bytes // _AUTO_SHARE
+        largest_bytes = self._largest_bytes
+        # Two of the largest may come back: one does while the one before it is in use.
+        default = max(largest_bytes, share_bytes), max(2 * largest_bytes, share_bytes)
+        if default != self._default:
+            self._default = default
+            self._choose_limits()
+
+    def _choose_limits(self) -> None:
+        """Put the limits in force that count: the one place that knows whose word does."""
+        inflight_bytes, prefetch_bytes = (
+            planned if user is None else user
+            for user, planned in zip(self._user, self._plan, strict=True)
+        )
+        self._set_bytes = (inflight_bytes or 0) + (prefetch_bytes or 0)
+        self._is_fixed = inflight_bytes is not None and prefetch_bytes is not None
+        total_bytes = self._target_bytes
+        if total_bytes is not None:
+            if prefetch_bytes is None:
+                default_bytes = min(self._default[1], total_bytes // 2)
+                rest_bytes = max(0, total_bytes - (inflight_bytes or 0))
+                prefetch_bytes = default_bytes if inflight_bytes is None else rest_bytes
+            if inflight_bytes is None:
+                inflight_bytes = max(0, total_bytes - prefetch_bytes)
+        self._follows_step = inflight_bytes is None
+        self.max_inflight_bytes = self._default[0] if inflight_bytes is None else inflight_bytes
+        self.prefetch_bytes = self._default[1] if prefetch_bytes is None else prefetch_bytes
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the user set a limit, which no plan changes."""
+        return self._user != (None, None)
 
     @property
     def total_bytes(self) -> int:
@@ -69,7 +126,7 @@ class DeviceBudget:
         Until a step's first backward only where the limits follow the step. What was set by someone
         may be short beside all that passes where most groups stay, and be kept by bytes alone.
         """
-        return self._follows_inflight or not self.is_warming_up
+        return self._follows_step or not self.is_warming_up
 
     @property
     def lookahead_bytes(self) -> int:
@@ -80,27 +137,9 @@ class DeviceBudget:
         """
         return min(2 * self.prefetch_bytes or self.total_bytes, self.total_bytes)
 
-    def set_total(self, total_bytes: int) -> None:
-        """Set both limits to make up ``total_bytes``; from here on they follow nothing.
-
-        What may come back keeps its limit as far as that is at most half of the total.
-        """
-        self._follows_inflight = self._follows_prefetch = False
-        self.prefetch_bytes = min(self._prefetch_wanted_bytes, total_bytes // 2)
-        self.max_inflight_bytes = total_bytes - self.prefetch_bytes
-
-    def set_limits(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
-        """Set limits that follow nothing from here on; None leaves one as it is."""
-        if max_inflight_bytes is not None:
-            self._follows_inflight = False
-            self.max_inflight_bytes = max_inflight_bytes
-        if prefetch_bytes is not None:
-            self._follows_prefetch = False
-            self.prefetch_bytes = self._prefetch_wanted_bytes = prefetch_bytes
-
     def bounds_bytes(self) -> tuple[int, int]:
-        """Return the least total that still works well, two groups, and the most of any use."""
-        least_bytes = 2 * self._largest_bytes
+        """Return the least total that still works well, and the most of any use."""
+        least_bytes = max(2 * self._largest_bytes, self._set_bytes)
         return least_bytes, max(least_bytes, self._peak_saved_bytes)
 
     def resident_room_bytes(self) -> int:
@@ -111,7 +150,7 @@ class DeviceBudget:
         """
         if self.total_bytes >= self._peak_saved_bytes:
             return self.total_bytes
-        transit_bytes = max(self.total_bytes // 2, self.bounds_bytes()[0])
+        transit_bytes = max(self.total_bytes // 2, 2 * self._largest_bytes)
         return max(0, self.total_bytes - transit_bytes)
 
     def is_exceeded(self) -> bool:
@@ -146,7 +185,7 @@ class DeviceBudget:
         return was_warming_up
 
     def add_saved(self, num_bytes: int, moving_bytes: int, *, is_learned: bool) -> None:
-        """Note a group that was committed, and follow with the limits that were not set.
+        """Note a group that was committed, and follow with the limits that nobody sets.
 
         Args:
             num_bytes: what it has saved, whether it moves or was chosen to stay.
@@ -156,16 +195,7 @@ class DeviceBudget:
         self._saved_bytes += num_bytes
         self._peak_saved_bytes = max(self._peak_saved_bytes, self._saved_bytes)
         self._largest_bytes = max(self._largest_bytes, moving_bytes)
-        self._follow(self._peak_saved_bytes if is_learned else 0)
-
-    def _follow(self, seen_bytes: int) -> None:
-        share_bytes = seen_bytes // _AUTO_SHARE
-        if self._follows_inflight:
-            self.max_inflight_bytes = max(self._largest_bytes, share_bytes)
-        if self._follows_prefetch:
-            # Two of the largest: one comes back while the one before it is in use.
-            self.prefetch_bytes = max(2 * self._largest_bytes, share_bytes)
-            self._prefetch_wanted_bytes = self.prefetch_bytes
+        self._follow_step(self._peak_saved_bytes if is_learned else 0)
 
     def learn(self, largest_bytes: int) -> None:
         """Follow the step that is over, now that its peak is known.
@@ -174,7 +204,7 @@ class DeviceBudget:
             largest_bytes: of the groups that will move in the next.
         """
         self._largest_bytes = largest_bytes
-        self._follow(self._peak_saved_bytes)
+        self._follow_step(self._peak_saved_bytes)
 
     def drop_saved(self, num_bytes: int) -> None:
         """Note that backward has left a group."""

@@ -57,7 +57,6 @@ class ChunkOffloadHandler:
         None for all, as far as that is of use."""
         self.groups: list[OffloadGroup] = []
         self.open_groups: list[OffloadGroup] = []
-        self.committed: list[OffloadGroup] = []
         self.blocks: dict[int, BlockRef] = {}
         self._small_keys: set[int] = set()
         self._position: int | None = None
@@ -73,7 +72,7 @@ class ChunkOffloadHandler:
         self.open_groups.append(group)
         for observer in self.manager.observers:
             observer.group_starts(group)
-        self.manager.prefetcher.register(group)
+        self.manager.decisions.start(group)
         return group
 
     def close_group(self, name: str | None) -> OffloadGroup | None:
@@ -85,7 +84,7 @@ class ChunkOffloadHandler:
 
     def forget_groups(self) -> None:
         """Let go of the groups, whose step is over, so that no cycle keeps a manager alive."""
-        for groups in (self.groups, self.open_groups, self.committed):
+        for groups in (self.groups, self.open_groups):
             groups.clear()
 
     def find_block(self, storage_key: int) -> Block | None:

@@ -174,7 +174,7 @@ class Learner:
         if self._plan is not None and self._plan.begin(pp_rank):
             rank = self._plan.rank
             assert rank is not None
-            self._transfers.budget.set_limits(rank.max_inflight_bytes, rank.prefetch_bytes)
+            self._transfers.budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
             self.kept, self.residents = dict(self._plan.kept), frozenset()
 
     def note_start(self) -> None:
@@ -346,7 +346,7 @@ class Learner:
         least_bytes, most_bytes = budget.bounds_bytes()
         total_bytes = target.propose(reserved_bytes, budget.total_bytes, least_bytes, most_bytes)
         has_changed = total_bytes != budget.total_bytes
-        budget.set_total(total_bytes)
+        budget.follow_target(total_bytes)
         if has_changed:
             self._trim_device()
         if not target.is_settled:
@@ -389,6 +389,6 @@ class Learner:
         if total_bytes == budget.total_bytes:
             return
         over_bytes = budget.total_bytes - total_bytes
-        budget.set_total(total_bytes)
+        budget.follow_target(total_bytes)
         budget.warmup_extra_bytes = max(0, budget.warmup_extra_bytes - over_bytes)
         self._trim_device()

@@ -3,10 +3,9 @@
 Owns the singleton, the parts and the lock around them, the current chunk, the saved-tensor hooks,
 and how a step ends, well or not. Must not know megatron-core or any model. Who does what:
 
-    boundary -> manager -> step -> learner     keep or offload this group?
+    boundary -> manager -> step -> learner     what the last step has taught
+                                -> decisions   keep, offload, release or reload this group?
                                 -> transfers   copies and waits
-                                -> window      what is released when
-                                -> prefetcher  what comes back next
 
 Invariant: every entry point works in any order. Backwards that never come, resets in the middle and
 exceptions leave a manager whose next step is right.
@@ -27,8 +26,9 @@ from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.prefetch import Prefetcher
 from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.step import StepDecisions
+from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.boundary import (
     is_in_backward,
     is_in_checkpoint,
@@ -50,7 +50,6 @@ from megatron_offload.engine.release import Sources
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.engine.window import InFlightWindow
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.plan import OffloadPlan
@@ -155,7 +154,9 @@ class PipelineOffloadManager:
         self.guard = Guard(self.backend.sync_copies)
         host_copies = HostCopies(self.host_pool)
         self.sources = Sources(self.backend, host_copies, self.budget, self.observers)
-        self.window = InFlightWindow(self.sources, self.budget)
+        self.window: InFlightWindow[OffloadGroup] = InFlightWindow(
+            self.sources.release, self.budget
+        )
         self.transfers = Transfers(
             self.backend,
             host_copies,
@@ -165,7 +166,7 @@ class PipelineOffloadManager:
             self.guard,
             self.observers,
         )
-        self.prefetcher: Prefetcher[OffloadGroup] = Prefetcher(
+        self.decisions: StepDecisions[OffloadGroup] = StepDecisions(
             self.transfers, self.window, self.budget
         )
         self.learner = Learner(config, policy, self.backend, self.host_pool, self.transfers)
@@ -179,7 +180,7 @@ class PipelineOffloadManager:
         self._is_in_step = False
         self._begun_at_backward: int | None = None
         self._said: set[str] = set()
-        self._step = Step(self.transfers, self.prefetcher, self.learner)
+        self._step = Step(self.transfers, self.decisions, self.learner)
         self._begin_step()
 
     # The step
@@ -298,7 +299,7 @@ class PipelineOffloadManager:
         `reset` gets a new step now and then, so that nothing grows for ever.
         """
         step = self._step
-        is_unused = bool(step.committed) and not step.has_backward
+        is_unused = bool(step.committed) and not step.num_backwards
         if (is_unused or step.num_chunks >= _MOST_CHUNKS) and step.is_idle():
             if not is_unused:
                 self._say_once(_NO_END, step.num_chunks)
@@ -353,7 +354,7 @@ class PipelineOffloadManager:
     @guarded
     def _end_step(self) -> None:
         self._last_step = self._step.finish(names_leaks=self.config.checking)
-        if self._step.has_backward:
+        if self._step.num_backwards:
             self._learn()
         self._begin_step()
 
@@ -470,7 +471,7 @@ class PipelineOffloadManager:
             or self.learner.unlisted_because(group.name)
             or self.learner.keeps_because(group.key)
             or group.key in self.learner.residents
-            or self.prefetcher.is_needed_soon(group)
+            or self.decisions.is_needed_soon(group)
         )
 
     def flush_delayed_groups(self) -> None:
@@ -501,20 +502,13 @@ class PipelineOffloadManager:
     @property
     def last_reached(self) -> GroupKey | None:
         """The group that a backward has reached last in this step."""
-        order = self.prefetcher.backward_order
+        order = self.decisions.backward_order
         return order[-1] if order else None
 
     @guarded
     def reload(self, group: OffloadGroup) -> None:
         """Bring a group back now, ahead of its backward; does nothing where it is on the device."""
-        if group.state is GroupState.ON_HOST:
-            self.transfers.reload(group)
-        elif group.state is GroupState.OFFLOADING:
-            self.window.keep_resident(group)
-        else:
-            return
-        if self.prefetcher.knows(group):
-            group.hold()
+        self.decisions.bring_back(group)
 
     @guarded
     def offload(self, group: OffloadGroup) -> None:

@@ -1,7 +1,7 @@
 """The sources of copies to the host: held until their release, freed then.
 
 Owns the aliases of these sources, and the wait before their memory is reused (W2). What is released
-when, `megatron_offload.engine.window` decides.
+when, `megatron_offload.core.window` decides.
 
 Release without ``record_stream``: a source is held until a known later point of the program, where
 the compute stream waits for its copy and the last reference is dropped. The caching allocator can

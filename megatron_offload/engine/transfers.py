@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
+from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.group import GroupState, OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.host_copies import HostCopies
@@ -22,7 +23,6 @@ from megatron_offload.engine.owners import ForeignOwners
 from megatron_offload.engine.release import Sources
 from megatron_offload.engine.saved_tensor import Block, Reload, _Remains
 from megatron_offload.engine.stats import StepStats
-from megatron_offload.engine.window import InFlightWindow
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.storage import num_owners
@@ -53,7 +53,7 @@ class Transfers:
         host_copies: HostCopies,
         tensor_pool: TensorPool,
         sources: Sources,
-        window: InFlightWindow,
+        window: InFlightWindow[OffloadGroup],
         guard: Guard,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -89,8 +89,9 @@ class Transfers:
                 num_bytes += block.num_bytes
         return num_bytes
 
-    def count_kept(self, group: OffloadGroup, reason: str) -> None:
-        """Count the blocks of a group that could move, and stay on the device."""
+    def stay(self, group: OffloadGroup, reason: str) -> None:
+        """Leave a group on the device, and count the blocks of it that could move."""
+        group.advance(GroupState.RESIDENT)
         for block in group.blocks():
             if block.d2h is None and not block.stays and not self.owners.knows(block):
                 self._count_kept(group, block, reason)
@@ -161,6 +162,11 @@ class Transfers:
         self.stats.of(group.name).offloaded_bytes += num_bytes
         group.advance(GroupState.OFFLOADING)
 
+    def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
+        """Leave a group on the device whose copies are in flight; see `Actions`."""
+        self.stats.num_early_returns += is_late
+        self.sources.keep_resident(group)
+
     @guarded
     def keep(self, block: Block) -> None:
         """Keep a block on the device for a reader who is there before its release."""
@@ -168,12 +174,12 @@ class Transfers:
 
     # Host to device
 
-    def reload(self, group: OffloadGroup, *, may_fail: bool = False) -> bool:
+    def reload(self, group: OffloadGroup, *, is_late: bool) -> bool:
         """Issue the reload of a group that is on the host.
 
         Args:
             group: what comes back.
-            may_fail: leave it on the host where the device has no memory for it.
+            is_late: it is needed now; else it may stay where the device has no memory for it.
 
         Returns:
             Whether it comes back.
@@ -181,8 +187,11 @@ class Transfers:
         Raises:
             torch.OutOfMemoryError: the device has no memory for it.
         """
+        if is_late:
+            self.stats.num_late_reloads += 1
+            self.stats.of(group.name).num_late_reloads += 1
         moving = self._to_reload(group.blocks())
-        targets = self._take_targets(moving, may_fail=may_fail)
+        targets = self._take_targets(moving, may_fail=not is_late)
         if targets is None:
             return False
         group.advance(GroupState.RELOADING)
@@ -312,9 +321,7 @@ class Transfers:
                     "run the forward again"
                 )
             if group.state is GroupState.ON_HOST:
-                self.stats.num_late_reloads += 1
-                self.stats.of(group.name).num_late_reloads += 1
-                self.reload(group)
+                self.reload(group, is_late=True)
             if block.target is None:
                 moving = self._to_reload([block])
                 targets = self._take_targets(moving, may_fail=False)
@@ -370,6 +377,7 @@ class Transfers:
         """
         self.backend.sync_copies()
         self.window.abandon()
+        self.sources.abandon()
         for group in groups:
             # A failed backward may leave its graph alive for long: its data goes now.
             for block in group.blocks():
@@ -383,7 +391,6 @@ class Transfers:
     def begin_step(self, stats: StepStats) -> None:
         """Count into ``stats`` from here on; what is still on the host stays counted."""
         self.stats = stats
-        self.window.begin_step()
         self.host_copies.begin_step(stats)
 
     @property

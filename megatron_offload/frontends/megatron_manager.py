@@ -16,8 +16,8 @@ import torch
 
 from megatron_offload.backends.base import Backend, Event, Stream, Wait
 from megatron_offload.config import OffloadConfig
+from megatron_offload.core.group import GroupState
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.core.states import GroupState
 from megatron_offload.engine import chunk as engine_chunk
 from megatron_offload.engine import manager as engine_manager
 from megatron_offload.engine.group import OffloadGroup

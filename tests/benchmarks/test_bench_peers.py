@@ -417,7 +417,7 @@ def test_what_was_held_when_the_peak_came_by(number):
 
     class Count(Observer):
         def note(self, group):
-            blocks = {id(b): b for group in manager.prefetcher.groups() for b in group.blocks()}
+            blocks = {id(b): b for group in manager.decisions.groups() for b in group.blocks()}
             alone = [b.num_bytes for b in blocks.values() if b.host is not None and b.released]
             released.append(sum(alone))
 

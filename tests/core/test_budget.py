@@ -24,7 +24,7 @@ def watch(manager, monkeypatch):
 
 
 def test_limits_that_are_not_set_follow_the_step():
-    budget = DeviceBudget(None, None)
+    budget = DeviceBudget()
     budget.add_saved(100, 100, is_learned=False)
     budget.add_saved(700, 700, is_learned=False)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 2 * 700)
@@ -37,12 +37,12 @@ def test_limits_that_are_not_set_follow_the_step():
 
 
 def test_what_stays_counts_for_a_share_of_the_step_and_not_as_the_largest_group():
-    budget = DeviceBudget(None, None)
+    budget = DeviceBudget()
     for _ in range(20):
         budget.add_saved(800, 0, is_learned=True)
     budget.add_saved(0, 100, is_learned=True)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (2000, 2000)
-    budget = DeviceBudget(None, None)
+    budget = DeviceBudget()
     budget.add_saved(800, 800, is_learned=False)
     assert budget.total_bytes == 3 * 800
     budget.learn(largest_bytes=100)
@@ -50,20 +50,22 @@ def test_what_stays_counts_for_a_share_of_the_step_and_not_as_the_largest_group(
 
 
 @pytest.mark.parametrize(
-    ("limits", "in_warmup"),
+    ("given", "in_warmup"),
     [((None, None), True), ((None, 5), True), ((5, None), False), ((5, 5), False)],
 )
 def test_the_clock_runs_until_the_first_backward_only_where_limits_follow_the_step(
-    limits, in_warmup
+    given, in_warmup
 ):
-    budget = DeviceBudget(*limits)
+    budget = DeviceBudget(*given)
     assert budget.clock_runs, "before any step"
     budget.begin_step()
     assert budget.clock_runs == in_warmup
     budget.end_warmup()
     assert budget.clock_runs
+    budget = DeviceBudget()
     budget.begin_step()
-    budget.set_limits(7, None)
+    assert budget.clock_runs
+    budget.follow_plan(7, None)
     assert not budget.clock_runs, "someone has set it now"
 
 
@@ -204,32 +206,75 @@ def test_the_summary_of_the_first_step_is_that_of_the_next():
     assert manager.offload_summary_total_bytes == manager.last_step.peak_away_bytes
 
 
-def test_a_total_leaves_half_to_what_comes_back_at_most():
-    budget = DeviceBudget(None, None)
+def learned_budget(*user):
+    """Return a budget whose defaults are 2000 each: an eighth of what a step has saved."""
+    budget = DeviceBudget(*user)
     for _ in range(20):
         budget.add_saved(800, 800, is_learned=True)
-    budget.set_total(10_000)
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (8000, 2000)
-    budget.set_total(3000)
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (1500, 1500)
-    budget.set_total(10_000)
+    return budget
+
+
+def limits(budget):
+    return budget.max_inflight_bytes, budget.prefetch_bytes
+
+
+def test_a_target_leaves_half_of_its_total_to_what_comes_back_at_most():
+    budget = learned_budget()
+    budget.follow_target(10_000)
+    assert limits(budget) == (8000, 2000)
+    budget.follow_target(3000)
+    assert limits(budget) == (1500, 1500)
+    budget.follow_target(10_000)
     assert budget.prefetch_bytes == 2000
     budget.learn(800)
     assert budget.total_bytes == 10_000, "what was set follows no step"
     assert budget.bounds_bytes() == (1600, 16000)
     assert budget.resident_room_bytes() == 5000
-    budget.set_total(1700)
+    budget.follow_target(1700)
     assert budget.resident_room_bytes() == 100
 
 
-def test_limits_that_a_plan_sets_follow_nothing_and_bound_what_a_search_finds():
-    budget = DeviceBudget(None, None)
-    for _ in range(20):
-        budget.add_saved(800, 800, is_learned=True)
-    budget.set_limits(700, 900)
+SOURCES = {
+    "user over plan": ((500, 600), (700, 900), None, (500, 600)),
+    "user over target": ((500, 600), (None, None), 10_000, (500, 600)),
+    "user over default": ((500, 600), (None, None), None, (500, 600)),
+    "plan over target": ((None, None), (700, 900), 10_000, (700, 900)),
+    "plan over default": ((None, None), (700, 900), None, (700, 900)),
+    "target over default": ((None, None), (None, None), 10_000, (8000, 2000)),
+    "default": ((None, None), (None, None), None, (2000, 2000)),
+    "user and plan, one each": ((500, None), (700, 900), None, (500, 900)),
+    "user and target": ((500, None), (None, None), 10_000, (500, 9500)),
+    "user of the other and target": ((None, 600), (None, None), 10_000, (9400, 600)),
+    "user and default": ((None, 600), (None, None), None, (2000, 600)),
+    "plan and target": ((None, None), (None, 900), 10_000, (9100, 900)),
+    "plan and default": ((None, None), (700, None), None, (700, 2000)),
+    "user, plan and target": ((None, 600), (700, None), 10_000, (700, 600)),
+    "user over a target below": ((5000, None), (None, None), 3000, (5000, 0)),
+}
+
+
+@pytest.mark.parametrize("plans_first", [True, False])
+@pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES)
+def test_each_limit_is_the_users_then_a_plans_then_a_targets_then_the_default(case, plans_first):
+    user, plan, target_bytes, expected = case
+    budget = learned_budget(*user)
+    for is_plan in (plans_first, not plans_first):
+        if is_plan:
+            budget.follow_plan(*plan)
+        elif target_bytes is not None:
+            budget.follow_target(target_bytes)
+    assert limits(budget) == expected
     budget.learn(800)
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 900)
-    budget.set_limits(None, 600)
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (700, 600)
-    budget.set_total(10_000)
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (9400, 600)
+    assert limits(budget) == expected, "a later step changes no precedence"
+
+
+def test_a_plan_without_limits_gives_them_back():
+    budget = learned_budget()
+    budget.follow_plan(700, 900)
+    budget.follow_plan(None, None)
+    assert limits(budget) == (2000, 2000)
+
+
+def test_no_search_goes_below_what_is_set():
+    budget = learned_budget(5000)
+    assert budget.bounds_bytes() == (5000, 16000)

@@ -17,7 +17,7 @@ def make_measured(monkeypatch, *, waste=0, backward=0, **settings):
 
     From the first backward of a step on it needs ``backward`` bytes more.
     """
-    manager = make_manager(**settings)
+    manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None, **settings)
     reserved, trims = [FIXED], []
     passed = manager.window.pass_boundary
 
@@ -25,7 +25,7 @@ def make_measured(monkeypatch, *, waste=0, backward=0, **settings):
         passed(num_bytes)
         budget = manager.budget
         kept = budget.inflight_bytes + budget.held_bytes + budget.resident_bytes
-        if manager.prefetcher.backward_order:
+        if manager.decisions.backward_order:
             kept += backward
         reserved[0] = max(reserved[0], FIXED + kept + waste)
 
@@ -41,12 +41,7 @@ def make_measured(monkeypatch, *, waste=0, backward=0, **settings):
 
 def make_settled(monkeypatch, model):
     """Return the same after the search for ``FIXED + 64 * KIB`` is over."""
-    manager, reserved, trims = make_measured(
-        monkeypatch,
-        max_inflight_bytes=16 * KIB,
-        prefetch_bytes=16 * KIB,
-        device_target_bytes=FIXED + 64 * KIB,
-    )
+    manager, reserved, trims = make_measured(monkeypatch, device_target_bytes=FIXED + 64 * KIB)
     for _ in range(16):
         run_step(model, manager, ORDER)
     return manager, reserved, trims
@@ -64,8 +59,6 @@ def test_steps_come_to_the_target_and_stay_there(room, waste, backward, monkeypa
         monkeypatch,
         waste=waste,
         backward=backward,
-        max_inflight_bytes=16 * KIB,
-        prefetch_bytes=16 * KIB,
         device_target_bytes=target,
     )
     for _ in range(20):
@@ -84,11 +77,10 @@ def test_steps_come_to_the_target_and_stay_there(room, waste, backward, monkeypa
 def test_a_warm_up_takes_what_no_backward_needs_yet(monkeypatch):
     model = make_model()
     expected = run_step(model, None, ORDER)
-    settings = {"max_inflight_bytes": 16 * KIB, "prefetch_bytes": 16 * KIB}
     kept = {}
     for backward in (0, 24 * KIB):
         manager, reserved, _ = make_measured(
-            monkeypatch, backward=backward, device_target_bytes=FIXED + 80 * KIB, **settings
+            monkeypatch, backward=backward, device_target_bytes=FIXED + 80 * KIB
         )
         for _ in range(20):
             assert_same(expected, run_step(model, manager, ORDER))
@@ -97,7 +89,7 @@ def test_a_warm_up_takes_what_no_backward_needs_yet(monkeypatch):
 
         def watched(group, *args, commit=commit, manager=manager, seen=at_commits, **kw):
             commit(group, *args, **kw)
-            if not manager.prefetcher.backward_order:
+            if not manager.decisions.backward_order:
                 budget = manager.budget
                 seen.append(budget.inflight_bytes + budget.resident_bytes + budget.held_bytes)
 
@@ -160,10 +152,12 @@ def test_with_room_for_all_nothing_moves(monkeypatch):
 
 def test_where_the_device_can_not_tell_nothing_is_searched(monkeypatch):
     model = make_model()
-    manager = make_manager(max_inflight_bytes=16 * KIB, device_target_bytes=1)
-    for _ in range(6):
-        run_step(model, manager, ORDER)
-    assert manager.budget.total_bytes == 16 * KIB
+    settings = {"max_inflight_bytes": 16 * KIB, "prefetch_bytes": None}
+    managers = make_manager(**settings), make_manager(**settings, device_target_bytes=1)
+    for manager in managers:
+        for _ in range(6):
+            run_step(model, manager, ORDER)
+    assert managers[0].budget.total_bytes == managers[1].budget.total_bytes > 16 * KIB
 
 
 def test_pinned_memory_comes_down_to_what_a_learned_step_uses(monkeypatch):

@@ -51,7 +51,7 @@ def test_reloaded_and_not_consumed_stays_within_the_budget(budget_bytes, monkeyp
         issued = reload(group, **options)
         waiting = [
             g
-            for g in manager.prefetcher.groups()
+            for g in manager.decisions.groups()
             if g.state in (GroupState.RELOADING, GroupState.RELOADED)
         ]
         seen.append(sum(g.num_bytes for g in waiting))

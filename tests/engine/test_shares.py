@@ -21,7 +21,7 @@ DEFAULTS = {"max_inflight_bytes": None, "prefetch_bytes": None}
 
 
 def off_the_device(manager):
-    blocks = (block for group in manager.prefetcher.groups() for block in group.blocks())
+    blocks = (block for group in manager.decisions.groups() for block in group.blocks())
     return sum(block.num_bytes for block in blocks if block.released)
 
 

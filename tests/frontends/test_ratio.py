@@ -100,7 +100,7 @@ def test_after_the_first_step_it_is_the_beginning_that_moves():
             loss = model(x)
         blocks = [
             block
-            for group in manager_of("model").prefetcher.groups()
+            for group in manager_of("model").decisions.groups()
             for block in group.blocks()
             if block.num_bytes == 4096
         ]
@@ -153,7 +153,7 @@ def test_a_group_s_size_is_that_of_what_moves():
         x = torch.full((8,), 0.01, requires_grad=True)
         with CPUOffload(0.5, "model"):
             loss = Stack([1024] * 10)(x)
-        sizes = [g.num_bytes for g in manager_of("model").prefetcher.groups()]
+        sizes = [g.num_bytes for g in manager_of("model").decisions.groups()]
         assert sum(sizes) == 5 * 4096
         loss.backward()
         del loss

@@ -64,7 +64,7 @@ def test_the_stash_bounds_the_tensors_in_flight(stash, monkeypatch):
 
     def watched(group):
         commit(group)
-        most.append(sum(entry.num_blocks for entry in offload.manager.window._entries))
+        most.append(sum(count for _, count, _ in offload.manager.window._entries))
 
     monkeypatch.setattr(offload.manager, "commit", watched)
     assert_same(expected, zoo.train("transformer", lambda _: offload))
@@ -253,7 +253,7 @@ def test_large_tensors_move_one_by_one_and_small_ones_together():
         z = y[:100]
         for _ in range(3):
             z = z.exp()
-    groups = list(offload.manager.prefetcher.groups())
+    groups = list(offload.manager.decisions.groups())
     assert [group._num_saved for group in groups] == [1, 1, 1, 3]
     z.sum().backward()
 
@@ -264,9 +264,9 @@ def test_what_is_recomputed_in_a_backward_inside_the_block_stays():
     offload = make_offload(**TIGHT)
     with offload:
         loss = zoo.loss_of(model, x)
-        before = sum(group._num_saved for group in offload.manager.prefetcher.groups())
+        before = sum(group._num_saved for group in offload.manager.decisions.groups())
         loss.backward()
-        after = sum(group._num_saved for group in offload.manager.prefetcher.groups())
+        after = sum(group._num_saved for group in offload.manager.decisions.groups())
     assert before == after > 0
 
 
@@ -376,7 +376,7 @@ def test_noop_switches_surrounding_hooks_off_and_keeps_the_check():
         with NoOpManager():
             y = x.exp()
             z = (y * y).sum()
-        assert not offload.manager.prefetcher.groups()
+        assert not offload.manager.decisions.groups()
     (grad,) = torch.autograd.grad(z, x, retain_graph=True)
     assert torch.equal(grad, torch.autograd.grad((x.exp() * x.exp()).sum(), x)[0])
     with torch.no_grad():
@@ -455,7 +455,7 @@ def test_the_head_stays_on_the_device(name, recwarn):
 
 
 def num_tensors(context):
-    return sum(group._num_saved for group in context.manager.prefetcher.groups())
+    return sum(group._num_saved for group in context.manager.decisions.groups())
 
 
 def test_a_head_that_raises_leaves_no_hooks_behind():
@@ -518,7 +518,7 @@ def test_groups_are_left_when_their_tensors_are_gone():
     model, inputs = zoo.make("transformer")
     with offload:
         loss = zoo.loss_of(model, inputs(torch.Generator().manual_seed(1)))
-    groups = list(offload.manager.prefetcher.groups())
+    groups = list(offload.manager.decisions.groups())
     loss.backward()
     left = [group for group in groups if group.state is GroupState.DONE]
     assert len(left) >= len(groups) - 1, "all but the last are left while backward runs"

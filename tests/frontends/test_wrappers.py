@@ -156,7 +156,7 @@ def saved_and_back_of_odd(offload):
     with offload:
         y = Keep.apply(x, torch.randn(64, 64).as_subclass(Odd))
     y.sum().backward()
-    assert not offload.manager.prefetcher.groups() or offload.end_step()
+    assert not offload.manager.decisions.groups() or offload.end_step()
     assert offload.last_step.offloaded_bytes == 0
     return Keep.seen.pop()
 

@@ -75,7 +75,7 @@ def test_exactly_the_chosen_operations_move(chosen, timing):
     for _ in range(3):
         assert_same(expected, gradients(model))
         if not chosen:
-            assert not manager.prefetcher.groups()
+            assert not manager.decisions.groups()
             continue
         step = end_step(manager)
         assert step.offloaded_bytes == sum(BYTES[name] for name in chosen)
@@ -95,7 +95,7 @@ def test_exactly_the_chosen_operations_stay_inside_an_offloaded_model(kept, mana
         # The loss saves its input too.
         moved = sum(BYTES[name] for name in BYTES if name not in kept) + ROWS * WIDTH * 4
         assert offload.last_step.offloaded_bytes == moved
-    assert not manager.prefetcher.groups(), "what moves anyway moves with what surrounds it"
+    assert not manager.decisions.groups(), "what moves anyway moves with what surrounds it"
 
 
 def test_the_innermost_setting_wins(manager):
@@ -111,11 +111,11 @@ def test_the_innermost_setting_wins(manager):
     assert end_step(manager).offloaded_bytes == BYTES["act"]
     policy.set_activation_offloading(model.act, None)
     assert_same(expected, gradients(model))
-    assert not manager.prefetcher.groups()
+    assert not manager.decisions.groups()
     policy.set_activation_offloading(model, None)
     assert policy.activation_offloading(model) is None
     assert_same(expected, gradients(model))
-    assert not manager.prefetcher.groups()
+    assert not manager.decisions.groups()
 
 
 def test_a_module_that_is_used_inside_itself(manager):
@@ -173,7 +173,7 @@ def test_a_checkpoint_keeps_what_is_its_own(use_reentrant, manager):
     policy.set_activation_offloading(model.act, True)
     for _ in range(2):
         assert_same(expected, gradients_by_backward(outer))
-    assert not manager.prefetcher.groups()
+    assert not manager.decisions.groups()
 
 
 def gradients_by_backward(model):
@@ -221,7 +221,7 @@ def test_without_grad_nothing_is_entered(manager):
     policy.set_activation_offloading(model, True)
     with torch.no_grad():
         model(torch.randn(ROWS, WIDTH))
-    assert not manager.prefetcher.groups()
+    assert not manager.decisions.groups()
     assert not policy._entered.stack
 
 

@@ -113,7 +113,7 @@ def test_groups_are_named_by_stage_and_evaluation_moves_nothing(schedule):
         with torch.no_grad():
             schedule.eval(x, target=target)
         schedule.eval(x, target=target)  # with grad, and still no backward comes
-        assert not offload.manager.prefetcher.groups()
+        assert not offload.manager.decisions.groups()
         assert offload.last_step.num_groups == 0
         schedule.step(x, target=target)
         assert set(offload.last_step.by_name) == {"stage 0"}

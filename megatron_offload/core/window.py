@@ -9,33 +9,30 @@ Invariant: the window is released in the order of issue, so one wait covers all 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.engine.group import OffloadGroup
-from megatron_offload.engine.release import Sources
+from megatron_offload.core.group import Group
 
 __all__ = ["InFlightWindow"]
 
-
-class _Entry(NamedTuple):
-    group: OffloadGroup
-    num_blocks: int
-    due_bytes: int
+G = TypeVar("G", bound=Group)
 
 
-class InFlightWindow:
-    """The groups of one manager, from the issue of their copies to the host to their release.
+class InFlightWindow(Generic[G]):
+    """The groups of one rank, from the issue of their copies to the host to their release.
 
     Args:
-        sources: what is released.
+        release: makes the compute stream wait for a group's copies, and frees what they read.
         budget: how much device memory copies in flight may hold.
     """
 
-    def __init__(self, sources: Sources, budget: DeviceBudget) -> None:
-        self._sources = sources
+    def __init__(self, release: Callable[[G], None], budget: DeviceBudget) -> None:
+        self._release = release
         self._budget = budget
-        self._entries: deque[_Entry] = deque()
+        self._entries: deque[tuple[G, int, int]] = deque()
+        """Group, blocks that are copied, and the reading of the clock behind which it is due."""
         self._passed_bytes = 0
         self._step_began_at_bytes = 0
 
@@ -53,10 +50,9 @@ class InFlightWindow:
         """Groups whose copies are issued and whose sources are still held."""
         return len(self._entries)
 
-    def add(self, group: OffloadGroup, num_blocks: int) -> None:
+    def add(self, group: G, num_blocks: int = 1) -> None:
         """Note a group whose copies were issued."""
-        due_bytes = self._passed_bytes + self._budget.limit_bytes
-        self._entries.append(_Entry(group, num_blocks, due_bytes))
+        self._entries.append((group, num_blocks, self._passed_bytes + self._budget.limit_bytes))
 
     def pass_boundary(self, num_bytes: int) -> None:
         """Note that the program has gone by a group of this size; release what is due.
@@ -67,8 +63,9 @@ class InFlightWindow:
         takes late.
         """
         self._passed_bytes += num_bytes
-        if self._budget.clock_runs:
-            while self._entries and self._entries[0].due_bytes < self._passed_bytes:
+        entries = self._entries
+        if entries and self._budget.clock_runs:
+            while entries and entries[0][2] < self._passed_bytes:
                 self._release_oldest()
         self.release_over_budget()
 
@@ -79,32 +76,28 @@ class InFlightWindow:
 
     def limit_groups(self, name: str, num_groups: int) -> None:
         """Release from the oldest on until at most ``num_groups`` of this name are in flight."""
-        num_over = sum(entry.group.name == name for entry in self._entries) - num_groups
+        num_over = sum(group.name == name for group, _, _ in self._entries) - num_groups
         while num_over > 0:
-            num_over -= self._release_oldest().group.name == name
+            num_over -= self._release_oldest().name == name
 
     def limit_blocks(self, num_blocks: int) -> None:
         """Release from the oldest on until at most ``num_blocks`` blocks are in flight."""
-        num_over = sum(entry.num_blocks for entry in self._entries) - num_blocks
+        num_over = sum(count for _, count, _ in self._entries) - num_blocks
         while num_over > 0:
-            num_over -= self._release_oldest().num_blocks
+            num_over -= self._entries[0][1]
+            self._release_oldest()
 
     def drain(self) -> None:
         """Release everything in flight, in order."""
         while self._entries:
             self._release_oldest()
 
-    def _release_oldest(self) -> _Entry:
-        entry = self._entries[0]
-        self._sources.release(entry.group)
+    def _release_oldest(self) -> G:
+        group = self._entries[0][0]
+        self._release(group)
         self._entries.popleft()
-        return entry
-
-    def keep_resident(self, group: OffloadGroup) -> None:
-        """Cancel the release of a group whose copies are in flight."""
-        self._sources.keep_resident(group)
+        return group
 
     def abandon(self) -> None:
-        """Hold nothing any more: after a failed step, when no copy is under way."""
+        """Forget everything in flight: after a failed step, when no copy is under way."""
         self._entries.clear()
-        self._sources.abandon()

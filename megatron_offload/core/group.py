@@ -1,0 +1,131 @@
+"""A layer group as far as decisions go: where its tensors are, and what it counts for."""
+
+from __future__ import annotations
+
+import enum
+
+from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.errors import StateError
+
+__all__ = ["MOVES", "Group", "GroupState"]
+
+
+class GroupState(enum.Enum):
+    """Where a group's tensors are."""
+
+    RECORDING = "forward runs between start and commit; tensors are on the device, unmoved"
+    RESIDENT = "the tensors stay on the device until backward has used them"
+    OFFLOADING = "copies to the host are issued; device memory is still held"
+    ON_HOST = "device memory is released; the host holds the data"
+    RELOADING = "copies to the device are issued; host memory is given back behind them"
+    RELOADED = "the compute stream is ordered behind the reload"
+    DONE = "backward has left the group; what is left goes with the autograd graph"
+
+    __hash__ = object.__hash__  # members are singletons; enum's own hash is a call into Python
+
+
+MOVES: dict[GroupState, frozenset[GroupState]] = {
+    GroupState.RECORDING: frozenset(
+        {GroupState.RESIDENT, GroupState.OFFLOADING, GroupState.DONE},
+    ),
+    GroupState.RESIDENT: frozenset({GroupState.DONE}),
+    # Back to RESIDENT: backward came before the release, the source is still there.
+    GroupState.OFFLOADING: frozenset(
+        {GroupState.ON_HOST, GroupState.RESIDENT, GroupState.DONE},
+    ),
+    GroupState.ON_HOST: frozenset({GroupState.RELOADING, GroupState.DONE}),
+    GroupState.RELOADING: frozenset({GroupState.RELOADED, GroupState.DONE}),
+    GroupState.RELOADED: frozenset({GroupState.DONE}),
+    GroupState.DONE: frozenset(),
+}
+"""The whole state table: from each state, the states it may move to."""
+
+# A group's past is kept as text: unlike a list, the garbage collector need not look at it.
+_LETTERS = {state: str(index) for index, state in enumerate(GroupState)}
+_STATES = {letter: state for state, letter in _LETTERS.items()}
+
+
+class Group:
+    """One layer group of one chunk.
+
+    Args:
+        key: position in the step, a hint for prefetch and planning only.
+        name: the module's name, such as ``core_attn``; groups of one name are counted together.
+        budget: where its bytes count while they are held for its backward.
+
+    Attributes:
+        num_bytes: bytes that moving the group copies; set at commit.
+        staying_bytes: bytes besides that were chosen to stay; set at commit.
+        committed_at_bytes: when its forward ended, by the step's clock.
+        held_bytes: what it takes of the budget just now.
+        is_resident: whether the plan keeps it in the room for groups that never move.
+    """
+
+    __slots__ = (
+        "_moves",
+        "budget",
+        "committed_at_bytes",
+        "held_bytes",
+        "is_resident",
+        "key",
+        "name",
+        "num_bytes",
+        "state",
+        "staying_bytes",
+    )
+
+    def __init__(self, key: GroupKey, name: str, budget: DeviceBudget) -> None:
+        self.key = key
+        self.name = name
+        self.budget = budget
+        self.state = GroupState.RECORDING
+        self._moves = _LETTERS[GroupState.RECORDING]
+        self.num_bytes = 0
+        self.staying_bytes = 0
+        self.committed_at_bytes = 0
+        self.held_bytes = 0
+        self.is_resident = False
+
+    @property
+    def label(self) -> str:
+        """What to call the group in messages and traces."""
+        return f"{self.name}[chunk {self.key.chunk}, group {self.key.order}]"
+
+    @property
+    def passing_bytes(self) -> int:
+        """What the step's clock counts of it, in forward and in backward."""
+        return self.num_bytes + self.staying_bytes
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing that it has saved is needed any more."""
+        raise NotImplementedError
+
+    def advance(self, to: GroupState) -> None:
+        """Move to state ``to``.
+
+        Raises:
+            StateError: the table has no such move; nothing has changed.
+        """
+        if to not in MOVES[self.state]:
+            past = " -> ".join(state.name for state in self.moves)
+            raise StateError(f"group {self.label} can't move to {to.name}; its moves were {past}")
+        self.state = to
+        self._moves += _LETTERS[to]
+
+    @property
+    def moves(self) -> list[GroupState]:
+        """Every state that the group has been in, in order."""
+        return [_STATES[letter] for letter in self._moves]
+
+    def hold(self) -> None:
+        """Count the group's bytes as held on the device until no one needs them any more."""
+        if self.held_bytes == 0 and not self.is_spent:
+            self.held_bytes = self.num_bytes
+            self.budget.held_bytes += self.num_bytes
+
+    def let_go(self) -> None:
+        """Count nothing of the group as held any more."""
+        self.budget.held_bytes -= self.held_bytes
+        self.held_bytes = 0

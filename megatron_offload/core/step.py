@@ -1,0 +1,312 @@
+"""What is decided at the boundaries of groups: keep, offload, release, reload.
+
+The engine and the simulator both run it; what is done about a decision, `Actions` does. It goes by
+counts and by the order of the program alone, never by what a stream has already done, so every run
+of a program decides alike.
+
+Nothing comes back before it is *near*: within so many bytes of passed groups, forward and backward,
+of its use by the order in which the last such step needed it. What comes back earlier only takes
+room that copies to the host could use. That order is a hint: a wrong prediction costs a late reload
+or an idle byte, never correctness.
+
+What backward has been in and may come to once more, as where a schedule takes the gradients of
+inputs and of weights in two passes, stays where it is and counts for nothing here: the budget is
+for what is ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.group import Group, GroupState
+from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.window import InFlightWindow
+
+__all__ = ["Actions", "StepDecisions"]
+
+G = TypeVar("G", bound=Group)
+_Acted = TypeVar("_Acted", bound=Group, contravariant=True)
+
+
+class Actions(Protocol[_Acted]):
+    """Who does what is decided, moves the group to its new state, and counts bytes in flight.
+
+    The release of a group is the window's: `InFlightWindow` is given what does it.
+    """
+
+    def stay(self, group: _Acted, reason: str) -> None:
+        """Leave a group whose forward is over on the device."""
+
+    def offload(self, group: _Acted) -> None:
+        """Issue a group's copies to the host and put it into the window."""
+
+    def cancel(self, group: _Acted, *, is_late: bool) -> None:
+        """Leave a group on the device whose copies are in flight.
+
+        Args:
+            group: what stays.
+            is_late: backward has come to it already, so that they were for nothing.
+        """
+
+    def reload(self, group: _Acted, *, is_late: bool) -> bool:
+        """Issue a group's copies back to the device.
+
+        Args:
+            group: what is on the host.
+            is_late: backward has come to it already; else they may be left for later, where the
+                device has no memory.
+
+        Returns:
+            Whether they were issued.
+        """
+
+
+class StepDecisions(Generic[G]):
+    """Decides about one rank's groups, step by step.
+
+    Args:
+        actions: does what is decided.
+        window: what is in flight to the host, and the step's clock.
+        budget: how much may be held, and how much lies in between when a group is near.
+
+    Attributes:
+        committed: the groups whose forward is over, in order.
+        backward_order: the groups that backward has reached, in order.
+        backward_at_bytes: when that was, by the step's clock.
+    """
+
+    def __init__(self, actions: Actions[G], window: InFlightWindow[G], budget: DeviceBudget):
+        self.window = window
+        self.budget = budget
+        self.committed: list[G] = []
+        self.backward_order: list[GroupKey] = []
+        self.backward_at_bytes: list[int] = []
+        self._actions = actions
+        self._groups: dict[GroupKey, G] = {}
+        self._residents: Collection[GroupKey] = ()
+        self._in_use: G | None = None
+        self._profile: StepProfile | None = None
+        self._learned: tuple[GroupKey, ...] = ()
+        self._learned_position: dict[GroupKey, int] = {}
+        self._order: Sequence[GroupKey] = ()
+        """What is followed: the learned order, until backward comes to a group outside of it."""
+        self._position: dict[GroupKey, int] = {}
+        self._bytes_before: list[int] = []
+        self._needed_at_bytes: dict[GroupKey, int] = {}
+        self._reached_at_bytes = 0
+        self._next = 0
+
+    def begin_step(self, profile: StepProfile | None, residents: Collection[GroupKey] = ()) -> None:
+        """Forget the last step and predict along one that came before.
+
+        Args:
+            profile: that step; None where none was seen to its end.
+            residents: groups that stay in the room that the budget has for such.
+        """
+        for group in self._groups.values():
+            group.held_bytes = 0
+        self._groups.clear()
+        self.committed, self.backward_order, self.backward_at_bytes = [], [], []
+        self._residents = residents
+        self._in_use = None
+        self._reached_at_bytes = 0
+        self.window.begin_step()
+        self.budget.begin_step(is_learned=profile is not None)
+        if profile is None or profile is not self._profile:
+            self._learn(profile)
+        self._order, self._position, self._next = self._learned, self._learned_position, 0
+
+    def _learn(self, profile: StepProfile | None) -> None:
+        self._profile = profile
+        profile = profile or StepProfile((), ())
+        self._learned = tuple(profile.backward_order)
+        self._learned_position = {key: index for index, key in enumerate(self._learned)}
+        num_bytes = {group.key: group.num_bytes for group in profile.groups}
+        self._bytes_before = [0]
+        for key in self._learned:
+            self._bytes_before.append(self._bytes_before[-1] + num_bytes.get(key, 0))
+        needed = zip(self._learned, profile.backward_at_bytes, strict=False)
+        self._needed_at_bytes = dict(needed)
+
+    def start(self, group: G) -> None:
+        """Take note of a group whose forward has begun."""
+        self._groups[group.key] = group
+
+    def knows(self, group: G) -> bool:
+        """Whether the group belongs to this step; graphs may outlive theirs."""
+        return self._groups.get(group.key) is group
+
+    def groups(self) -> Collection[G]:
+        """Return all groups of this step."""
+        return self._groups.values()
+
+    # Boundaries
+
+    def commit(
+        self,
+        group: G,
+        stays_because: str = "",
+        *,
+        must_move: bool = False,
+        most_groups: int | None = None,
+        most_blocks: int | None = None,
+    ) -> None:
+        """Decide about a group whose forward is over.
+
+        Args:
+            group: with its bytes.
+            stays_because: why it was chosen to stay; empty where it may move.
+            must_move: offload it unless it was chosen to stay, even where it comes back at once.
+            most_groups: of its name that may be in flight with it; None for any number.
+            most_blocks: of all names, likewise.
+        """
+        budget, window = self.budget, self.window
+        num_bytes = group.num_bytes
+        group.committed_at_bytes = window.step_bytes
+        self.committed.append(group)
+        budget.add_saved(
+            group.passing_bytes,
+            0 if stays_because else num_bytes,
+            is_learned=self._profile is not None,
+        )
+        if num_bytes == 0:
+            group.advance(GroupState.RESIDENT)
+        elif stays_because:
+            self._actions.stay(group, stays_because)
+        elif not must_move and group.key in self._residents:
+            self._actions.stay(
+                group, "its backward follows soonest, and the resident room takes it"
+            )
+            budget.resident_bytes += num_bytes
+            group.is_resident = True
+        elif not must_move and self.is_needed_soon(group):
+            self._actions.stay(group, "backward needs it before it could leave and come back")
+            group.hold()
+        else:
+            self._actions.offload(group)
+            if most_groups is not None:
+                window.limit_groups(group.name, most_groups)
+            if most_blocks is not None:
+                window.limit_blocks(most_blocks)
+        window.pass_boundary(group.passing_bytes)
+        self.look_ahead()
+
+    def enter_backward(self, group: G) -> None:
+        """Backward has reached the end of ``group``: its data is needed from here on."""
+        is_known = self.knows(group)
+        if is_known and self.budget.end_warmup():
+            self.window.release_over_budget()
+        has_moved = is_known and self._reach(group)
+        if group.state is GroupState.ON_HOST:
+            self._actions.reload(group, is_late=True)
+            if is_known:
+                group.hold()
+        elif group.state is GroupState.OFFLOADING:
+            self._actions.cancel(group, is_late=True)
+        if has_moved:
+            self.look_ahead()
+
+    def leave_backward(self, group: G) -> None:
+        """Backward has left a group."""
+        if group.state is not GroupState.DONE:
+            group.advance(GroupState.DONE)
+            if self.knows(group):
+                group.let_go()
+                self.budget.drop_saved(group.passing_bytes)
+                if group.is_resident:
+                    self.budget.resident_bytes -= group.num_bytes
+                self.window.pass_boundary(group.passing_bytes)
+        self.look_ahead()
+
+    def bring_back(self, group: G) -> None:
+        """Let a group be on the device ahead of its backward, wherever it is in the order."""
+        if group.state is GroupState.OFFLOADING:
+            self._actions.cancel(group, is_late=False)
+        elif group.state is not GroupState.ON_HOST:
+            return
+        elif not self._actions.reload(group, is_late=False):
+            return  # its backward brings it
+        if self.knows(group):
+            group.hold()
+
+    # The order of backwards
+
+    def _reach(self, group: G) -> bool:
+        """Note where backward is; return whether what comes next is another, or has more room."""
+        behind, self._in_use = self._in_use, group
+        has_more_room = behind is not None and behind.held_bytes > 0
+        if behind is not None:
+            behind.let_go()
+        key = group.key
+        self.backward_order.append(key)
+        self.backward_at_bytes.append(self.window.step_bytes)
+        if key not in self._position:
+            self._follow(other.key for other in self.committed if other.key.chunk == key.chunk)
+        position = self._position.get(key)
+        if position is None:
+            return has_more_room
+        was_foreseen = position < self._next and group.state is not GroupState.ON_HOST
+        if was_foreseen:
+            self._reached_at_bytes = self._needed_at_bytes.get(key, 0)
+        else:
+            self._next = position + 1
+        return has_more_room or not was_foreseen
+
+    def _follow(self, committed: Iterable[GroupKey]) -> None:
+        """Expect the groups of a chunk, the last first."""
+        self._order = tuple(committed)[::-1]
+        self._position = {key: index for index, key in enumerate(self._order)}
+        self._next = 0
+
+    def is_needed_soon(self, group: G) -> bool:
+        """Whether the group would have to come back at once if it were offloaded now.
+
+        True where it is near, and it and all that backward needs before it fit into the budget.
+        """
+        if self._order is not self._learned:
+            return False
+        position = self._position.get(group.key)
+        if position is None or position < self._next:
+            return position is not None
+        if not self._is_near(group.key, self.budget.total_bytes):
+            return False
+        ahead_bytes = self._bytes_before[position] - self._bytes_before[self._next]
+        return self.budget.may_stay(ahead_bytes + group.num_bytes)
+
+    def _is_near(self, key: GroupKey, distance_bytes: int) -> bool:
+        needed_at_bytes = self._needed_at_bytes.get(key)
+        if needed_at_bytes is None:
+            return True
+        # Where backward is tells more than the clock, which sizes that differ can put back.
+        now_bytes = max(self.window.step_bytes, self._reached_at_bytes)
+        return needed_at_bytes - now_bytes <= distance_bytes
+
+    def look_ahead(self) -> None:
+        """Bring back along the order what is near, while the budget lasts."""
+        order, groups, budget = self._order, self._groups, self.budget
+        while self._next < len(order):
+            key = order[self._next]
+            group = groups.get(key)
+            if group is None or group.state is GroupState.RECORDING:
+                return  # its forward is still to come; nothing behind it is needed sooner
+            state = group.state
+            if state is GroupState.ON_HOST or state is GroupState.OFFLOADING:
+                if order is self._learned and not self._is_near(key, budget.lookahead_bytes):
+                    return
+                if state is GroupState.OFFLOADING:  # staying takes no more room
+                    if not budget.may_stay(group.num_bytes):
+                        return
+                    self._actions.cancel(group, is_late=False)
+                    group.hold()
+                else:
+                    if not budget.may_prefetch(group.num_bytes):
+                        return
+                    group.hold()
+                    if budget.is_exceeded():
+                        self.window.release_over_budget()
+                    if not self._actions.reload(group, is_late=False):
+                        group.let_go()
+                        return  # the next boundary tries again
+            self._next += 1
