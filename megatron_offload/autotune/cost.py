@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.observe.step_time import TimedStep, time_step
+from megatron_offload.observe.measure import TimedStep, time_step
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, keep_all
 
 __all__ = ["CostCheck", "Next", "TimeCheck", "most_steps"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.observe.step_memory import WeighedStep, can_weigh, weigh_step
+from megatron_offload.observe.measure import WeighedStep, can_weigh, weigh_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.plan import Distances, OffloadPlan, with_distances
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import TargetError
-from megatron_offload.observe.step_memory import can_weigh, weigh_step
+from megatron_offload.observe.measure import can_weigh, weigh_step
 from megatron_offload.planning.plan import OffloadPlan
 
 __all__ = ["MemoryCheck", "TargetCheck"]

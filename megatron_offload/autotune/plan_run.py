@@ -21,8 +21,8 @@ from megatron_offload.core.policy_config import AutoConfig, PolicyConfig
 from megatron_offload.core.profile import RunShape, StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.job_ranks import gather
+from megatron_offload.observe.measure import TimedStep
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.observe.step_time import TimedStep
 from megatron_offload.planning.bandwidths import Bandwidths
 from megatron_offload.planning.plan import Distances, OffloadPlan
 from megatron_offload.planning.schedule import Schedule

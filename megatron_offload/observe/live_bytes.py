@@ -1,11 +1,7 @@
 """Counts the bytes of storages that autograd keeps alive for backward.
 
-Owns `LiveActivationMeter`. It is one rule for runs with and without offload: every storage that a
-saved tensor or a reload target lives in counts once, from when it is first seen until it is really
-freed. A manager's groups are seen too where it is one of the manager's observers.
-
-Invariant: the meter holds no storage alive and changes no value. Read next:
-`megatron_offload.report.summary`.
+One rule for runs with and without offload: every storage that a saved tensor or a reload target
+lives in counts once, from when it is first seen until it is really freed. None is held alive.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
 """Record what one step showed: times, memory, and what each group saves.
 
-Owns `profile_step`, and how the engine's boundaries become a `StepProfile`. Must not know what a
-profile is used for.
-
 At each boundary one event is put on the compute stream and the allocator's numbers are read; when
 the step is over the times are read, and the host waits for the device for the first time.
 
 Of a step that moves something, memory is told as it would be if nothing had moved: what lies on
 the host alone just then is added. The engine counts it to the byte, and changes it at boundaries
 and where a reload is late; so between two looks the larger count is added to the peak.
-
-Invariant: the manager is left as it was found, also by an exception; no result changes by a bit.
-Read next: `megatron_offload.core.profile`.
 """
 
 from __future__ import annotations
@@ -126,11 +120,7 @@ def profile_step(
         recorded._profile = recorder.finish(run)
 
 
-class _Boundary(enum.IntEnum):
-    START = 0
-    COMMIT = 1
-    BACKWARD = 2
-    DONE = 3
+_Boundary = enum.Enum("_Boundary", "START COMMIT BACKWARD DONE")
 
 
 _WHOLE_FORWARD = {_Boundary.START, _Boundary.COMMIT}
@@ -153,14 +143,10 @@ class _Recorder(Observer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
     def __init__(
-        self,
-        manager: PipelineOffloadManager,
-        memory: _Memory,
-        saved: SavedBytes,
-        *,
-        moves: bool,
+        self, manager: PipelineOffloadManager, memory: _Memory, saved: SavedBytes, *, moves: bool
     ) -> None:
         self._manager = manager
+        self._host_copies = manager.transfers.host_copies
         self._backend = manager.backend
         self._memory = memory
         self._saved = saved
@@ -184,7 +170,7 @@ class _Recorder(Observer):
             self._settled_away_bytes = away_bytes
 
     def _away(self) -> int:
-        return self._manager.transfers.host_copies.away_bytes if self._moves else 0
+        return self._host_copies.away_bytes if self._moves else 0
 
     def _settle(self) -> None:
         """Forget the peak of what the engine does at a boundary, which counts at either end."""
@@ -196,14 +182,12 @@ class _Recorder(Observer):
     # Boundaries
 
     def group_starts(self, group: OffloadGroup) -> None:
-        """A forward enters a group."""
         if group.key == (0, 0) and self._learned is None:
             self._restart()
         self._leave_all()
         self._mark(_Boundary.START, group)
 
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
-        """A forward leaves a group."""
         if _Boundary.COMMIT not in self._marks.get(group, ()):
             self._mark(_Boundary.COMMIT, group)
         if not is_delayed and self._learned is None:
@@ -211,11 +195,9 @@ class _Recorder(Observer):
                 self._saved.commit(group)
 
     def group_committed(self, group: OffloadGroup) -> None:
-        """The engine has dealt with it."""
         self._settle()
 
     def backward_enters(self, group: OffloadGroup) -> None:
-        """A backward enters a group."""
         for left in [left for left in self._open if not surrounds(left, group)]:
             self._leave(left)
         if _Boundary.BACKWARD not in self._marks.get(group, ()):
@@ -223,7 +205,6 @@ class _Recorder(Observer):
         self._open.append(group)
 
     def backward_entered(self, group: OffloadGroup) -> None:
-        """The engine has dealt with it."""
         self._settle()
         # A graph of an earlier step may have groups of the same keys.
         if self._learned is None and _Boundary.START in self._marks.get(group, ()):
@@ -231,20 +212,17 @@ class _Recorder(Observer):
                 self._saved.enter_backward(group)
 
     def backward_leaves(self, group: OffloadGroup) -> None:
-        """A backward leaves a group; of several, as through a graph that is kept, the last."""
+        # Of several, as through a graph that is kept, the last.
         if group in self._open:
             self._leave(group)
 
     def backward_left(self, group: OffloadGroup) -> None:
-        """The engine has dealt with it."""
         self._settle()
 
     def tensor_saved(self, tensor: torch.Tensor) -> None:
-        """Autograd saves a tensor in a group."""
         self._saved.observe(tensor)
 
     def step_ended(self, profile: StepProfile) -> None:
-        """A step is over."""
         if self._learned is None:
             self._leave_all()
             self.look()
@@ -290,9 +268,8 @@ class _Recorder(Observer):
             raise StateError("profile_step was entered in the middle of a step: enter it before")
         # A graph that is kept may be gone through twice.
         backwards: dict[GroupKey, int] = {}
-        at_bytes = zip(learned.backward_order, learned.backward_at_bytes, strict=True)
-        for key, num_bytes in at_bytes:
-            backwards.setdefault(key, num_bytes)
+        for key, at_bytes in zip(learned.backward_order, learned.backward_at_bytes, strict=True):
+            backwards.setdefault(key, at_bytes)
         at_us = self._read_times()
         return replace(
             learned,

@@ -1,12 +1,8 @@
 """What each group of one step saves, and what keeps the part that moving would not free.
 
-Owns the count, taken while the step runs. Must not know streams or times.
-
 A block that several groups share counts in the group that is committed first, which is the one that
 would move it; so the numbers are the same whether anything moves or not. What is kept by something
 else is seen as `megatron_offload.engine.owners` sees it, when backward has come.
-
-Invariants: nothing is kept alive; no byte counts twice.
 """
 
 from __future__ import annotations

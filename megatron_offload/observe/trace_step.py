@@ -91,13 +91,11 @@ class _Tracer(Observer):
     # Boundaries
 
     def group_starts(self, group: OffloadGroup) -> None:
-        """A forward enters a group."""
         self._leave_backwards(lambda left: True)
         self._open.append(("forward", group))
         self._mark()
 
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
-        """A forward leaves a group."""
         self._close("forward", group)
         if group.key not in self._live:  # a commit that is put off comes twice
             num_bytes = sum(block.num_bytes for block in group.blocks() if block.d2h is None)
@@ -105,26 +103,21 @@ class _Tracer(Observer):
             self._live_bytes += num_bytes
 
     def group_committed(self, group: OffloadGroup) -> None:
-        """The engine has dealt with it."""
         self._sample()
 
     def backward_enters(self, group: OffloadGroup) -> None:
-        """A backward enters a group."""
         self._leave_backwards(lambda left: not surrounds(left, group))
         self._open.append(("backward", group))
         self._mark()
 
     def backward_entered(self, group: OffloadGroup) -> None:
-        """The engine has dealt with it."""
         self._sample()
 
     def backward_leaves(self, group: OffloadGroup) -> None:
-        """A backward leaves a group."""
         self._close("backward", group)
         self._forget(group)
 
     def backward_left(self, group: OffloadGroup) -> None:
-        """The engine has dealt with it."""
         self._sample()
 
     def _leave_backwards(self, is_left: Callable[[OffloadGroup], bool]) -> None:
@@ -149,12 +142,10 @@ class _Tracer(Observer):
     # Copies and waits
 
     def copy_starts(self, direction: Direction) -> None:
-        """Note when a copy stream gets to the copies that come."""
         self._sample()
         self._time = self._timestamp(direction)
 
     def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
-        """Note when it is done with them."""
         num_bytes = sum(destination.nbytes for destination, _ in pairs)
         end = self._timestamp(direction)
         self._copies.append(_Copy(direction, group.label, num_bytes, self._time, end))
@@ -163,12 +154,10 @@ class _Tracer(Observer):
             self._inflight_bytes += num_bytes
 
     def wait_starts(self) -> None:
-        """Note when compute gets to a wait."""
         self._time = self._now()
         self._sample(self._time)
 
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
-        """Note when compute goes on."""
         after, current = self._now(), self._marks[-1]
         self._marks.append(_Mark(self._time, "stall", current.label, why.name))
         self._marks.append(current._replace(time=after))

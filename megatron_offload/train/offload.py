@@ -25,8 +25,8 @@ from megatron_offload.train.run_folder import plan_path
 
 if TYPE_CHECKING:
     from megatron_offload.autotune.plan_run import PlanCheck
+    from megatron_offload.observe.measure import TimedStep
     from megatron_offload.observe.recorder import RecordedStep
-    from megatron_offload.observe.step_time import TimedStep
 
 __all__ = ["OffloadSession", "PlannedRun", "open_offload"]
 

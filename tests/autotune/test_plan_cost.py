@@ -11,8 +11,8 @@ from virtual_clock import RUN, SCHEDULE, VirtualJob
 from megatron_offload.autotune.agree import RunPlanner
 from megatron_offload.autotune.cost import TimeCheck, most_steps
 from megatron_offload.autotune.plan_run import PlanCheck, check_plan, plan_run
+from megatron_offload.observe.measure import time_step
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.observe.step_time import time_step
 from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
 
 PLANNED = 1.0

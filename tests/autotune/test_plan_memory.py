@@ -13,8 +13,8 @@ from megatron_offload.autotune.agree import RunPlanner
 from megatron_offload.autotune.memory import MemoryCheck
 from megatron_offload.autotune.plan_run import PlanCheck, check_plan, plan_run
 from megatron_offload.errors import TargetError
+from megatron_offload.observe.measure import can_weigh, weigh_step
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.observe.step_memory import can_weigh, weigh_step
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 
 GBPS = 1.0

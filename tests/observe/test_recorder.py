@@ -30,8 +30,8 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.measure import time_step
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.observe.step_time import time_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import GroupWork, Job, StageWork

@@ -7,8 +7,8 @@ from virtual_clock import RUN, VirtualJob
 
 from megatron_offload.engine.learning import Learner
 from megatron_offload.errors import StateError
+from megatron_offload.observe.measure import time_step
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.observe.step_time import time_step
 
 SLOW = 0.05
 """A bandwidth that compute has to wait for, in GB/s."""

@@ -1,13 +1,4 @@
-"""How long one step takes, on the device's own clock.
-
-Owns `time_step`. Must not know what the time is for.
-
-Two events on the compute stream, at the block's begin and where the step ends: the host waits for
-the second when the block is left, and for nothing before.
-
-Invariant: the manager is left as it was found, also by an exception; no result changes by a bit.
-Read next: `megatron_offload.autotune`.
-"""
+"""How long one step takes, and what it reserves of the device at most."""
 
 from __future__ import annotations
 
@@ -20,8 +11,9 @@ from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
+from megatron_offload.observe.live_bytes import meter_of
 
-__all__ = ["TimedStep", "time_step"]
+__all__ = ["TimedStep", "WeighedStep", "can_weigh", "time_step", "weigh_step"]
 
 
 class TimedStep:
@@ -46,6 +38,8 @@ class TimedStep:
 def time_step(manager: PipelineOffloadManager, *, moves: bool = True) -> Iterator[TimedStep]:
     """Time the first step that ends inside; meant for one step, its ``reset`` included.
 
+    The host waits for the device when the block is left, and for nothing before.
+
     Args:
         manager: whose step it is.
         moves: whether the step moves what others would; nothing is learned from one that doesn't.
@@ -57,30 +51,27 @@ def time_step(manager: PipelineOffloadManager, *, moves: bool = True) -> Iterato
         StateError: no step has ended inside.
     """
     timed, backend = TimedStep(), manager.backend
-    watcher = _EndOfStep(backend)
+    end = _EndOfStep(backend)
     with ExitStack() as undo:
-        undo.enter_context(manager.observed_by(watcher))
+        undo.enter_context(manager.observed_by(end))
         if not moves:
             undo.enter_context(manager.staying("the step is timed without offload"))
         began = _now(backend)
         yield timed
-        if watcher.time is None:
+        if end.time is None:
             raise StateError(
                 "no step with a backward has ended inside time_step: call the manager's reset, or "
                 "the front door's end_step, before the block ends"
             )
-        timed._step_us = backend.sync_elapsed_us(began, watcher.time)
+        timed._step_us = backend.sync_elapsed_us(began, end.time)
 
 
 class _EndOfStep(Observer):
-    """Takes the time of the first step's end."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.time: Any = None
 
     def step_ended(self, profile: StepProfile) -> None:
-        """A step is over."""
         if self.time is None:
             self.time = _now(self._backend)
 
@@ -88,3 +79,51 @@ class _EndOfStep(Observer):
 def _now(backend: Backend) -> Any:
     with backend.uncounted():
         return backend.timestamp(backend.compute_stream())
+
+
+class WeighedStep:
+    """What `weigh_step` has found, once its block is left.
+
+    Attributes:
+        reserved_bytes: the most; 0 before that.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+
+
+def can_weigh(manager: PipelineOffloadManager) -> bool:
+    """Whether the device tells what is reserved, or a meter that observes the manager."""
+    return manager.backend.reserved_bytes() is not None or meter_of(manager) is not None
+
+
+@contextmanager
+def weigh_step(manager: PipelineOffloadManager, *, empties: bool = False) -> Iterator[WeighedStep]:
+    """Weigh the step that is taken inside, its ``reset`` included.
+
+    A process keeps what it has reserved, so the end of a step tells the most of it; the begin tells
+    what came behind the step before, such as the optimizer's.
+
+    Args:
+        manager: whose device it is, on which `can_weigh` is true.
+        empties: hand back first what is reserved and unused, such as another kind of step's.
+
+    Yields:
+        The weight, which is known when the block is left, unless by an exception.
+    """
+    weighed, backend, meter = WeighedStep(), manager.backend, meter_of(manager)
+    if empties:
+        backend.trim_device()
+    before_bytes = backend.reserved_bytes()
+    if before_bytes is not None:
+        yield weighed
+        weighed.reserved_bytes = max(before_bytes, backend.reserved_bytes() or 0)
+        return
+    assert meter is not None
+    peak_bytes = meter.peak_bytes
+    meter.reset_peak()
+    try:
+        yield weighed
+        weighed.reserved_bytes = meter.peak_bytes
+    finally:
+        meter.restore_peak(peak_bytes)
