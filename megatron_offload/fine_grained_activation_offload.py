@@ -63,6 +63,7 @@ def debug_rank(message: str) -> None:
 
 
 _engine = engine_manager.PipelineOffloadManager.get_instance
+_manager = PipelineOffloadManager.get_instance
 
 
 class OffloadTensorGroup:
@@ -198,7 +199,7 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Record the event, and make the compute stream wait for the copies to the device."""
-        PipelineOffloadManager.get_instance().record_backward(ctx.event)
+        _manager().record_backward(ctx.event)
         return grads[0], None
 
 
@@ -241,28 +242,28 @@ def fine_grained_offloading_group_offload(
     delay_offload: bool = False,
 ) -> Tensors:
     """`fine_grained_offloading_group_commit` in its later form: delays only in a graph's replay."""
-    delay = delay_offload and PipelineOffloadManager.get_instance().in_replay
+    delay = delay_offload and _manager().in_replay
     return fine_grained_offloading_group_commit(tensor, name, forced_released_tensors, delay)
 
 
 def fine_grained_offloading_group_flush_delayed_groups() -> None:
     """Issue the copies of all groups that were put off."""
-    PipelineOffloadManager.get_instance().flush_delayed_groups()
+    _manager().flush_delayed_groups()
 
 
 def fine_grained_offloading_disable_offload() -> None:
     """Record no groups from here on; what is under way finishes."""
-    PipelineOffloadManager.get_instance().disable_offload()
+    _manager().disable_offload()
 
 
 def fine_grained_offloading_enable_offload() -> None:
     """Record groups again."""
-    PipelineOffloadManager.get_instance().enable_offload()
+    _manager().enable_offload()
 
 
 def fine_grained_offloading_forward_record(event: Event | None = None) -> None:
     """Record ``event`` (by default the manager's own), then wait for the copies to the host."""
-    PipelineOffloadManager.get_instance().record_forward(event)
+    _manager().record_forward(event)
 
 
 def fine_grained_offloading_backward_record(
@@ -324,94 +325,54 @@ class FineGrainedActivationOffloadingInterface:
             tensor, self.name, forced_released_tensors, delay_offload
         )
 
-    @staticmethod
-    def group_commit(
-        tensor: Any,
-        name: str,
-        forced_released_tensors: Sequence[torch.Tensor] | None = None,
-        delay_offload: bool = False,
-    ) -> Any:
-        """Mark a group's end; see `fine_grained_offloading_group_commit`."""
-        return fine_grained_offloading_group_commit(
-            tensor, name, forced_released_tensors, delay_offload
-        )
+    group_commit = staticmethod(fine_grained_offloading_group_commit)
+    forward_record = staticmethod(fine_grained_offloading_forward_record)
+    backward_record = staticmethod(fine_grained_offloading_backward_record)
+    flush_delayed_groups = staticmethod(fine_grained_offloading_group_flush_delayed_groups)
+    disable_offload = staticmethod(fine_grained_offloading_disable_offload)
+    enable_offload = staticmethod(fine_grained_offloading_enable_offload)
+    reset_instance = staticmethod(PipelineOffloadManager.reset_instance)
 
     @staticmethod
     def init_chunk_handler(*args: Any, **kwargs: Any) -> None:
-        """Begin the forward of one microbatch.
-
-        Call forms are those of `PipelineOffloadManager.init_model_chunk_offload_handler`.
-        """
+        """Begin the forward of one microbatch; for the call forms see the manager's method."""
         if DEBUG:
             debug_rank(f"new chunk: {args} {kwargs}")
-        PipelineOffloadManager.get_instance().init_model_chunk_offload_handler(*args, **kwargs)
+        _manager().init_model_chunk_offload_handler(*args, **kwargs)
 
     @staticmethod
     def get_context(flag: bool) -> AbstractContextManager[Any]:
         """Return the manager, or a context that does nothing."""
-        return PipelineOffloadManager.get_instance() if flag else nullcontext()
-
-    @staticmethod
-    def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
-        """Keep a tensor, and all that shares its storage, on the device."""
-        PipelineOffloadManager.get_instance().mark_not_offload(tensor)
+        return _manager() if flag else nullcontext()
 
     @staticmethod
     def mark_not_offload(tensor: torch.Tensor | None) -> None:
         """Keep a tensor, and all that shares its storage, on the device."""
-        PipelineOffloadManager.get_instance().mark_not_offload(tensor)
+        _engine().mark_not_offload(tensor)
 
-    @staticmethod
-    def forward_record(event: Event | None = None) -> None:
-        """See `fine_grained_offloading_forward_record`."""
-        fine_grained_offloading_forward_record(event)
-
-    @staticmethod
-    def backward_record(tensor: torch.Tensor, event: Event | None = None) -> torch.Tensor:
-        """See `fine_grained_offloading_backward_record`."""
-        return fine_grained_offloading_backward_record(tensor, event)
+    mark_not_offloadable = mark_not_offload
 
     @staticmethod
     def cuda_graph_stream() -> Stream | None:
         """Return the manager's stream for graph capture; None without CUDA."""
-        return PipelineOffloadManager.get_instance().cuda_graph_stream
+        return _manager().cuda_graph_stream
 
     @staticmethod
     def cuda_graph_event() -> Event | None:
         """Return the manager's event for graph capture; None without CUDA."""
-        return PipelineOffloadManager.get_instance().cuda_graph_event
+        return _manager().cuda_graph_event
 
     @staticmethod
     def reset(process_group: Any = None) -> None:
         """End the training step."""
-        PipelineOffloadManager.get_instance().reset(process_group)
-
-    @staticmethod
-    def reset_instance() -> None:
-        """Replace the process's manager by a new one of the same configuration."""
-        PipelineOffloadManager.reset_instance()
-
-    @staticmethod
-    def flush_delayed_groups() -> None:
-        """Issue the copies of all groups that were put off."""
-        PipelineOffloadManager.get_instance().flush_delayed_groups()
-
-    @staticmethod
-    def disable_offload() -> None:
-        """Record no groups from here on."""
-        PipelineOffloadManager.get_instance().disable_offload()
-
-    @staticmethod
-    def enable_offload() -> None:
-        """Record groups again."""
-        PipelineOffloadManager.get_instance().enable_offload()
+        _manager().reset(process_group)
 
     @staticmethod
     def enter_replay() -> None:
         """A CUDA graph's replay begins: delayed commits wait for `flush_delayed_groups`."""
-        PipelineOffloadManager.get_instance().in_replay = True
+        _manager().in_replay = True
 
     @staticmethod
     def exit_replay() -> None:
         """A CUDA graph's replay is over."""
-        PipelineOffloadManager.get_instance().in_replay = False
+        _manager().in_replay = False

@@ -23,12 +23,7 @@ from megatron_offload.engine import manager as engine_manager
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import StateError
-from megatron_offload.frontends.megatron_call_forms import (
-    read_chunk_arguments,
-    read_commit_arguments,
-    read_find_arguments,
-    read_push_arguments,
-)
+from megatron_offload.frontends.megatron_call_forms import read_arguments
 from megatron_offload.memory.host_tensor_pool import HostTensorPool
 from megatron_offload.memory.tensor_pool import GPUTensorPool
 from megatron_offload.report.offload_summary import print_offload_summary_table
@@ -229,7 +224,7 @@ class ChunkOffloadHandler:
         Returns:
             The group; None where nothing is recorded or no such group is open.
         """
-        found = read_commit_arguments("on_group_commit_forward", args, kwargs)
+        found = read_arguments("on_group_commit_forward", args, kwargs)
         return self.commit(found.get("name"), found["forced_released_tensors"] or ())
 
     def commit(
@@ -266,7 +261,7 @@ class ChunkOffloadHandler:
         Raises:
             StateError: no such group is open.
         """
-        found = read_commit_arguments("bulk_offload", args, kwargs)
+        found = read_arguments("bulk_offload", args, kwargs)
         group = self._pending(name=found.get("name"))
         self.chunk.open_groups.remove(group)
         self.manager.engine.commit(group, found["forced_released_tensors"] or ())
@@ -357,7 +352,7 @@ class ChunkOffloadHandler:
         Call forms: ``(name, start_index=0)``, which looks through this chunk, and
         ``(groups, name, start_index=0)``.
         """
-        found = read_find_arguments("find_group_with_name", args, kwargs)
+        found = read_arguments("find_group_with_name", args, kwargs)
         groups = found.get("groups", self.chunk.groups)[found["start_index"] :]
         return next((group for group in groups if group.name == found["name"]), None)
 
@@ -586,7 +581,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         Raises:
             TypeError: the arguments fit neither form.
         """
-        found = read_chunk_arguments("init_model_chunk_offload_handler", args, kwargs)
+        found = read_arguments("init_model_chunk_offload_handler", args, kwargs)
         chunk = self.engine.begin_chunk(
             vp_stage=found["vp_stage"],
             pp_rank=found.get("pp_rank"),
@@ -735,7 +730,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         ``(group_hook, name, forced_released_tensors)``. A chunk's ``on_group_commit_forward``
         closes its group here and now, so that later groups can't be taken for it.
         """
-        found = read_push_arguments("push_offload_groups", args, kwargs)
+        found = read_arguments("push_offload_groups", args, kwargs)
         hook, forced = found["group_hook"], found["forced_released_tensors"]
         handler = getattr(hook, "__self__", None)
         if isinstance(handler, ChunkOffloadHandler):

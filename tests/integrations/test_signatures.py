@@ -50,13 +50,7 @@ DOCUMENTED = {
         disable_offload enable_offload enter_replay exit_replay""",
 }
 
-READERS = {
-    "init_model_chunk_offload_handler": forms.read_chunk_arguments,
-    "init_chunk_handler": forms.read_chunk_arguments,
-    "on_group_commit_forward": forms.read_commit_arguments,
-    "push_offload_groups": forms.read_push_arguments,
-    "find_group_with_name": forms.read_find_arguments,
-}
+READERS = frozenset(forms._FORMS)
 
 VALUES = {
     "pp_rank": 0,  # so that three bare positions are a form of their own
@@ -195,9 +189,9 @@ def test_two_era_callables_read_every_argument_by_its_right_name(version):
             continue
         seen.add(name)
         for args, kwargs, expected in calls(signature):
-            found = READERS[name](name, args, kwargs)
+            found = forms.read_arguments(name, args, kwargs)
             assert {key: found[key] for key in expected} == expected, (name, args, kwargs)
-    assert seen == set(READERS)
+    assert seen == READERS
 
 
 @pytest.mark.parametrize(
@@ -210,7 +204,7 @@ def test_two_era_callables_read_every_argument_by_its_right_name(version):
     ],
 )
 def test_three_positions_in_the_documented_form(args, expected):
-    found = forms.read_chunk_arguments("f", args, {})
+    found = forms.read_arguments("init_chunk_handler", args, {})
     names = ("vp_size", "vp_stage", "min_offloaded_tensor_size")
     assert tuple(found[name] for name in names) == expected
     assert "pp_rank" not in found
@@ -218,14 +212,16 @@ def test_three_positions_in_the_documented_form(args, expected):
 
 @pytest.mark.parametrize("args", [(0, 1, 0), (1, 1, 0), (1, 2, 1), (3, 4, 3), (0, None, 0)])
 def test_three_positions_that_only_the_later_form_allows(args):
-    found = forms.read_chunk_arguments("f", args, {})
+    found = forms.read_arguments("init_chunk_handler", args, {})
     assert tuple(found[name] for name in ("pp_rank", "vp_size", "vp_stage")) == args
     assert found["min_offloaded_tensor_size"] == 1024 * 1024
 
 
 def test_arguments_of_no_form_name_both():
-    with pytest.raises(TypeError, match=r"f\(1, size=2\) fits none.*f\(vp_size.* or f\(pp_rank"):
-        forms.read_chunk_arguments("f", (1,), {"size": 2})
+    with pytest.raises(
+        TypeError, match=r"init_chunk_handler\(1, size=2\) fits none.*\(vp_size.* or \w+\(pp_rank"
+    ):
+        forms.read_arguments("init_chunk_handler", (1,), {"size": 2})
 
 
 def test_later_spellings_beyond_0_19_bind():
