@@ -401,7 +401,7 @@ class Report:
         self._save()
 
     def begin(self, combination, *, reference):
-        """Note what runs, for whoever finds this process dead."""
+        """Note what runs, in case this process dies."""
         self._data["running"] = {"combination": combination, "reference": reference}
         self._save()
 

@@ -130,7 +130,7 @@ class MemoryCheck:
         self._make_plan = make_plan
         self._gather = gather
         self._most_plans = most_plans
-        self._check: TargetCheck | None = None
+        self._check = TargetCheck(target_bytes, most_plans)
         self._measured: list[tuple[int, int, OffloadPlan]] = []
         self._num_steps = 0
         self._reserved_bytes = 0
@@ -138,9 +138,7 @@ class MemoryCheck:
     def begin(self, plan: OffloadPlan) -> bool:
         """Take a plan; return whether there is a step to take."""
         self.plan = plan
-        if self._most_plans and can_weigh(self._manager):
-            self._check = TargetCheck(self._target_bytes, self._most_plans)
-        return self._check is not None
+        return self._most_plans > 0 and can_weigh(self._manager)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -154,7 +152,6 @@ class MemoryCheck:
     def note(self) -> tuple[bool, str]:
         """Return whether it is over, and the verdict on a plan where there is one; collective."""
         check = self._check
-        assert check is not None
         if self._num_steps < _NUM_STEPS:
             return False, ""
         reserved = self._gather(self._reserved_bytes)
@@ -167,19 +164,19 @@ class MemoryCheck:
             f"ranks reserve {_sizes(reserved)} where {_sizes(moved)} move, "
             f"at most {_sizes(self._target_bytes)} is wanted"
         )
-        if check.wants_another(reserved, moved) and self._plan_again(check):
+        if check.wants_another(reserved, moved) and self._plan_again():
             _logger.info("%s: planned again", text)
             return False, f"{text}: planned again"
         return True, self._settle(text)
 
-    def _plan_again(self, check: TargetCheck) -> bool:
+    def _plan_again(self) -> bool:
         """Return whether there is a plan that wasn't measured yet; the manager follows it then."""
         before = self.plan
         while self.plan is before:
             try:
-                self.plan = self._make_plan(check.planned_bytes)
+                self.plan = self._make_plan(self._check.planned_bytes)
             except TargetError as error:
-                if not check.give_way():
+                if not self._check.give_way():
                     _logger.info("no other plan: %s", error)
                     return False
         known = [_with_measured(plan, None) for _, _, plan in self._measured]

@@ -29,7 +29,7 @@ class Prediction(NamedTuple):
     peak_bytes: tuple[int, ...]
     """Most device memory of each pipeline rank, reserved."""
     slow_link_step_us: float | None = None
-    """What ``step_us`` would be with less bandwidth than was measured; None where nobody looked."""
+    """What ``step_us`` would be with less bandwidth than was measured; None where unknown."""
 
     @property
     def cautious_step_us(self) -> float:

@@ -24,7 +24,7 @@ _MOST_LOOKS = 10_000
 _NOTHING_WANTED = 2**62
 """Slack of a row that demands nothing."""
 
-# Who leaves when a row is over by so many bytes: the one for which this is least.
+# When a row is over by so many bytes, the item leaves for which this is least.
 _LeavesFirst = Callable[[Item, int], tuple[int, ...]]
 _RULES: tuple[_LeavesFirst, ...] = (
     lambda item, over_bytes: (-item.end_row, -item.num_bytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeAlias
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import (
@@ -17,9 +18,12 @@ from megatron_offload.core.policy_config import (
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.planning.auto import AutoPolicy, Predictor
 from megatron_offload.planning.memory_target import MemoryTargetPolicy, Resources
-from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, Policy, RatioPolicy
+from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, RatioPolicy
 
-__all__ = ["check_installed", "make_policy", "resources_of"]
+__all__ = ["Policy", "check_installed", "make_policy", "resources_of"]
+
+Policy: TypeAlias = ModulesPolicy | RatioPolicy | PlanFilePolicy | MemoryTargetPolicy | AutoPolicy
+"""Turns the profiles of all pipeline ranks into one plan."""
 
 
 def resources_of(config: SolvedConfig) -> Resources:

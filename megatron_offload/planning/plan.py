@@ -101,13 +101,13 @@ class GroupChoice(NamedTuple):
     moves: bool
     """Whether it goes to the host; else it stays on the device."""
     reason: str
-    """In a few words, for whoever reads the plan."""
+    """In a few words, for people."""
     elsewhere_bytes: int = 0
     """What it saves besides that something else keeps."""
 
     @property
     def identity(self) -> _Identity:
-        """What every run of the job has: both parts as one, as keepers are found out by and by."""
+        """What every run of the job has. Keepers are found out late, so both parts count as one."""
         return self.key, self.name, self.num_bytes + self.elsewhere_bytes
 
 
@@ -121,7 +121,7 @@ class RankPlan:
             released. None leaves it to the engine, as in ``OffloadConfig``.
         prefetch_bytes: the same for groups that are back ahead of their use.
         predicted_peak_bytes: most device memory at one time; None where nothing was predicted.
-        measured_peak_bytes: most that the rank was seen to reserve; None where nobody looked.
+        measured_peak_bytes: most that the rank was seen to reserve; None where it was not measured.
         predicted_step_us: length of a step.
     """
 
@@ -157,8 +157,7 @@ class OffloadPlan:
         num_microbatches: of one step.
         vp_size: virtual pipeline stages of each rank.
         ranks: one plan for each pipeline rank, in order.
-        bandwidths: where the bandwidths come from that it rests on, in words; empty where it rests
-            on none, or whoever made it didn't say.
+        bandwidths: where the bandwidths come from that it rests on, in words; empty for none.
         measured: what steps that follow it were measured to cost; None where none were.
     """
 
@@ -304,7 +303,7 @@ def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]
 
 
 def _is_nearly_the_same(pairs: list[tuple[_Identity | None, _Identity | None]]) -> bool:
-    """Whether the same groups save about the same: who shares what may hang on what moves."""
+    """Whether the same groups save about the same: what is shared may depend on what moves."""
     differing_bytes = planned_bytes = 0
     for planned, found in pairs:
         if planned is None or found is None or planned[:2] != found[:2]:

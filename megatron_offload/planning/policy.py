@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.residents import choose_residents
@@ -19,20 +19,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
 from megatron_offload.planning.plan_file import load_plan
 
-__all__ = ["ModulesPolicy", "PlanFilePolicy", "Policy", "RatioPolicy"]
-
-
-class Policy(Protocol):
-    """Turns the profiles of all pipeline ranks into one plan."""
-
-    kind: ClassVar[str]
-
-    def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan of all ranks, from one profile of each pipeline rank, in any order.
-
-        Raises:
-            ConfigError: the profiles are not all of one run, or can't be planned with.
-        """
+__all__ = ["ModulesPolicy", "PlanFilePolicy", "RatioPolicy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +85,7 @@ class ModulesPolicy:
         return choose_residents(profile, self.resident_bytes)
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan of all ranks; see `Policy`."""
+        """Return the plan of all ranks, from one profile of each, in any order."""
         profiles = check_profiles(profiles)
         return plan_of(self.kind, profiles, map(self._plan_rank, profiles))
 
@@ -125,7 +112,7 @@ class RatioPolicy:
             raise ConfigError(f"a ratio is between 0 and 1, got {self.ratio}")
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan of all ranks; see `Policy`."""
+        """Return the plan of all ranks, from one profile of each, in any order."""
         profiles = check_profiles(profiles)
         return plan_of(self.kind, profiles, map(self.plan_rank, profiles))
 

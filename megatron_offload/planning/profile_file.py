@@ -1,4 +1,4 @@
-"""A profile as a JSON file, for whoever plans later and elsewhere.
+"""A profile as a JSON file, to plan with later and elsewhere.
 
 What is read is what was written, to the last digit; what no step can have shown is refused.
 """

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: who runs which pass of which microbatch, and in which order.
+"""Pipeline schedules as data: which rank runs which pass of which microbatch, in which order.
 
 A schedule says only the order on each rank. When a pass runs follows from what it waits for: the
 passes before it on its rank, and the neighbouring stage's pass of its microbatch. Sources: GPipe
@@ -36,7 +36,7 @@ class PassKind(StrEnum):
     INPUT = "I"
     """The part of a backward that the stage before waits for."""
     WEIGHT = "W"
-    """The rest of it, which nobody waits for."""
+    """The rest of it, which no other stage waits for."""
 
 
 _MOST_PASSES = 10_000_000
