@@ -1,10 +1,6 @@
 """What GPUs and their links are like: one small function for each question.
 
-Owns the judgement of what `megatron_offload.machine.pci` and `megatron_offload.machine.bandwidth`
-have found. Must not know torch: everything is handed in.
-
-Invariant: a number that was measured beats one that the bus claims. Read next:
-`megatron_offload.machine.checks_host`.
+A number that was measured beats one that the bus claims.
 """
 
 from __future__ import annotations
@@ -32,32 +28,26 @@ _GOOD_SHARE = 0.7
 _FREE_SHARE = 0.9
 """A rate that falls no further than this, when others copy too, is as good as undisturbed."""
 
+_MEASURE = "measure it: leave out --no-bandwidth"
+
 _NO_CUDA = (
     "install a PyTorch that is built for CUDA; see that the driver is loaded (nvidia-smi), that "
     "CUDA_VISIBLE_DEVICES hides nothing, and that a container was started with its GPUs"
 )
 
 
-def check_devices(devices: Sequence[DeviceInfo], num_on_bus: int) -> Finding:
-    """Say which GPUs PyTorch can use.
-
-    Args:
-        devices: these.
-        num_on_bus: NVIDIA GPUs on the PCI bus.
-    """
+def check_devices(devices: Sequence[DeviceInfo], num_shown: int) -> Finding:
+    """Say which GPUs PyTorch can use, of those that the driver shows."""
     title = "GPUs"
     if devices:
         kinds = sorted({device.name for device in devices})
         return Finding("ok", title, f"{len(devices)} of {', '.join(kinds)}")
-    if num_on_bus:
-        found = f"{num_on_bus} on the PCI bus, and PyTorch can use none"
+    if num_shown:
+        found = f"the driver shows {num_shown}, and PyTorch can use none"
         return Finding("warning", title, found, _NO_CUDA)
-    return Finding(
-        "note",
-        title,
-        "none: offload runs on the simulated device, for tests",
-        "run this where the training runs",
-    )
+    found = "the driver shows none: offload runs on the simulated device, for tests"
+    advice = "run this where the training runs; a GPU that is there needs its driver (nvidia-smi)"
+    return Finding("note", title, found, advice)
 
 
 def check_copy_engines(index: int, device: DeviceInfo) -> Finding:
@@ -66,12 +56,8 @@ def check_copy_engines(index: int, device: DeviceInfo) -> Finding:
     if count is None:
         return Finding("note", title, "unknown")
     if count == 0:
-        return Finding(
-            "warning",
-            title,
-            "none: no copy runs beside kernels",
-            "use another GPU, or recompute instead of offload",
-        )
+        found = "none: no copy runs beside kernels"
+        return Finding("warning", title, found, "use another GPU, or recompute instead of offload")
     if count == 1:
         found = "1: copies to the host and back take turns"
         return Finding("note", title, found, "plan with the rates of both directions at once")
@@ -83,22 +69,19 @@ def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Fin
 
     Args:
         index: of the GPU.
-        path: its links, read while copies ran where ``rates`` is given.
+        path: its link, read while copies ran where ``rates`` is given.
         rates: what was measured.
     """
     title = f"GPU {index}: link"
     if path is None:
-        found = "the bus doesn't show it"
+        found = "the driver doesn't show it"
         if rates is None:
-            return Finding(
-                "note", title, f"unknown: {found}", "measure it: leave out --no-bandwidth"
-            )
+            return Finding("note", title, f"unknown: {found}", _MEASURE)
         return Finding("ok", title, f"{_alone(rates)}; {found}")
     if rates is None:
         if path.now == path.most:
             return Finding("ok", title, str(path.now))
-        found = f"{path.now} of {path.most} while idle"
-        return Finding("note", title, found, "measure it: leave out --no-bandwidth")
+        return Finding("note", title, f"{path.now} of {path.most} while idle", _MEASURE)
     slower_gbps = min(rates.d2h_gbps, rates.h2d_gbps)
     if slower_gbps >= _GOOD_SHARE * path.most.gbps:
         return Finding("ok", title, f"{_alone(rates)}, of {path.most}")
@@ -110,20 +93,13 @@ def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Fin
             "see that the GPU sits firmly in a slot of that width, and what riser, BIOS and board "
             "allow",
         )
-    if path.narrowest.gbps < path.now.gbps and slower_gbps <= path.narrowest.gbps:
-        return Finding(
-            "warning",
-            title,
-            f"{_alone(rates)}; on the way to the processor a link is only {path.narrowest}, the "
-            f"GPU's is {path.now}",
-            "use another slot; behind a switch the GPUs share its link",
-        )
     return Finding(
         "warning",
         title,
         f"{_alone(rates)}, of {path.now}",
-        "see the findings on memory nodes and IOMMU, whether something else copies, and, in a "
-        "virtual machine, how its memory is placed",
+        "see the findings on memory nodes and IOMMU, whether a link on the way is narrower or a "
+        "switch shares it (lspci -vv), whether something else copies, and, in a virtual machine, "
+        "how its memory is placed",
     )
 
 

@@ -1,21 +1,22 @@
 """What the machine's memory allows: one small function for each question.
 
-Owns the judgement of memory nodes, limits and swap. Must not know torch.
-
-Invariant: nothing is changed, apart from one page that is asked from a node and given back. Read
-next: `megatron_offload.machine.checks_software`.
+Nothing is changed, apart from one page that is asked from a node and given back.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import psutil
+
 from megatron_offload.backends.host_limit import default_cap_bytes
 from megatron_offload.backends.numa import node_of_device, online_nodes, prefer_node
-from megatron_offload.files.kernel import read_field, read_kernel_text, read_members
+from megatron_offload.core.units import format_bytes
+from megatron_offload.files.kernel import read_kernel_text, read_members
 from megatron_offload.machine.finding import Finding
 
 __all__ = [
@@ -26,8 +27,7 @@ __all__ = [
     "may_place_pages",
 ]
 
-_GIB = 1024**3
-_MUCH_SWAP_BYTES = _GIB
+_MUCH_SWAP_BYTES = 1024**3
 
 
 def check_memory_node(
@@ -57,8 +57,9 @@ def check_memory_node(
             f"unknown; the machine has {len(nodes) or 'an unknown number'}",
             "bind each rank to the node next to its GPU (numactl, nvidia-smi topo -m)",
         )
-    status = _status(root)
-    memory_nodes = read_members(status.get("Mems_allowed_list", ""))
+    status = read_kernel_text(root / "proc/self/status")
+    allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)
+    memory_nodes = read_members(allowed[1] if allowed else "")
     if memory_nodes and node not in memory_nodes:
         return Finding(
             "warning",
@@ -67,9 +68,9 @@ def check_memory_node(
             f"give the job memory of node {node} (its cpuset, or the container's --cpuset-mems)",
         )
     near_cpus = read_members(read_kernel_text(root / f"sys/devices/system/node/node{node}/cpulist"))
-    own_cpus = read_members(status.get("Cpus_allowed_list", ""))
-    is_far = bool(near_cpus and own_cpus and not near_cpus & own_cpus)
-    is_near = bool(own_cpus and own_cpus <= near_cpus)
+    own_cpus = frozenset(psutil.Process().cpu_affinity())
+    is_far = bool(near_cpus) and not near_cpus & own_cpus
+    is_near = own_cpus <= near_cpus
     if is_near or (may_place or may_place_pages)(node):
         if is_far:
             return Finding(
@@ -111,14 +112,14 @@ def check_host_memory(
     """
     environ: Mapping[str, str] = {"LOCAL_WORLD_SIZE": str(num_ranks)}
     cap_bytes = default_cap_bytes(share, environ, root=root)
-    found = f"{cap_bytes / _GIB:.1f} GiB may be pinned by "
+    found = f"{format_bytes(cap_bytes)} may be pinned by "
     found += f"each of {num_ranks} ranks" if num_ranks > 1 else "one rank"
     found += f" ({share:.0%} of what is free)"
     if cap_bytes < slab_bytes:
         return Finding(
             "warning",
             "host memory",
-            f"{found}, less than one slab of {slab_bytes / _GIB:g} GiB",
+            f"{found}, less than one slab of {format_bytes(slab_bytes)}",
             "free memory, raise the control group's limit (the container's --memory), or set "
             "host_memory_bytes; over it, tensors stay on the device",
         )
@@ -136,30 +137,19 @@ def check_memlock(limit_bytes: int | None) -> Finding:
     return Finding(
         "note",
         "locked memory (RLIMIT_MEMLOCK)",
-        f"{limit_bytes} bytes",
+        format_bytes(limit_bytes),
         "CUDA doesn't count what it pins, but RDMA does: ulimit -l unlimited (the container's "
         "--ulimit memlock=-1)",
     )
 
 
-def check_swap(*, root: Path = Path("/")) -> Finding:
+def check_swap() -> Finding:
     """Say whether the machine swaps: pinned memory stays, so that others' goes."""
-    total_kib = read_field(root / "proc/meminfo", "SwapTotal:")
-    free_kib = read_field(root / "proc/meminfo", "SwapFree:")
-    if total_kib is None or free_kib is None:
-        return Finding("note", "swap", "unknown")
-    used_bytes = max(0, total_kib - free_kib) * 1024
+    used_bytes = psutil.swap_memory().used
+    found = f"{format_bytes(used_bytes)} in use"
     if used_bytes > _MUCH_SWAP_BYTES:
-        return Finding(
-            "note",
-            "swap",
-            f"{used_bytes / _GIB:.1f} GiB in use",
-            "pinned memory pushes others out: lower host_memory_share, or see who needs so much",
+        advice = (
+            "pinned memory pushes others out: lower host_memory_share, or see who needs so much"
         )
-    return Finding("ok", "swap", f"{used_bytes / _GIB:.1f} GiB in use")
-
-
-def _status(root: Path) -> dict[str, str]:
-    lines = read_kernel_text(root / "proc/self/status").splitlines()
-    pairs = (line.partition(":") for line in lines)
-    return {name: value.strip() for name, _, value in pairs}
+        return Finding("note", "swap", found, advice)
+    return Finding("ok", "swap", found)

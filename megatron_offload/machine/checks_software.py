@@ -1,19 +1,14 @@
 """What is installed and how it is set: one small function for each question.
 
-Owns the judgement of versions, of the environment, and of megatron-core's own offload beside this
-one. Must not know torch or megatron: versions are read from what is installed, settings are handed
-in.
-
-Invariant: text from outside is shown as Python would write it, and short. Read next:
-`megatron_offload.cli.doctor`.
+Text from outside is shown as Python would write it, and short.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +17,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from megatron_offload.errors import ConfigError, shorten
+from megatron_offload.errors import shorten
 from megatron_offload.files.kernel import to_int
 from megatron_offload.files.text import read_text
 from megatron_offload.machine.finding import Finding, Level
@@ -64,34 +59,22 @@ def found_version(name: str) -> str:
     if name == "megatron-core":
         loaded = getattr(sys.modules.get("megatron.core"), "__version__", None)
         version = loaded.partition("+")[0] if isinstance(loaded, str) else _version_in_sources()
-        if version is not None:
+        if version:
             return version
     return importlib.metadata.version(name)
 
 
-def _version_in_sources() -> str | None:
-    """Return the version that the megatron-core which would be imported gives itself."""
+def _version_in_sources() -> str:
+    """Return the version that the megatron-core which would be imported gives itself, or ""."""
     try:
         spec = importlib.util.find_spec("megatron.core")
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        tree = ast.parse(read_text(Path(spec.origin).with_name("package_info.py")))
-    except (ConfigError, SyntaxError, ValueError):
-        return None
-    parts = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    numbers = [parts.get(key) for key in ("MAJOR", "MINOR", "PATCH")]
-    if not all(isinstance(number, int) for number in numbers):
-        return None
-    return ".".join(map(str, numbers)) + str(parts.get("PRE_RELEASE", ""))
+        origin = spec.origin if spec is not None else None
+        text = read_text(Path(origin).with_name("package_info.py")) if origin else ""
+    except (ImportError, ValueError):  # ConfigError among them
+        return ""
+    parts = dict(re.findall(r"^(\w+) = '?\"?([\w.]*)['\"]?$", text, re.MULTILINE))
+    numbers = [parts.get(key, "") for key in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(numbers) + parts.get("PRE_RELEASE", "") if "".join(numbers).isdigit() else ""
 
 
 def check_versions(
@@ -105,14 +88,9 @@ def check_versions(
         version_of: returns the version of a distribution; None for `found_version`.
     """
     if requirements is None:
-        return [
-            Finding(
-                "note",
-                "versions",
-                "this package is not installed, so it doesn't say which versions it takes",
-                "pip install megatron-offload, or pip install -e its folder",
-            )
-        ]
+        found = "this package is not installed, so it doesn't say which versions it takes"
+        advice = "pip install megatron-offload, or pip install -e its folder"
+        return [Finding("note", "versions", found, advice)]
     findings: dict[str, Finding] = {}  # an extra that names others repeats what they ask for
     for text in requirements:
         try:
@@ -162,24 +140,38 @@ def check_python(version: str | None = None) -> Finding:
 
 
 def _newer(name: str, version: str, newest: str) -> Finding:
-    return Finding(
-        "note",
-        name,
-        f"{version}, newer than any that this package was run with ({newest})",
-        "megatron-offload compare shows whether bits stay the same",
-    )
+    found = f"{version}, newer than any that this package was run with ({newest})"
+    return Finding("note", name, found, "megatron-offload compare shows whether bits stay the same")
 
 
 def check_environment(environ: Mapping[str, str]) -> list[Finding]:
     """Say which environment variables stand in the way of copies beside kernels, or help."""
-    checks = (
-        _check_allocator,
-        _check_launch_blocking,
-        _check_connections,
-        _check_caching,
-        _check_engine_offload,
-    )
-    return [finding for check in checks for finding in check(environ)]
+    unwanted = [
+        Finding(level, name, f"{shorten(repr(environ[name]))}: {effect}", f"unset {name}{unless}")
+        for name, (level, effect, unless) in _UNWANTED.items()
+        if environ.get(name, "0") not in ("", "0")
+    ]
+    return [*_check_allocator(environ), *unwanted, *_check_connections(environ)]
+
+
+_UNWANTED: dict[str, tuple[Level, str, str]] = {
+    "CUDA_LAUNCH_BLOCKING": (
+        "warning",
+        "the host waits for every kernel and copy, so that nothing overlaps",
+        "",
+    ),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
+        "warning",
+        "every allocation goes to the driver, and every release waits for the device",
+        "",
+    ),
+    "NVTE_CPU_OFFLOAD_V1": (
+        "note",
+        "for megatron-core's own offload; this package does without",
+        ", unless you compare the two, or Megatron-LM's own scripts ask for it",
+    ),
+}
+"""Variables, how bad they are, what they do, and when they may stay."""
 
 
 def _check_allocator(environ: Mapping[str, str]) -> list[Finding]:
@@ -187,66 +179,25 @@ def _check_allocator(environ: Mapping[str, str]) -> list[Finding]:
     values = {environ[name] for name in names}
     title = names[0] if names else "PYTORCH_CUDA_ALLOC_CONF"
     if len(values) > 1:
-        return [
-            Finding(
-                "warning",
-                " and ".join(names),
-                "both are set, to different values",
-                "which one counts depends on PyTorch's version: set one",
-            )
-        ]
+        found = "both are set, to different values"
+        advice = "which one counts depends on PyTorch's version: set one"
+        return [Finding("warning", " and ".join(names), found, advice)]
     shown = shorten(repr(environ[title])) if names else "not set"
     parts = (part.partition(":") for part in "".join(values).split(","))
     settings = {key.strip(): value.strip() for key, _, value in parts}
-    findings = []
     if settings.get("backend", "native") != "native":
-        findings.append(
-            Finding(
-                "note",
-                title,
-                f"{shown}: not PyTorch's own allocator",
-                "device_target_bytes goes by what that one has reserved; use max_inflight_bytes",
-            )
-        )
+        found = f"{shown}: not PyTorch's own allocator"
+        advice = "device_target_bytes goes by what that one has reserved; use max_inflight_bytes"
+        findings = [Finding("note", title, found, advice)]
     elif settings.get("expandable_segments") == "True":
-        findings.append(Finding("ok", title, shown))
+        findings = [Finding("ok", title, shown)]
     else:
-        findings.append(
-            Finding(
-                "note",
-                title,
-                shown,
-                "where much more is reserved than allocated, try expandable_segments:True",
-            )
-        )
+        advice = "where much more is reserved than allocated, try expandable_segments:True"
+        findings = [Finding("note", title, shown, advice)]
     if any(key.startswith("pinned_") for key in settings):
-        findings.append(
-            Finding("note", title, f"{shown}: pinned_... is for PyTorch's own pinned memory only")
-        )
+        found = f"{shown}: pinned_... is for PyTorch's own pinned memory only"
+        findings.append(Finding("note", title, found))
     return findings
-
-
-def _check_launch_blocking(environ: Mapping[str, str]) -> list[Finding]:
-    return _unwanted(
-        environ,
-        "CUDA_LAUNCH_BLOCKING",
-        "the host waits for every kernel and copy, so that nothing overlaps",
-    )
-
-
-def _check_caching(environ: Mapping[str, str]) -> list[Finding]:
-    return _unwanted(
-        environ,
-        "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        "every allocation goes to the driver, and every release waits for the device",
-    )
-
-
-def _unwanted(environ: Mapping[str, str], name: str, effect: str) -> list[Finding]:
-    value = environ.get(name, "")
-    if value in ("", "0"):
-        return []
-    return [Finding("warning", name, f"{shorten(repr(value))}: {effect}", f"unset {name}")]
 
 
 def _check_connections(environ: Mapping[str, str]) -> list[Finding]:
@@ -259,31 +210,13 @@ def _check_connections(environ: Mapping[str, str]) -> list[Finding]:
         found = f"{shorten(repr(value))} is none of 1 to {_MOST_CONNECTIONS}"
         return [Finding("warning", name, found, f"unset {name}, or set what Megatron asks for")]
     if number == 1:
-        return [
-            Finding(
-                "note",
-                name,
-                "1, as Megatron asks with tensor parallelism on GPUs before Blackwell: all streams "
-                "share one queue, in which a copy may stand behind a kernel",
-                "where copies come late, and without tensor parallelism, leave it unset (8)",
-            )
-        ]
-    return [Finding("ok", name, value)]
-
-
-def _check_engine_offload(environ: Mapping[str, str]) -> list[Finding]:
-    name = "NVTE_CPU_OFFLOAD_V1"
-    if environ.get(name, "0") in ("", "0"):
-        return []
-    return [
-        Finding(
-            "note",
-            name,
-            f"{shorten(repr(environ[name]))}: for megatron-core's own offload; this package does "
-            "without",
-            f"unset {name}, unless you compare the two, or Megatron-LM's own scripts ask for it",
+        found = (
+            "1, as Megatron asks with tensor parallelism on GPUs before Blackwell: all streams "
+            "share one queue, in which a copy may stand behind a kernel"
         )
-    ]
+        advice = "where copies come late, and without tensor parallelism, leave it unset (8)"
+        return [Finding("note", name, found, advice)]
+    return [Finding("ok", name, value)]
 
 
 def check_megatron_settings(settings: Any, *, is_installed: bool) -> Finding:
@@ -295,17 +228,13 @@ def check_megatron_settings(settings: Any, *, is_installed: bool) -> Finding:
     """
     title = "megatron-core's own offload"
     if getattr(settings, "cpu_offloading", False):
-        return Finding(
-            "error",
-            title,
-            "cpu_offloading moves whole layers by TransformerEngine, beside this package",
-            "leave out --cpu-offloading-num-layers (cpu_offloading=False)",
-        )
+        found = "cpu_offloading moves whole layers by TransformerEngine, beside this package"
+        advice = "leave out --cpu-offloading-num-layers (cpu_offloading=False)"
+        return Finding("error", title, found, advice)
     if getattr(settings, "fine_grained_activation_offloading", False) and not is_installed:
-        return Finding(
-            "error",
-            title,
-            "fine_grained_activation_offloading is on, and this package isn't in its place",
-            "call megatron_offload.integrations.megatron_core.install() before the model is built",
+        found = "fine_grained_activation_offloading is on, and this package isn't in its place"
+        advice = (
+            "call megatron_offload.integrations.megatron_core.install() before the model is built"
         )
+        return Finding("error", title, found, advice)
     return Finding("ok", title, "it is not in use")

@@ -1,10 +1,7 @@
 """Looks at the machine as a whole.
 
-Owns the order of the checks, and what is measured for them. Must not know how anything is shown.
-
-Invariants: the examining process opens no device and changes nothing but the cached profile; what
-fails becomes a finding. Read next: `megatron_offload.machine.bandwidth` and the ``checks_``
-modules.
+The examining process opens no device and changes nothing but the cached profile; what fails becomes
+a finding.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ def examine(
             Finding("error", "CUDA", f"it can't be started: {first_line}", "see nvidia-smi")
         )
     else:
-        findings.append(check_devices(devices, num_nvidia_gpus(root=root)))
+        findings.append(check_devices(devices, num_nvidia_gpus()))
     profile = None
     if devices:
         identity = identify_machine([identify_gpu(device) for device in devices], root=root)
@@ -107,7 +104,7 @@ def examine(
         findings += _look_at(index, device, measured, len(devices), root)
     findings += [
         check_host_memory(max(1, len(devices)), OffloadConfig().host_slab_bytes, root=root),
-        check_swap(root=root),
+        check_swap(),
         check_memlock(_memlock_bytes()),
         *check_environment(os.environ if environ is None else environ),
         check_python(),
@@ -128,7 +125,7 @@ def identify_machine(
 
     Args:
         gpus: those that share the machine's bandwidth; None for all that the process can use.
-        root: the folder in which ``etc`` and ``proc`` lie.
+        root: the folder in which ``etc`` lies.
 
     Raises:
         RuntimeError: there are CUDA devices and CUDA can't be started.
@@ -164,7 +161,7 @@ def _look_at(
     address = device.pci_address
     findings = [check_copy_engines(index, device)]
     if measured is None:
-        findings.append(check_link(index, read_pci_path(address, root=root), None))
+        findings.append(check_link(index, read_pci_path(address), None))
     else:
         findings.append(check_link(index, measured.pci, measured.rates))
         findings.append(check_node_rates(index, measured.rates, num_gpus))

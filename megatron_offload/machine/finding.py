@@ -1,7 +1,4 @@
-"""What a check says.
-
-Owns `Finding` alone. Knows nothing.
-"""
+"""What a check says."""
 
 from __future__ import annotations
 

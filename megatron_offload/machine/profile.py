@@ -1,11 +1,7 @@
 """What was measured on a machine, kept for the next program that asks.
 
-Owns the format, and the files in the user's cache folder, one for each fingerprint: of the machine,
-its GPUs, the driver and CUDA. Must not know torch or how anything is measured.
-
-Invariants: a file that is broken, too large or of another machine counts as absent; one is replaced
-as a whole, so that programs may read and write it at the same time. Read next:
-`megatron_offload.machine.bandwidth`.
+Files lie in the user's cache folder, one for each fingerprint: of the machine, its GPUs, the driver
+and CUDA. One that is broken, too large or of another machine counts as absent.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import hashlib
 import logging
 import os
 import platform
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,7 +21,7 @@ from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.kernel import read_kernel_text
 from megatron_offload.files.text import read_json, replace_text
-from megatron_offload.machine.pci import PciPath
+from megatron_offload.machine.pci import PciPath, driver_version
 
 __all__ = [
     "CopyRates",
@@ -46,7 +41,6 @@ _logger = logging.getLogger(__name__)
 
 _MAX_PROFILE_BYTES = 256 * 1024
 _MAX_GPUS = 64
-_DRIVER_VERSION = re.compile(r"^NVRM version:.* (\d{1,4}(?:\.\d{1,4}){1,2}) ", re.MULTILINE)
 
 Word = Annotated[str, Field(max_length=200)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
@@ -99,13 +93,13 @@ class GpuProfile(StrictModel):
 
     rates: CopyRates
     pci: PciPath | None
-    """Its links while copies ran; None where they can't be read."""
+    """Its link while copies ran; None where it can't be read."""
 
 
 class MachineProfile(StrictModel):
     """What was measured on a machine."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     identity: MachineIdentity
     measured_at: AwareDatetime
     gpus: tuple[GpuProfile, ...] = Field(max_length=_MAX_GPUS)
@@ -133,16 +127,15 @@ def identify(
         gpus: those that the process can use.
         torch_version: of the PyTorch in use.
         cuda_version: that it was built for.
-        root: the folder in which ``etc`` and ``proc`` lie.
+        root: the folder in which ``etc`` lies.
     """
     machine_number = read_kernel_text(root / "etc/machine-id")
     host = f"{platform.node()}\n{machine_number}".encode()
-    driver = _DRIVER_VERSION.search(read_kernel_text(root / "proc/driver/nvidia/version"))
     return MachineIdentity(
         host_hash=hashlib.sha256(host).hexdigest()[:16],
         kernel=platform.release()[:200],
         gpus=tuple(gpus),
-        driver_version=driver[1] if driver else None,
+        driver_version=driver_version(),
         cuda_version=cuda_version,
         torch_version=torch_version,
     )
