@@ -44,13 +44,7 @@ class CheckpointError(OffloadError, RuntimeError):
 class Checkpoints:
     """Checkpoints of one run on this rank; all methods are collective.
 
-    Args:
-        config: the run.
-        device: where this rank trains.
-        parallel: this rank's place.
-        chunks: the model chunks of this rank.
-        optimizer: megatron-core's.
-        data: returns a digest of the training data; called once, and only if need be.
+    ``data`` returns a digest of the training data; it is called once, and only if need be.
     """
 
     def __init__(
@@ -77,10 +71,8 @@ class Checkpoints:
     def save(self, step: int, evaluations: Mapping[int, float]) -> Path:
         """Write the state after ``step``, make it current, and remove what is too old.
 
-        Memory: a file's tensors at a time are copied to the host.
-
-        Raises:
-            CheckpointError: it could not be written, for lack of space for example.
+        A file's tensors at a time are copied to the host. What can't be written, for lack of space
+        for example, is a `CheckpointError`.
         """
         try:
             self._parallel.on_owner(lambda: self._folder.begin(step))
@@ -101,8 +93,7 @@ class Checkpoints:
     def load(self) -> tuple[Path, Manifest] | None:
         """Restore the newest whole checkpoint; return its folder and what it says, if there is one.
 
-        Raises:
-            ConfigError: it is damaged, or of another run. Model and optimizer may be half loaded.
+        One that is damaged or of another run is a `ConfigError`; the model may be half loaded then.
         """
         parallel = self._parallel
         path = parallel.agreed(self._folder.latest)
@@ -208,11 +199,7 @@ def _shared_out(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 def _read_tensors(folder: Path, names: Sequence[str], targets: Mapping[str, torch.Tensor]) -> None:
-    """Fill ``targets`` from files that must hold them all, and nothing else.
-
-    Raises:
-        ConfigError: the first thing that doesn't fit.
-    """
+    """Fill ``targets`` from files that must hold them all, and nothing else."""
     missing = dict(targets)
     for path in (folder / name for name in names):
         try:

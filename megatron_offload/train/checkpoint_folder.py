@@ -81,9 +81,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Return the steps of all whole checkpoints, oldest first.
 
-        Raises:
-            ConfigError: the folder is a link or a file, can't be read, or holds something that only
-                looks like a checkpoint.
+        A folder that is none, or something that only looks like a checkpoint, is a `ConfigError`.
         """
         found = []
         for entry in self._entries():
@@ -160,11 +158,7 @@ class CheckpointFolder:
 
 
 def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifest:
-    """Return what a whole checkpoint holds, if this run of ``world_size`` ranks may go on from it.
-
-    Raises:
-        ConfigError: it is damaged, or of another run.
-    """
+    """Return what a whole checkpoint holds, if this run may go on from it."""
     data = read_json(path / _MANIFEST, limit_bytes=_MAX_MANIFEST_BYTES)
     form = data.get("format") if isinstance(data, dict) else None
     if form != FORMAT:
@@ -192,11 +186,7 @@ def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifes
 
 
 def digest_of_file(path: Path) -> str:
-    """Return a digest of 128 bits of a file's bytes. It tells accidents, not intent.
-
-    Raises:
-        ConfigError: it is missing, a link or no regular file, or can't be read.
-    """
+    """Return a digest of 128 bits of a regular file's bytes. It tells accidents, not intent."""
     with open_regular(path, follow_link=False) as file:
         try:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -205,13 +195,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def check_files(path: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
-    """Check that a checkpoint's files are those that were written with its description.
-
-    Ranks share them: this reads one of ``parts`` shares.
-
-    Raises:
-        ConfigError: a file is another one, or can't be read.
-    """
+    """Check that one of ``parts`` shares of a checkpoint's files are those that it describes."""
     for name in sorted(manifest.files)[part::parts]:
         if digest_of_file(path / name) != manifest.files[name]:
             raise ConfigError(
@@ -229,20 +213,11 @@ and types come to is compared besides."""
 
 
 def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: int) -> None:
-    """Check that ``config`` goes on computing what ``saved`` began.
+    """Check that ``config`` goes on computing what ``saved`` began, by the checkpoint of ``step``.
 
     Offload settings may differ: they don't change a bit. ``run.steps`` may, unless the learning
     rate hangs on it and steps are left, or the order of an indexed dataset does: after the last
     step of ``saved`` more steps extend a whole run, with the learning rates of the longer one.
-
-    Args:
-        path: the checkpoint, for the error.
-        saved: the configuration that it was written under.
-        config: the run's.
-        step: the checkpoint's.
-
-    Raises:
-        ConfigError: every key that differs, with both values.
     """
     before, now = _values(saved), _values(config)
     keys = [key for key in now if key not in _MAY_DIFFER and before[key] != now[key]]

@@ -136,11 +136,7 @@ def write_comparison(
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Read what `write_comparison` wrote.
-
-    Raises:
-        ConfigError: there is no such file, or it holds something else or contradicts itself.
-    """
+    """Read what `write_comparison` wrote, if it doesn't contradict itself."""
     path = folder / COMPARISON_NAME
     found = read_model(_ComparisonFile, path, limit_bytes=_MAX_BYTES)
     if found.identical is not found.is_identical:

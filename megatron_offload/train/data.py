@@ -101,11 +101,7 @@ TokenSource = ByteSource | IndexedSource
 
 
 def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
-    """Open the data that ``config`` names; collective for indexed data.
-
-    Raises:
-        ConfigError: too little text, or indexed data that can't be used.
-    """
+    """Open the data that ``config`` names; collective for indexed data."""
     data = config.data
     if data.indexed is not None:
         return _indexed_source(config, dp_size)

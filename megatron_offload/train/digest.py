@@ -24,9 +24,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     Each piece of a tensor is summed on its device, every word of 64 bits times an odd weight of its
     own, so that no single change can cancel; the sums are hashed on the host. It tells differences
     by accident, not by intent.
-
-    Args:
-        tensors: dense tensors of any dtype and device.
     """
     state = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[torch.Tensor]] = {}

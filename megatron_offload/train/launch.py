@@ -56,8 +56,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     Raises:
         ConfigError: a run that can't be started; nothing was.
         RankFailedError: a rank failed.
-        StoppedError: SIGTERM or SIGINT ended the run; its ranks finished their step. Torchrun's
-            ranks end with `exit_status` instead.
+        StoppedError: a signal ended the run after a whole step. Torchrun's ranks exit instead.
     """
     require("megatron.core", "safetensors")
     from megatron_offload.train.parallel import check_device
@@ -104,11 +103,7 @@ class _Place(NamedTuple):
 
 
 def _place() -> _Place | None:
-    """Return this rank's place where a launcher such as torchrun has started it, else None.
-
-    Raises:
-        ConfigError: the environment is that of a rank, and doesn't make sense.
-    """
+    """Return this rank's place where a launcher such as torchrun has started it, else None."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
     place = _Place(

@@ -74,10 +74,6 @@ def run_training(
     Returns:
         The same report on every rank; the steps before a checkpoint that was resumed from are in
         rank 0's only.
-
-    Raises:
-        ConfigError: the checkpoint is damaged or of another run; on all ranks.
-        CheckpointError: a checkpoint could not be written; on all ranks.
     """
     with open_model_parallel(config, device) as parallel:
         trainer = _Trainer(config, device, parallel)

@@ -34,11 +34,7 @@ __all__ = ["ScaledDotProductAttention", "build_chunks", "build_optimizer", "buil
 
 
 def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedDataParallel]:
-    """Build this rank's model chunks, in the order of their virtual stages.
-
-    Raises:
-        ConfigError: TransformerEngine's layers are asked for and can't be had.
-    """
+    """Build this rank's model chunks, in the order of their virtual stages."""
     transformer = _transformer_config(config, device)
     virtual = config.parallel.virtual
     chunks = []
@@ -214,11 +210,7 @@ def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamSchedu
 class ScaledDotProductAttention(torch.nn.Module):
     """Causal attention; saves queries, keys, values, the output and one number for each row.
 
-    Args:
-        config: gives the dropout's probability.
-        attention_dropout: overrides that probability.
-        softmax_scale: factor of the scores; None is one over the root of a head's width.
-        _: what megatron-core's builders give besides, such as the layer's number.
+    It takes the place of megatron-core's unfused one, which saves the whole matrix of scores.
     """
 
     def __init__(
@@ -245,20 +237,10 @@ class ScaledDotProductAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **__: Any,
     ) -> torch.Tensor:
-        """Attend.
+        """Attend over whole sequences; masks and packed sequences are refused.
 
-        Args:
-            query: shape [sequence, batch, heads, width of a head].
-            key: the same with as many heads as there are query groups.
-            value: like ``key``.
-            attention_mask: must be None: the mask is causal.
-            packed_seq_params: must be None.
-
-        Returns:
-            Shape [sequence, batch, heads * width of a head].
-
-        Raises:
-            UnsupportedCallError: a mask or packed sequences are given.
+        Takes a query of shape [sequence, batch, heads, width of a head], key and value with as many
+        heads as there are query groups; returns [sequence, batch, heads * width of a head].
         """
         if attention_mask is not None or packed_seq_params is not None:
             raise UnsupportedCallError(

@@ -47,10 +47,7 @@ _COUNTERS = (
 class OffloadSession:
     """One run's offloading, or none: then every counter is 0.
 
-    Args:
-        manager: offloads; None where nothing does.
-        policy: what the run plans by, if it does.
-        resets_itself: whether megatron-core's schedules end the step.
+    ``resets_itself`` says that megatron-core's schedules end the step.
     """
 
     def __init__(
@@ -77,9 +74,7 @@ class OffloadSession:
     ) -> contextlib.AbstractContextManager[RecordedStep | None]:
         """Profile the step that is taken inside, `end_step` included; None where nothing moves.
 
-        Args:
-            run: which part of the run this rank is.
-            moves: whether the step moves what others would.
+        The step moves what others would where ``moves`` says so, and nothing otherwise.
         """
         if self._manager is None:
             return contextlib.nullcontext()
@@ -93,18 +88,8 @@ class OffloadSession:
         """Leave the bandwidths that count beside a profiled step, and plan if asked; collective.
 
         Whoever plans later needs the bandwidths too. Where the policy is one that needs none, they
-        are what `AutoConfig` would plan with.
-
-        Args:
-            profile: this rank's.
-            parallel: this rank's place.
-            config: the run; says whether it plans, and where its files lie.
-
-        Returns:
-            The plan, which is followed from the next step on, and what it is held against.
-
-        Raises:
-            ConfigError: no plan can be made; on all ranks.
+        are what `AutoConfig` would plan with. The plan is followed from the next step on; one that
+        can't be made is a `ConfigError` on all ranks.
         """
         from megatron_offload.autotune.agree import agree_on_bandwidths
         from megatron_offload.autotune.plan_run import check_plan
@@ -164,11 +149,7 @@ class PlannedRun:
         self._is_looked_at = True
 
     def look_back(self) -> str:
-        """Do what follows from the step that is over; collective where it was looked at.
-
-        Returns:
-            What has become of the plan, for people; empty for nothing.
-        """
+        """Do what follows from the step that is over; return what there is to say."""
         if self._check is None or not self._is_looked_at:
             return ""
         self._is_looked_at = False
@@ -194,13 +175,8 @@ def open_offload(
 ) -> Iterator[OffloadSession]:
     """Offload inside this context as ``offload`` says; does nothing where it is disabled.
 
-    Args:
-        offload: what moves.
-        chunks: this rank's model chunks, each wrapped for data parallelism.
-        meter: told of every saved tensor and reload target; None for no measuring.
-        pp_rank: this rank's place in the pipeline.
-        is_timed: whether a timeline or a profile will be taken. A simulated device then lets
-            compute take the time that it really does, or there would be nothing to see.
+    Where a timeline or a profile will be taken (``is_timed``), a simulated device lets compute take
+    the time that it really does, or there would be nothing to see.
     """
     if not offload.enabled:
         yield OffloadSession()

@@ -120,9 +120,6 @@ def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> st
     """Return ``"cuda"`` or ``"cpu"`` for a run of ``local_ranks`` processes on this machine.
 
     Where they are yet to be started (``can_hide``), CUDA devices can be kept from them.
-
-    Raises:
-        ConfigError: the run asks for more or other devices than there are.
     """
     wanted = config.run.device
     found = torch.cuda.device_count()
@@ -145,17 +142,7 @@ def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> st
 
 @contextlib.contextmanager
 def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Iterator[Device]:
-    """Join all ranks, from the environment that a launcher set; leaves the group at the end.
-
-    Args:
-        kind: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
-        threads: CPU threads of this process.
-        timeout_s: seconds that this rank waits for others before it fails.
-
-    Raises:
-        ConfigError: the launcher set no ``LOCAL_RANK``, or one that is no rank, or the ranks can't
-            meet where it says.
-    """
+    """Join all ranks, from the environment that a launcher set; leaves the group at the end."""
     local_rank = environment_int("LOCAL_RANK")
     # cuBLAS and TransformerEngine read these once; without them equal runs may differ in bits.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -21,11 +21,7 @@ _MEGATRON = "megatron."
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the states of Python's, numpy's, torch's and megatron-core's generators, on the CPU.
-
-    Args:
-        device: where this process trains; a CUDA device's own generator belongs to it.
-    """
+    """Return the states of Python's, numpy's, torch's and megatron-core's generators."""
     _, words, gauss = random.getstate()
     found: Any = np.random.get_state()
     states = {
@@ -41,15 +37,7 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Set every generator to a state that `random_states` returned.
-
-    Args:
-        states: under the same names, of the same dtypes and shapes.
-        device: where this process trains.
-
-    Raises:
-        ConfigError: a state is none.
-    """
+    """Set every generator to a state of `random_states`; what is none is a `ConfigError`."""
     words, gauss = _from_twister(states, "python")
     key, cached = _from_twister(states, "numpy")
     try:

@@ -106,11 +106,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, text: str, source: str) -> StepRecord:
-        """Return the record that `to_json` made a line of.
-
-        Raises:
-            ConfigError: it is no such line; ``source`` is what the error calls it.
-        """
+        """Return the record that `to_json` made a line of, which errors call ``source``."""
         line = parse_json(text, source, allow_nan=True)
         try:
             ranks = [
@@ -192,10 +188,6 @@ def read_steps(
 
     Returns:
         The records, and how many bytes their lines take. Neither where there is no such file.
-
-    Raises:
-        ConfigError: the file is a link or can't be read, a line up to ``last`` is not one that
-            training wrote, or a step is missing.
     """
     path = folder / LOG_NAME
     records: list[StepRecord] = []

@@ -81,9 +81,6 @@ def locked(folders: Iterable[Path]) -> Iterator[None]:
     """Make folders, and let no other process run into them inside this context.
 
     The locks are those of open files, so that they end with the process, however it ends.
-
-    Raises:
-        ConfigError: a folder can't be written, or another run writes into it.
     """
     with contextlib.ExitStack() as stack:
         for folder in folders:
@@ -107,17 +104,10 @@ def locked(folders: Iterable[Path]) -> Iterator[None]:
 def check_output(
     config: TrainConfig, world_size: int, *, is_resumed: bool, is_restarted: bool
 ) -> None:
-    """Check that a run may write into its folder.
+    """Check that a run may write into its folder: no other run and no comparison lies there.
 
-    Args:
-        config: the run.
-        world_size: its ranks over all machines.
-        is_resumed: whether it goes on from a checkpoint where there is one.
-        is_restarted: whether its launcher started it again by itself.
-
-    Raises:
-        ConfigError: the folder holds another run or a comparison, or a checkpoint from which this
-            run can't go on.
+    A run that ``is_resumed`` goes on from a checkpoint where there is one; one that
+    ``is_restarted`` was started again by its launcher.
     """
     folder = config.run.output
     logs = [folder / name / LOG_NAME for name in FOLDERS]
@@ -151,12 +141,7 @@ def check_output(
 
 
 def check_comparison(folder: Path) -> None:
-    """Check that a comparison may write into a folder, where it replaces an earlier comparison.
-
-    Raises:
-        ConfigError: the folder, or one of those that the two runs write into, holds a run of
-            another kind.
-    """
+    """Check that a comparison may write into a folder, where it replaces an earlier comparison."""
     if _has_steps(folder):
         raise ConfigError(
             f"run.output {folder} holds a run ({LOG_NAME}) and not a comparison; choose another "
@@ -184,9 +169,6 @@ def prepare_folder(config: TrainConfig, device: Device, ranks: int, *, is_new: b
     """Write down what is about to run; for one rank of a run alone.
 
     Timelines, profiles and bandwidths of an earlier run go where this one ``is_new``.
-
-    Raises:
-        OSError: the folder can't be written.
     """
     folder = config.run.output
     folder.mkdir(parents=True, exist_ok=True)
@@ -221,21 +203,13 @@ def write_config(config: TrainConfig, folder: Path) -> None:
 
 
 def read_facts(folder: Path) -> RunFacts | None:
-    """Read what `prepare_folder` wrote; None where there is no such file.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
+    """Read what `prepare_folder` wrote; None where there is no such file."""
     path = folder / _FACTS_NAME
     return read_model(RunFacts, path) if path.exists() else None
 
 
 def main_folder(folder: Path) -> Path:
-    """Return the folder of the run that a report is about: of a comparison, the one with offload.
-
-    Raises:
-        ConfigError: there is no such folder, or it holds a comparison and a run of its own.
-    """
+    """Return the folder that a report is about: of a comparison, that with offload."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give run.output of a run")
     if not (folder / COMPARISON_NAME).exists():
