@@ -28,12 +28,7 @@ Given = RunOptions
 
 
 def run(given: RunOptions) -> int:
-    """Compare two runs; return 0 where their bits are the same, else 1.
-
-    Raises:
-        ConfigError: bad input; nothing was started.
-        OffloadError: a rank failed.
-    """
+    """Compare two runs; return 0 where their bits are the same, else 1."""
     config = read_config(given)
     from megatron_offload.cli.compare_runs import compare  # imports torch
 

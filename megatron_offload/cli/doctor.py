@@ -67,11 +67,7 @@ class Given(Options):
 
 
 def run(given: Given) -> int:
-    """Look at the machine and print what was found; return the exit status.
-
-    Raises:
-        ConfigError: ``--output`` can't be written; nothing was measured.
-    """
+    """Look at the machine and print what was found; return the exit status."""
     check_place("--output", given.output)
     examination = examine(bandwidth=not given.no_bandwidth)
     text = json.dumps(as_json(examination), indent=1) + "\n"

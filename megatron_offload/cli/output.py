@@ -16,19 +16,17 @@ from megatron_offload.errors import ConfigError, require
 from megatron_offload.report.console import console
 from megatron_offload.report.plots import MOST_TIMELINES, NEEDED, plot_timeline
 
-__all__ = ["PREDICTED", "check_picture", "check_place", "draw_timelines", "progress", "writing"]
+__all__ = ["PREDICTED", "check_place", "draw_timelines", "progress", "writing"]
 
 PREDICTED = "predicted by simulation, not measured: hold it against a run before you rely on it"
 
-_QUIET_S = 2.0
-"""Work that is over sooner says nothing."""
 
-
-def check_place(flag: str, path: Path | None) -> None:
+def check_place(flag: str, path: Path | None, *, draws: bool = False) -> None:
     """Refuse a file that couldn't be written where it is asked for; its folder need not exist.
 
     Raises:
-        ConfigError: it is a folder, or its folder can't be made or written into.
+        ConfigError: it is a folder, or its folder can't be made or written into; or, of a picture,
+            its name doesn't end in ``.png``, or Altair is missing.
     """
     if path is None:
         return
@@ -39,21 +37,10 @@ def check_place(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag} {path}: {folder} is no folder; choose another file")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{flag} {path}: {folder} can't be written into; choose another file")
-
-
-def check_picture(flag: str, path: Path | None) -> None:
-    """Refuse a picture that couldn't be drawn, likewise.
-
-    Raises:
-        ConfigError: as for `check_place`, its name doesn't end in ``.png``, or Altair is
-            missing.
-    """
-    check_place(flag, path)
-    if path is None:
-        return
-    if path.suffix.lower() != ".png":
+    if draws and path.suffix.lower() != ".png":
         raise ConfigError(f"{flag} {path}: a PNG is drawn; name a file that ends in .png")
-    require(*NEEDED)
+    if draws:
+        require(*NEEDED)
 
 
 @contextlib.contextmanager
@@ -83,23 +70,18 @@ def draw_timelines(traces: Sequence[StepTrace], path: Path, title: str) -> str:
 
 
 @contextlib.contextmanager
-def progress(what: str, quiet_s: float = _QUIET_S) -> Iterator[Callable[[str], None]]:
-    """Show on the standard error stream what takes its time, once it has taken some.
+def progress(what: str, quiet_s: float = 2.0) -> Iterator[Callable[[str], None]]:
+    """Show on the standard error stream what takes its time, once it has taken some seconds.
 
     In a terminal that is a line that moves and goes again, elsewhere one plain line.
-
-    Args:
-        what: such as "planning".
-        quiet_s: so many seconds say nothing.
 
     Yields:
         What is to be told how far the work is.
     """
     out = console(stderr=True)
     status = out.status(what, spinner="line")
-    timer = threading.Timer(
-        quiet_s, status.start if out.is_terminal else lambda: out.print(f"{what} ...")
-    )
+    begin = status.start if out.is_terminal else lambda: out.print(f"{what} ...")
+    timer = threading.Timer(quiet_s, begin)
     timer.daemon = True
     timer.start()
     try:

@@ -147,13 +147,7 @@ class Outcome:
 
 
 def run(given: Given) -> int:
-    """Plan, print and write; return 0.
-
-    Raises:
-        ConfigError: bad input, or highspy or simpy are missing.
-        TargetError: a rank can't be brought under its target, or is predicted to lie above it with
-            the plan that was written.
-    """
+    """Plan, print and write; return 0."""
     output = given.output or (given.folder and given.folder / PLAN_NAME)
     check_place("--output", output)
     kind, keys = _policy_of(given)

@@ -90,11 +90,7 @@ class Given(Options):
 
 
 def run(given: Given) -> int:
-    """Write the report of a folder and say where it is; returns 0.
-
-    Raises:
-        ConfigError: as for `write_page`.
-    """
+    """Write the report of a folder and say where it is; returns 0."""
     console().print(f"report: {write_page(given.folder, given.output)}")
     return 0
 

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from megatron_offload.cli.output import (
     PREDICTED,
-    check_picture,
     check_place,
     draw_timelines,
     progress,
@@ -22,14 +21,7 @@ from megatron_offload.errors import require
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.predict import settings_of
-from megatron_offload.planning.simulate import (
-    PIPELINE,
-    RELEASE,
-    RELOAD,
-    RankResult,
-    Simulation,
-    simulate,
-)
+from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, Simulation, simulate
 from megatron_offload.report.console import console, plain_table
 
 __all__ = ["ABOUT", "KEYS", "Given", "run"]
@@ -68,14 +60,10 @@ class Given(SourceOptions):
 
 
 def run(given: Given) -> int:
-    """Simulate both steps, print them and write what was asked for; return 0.
-
-    Raises:
-        ConfigError: bad input, a file can't be written, or a library is missing.
-    """
+    """Simulate both steps, print them and write what was asked for; return 0."""
     require("simpy")
     check_place("--trace", given.trace)
-    check_picture("--png", given.png)
+    check_place("--png", given.png, draws=True)
     with progress("simulating") as say:
         source = load_source(given)
         settings = _settings(source, given.plan)
@@ -139,7 +127,9 @@ def _show(source: Source, without: Simulation, offloaded: Simulation, out: Conso
         ["rank", f"peak {source.memory}", "with offload", "peak host", "out", "back", "late"],
     )
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
-        times.add_row(str(index), *(f"{us / 1e3:.1f}" for us in _times_us(plain, rank)))
+        stalls = (rank.stall_us[cause] for cause in (PIPELINE, RELEASE, RELOAD))
+        spent_us = (plain.end_us, rank.end_us, rank.compute_us, *stalls)
+        times.add_row(str(index), *(f"{us / 1e3:.1f}" for us in spent_us))
         sizes = (
             *(source.peak_bytes(plain), source.peak_bytes(rank), rank.peak_host_bytes),
             *(rank.offloaded_bytes, rank.reloaded_bytes),
@@ -152,8 +142,3 @@ def _show(source: Source, without: Simulation, offloaded: Simulation, out: Conso
         f"{offloaded.step_us / 1e3:.1f} ms with it "
         f"({100 * (offloaded.step_us / without.step_us - 1):+.2f} %)"
     )
-
-
-def _times_us(plain: RankResult, rank: RankResult) -> tuple[float, ...]:
-    stalls = (rank.stall_us[cause] for cause in (PIPELINE, RELEASE, RELOAD))
-    return (plain.end_us, rank.end_us, rank.compute_us, *stalls)

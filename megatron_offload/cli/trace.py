@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options
-from megatron_offload.cli.output import check_picture, draw_timelines, writing
+from megatron_offload.cli.output import check_place, draw_timelines, writing
 from megatron_offload.core.trace import StepTrace, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
@@ -42,13 +42,8 @@ class Given(Options):
 
 
 def run(given: Given) -> int:
-    """Write ``trace.json`` for https://ui.perfetto.dev, and the picture; returns 0.
-
-    Raises:
-        ConfigError: there are no timelines, one is damaged, a file can't be written, or the picture
-            needs Altair.
-    """
-    check_picture("--png", given.png)
+    """Write ``trace.json`` for https://ui.perfetto.dev, and the picture; returns 0."""
+    check_place("--png", given.png, draws=True)
     traces = read_run_traces(given.folder)
     if not traces:
         raise ConfigError(

@@ -91,12 +91,7 @@ def read_config(given: RunOptions) -> TrainConfig:
 
 
 def run(given: Given) -> int:
-    """Train, and print what moved; return 0.
-
-    Raises:
-        ConfigError: bad input; nothing was started.
-        OffloadError: a rank failed.
-    """
+    """Train, and print what moved; return 0."""
     config = read_config(given)
     _check_heard(given, config)
     from megatron_offload.report.summary import group_table, rank_table

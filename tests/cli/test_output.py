@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.cli.output import check_picture, check_place, progress, writing
+from megatron_offload.cli.output import check_place, progress, writing
 from megatron_offload.errors import ConfigError
 
 
@@ -32,9 +32,9 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["x.txt", "x.docx", "x"])
 def test_a_picture_ends_in_png(tmp_path, name):
     with pytest.raises(ConfigError, match=f"{name}: a PNG is drawn; name a file that ends in .png"):
-        check_picture("--png", tmp_path / name)
+        check_place("--png", tmp_path / name, draws=True)
     with pytest.raises(ConfigError, match="is a folder"):
-        check_picture("--png", tmp_path)
+        check_place("--png", tmp_path)
 
 
 def test_folders_are_made(tmp_path):
