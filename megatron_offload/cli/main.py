@@ -107,7 +107,9 @@ def _parsers(loaded: Collection[str]) -> dict[str, Parser]:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
-        "--print-completion", metavar="SHELL", help="print what completes words: bash, zsh or tcsh"
+        "--print-completion",
+        metavar="SHELL",
+        help="print what completes words in a shell: bash or zsh",
     )
     commands = parser.add_subparsers(metavar="COMMAND")
     found = {"": parser}

@@ -81,7 +81,10 @@ def add_flags(parser: Parser, *models: type[BaseModel] | None) -> None:
             return  # a whole section as JSON
         parser.flags.append(name)
         if settings.get("action") == "append":
-            settings |= {"action": "extend", "nargs": "+"}
+            is_one_or_many = settings["metavar"].startswith("{")  # then many are YAML, in one word
+            settings |= (
+                {"action": "store"} if is_one_or_many else {"action": "extend", "nargs": "+"}
+            )
         for pattern, metavar in _METAVARS.items():
             if re.fullmatch(pattern, settings.get("metavar") or ""):
                 settings["metavar"] = metavar

@@ -136,24 +136,13 @@ def validate(model: type[Model], data: Any, source: str) -> Model:
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
 
 
-def read_model(
-    model: type[Model], path: Path, *, limit_bytes: int = MAX_TEXT_BYTES, what: str = "a mapping"
-) -> Model:
+def read_model(model: type[Model], path: Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Model:
     """Build ``model`` from a JSON file of at most ``limit_bytes``.
 
-    Args:
-        model: the file's form.
-        path: the file's.
-        limit_bytes: the most that is read.
-        what: what the file must hold, for the error.
-
     Raises:
-        ConfigError: it can't be read, or holds something else.
+        ConfigError: it can't be read, or as for `validate`.
     """
-    data = read_json(path, limit_bytes=limit_bytes)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold {what}, got a {type(data).__name__}")
-    return validate(model, data, str(path))
+    return validate(model, read_json(path, limit_bytes=limit_bytes), str(path))
 
 
 def _explain(model: type[BaseModel], issue: Any) -> str:

@@ -11,6 +11,7 @@ import pytest
 from jobs import run_without
 
 from megatron_offload.cli.main import COMMANDS, main
+from megatron_offload.files.strict_model import _models_in
 
 WRITES = {
     "train": ["run.output", "steps.jsonl"],
@@ -47,6 +48,48 @@ def test_help_says_what_is_read_and_written_how_it_ends_and_an_example(name, cap
     for word in WRITES[name]:
         assert word in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def keys_of(model, prefix=""):
+    """Yield every key that a section and those in it have, with its text."""
+    for name, field in model.model_fields.items():
+        inner = list(_models_in(field.annotation))
+        for section in inner:
+            yield from keys_of(section, f"{prefix}{name}.")
+        if not inner:
+            yield f"{prefix}{name}", field.description or ""
+
+
+@pytest.mark.parametrize("name", ["train", "compare", "plan", "simulate"])
+def test_help_lists_every_key_with_its_text(name, capsys):
+    text = " ".join(help_of(capsys, name).split())
+    keys = dict(keys_of(importlib.import_module(f"megatron_offload.cli.{name}").KEYS))
+    assert len(keys) > 30
+    for key, description in keys.items():
+        assert f"--{key} " in text
+        assert " ".join(description.split()[:4]) in text
+    if name == "train":
+        assert "--offload.fraction NUMBER Share of each chunk's groups that moves, earliest" in text
+        assert "--offload.policy.kind {auto,memory_target,modules,plan_file,ratio}" in text
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_commands_flags_and_keys(shell, capsys):
+    assert main(["--print-completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("simulate", "--device-target", "--offload.fraction"):
+        assert word in script
+
+
+def test_the_version_needs_next_to_nothing():
+    program = (
+        "import sys\n"
+        "from megatron_offload.cli.main import main\n"
+        "try: main(['--version'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'pydantic_settings', 'numpy'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

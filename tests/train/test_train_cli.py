@@ -57,6 +57,16 @@ def test_flags_win_over_the_file(file):
     assert (config.run.steps, config.run.seed, config.model.layers) == (5, 9, 4)
 
 
+def test_a_key_is_a_flag_too(file):
+    words = ("--offload.fraction", "0.5", "--offload.modules", "mlp_act", "core_attn")
+    more = ("--offload.policy.kind", "memory_target", "--offload.policy.target_bytes", "3GiB")
+    config = config_of("train", "--config", str(file), *words, *more, "--set", "run.steps=5")
+    assert (config.offload.fraction, config.run.steps) == (0.5, 5)
+    assert config.offload.modules == ("mlp_act", "core_attn")
+    assert config.offload.policy.targets(2) == (3 * 2**30,) * 2
+    assert config.offload.model_fields_set == {"modules", "fraction", "policy"}
+
+
 def test_without_flags_the_file_counts(file):
     config = config_of("train", "--config", str(file))
     assert config.offload.enabled
