@@ -38,15 +38,7 @@ class OptionsWithKeys(Options):
 
 Given = TypeVar("Given", bound=Options)
 
-_METAVARS = {
-    r".*ByteSize.*": "SIZE",
-    r"Path": "FILE",
-    r"(tuple|list)\[\w+,?[. ]*\]": "VALUE",
-    r"str": "TEXT",
-    r"float": "NUMBER",
-    r"int": "N",
-    r"bool": "{true,false}",
-}
+_METAVARS = {"Path": "FILE", "bool": "{true,false}", "float": "NUMBER", "int": "N", "str": "TEXT"}
 
 
 class _Usage(argparse.RawDescriptionHelpFormatter):
@@ -85,9 +77,9 @@ def add_flags(parser: Parser, *models: type[BaseModel] | None) -> None:
             settings |= (
                 {"action": "store"} if is_one_or_many else {"action": "extend", "nargs": "+"}
             )
-        for pattern, metavar in _METAVARS.items():
-            if re.fullmatch(pattern, settings.get("metavar") or ""):
-                settings["metavar"] = metavar
+        if "metavar" in settings:
+            kind = re.sub(r"^(?:tuple|list)\[(.*?)(?:,\.\.\.)?\]$", r"\1", settings["metavar"])
+            settings["metavar"] = "SIZE" if "ByteSize" in kind else _METAVARS.get(kind, kind)
         flag = place.add_argument(name, **settings)
         if settings.get("metavar") == "FILE":
             flag.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
