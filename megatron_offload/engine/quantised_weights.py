@@ -1,14 +1,9 @@
 """TransformerEngine's quantised weights stay on the device, the first step included.
 
-Owns the names in TransformerEngine's modules under which they quantise weights; `uninstall` puts
-them back. It stands below every front door because each chunk asks for it, whoever begins that: the
-library may be imported at any time, and the first tensor that it saves counts.
-
-With FP8 a module saves quantised copies of its weights for backward, as tensors like any other. It
-says that they are weights only where TransformerEngine's own offload is on, and to turn that on
-would choose other kernels (grouped linear layers take another path, attention another layout), and
-with them other bits. So none of its flags is touched, whether ``NVTE_CPU_OFFLOAD_V1`` is set or
-not: what its functions return for a weight is marked.
+With FP8 a module saves quantised copies of its weights like any tensor, unless TransformerEngine's
+own offload is on, which would choose other kernels, and with them other bits. So none of its flags
+is touched: what its functions return for a weight is marked. The engine asks for that at each
+chunk, because the library may be imported at any time.
 """
 
 from __future__ import annotations

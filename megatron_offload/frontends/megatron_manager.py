@@ -7,9 +7,9 @@ engine does by itself needs none of it, and nothing here is asked while it runs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from types import TracebackType
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ HostState = tuple[torch.device, torch.Tensor, bool]
 
 _MOST_CHUNKS = 1024
 """Chunks that are kept for callers by hand: as many as a step of the engine has."""
+
+
+def _reached(path: str, doc: str = "") -> Any:
+    """Return a property that is what lies at a dotted path."""
+    return property(attrgetter(path), doc=doc or f"See `{path}`.")
 
 
 class ChunkOffloadHandler:
@@ -108,30 +113,11 @@ class ChunkOffloadHandler:
     def min_offloaded_tensor_size(self, num_elements: int) -> None:
         self.chunk.min_tensor_elements = num_elements
 
-    @property
-    def do_offload(self) -> bool:
-        """Whether groups are recorded at all."""
-        return self.manager.engine.do_offload
-
-    @property
-    def d2h_stream(self) -> Stream:
-        """The stream that copies to the host."""
-        return self.manager.d2h_stream
-
-    @property
-    def h2d_stream(self) -> Stream:
-        """The stream that copies to the device."""
-        return self.manager.h2d_stream
-
-    @property
-    def vpp_rank(self) -> int:
-        """Virtual pipeline stage."""
-        return self.chunk.vp_stage
-
-    @property
-    def offload_groups(self) -> Sequence[OffloadGroup]:
-        """The groups that were started, in order."""
-        return self.chunk.groups
+    do_offload = _reached("manager.do_offload", "Whether groups are recorded at all.")
+    d2h_stream = _reached("manager.d2h_stream", "The stream that copies to the host.")
+    h2d_stream = _reached("manager.h2d_stream", "The stream that copies to the device.")
+    vpp_rank = _reached("chunk.vp_stage", "Virtual pipeline stage.")
+    offload_groups = _reached("chunk.groups", "The groups that were started, in order.")
 
     # Tensors
 
@@ -448,11 +434,6 @@ class _OneInProcess(type):
             _OneInProcess._last, Engine.instance = manager, manager.engine
 
 
-def _of_engine(name: str) -> Any:
-    """Return a property that is the engine's attribute of this name."""
-    return property(lambda manager: getattr(manager.engine, name), doc=f"The engine's `{name}`.")
-
-
 class PipelineOffloadManager(metaclass=_OneInProcess):
     """Megatron's manager: its documented names, and the engine's for whoever runs a step.
 
@@ -474,7 +455,6 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         self.in_replay = False
         """Whether a CUDA graph is being replayed: delayed commits wait for the flush only then."""
         self._pool: HostTensorPool | None = None
-        self._graph: tuple[Backend, Stream | None, Event | None] | None = None
         self._by_hand = _Order(self.engine.step_number)
 
     @classmethod
@@ -504,34 +484,27 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             raise AttributeError(f"{name!r} is the engine's own: write manager.engine.{name}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    abort = _of_engine("abort")
-    backend = _of_engine("backend")
-    begin_chunk = _of_engine("begin_chunk")
-    close = _of_engine("close")
-    config = _of_engine("config")
-    configure = _of_engine("configure")
-    do_offload = _of_engine("do_offload")
-    follow_plan = _of_engine("follow_plan")
-    kept = _of_engine("kept")
-    last_profile = _of_engine("last_profile")
-    last_step = _of_engine("last_step")
-    offload_summary_bytes = _of_engine("offload_summary_bytes")
-    offload_summary_total_bytes = _of_engine("offload_summary_total_bytes")
-    policy = _of_engine("policy")
-    records = _of_engine("records")
-    state_of = _of_engine("state_of")
-    step = _of_engine("step")
-    trim = _of_engine("trim")
+    abort = _reached("engine.abort")
+    backend = _reached("engine.backend")
+    begin_chunk = _reached("engine.begin_chunk")
+    close = _reached("engine.close")
+    config = _reached("engine.config")
+    configure = _reached("engine.configure")
+    do_offload = _reached("engine.do_offload")
+    follow_plan = _reached("engine.follow_plan")
+    kept = _reached("engine.kept")
+    last_profile = _reached("engine.last_profile")
+    last_step = _reached("engine.last_step")
+    offload_summary_bytes = _reached("engine.offload_summary_bytes")
+    offload_summary_total_bytes = _reached("engine.offload_summary_total_bytes")
+    policy = _reached("engine.policy")
+    records = _reached("engine.records")
+    state_of = _reached("engine.state_of")
+    step = _reached("engine.step")
+    trim = _reached("engine.trim")
 
-    @property
-    def d2h_stream(self) -> Stream:
-        """The stream that copies to the host."""
-        return self.engine.backend.d2h_stream
-
-    @property
-    def h2d_stream(self) -> Stream:
-        """The stream that copies to the device."""
-        return self.engine.backend.h2d_stream
+    d2h_stream = _reached("backend.d2h_stream", "The stream that copies to the host.")
+    h2d_stream = _reached("backend.h2d_stream", "The stream that copies to the device.")
 
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:
@@ -540,21 +513,15 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             self._pool = HostTensorPool(self.engine.host_pool, self.engine.backend)
         return self._pool
 
-    @property
+    @cached_property
     def cuda_graph_stream(self) -> Stream | None:
         """The stream for graph capture, made at the first call; None without CUDA."""
-        return self._for_graphs()[1]
+        return self.engine.backend.graph_stream()
 
-    @property
+    @cached_property
     def cuda_graph_event(self) -> Event | None:
         """The event between a graph and the copies, made at the first call; None without CUDA."""
-        return self._for_graphs()[2]
-
-    def _for_graphs(self) -> tuple[Backend, Stream | None, Event | None]:
-        backend = self.engine.backend
-        if self._graph is None or self._graph[0] is not backend:
-            self._graph = backend, backend.graph_stream(), backend.graph_event()
-        return self._graph
+        return self.engine.backend.graph_event()
 
     # Chunks in forward
 
@@ -697,13 +664,8 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         self.engine.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        self.engine.__exit__(exc_type, exc, traceback)
+    def __exit__(self, *exception: Any) -> None:
+        self.engine.__exit__(*exception)
 
     def on_save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
         """Record a tensor for the group that was started last; the pack hook.

@@ -1,20 +1,14 @@
 """Layer groups for any ``nn.Module``, chosen by name, with no change to model code.
 
-Owns the mapping from names and patterns to forward hooks. Must not know megatron-core: the named
-groups below are patterns over the module names that its models happen to have.
-
-Two kinds of groups: a *module* (what autograd saves while it runs), and a *span* between two
-modules (what is saved after one has returned and before the other is called), which reaches
-functions that are no modules, such as the activation inside a dense MLP.
-
-Invariant: every hook restores what it found, also where the forward raises.
-Read next: `megatron_offload.engine.boundary`.
+A group is a *module* (what autograd saves while it runs), or a *span* between two (what is saved
+after one has returned and before the other is called), which reaches functions that are no modules.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -25,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.frontends.module_hook import ModuleHook
 
-__all__ = ["ModuleOffload", "offload_modules"]
+__all__ = ["ModuleHook", "ModuleOffload", "offload_modules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +54,29 @@ _NAMED: dict[str, _Modules | _Span] = {
 
 _marked: WeakKeyDictionary[nn.Module, dict[str, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
 """By module and group name, the hooks of the last call that marked it."""
+
+
+class ModuleHook:
+    """A forward hook of one module; its copies, and what is loaded from a file, do nothing.
+
+    A manager and its memory can neither be copied nor saved, and a copy that shared them would be
+    a second model on them that nobody marked. So a copied or saved model has no groups: mark it as
+    any other. Such a file needs nothing of this package to be loaded.
+    """
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    @graph_break
+    def __call__(self, *args: Any) -> None:
+        """Run the hook."""
+        self._hook(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A call that takes anything, does nothing and returns None, and that every Python has.
+        return getattr, (nullcontext(), "__exit__")
 
 
 class ModuleOffload:

@@ -1,10 +1,7 @@
 """Which settings a front door can't follow, and what says the same there.
 
-Owns one table of keys of `OffloadConfig` by front door, and the choice between an argument and the
-key that means the same. Must not know how a front door works. What is not in the table takes
-effect; a manager by hand, `offload_modules`, megatron-core's call sites and the trainer follow all.
-
-Read next: `megatron_offload.config`.
+What is not in the table takes effect; a manager by hand, `offload_modules`, megatron-core's call
+sites and the trainer follow all.
 """
 
 from __future__ import annotations

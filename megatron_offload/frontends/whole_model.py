@@ -1,10 +1,7 @@
 """Offload for any PyTorch model, with one ``with`` and no marks in the model.
 
-Owns `OffloadActivations` and its helpers, under the names that torchtune and TRL gave them. Must
-not know how tensors move. The same jobs, on this engine: what is saved leaves in the order of
-saving and comes back ahead of backward, along the order that the last step took.
-
-Read next: `megatron_offload.engine.automatic`.
+The names are those that torchtune and TRL gave. What is saved leaves in the order of saving and
+comes back ahead of backward, along the order that the last step took.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.frontends.around import AroundForwards
-from megatron_offload.frontends.module_hook import ModuleHook
+from megatron_offload.frontends.modules import ModuleHook
 from megatron_offload.frontends.settings import refuse_unfollowed, settle
 from megatron_offload.memory.host_pool import HostPool
 

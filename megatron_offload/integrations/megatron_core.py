@@ -1,19 +1,8 @@
 """This implementation in the place of megatron-core's own activation offload.
 
-Owns `install` and `uninstall`: every reference to Megatron's module that other modules hold is
-exchanged, whatever was imported first. Must not know the trainer, nor how anything is moved. Needs
-neither TransformerEngine nor ``NVTE_CPU_OFFLOAD_V1``.
-
-Who holds a reference, and how it is reached:
-
-- modules, by ``import`` or ``from ... import X as off_interface``: their namespaces are searched by
-  identity;
-- layers built before `install` (megatron-core 0.17 and later keep the class in
-  ``layer.off_interface``): Megatron's own class has our methods while installed;
-- layers built in between: put back by `uninstall`.
-
-Invariant: `uninstall` restores every object that `install` changed; both may be called twice.
-Read next: `megatron_offload.fine_grained_activation_offload`.
+Every reference to Megatron's module is exchanged, whatever was imported first: in the namespaces of
+modules, by identity; for layers built before `install`, which hold its class, in that class; layers
+built in between are put back by `uninstall`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,7 @@
 """Bridges that let megatron-core's model and schedules run on a CPU over gloo.
 
-Owns one thing: while `cpu_bridges` is open, the name ``torch`` inside megatron-core's own modules
-stands for a view of torch whose "current CUDA device" is the CPU. Of torch itself only one method
-is touched: ``Tensor.cuda()`` returns the tensor, because megatron-core calls it on the tied
-embedding. Must not know the engine or the trainer.
-
-Why a view: megatron-core says ``device="cuda"`` and ``torch.cuda.current_device()`` in its
-schedules, its point-to-point communication, its random-state tracker, its gradient buffers and its
-gradient clipping, at different lines in every version; the name it says it through is the same.
-
-A second, smaller gap is not the CPU's but that of any machine without TransformerEngine:
-`recompute_without_transformer_engine`.
-
-Invariant: leaving a context restores every module to what it was. `cpu_bridges` is used only
-without a CUDA device. Read next: `megatron_offload.train.model`.
+megatron-core asks for CUDA at other lines in every version, always through the name ``torch``. So
+in its own modules that name stands for a view of torch whose current CUDA device is the CPU.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
 """Megatron's MoE dispatch without host waits where expert indices become a multihot map.
 
-Owns one step of megatron-core's flex dispatcher, ``_DeepepManager._indices_to_multihot``, and its
-exchange by `install` and `uninstall`. Must not know the engine: the step gives the same bits with
-and without offload. It is here because only a host that runs ahead issues copies in time.
-
 Megatron's own step selects with boolean masks, whose number of hits is a tensor's shape: the host
-waits for the device three times in forward and once in backward. Here every shape follows from the
-inputs' shapes. The aim, this step without implicit synchronisation and bitwise the same, is that of
-Megatron-LM's pull request 1752.
-
-Invariants: forward and gradient have the bits, shapes and strides of Megatron's own; no operation
-waits for the device, with deterministic algorithms either; `uninstall` puts back exactly what
-`install` found, and both may be called twice. Read next: ``docs/moe.md``.
+waits for the device four times. Here every shape follows from the inputs' shapes, and forward and
+gradient have the bits, shapes and strides of Megatron's own. Only a host that runs ahead issues
+copies in time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Offload under the schedules of ``torch.distributed.pipelining``, with no change to the model.
 
-Owns the hooks on a schedule and its stages. Must not know how tensors move, nor any schedule by
-name: each forward of a stage is a chunk, whatever its order, and backward finds its way back
-through the autograd graph. So schedules that split a backward in two, for inputs and for weights,
-are served like those that don't.
-
-Read next: `megatron_offload.engine.automatic`.
+Each forward of a stage is a chunk, whatever its order, and backward finds its way back through the
+autograd graph. So schedules that split a backward in two are served like those that don't.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Which operation's saved activations go to the host, and which stay: one decision per operation.
 
-Owns `set_activation_offloading` and the marks on tensors, under the names that TransformerEngine
-uses. Must not know how tensors move. Needs no TransformerEngine: an operation is any ``nn.Module``
-that is called, such as TransformerEngine's modules, and its fusible operations, fused or not.
-
-A setting holds for what autograd saves while the module's forward runs. The innermost wins,
-whatever surrounds it. What is recomputed, under ``torch.utils.checkpoint`` or TransformerEngine's
-own, is left to the checkpoint.
-Read next: `megatron_offload.integrations.transformer_engine_fuser`.
+An operation is any ``nn.Module`` that is called, fused or not. Its setting holds for what autograd
+saves while its forward runs; the innermost wins. What is recomputed is left to the checkpoint.
 """
 
 from __future__ import annotations

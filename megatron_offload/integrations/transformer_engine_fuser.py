@@ -1,12 +1,7 @@
 """TransformerEngine's operation fuser: operations that run as one still save each for itself.
 
-Owns three names of its fuser module, which are put back by `uninstall`. Must not know how tensors
-move.
-
-A fused run of operations saves the tensors of all of them at its end, in one list, so that no hook
-can tell whose they are. The fuser knows: each operation has a context with its place in that list.
-Here contexts are noted as they are made, and what is about to be saved gets the setting of the
-operation whose it is. Read next: `megatron_offload.integrations.transformer_engine`.
+A fused run saves the tensors of all its operations at its end, in one list. No hook can tell whose
+they are, but the fuser knows: each operation has a context with its place in that list.
 """
 
 from __future__ import annotations
