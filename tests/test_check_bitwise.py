@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import check_bitwise
-from check_bitwise import first_difference, judge, row_line, settle, summary
+from check_bitwise import judge, settle, summary
 
 from megatron_offload.config import MODULES
 
@@ -134,13 +134,6 @@ def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
     assert reason in capsys.readouterr().err
 
 
-def test_the_first_step_that_differs():
-    steps = [[None, "aa"], ["0x1p0", "bb"], ["0x1p1", "cc"]]
-    assert first_difference(steps, [list(step) for step in steps]) is None
-    assert first_difference(steps, [steps[0], ["0x1p0", "b0"], steps[2]]) == 2
-    assert first_difference(steps, [*steps[:2], ["0x1p2", "cc"]]) == 3
-
-
 def test_a_row_is_as_bad_as_its_worst_rank():
     assert judge(one(), [found(), found()])["status"] == "equal"
     assert judge(one(), [found(), found(first=2)])["status"] == "differs"
@@ -148,14 +141,6 @@ def test_a_row_is_as_bad_as_its_worst_rank():
     assert judge(one(), [found(), found(offloaded=0)])["status"] == "nothing moved"
     row = judge(one(), [found(), found(left={"host bytes": 7})])
     assert (row["status"], row["reason"]) == ("failed", "left behind: {'host bytes': 7}")
-
-
-def test_the_line_of_a_row():
-    row = judge(one(), [found(), found(first=2, moved=2**19)]) | {"seconds": 1.25}
-    expected = "2 fp32 dense layer 16KiB/24KiB 1.2 1 0.5 yes no 2 differs"
-    assert row_line(row).split() == expected.split()
-    failed = {**one(), "status": "failed", "reason": "ValueError: no", "ranks": []}
-    assert row_line(failed).endswith("failed: ValueError: no")
 
 
 def test_only_equal_is_a_yes():

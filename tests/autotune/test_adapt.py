@@ -54,26 +54,10 @@ def test_one_trial_has_room_for_one_more_group(prefetch_bytes):
     assert adaptation.follow(StepObservation(1, 0)) == (120, 2 * group_bytes)
 
 
-def test_what_takes_more_memory_than_wanted_is_taken_back_however_good_it_is():
-    adaptation = Adaptation(START, LEAST, MOST)
-    assert adaptation.follow(StepObservation(7, 0)) != START
-    assert adaptation.follow(StepObservation(0, 0, missed_bytes=1)) == START
-    assert adaptation.best == START
-
-
 def test_what_does_not_help_is_taken_back_and_not_tried_again():
     adaptation, asked = search(lambda d: StepObservation(7, 0))
     assert adaptation.distances == START
     assert len(set(asked)) == 2, "one trial"
-
-
-def test_the_best_is_never_a_trial_that_was_not_seen():
-    adaptation = Adaptation(START, LEAST, MOST)
-    tried = adaptation.follow(StepObservation(7, 0))
-    assert tried != START
-    assert adaptation.best == START
-    adaptation.follow(StepObservation(3, 0))
-    assert adaptation.best == tried
 
 
 def test_waiting_for_copies_to_the_host_delays_the_release():

@@ -96,20 +96,6 @@ def test_between_a_slow_plan_and_a_quick_one_there_may_be_a_better_one():
     assert (check.next, check.best) == (Next.KEEP, 2)
 
 
-@pytest.mark.parametrize(("percents", "verdict"), [((0.6,), Next.GIVE_UP), ((9, 0.1), Next.KEEP)])
-def test_a_plan_that_moves_no_more_than_a_quick_one_is_not_measured(percents, verdict):
-    check = CostCheck(0.5, 1, MOVED)
-    moved_bytes = 0
-    for percent in percents:
-        run_one(check, percent)
-        assert check.next is Next.PLAN
-        if percent != percents[-1]:
-            moved_bytes = check.most_bytes
-            assert check.follow_next_plan(moved_bytes)
-    assert not check.follow_next_plan(moved_bytes)
-    assert check.next is verdict
-
-
 @pytest.mark.parametrize(
     ("limit", "slowdown", "share"),
     [
@@ -144,24 +130,6 @@ def test_first_steps_behind_a_change_do_not_count():
     slow = iter([False] * 8 + [True] + [False] * 99)  # the second plan's first step
     run(check, [3.0, 0.1, 9, 9], lambda percent: 9e9 if next(slow) else exact(percent))
     assert (check.next, check.best) == (Next.KEEP, 1)
-
-
-def test_one_step_that_something_else_delays_changes_nothing():
-    for number in range(2, 8):
-        for true_percent, verdict in ((0.4, Next.KEEP), (0.8, Next.GIVE_UP)):
-            times = iter([4.0 if each % 8 == number else 1.0 for each in range(99)])
-            check = CostCheck(0.5, 3, MOVED)
-
-            def late(percent, times=times):
-                return next(times) * exact(percent)
-
-            if verdict is Next.KEEP:
-                run(check, [true_percent], late)
-                assert check.next is Next.KEEP, number
-            else:
-                for _ in range(8):
-                    check.note(late(true_percent if check.next is Next.WITH else 0.0))
-                assert check.next is Next.PLAN, number
 
 
 def test_noise_is_that_of_the_steps_without_offload():

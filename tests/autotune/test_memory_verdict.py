@@ -39,12 +39,6 @@ def test_what_was_seen_to_miss_is_not_planned_for_again():
     assert check.planned_bytes == ((lower + T) // 2,)
 
 
-def test_close_to_what_missed_it_ends():
-    check = TargetCheck([T], 9)
-    assert check.wants_another([T + 1], [1])
-    assert not check.wants_another([T - 30_000], [1])
-
-
 def test_where_no_plan_can_be_made_less_is_asked_for_down_to_next_to_nothing():
     check = TargetCheck([T, T, T], 9)
     assert check.wants_another([T + 3000, T - 30_000, T], [1, 1, 1])

@@ -88,17 +88,6 @@ def test_a_change_that_misses_the_target_is_taken_back(target_bytes, changes):
     assert correction.distances == (budget.max_inflight_bytes, budget.prefetch_bytes)
 
 
-@pytest.mark.slow
-def test_where_nobody_tells_what_is_reserved_no_target_counts():
-    job, plan = planned_job()
-    job.manager.observers.clear()
-    follow(job, plan, 60_000, 3_200)
-    correct = PlanCorrection(job.manager, 1, 1)
-    while not correct.is_over:
-        with correct.step():
-            job.step()
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(("inflight_share", "cost"), [(0.8, 1.064), (0.95, 1.065)])
 def test_groups_that_come_late_are_fetched_earlier_within_the_same_memory(inflight_share, cost):
@@ -170,24 +159,18 @@ def test_each_pipeline_rank_gets_what_its_first_rank_has_found(monkeypatch):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("keys", "num_steps"),
+    ("settings", "keys", "num_steps"),
     [
-        ({}, 1 + 8),
-        ({"correction_steps": 3}, 1 + 3),
-        ({"correction_steps": 0}, 0),
-        ({"max_inflight_bytes": "1MiB"}, 0),
-        ({"prefetch_bytes": "1MiB"}, 0),
+        ({}, {}, 1 + 8),
+        ({}, {"correction_steps": 3}, 1 + 3),
+        ({}, {"correction_steps": 0}, 0),
+        ({}, {"max_inflight_bytes": "1MiB"}, 0),
+        ({}, {"prefetch_bytes": "1MiB"}, 0),
+        ({"device_target_bytes": 2**30}, {}, 0),
     ],
 )
-def test_what_somebody_has_set_is_not_corrected(keys, num_steps):
-    job = VirtualJob(GBPS).warmed_up()
+def test_what_somebody_has_set_is_not_corrected(settings, keys, num_steps):
+    job = VirtualJob(GBPS, **settings).warmed_up()
     policy = policy_of(measured_steps=0, **keys)
     plan_run(job.manager, job.step, RUN, policy=policy, schedule=SCHEDULE)
     assert len(job.moved_bytes) == 1 + num_steps
-
-
-def test_where_a_target_sets_the_distances_a_plan_does_not():
-    job = VirtualJob(GBPS, device_target_bytes=2**30).warmed_up()
-    policy = policy_of(measured_steps=0)
-    plan_run(job.manager, job.step, RUN, policy=policy, schedule=SCHEDULE)
-    assert len(job.moved_bytes) == 1

@@ -211,18 +211,6 @@ def test_a_plan_that_was_measured_is_not_measured_again(three):
     assert check.plan.ranks[0].measured_peak_bytes == TARGET + 1
 
 
-def test_memory_is_handed_back_between_the_first_step_and_the_second(three):
-    job = WeighedJob(1.0).warmed_up()
-    trims = []
-    trim, job.backend.trim_device = (
-        job.backend.trim_device,
-        lambda: trims.append(len(job.moved_bytes)),
-    )
-    checked(job, [TARGET, TARGET], [three[0]])
-    assert trims == [1]
-    trim()
-
-
 def test_what_either_of_the_two_steps_reserves_counts(three):
     for shares in ([9.0, 1.5, 1.0], [9.0, 1.0, 1.5]):
         job, told = WeighedJob(1.0).warmed_up(), []

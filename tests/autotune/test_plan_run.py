@@ -222,10 +222,6 @@ def test_what_is_kept_is_not_measured_again(cache):
     ]
 
 
-def test_several_gpus_of_a_rank_are_told_to_whoever_plans(cache):
-    assert agreed(GpuJob(3.0), gpus_per_rank=4).gpus_per_rank == 4
-
-
 @pytest.mark.parametrize(
     ("machine", "d2h_gbps", "origin"),
     [

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_peers
 import bench_peers_link
-from bench_peers_link import gbps_of, link_shares, overlap_us
+from bench_peers_link import gbps_of, link_shares
 from bench_peers_modes import MODES, PeakWatch
 from bench_peers_table import COUNTERS, HEAD, is_bitwise, last_loss, returned, rows, table
 from programs import KIB, make_manager, make_model, one_forward_one_backward, run_step
@@ -62,24 +61,6 @@ def failed(mode, status, error, repetition=0):
 
 def report_of(runs):
     return {"date": "today", "command": "this", "shape": "c", "runs": runs, "rows": rows(runs)}
-
-
-def test_shape_c_is_a_pipeline_over_four_gpus():
-    sizes = parse("--shape", "c").sizes
-    expected = {"layers": 16, "hidden": 8192, "seq": 4096, "mbs": 1, "microbatches": 8}
-    expected |= {"pp": 4, "vpp": 2, "vocabulary": 32000, "dtype": "bf16", "heads": 64}
-    assert expected.items() <= sizes.items()
-    assert (sizes["normalization"], sizes["positions"]) == ("RMSNorm", "rope")
-
-
-def test_in_shape_d_copies_take_several_times_as_long_as_compute():
-    sizes = parse("--shape", "d").sizes
-    copies_s = 2 * 32 * sizes["hidden"] / 50e9
-    compute_s = 72 * sizes["hidden"] ** 2 / 600e12
-    assert copies_s > 4 * compute_s
-    tokens = sizes["seq"] * sizes["mbs"]
-    assert 32 * sizes["hidden"] * tokens * sizes["layers"] == 16 * GIB
-    assert copies_s * tokens * sizes["layers"] * sizes["microbatches"] < 2
 
 
 def test_flags_replace_sizes():
@@ -142,11 +123,6 @@ def test_wrong_settings_of_this_package_end_before_anything_starts():
     with pytest.raises(SystemExit, match="mlp_act"):
         bench_peers.check_settings(options)
     bench_peers.check_settings(parse("--shape", "c", "--modes", "ours-all:fraction=0.5"))
-
-
-def test_the_order_alternates():
-    assert bench_peers.order_of([1, 2, 3], 0) == [1, 2, 3]
-    assert bench_peers.order_of([1, 2, 3], 1) == [3, 2, 1]
 
 
 def test_environment_of_the_modes(monkeypatch):
@@ -226,15 +202,6 @@ def test_failures_are_rows_and_never_the_end():
     assert "te: timed out: after 120 s" in text
 
 
-def test_rows_without_a_reference_have_no_ratio():
-    runs = [failed("none", "timed out", "after 1 s"), record("ours-all", entry(0, held=GIB))]
-    _, ours = rows(runs)
-    assert ours["ratio"] is None
-    assert ours["bitwise"] is None
-    assert ours["r_reserved"] is None
-    assert "ours-all" in table(report_of(runs))
-
-
 def test_the_table_shows_counters_and_every_column():
     counters = dict.fromkeys(COUNTERS, 3)
     runs = [record("none", entry(0)), record("ours-five", entry(0, 101.0, held=GIB, **counters))]
@@ -285,29 +252,6 @@ def test_a_hang_is_a_record(tmp_path, monkeypatch):
     assert found["status"] == "timed out"
 
 
-def test_modes_without_pipelines_are_left_out():
-    options = parse("--shape", "c", "--modes", "te")
-    found = bench_peers.run_mode(options, options.specs[0], 0)
-    assert found["status"] == "left out"
-
-
-def test_the_last_line_that_says_something():
-    assert bench_peers.last_line("a\n  b  \n\n") == "b"
-    assert bench_peers.last_line("") == "ended without a word"
-
-
-def test_our_steps_of_warm_up_do_not_count_as_held():
-    mode = MODES["ours"]({"modules": ["mlp_fc1"]})
-    stats = SimpleNamespace(peak_away_bytes=100)
-    mode.manager = SimpleNamespace(reset=lambda: None, last_step=stats)
-    mode.end_step()
-    assert mode.held_bytes == 100
-    mode.begin_measured()
-    for stats.peak_away_bytes in (60, 70, 50):
-        mode.end_step()
-    assert mode.held_bytes == 70
-
-
 def test_other_modes_steps_of_warm_up_do_not_count_as_held():
     mode = MODES["trl"]({})
     mode.count(100)
@@ -352,29 +296,6 @@ def test_copies_are_held_against_the_link_of_one_direction_or_of_both():
     assert shares["d2h"] == pytest.approx((25 + 40) / (50 + 40))
     assert shares["h2d"] == pytest.approx((60 + 15) / (60 + 30))
     assert link_shares([], LINK) == {"d2h": None, "h2d": None}
-
-
-def test_a_copy_that_is_partly_beside_others_is_held_against_both():
-    spans = [
-        copy_span("d2h", 0, 100, 30),
-        copy_span("h2d", 30, 50, 1),
-        copy_span("h2d", 90, 200, 1),
-    ]
-    shares = link_shares(spans, LINK)
-    assert shares["d2h"] == pytest.approx(100 * 30 / (70 * 50 + 30 * 40))
-    assert shares["h2d"] == pytest.approx(130 * 1 / (100 * 60 + 30 * 30))
-
-
-def test_copies_at_the_links_speed_have_a_share_of_one():
-    both = [copy_span("d2h", 0, 100, 40), copy_span("h2d", 0, 100, 30)]
-    alone = [copy_span("d2h", 100, 150, 50), copy_span("h2d", 150, 160, 60)]
-    assert link_shares([*alone, *both], LINK) == pytest.approx({"d2h": 1.0, "h2d": 1.0})
-
-
-def test_overlap_of_two_streams():
-    assert overlap_us([(0, 10), (20, 30)], [(5, 25), (28, 40)]) == 5 + 5 + 2
-    assert overlap_us([(0, 10)], [(10, 20)]) == 0
-    assert overlap_us([], [(0, 1)]) == 0
 
 
 def test_the_link_of_both_directions_counts_while_both_copied():

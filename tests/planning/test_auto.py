@@ -33,21 +33,6 @@ def test_a_plan_is_never_predicted_to_be_slower_than_allowed(percent):
     assert plan.policy == "auto"
 
 
-@pytest.mark.slow
-def test_more_time_never_gives_more_memory():
-    predict = predictor_of(slow_job())
-    peaks = [
-        max(
-            predict(
-                AutoPolicy(predict, percent, SLOW).make_plan(profiles_of(slow_job()))
-            ).peak_bytes
-        )
-        for percent in (0.0, 1.0, 10.0, 1000.0)
-    ]
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[0] > peaks[-1]
-
-
 def test_the_lowest_target_that_is_fast_enough_is_found():
     """With a prediction by a plain rule: below the knee each percent of the range costs 1 %."""
     runs = profiles(ranks=1, microbatches=8, name="gpipe")

@@ -63,13 +63,6 @@ def test_a_higher_target_never_moves_more_and_never_gives_less_room(planner):
     assert all(rank.max_inflight_bytes is None for rank in plans[-1].ranks)
 
 
-def test_later_ranks_move_less_under_one_target(planner):
-    plan = planner.plan((targets(planner, 2)[1],) * 4, "memory_target")
-    moved = [rank.moved_bytes for rank in plan.ranks]
-    assert moved == sorted(moved, reverse=True)
-    assert moved[0] > moved[-1]
-
-
 def test_what_others_keep_a_rank_can_use(planner):
     machine = Machine()
     lowest, _, middle, *_ = targets(planner, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.config import load_yaml, validate
+from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.model_cost import (
     ModelDescription,
@@ -60,12 +60,6 @@ def describe(**changes):
 def test_a_wrong_description_is_refused_by_name(change, said):
     with pytest.raises(ConfigError, match=said):
         describe(**change)
-
-
-def test_a_yaml_file_describes_a_model(tmp_path):
-    path = tmp_path / "model.yaml"
-    path.write_text("".join(f"{key}: {value}\n" for key, value in SHAPE_C.items()))
-    assert validate(ModelDescription, load_yaml(path), str(path)) == describe()
 
 
 def test_weights_are_those_that_the_real_model_counted():

@@ -95,11 +95,3 @@ def test_what_no_profile_can_tell_is_refused():
         job_from_profiles(timed, one_f_one_b(2, 6), MACHINE, (0, 0))
     with pytest.raises(ConfigError, match="splits it"):
         job_from_profiles(timed, zero_bubble_h1(2, 4), MACHINE, (0, 0))
-
-
-def test_gpus_of_one_rank_are_counted():
-    schedule = one_f_one_b(2, 4)
-    job = Job(schedule, (stage(0), stage(1)), (0, 0), MACHINE)
-    for number in (1, 4):
-        again = job_from_profiles(profiles_of(job), schedule, MACHINE, (0, 0), gpus_per_rank=number)
-        assert again.gpus_per_rank == number
