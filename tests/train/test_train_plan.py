@@ -46,14 +46,13 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moves", [False, True])
-def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, moves, tmp_path):
+def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, tmp_path):
     last = steps_of(plain)[-1]
     live_bytes = [rank["peak_live_activation_bytes"] for rank in last["ranks"]]
     target_bytes = int(0.8 * min(live_bytes))
     settings = (OFFLOAD, TARGET, f"offload.policy.target_bytes={target_bytes}")
     settings += ("offload.simulated.d2h_gbps=7.5", "offload.policy.correction_steps=2")
-    settings += (f"run.profile_moves={str(moves).lower()}",)
+    settings += ("run.profile_moves=true",)
     status, errors = train(tmp_path, LONG, *settings)
     assert status == 0, errors
     assert numbers(tmp_path) == numbers(plain)
@@ -70,7 +69,7 @@ def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, moves, tmp_pat
     # With a step that moves something no step takes what it takes without offload.
     peaks = [[rank["peak_live_activation_bytes"] for rank in step["ranks"]] for step in found]
     most_bytes = [max(of_rank) for of_rank in zip(*peaks, strict=True)]
-    assert [most < live for most, live in zip(most_bytes, live_bytes, strict=True)] == [moves] * 2
+    assert all(most < live for most, live in zip(most_bytes, live_bytes, strict=True))
     settled = 3 + 3 * (1 + errors.count("planned again")) + 1 + 2
     assert settled < len(found)
     for pp_rank, rank_plan in enumerate(plan.ranks):
@@ -143,9 +142,6 @@ def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):
     assert "can't be brought under" in errors
     assert not (tmp_path / "plan.json").exists()
     assert load_bandwidths(tmp_path / "bandwidths.json").origin == DEFAULTS
-    (tmp_path / "steps.jsonl").unlink()
-    assert train(tmp_path, "run.steps=1")[0] == 0
-    assert not (tmp_path / "bandwidths.json").exists(), "another run's"
 
 
 @pytest.mark.parametrize(

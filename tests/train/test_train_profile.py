@@ -62,13 +62,6 @@ def test_a_profiled_step_may_move_and_the_page_leaves_it_out(train, tmp_path):
     assert profile.offloaded_bytes == json.loads(lines[1])["offloaded_bytes"] > 0
 
 
-def test_a_new_run_leaves_no_profile_of_an_earlier_one(train, tmp_path):
-    for name in ("profile_0.json", "profile_7.json", "profile_x.json"):
-        (tmp_path / name).write_text("old")
-    train(tmp_path, "run.steps=1")
-    assert [path.name for path in tmp_path.glob("profile_*")] == ["profile_x.json"]
-
-
 @pytest.mark.slow
 def test_a_run_that_ends_before_its_plan_is_measured_says_so(train, tmp_path, capsys):
     policy = ("offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")

@@ -42,15 +42,17 @@ def test_a_short_run_traces_its_last_step(train, tmp_path):
     assert trace.summary().num_bytes["d2h"] == last["offloaded_bytes"] > 0
 
 
-def test_a_new_run_leaves_no_timeline_of_an_earlier_one(train, tmp_path):
-    for name in ("trace_0.json", "trace_7.json"):
+def test_a_new_run_leaves_nothing_of_an_earlier_one(train, tmp_path):
+    mine = ("profile_x.json", "trace_x.json")
+    earlier = ("profile_0.json", "profile_7.json", "trace_0.json", "bandwidths.json")
+    for name in (*earlier, *mine):
         (tmp_path / name).write_text("old")
-    (tmp_path / "trace_x.json").write_text("mine")
-    train(tmp_path, "run.steps=1")
-    assert sorted(x.name for x in tmp_path.glob("trace_*")) == ["trace_x.json"]
-
-
-def test_facts_and_settings_are_left_without_offload_too(train, tmp_path):
     train(tmp_path, "run.steps=1", "offload.enabled=false")
-    assert (tmp_path / "run.json").exists()
-    assert (tmp_path / "config.yaml").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "config.yaml",
+        "profile_x.json",
+        "run.json",
+        "steps.jsonl",
+        "trace_x.json",
+    ]
