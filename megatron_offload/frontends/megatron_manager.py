@@ -175,13 +175,9 @@ class ChunkOffloadHandler:
         return tensor
 
     def tensor_push(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
-        """Record a tensor for the group that was started last; the pack hook.
+        """Record an activation for the open group that was started last; the pack hook.
 
-        Returns:
-            The record; the tensor itself where it is not an activation on this device.
-
-        Raises:
-            StateError: no group is open.
+        What is no activation on this device is returned as it is.
         """
         if type(tensor) is not torch.Tensor or not self.manager.backend.owns(tensor):
             return tensor
@@ -202,13 +198,10 @@ class ChunkOffloadHandler:
         return self.chunk.start_group(name or "") if self.manager.engine.records() else None
 
     def on_group_commit_forward(self, *args: Any, **kwargs: Any) -> OffloadGroup | None:
-        """Close a group and issue its copies, if the policy moves it.
+        """Close a group and issue its copies, if the policy moves it; None where none is open.
 
         Call forms: ``(forced_released_tensors)``, which closes the group that was started last, and
         ``(name, forced_released_tensors)``.
-
-        Returns:
-            The group; None where nothing is recorded or no such group is open.
         """
         found = read_arguments("on_group_commit_forward", args, kwargs)
         return self.commit(found.get("name"), found["forced_released_tensors"] or ())
@@ -232,20 +225,13 @@ class ChunkOffloadHandler:
         raise StateError(f"{wanted} of this chunk must be open: call on_group_start_forward first")
 
     def should_bulk_offload(self, group: OffloadGroup | None = None) -> bool:
-        """Whether the policy would move an open group if it ended now; by default the newest.
-
-        Raises:
-            StateError: it is not open.
-        """
+        """Whether the policy would move an open group if it ended now; by default the newest."""
         return self.manager.engine.would_offload(self._pending(group))
 
     def bulk_offload(self, *args: Any, **kwargs: Any) -> None:
-        """Close a group, and issue its copies if `should_bulk_offload`.
+        """Close a group, which must be open, and issue its copies if `should_bulk_offload`.
 
         Call forms are those of `on_group_commit_forward`.
-
-        Raises:
-            StateError: no such group is open.
         """
         found = read_arguments("bulk_offload", args, kwargs)
         group = self._pending(name=found.get("name"))
@@ -253,11 +239,7 @@ class ChunkOffloadHandler:
         self.manager.engine.commit(group, found["forced_released_tensors"] or ())
 
     def bulk_offload_group(self, group_to_offload: OffloadGroup | None = None) -> None:
-        """Close a group and issue its copies, whatever the policy says; by default the newest.
-
-        Raises:
-            StateError: it is not open.
-        """
+        """Close an open group and move it, whatever the policy says; by default the newest."""
         group = self._pending(group_to_offload)
         self.chunk.open_groups.remove(group)
         self.manager.engine.commit(group, must_move=True)
@@ -265,11 +247,7 @@ class ChunkOffloadHandler:
     # Backward
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Backward needs a group's data: of the groups of this name that wait, the newest.
-
-        Raises:
-            StateError: no group of this name waits for its backward.
-        """
+        """Backward needs a group's data: of the groups of this name that wait, the newest."""
         for group in self._waiting():
             if group.name == name:
                 self._in_backward.append(group)
@@ -279,11 +257,7 @@ class ChunkOffloadHandler:
         raise StateError(f"no group {name!r} of this chunk waits for its backward")
 
     def on_group_start_backward(self) -> None:
-        """Backward has left the group that it entered last.
-
-        Raises:
-            StateError: `on_group_commit_backward` was not called before.
-        """
+        """Backward has left the group that `on_group_commit_backward` entered last."""
         if not self._in_backward:
             raise StateError("no group's backward is under way: call on_group_commit_backward")
         self.manager.engine.leave_backward(self._in_backward.pop())
@@ -303,11 +277,7 @@ class ChunkOffloadHandler:
         return next((group for group in self._waiting() if group.state in away), None)
 
     def bulk_reload_group(self) -> None:
-        """Bring back the next group in the order of backwards, which is that of commits reversed.
-
-        Raises:
-            StateError: none of this chunk is away.
-        """
+        """Bring back the group of this chunk that backward needs next: the newest that is away."""
         group = self._next_to_reload()
         if group is None:
             raise StateError("no group of this chunk is on the host")
@@ -319,10 +289,7 @@ class ChunkOffloadHandler:
             self.bulk_reload_group()
 
     def bulk_reload(self) -> None:
-        """Bring back the next group: of this chunk, else of the chunk whose backward is next.
-
-        The latter only where its forward is over.
-        """
+        """Bring back the next group of this chunk, else of the next one whose forward is over."""
         if self._next_to_reload() is not None:
             self.bulk_reload_group()
             return
@@ -367,14 +334,7 @@ class ChunkOffloadHandler:
         return self.chunk.groups[self._first :]
 
     def find_next_group(self, name: str | None = None) -> OffloadGroup | None:
-        """Return the group of this name that the last pass had next, or None.
-
-        Args:
-            name: a group's name.
-
-        Raises:
-            ValueError: no name is given.
-        """
+        """Return the group of this name that the last pass had next, or None."""
         if name is None:
             raise ValueError("find_next_group needs a group's name")
         position, names = 0, [group.name for group in self._last_pass]
@@ -386,8 +346,7 @@ class ChunkOffloadHandler:
     def finish_all_groups(self, name: str | None = None) -> bool:
         """Whether this pass has nothing left to do: no group open, away, or (of ``name``) to come.
 
-        Raises:
-            ValueError: no name is given, and there is a group open or away, or none was started.
+        The name may be left out where nothing is open or away.
         """
         is_busy = bool(self.chunk.open_groups) or self._next_to_reload() is not None
         return (bool(self._this_pass()) and not is_busy) or self.find_next_group(name) is None
@@ -625,14 +584,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         return next((h for h in self._order.queue if not h.is_empty_chunk(name)), None)
 
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
-        """Make the next queued chunk with a group (of this name) the current one of backward.
-
-        Returns:
-            That chunk, which `cur_backward_chunk` returns from here on.
-
-        Raises:
-            StateError: none is queued.
-        """
+        """Make the next queued chunk with a group (of this name) the current one of backward."""
         queue = self._order.queue
         while queue:
             handler = queue.popleft()
@@ -668,11 +620,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         self.engine.__exit__(*exception)
 
     def on_save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
-        """Record a tensor for the group that was started last; the pack hook.
-
-        Raises:
-            StateError: no group is open.
-        """
+        """Record a tensor for the open group that was started last; the pack hook."""
         chunk = self.engine.cur_forward_chunk()
         if chunk is None or not chunk.open_groups:
             raise StateError("on_save_for_backward outside a group: call group_start first")

@@ -111,11 +111,7 @@ class _Exchange:
                 self._exchanged.replace(self._interface, name, member)
 
     def _opt_out_discarded_outputs(self) -> None:
-        """Keep the outputs of ``CheckpointWithoutOutput`` on the device.
-
-        Megatron empties their storage in place after the forward and fills it again before the
-        backward, so a copy to the host would be for nothing.
-        """
+        """Keep the outputs of ``CheckpointWithoutOutput``, which Megatron empties in place."""
         from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
         theirs = CheckpointWithoutOutput.checkpoint
