@@ -11,6 +11,7 @@ import torch
 import megatron_offload
 from megatron_offload import fine_grained_activation_offload as facade
 from megatron_offload.config import OffloadConfig
+from megatron_offload.core.units import format_bytes
 from megatron_offload.engine import manager as engine_manager
 from megatron_offload.engine.group import GroupState
 from megatron_offload.errors import StateError
@@ -742,7 +743,7 @@ def test_the_callback_after_warm_up_learns_and_prints(manager, x, weight, capsys
     text = capsys.readouterr().out
     assert "mlp" in text
     assert manager.last_profile is not None
-    assert f"{manager.offload_summary_bytes['mlp'] / 2**20:.2f}" in text
+    assert format_bytes(manager.offload_summary_bytes["mlp"], 2) in text
     begin(manager)
     y = layer(x, weight)
     profile = manager.last_profile

@@ -202,11 +202,7 @@ class StepTrace:
 
     @staticmethod
     def read(path: str | Path) -> StepTrace:
-        """Read the trace of a single rank back.
-
-        Raises:
-            ValueError: the file holds none, or several: `read_traces` reads those.
-        """
+        """Read the trace of a single rank back; ValueError where a file holds none, or several."""
         traces = read_traces(path)
         if len(traces) != 1:
             raise ValueError(f"{path} holds the traces of {len(traces)} ranks, not of one")

@@ -30,6 +30,16 @@ _FREE_SHARE = 0.9
 
 _MEASURE = "measure it: leave out --no-bandwidth"
 
+_SLOW = (
+    "see the findings on memory nodes and IOMMU, whether a link on the way is narrower or a switch "
+    "shares it (lspci -vv), whether something else copies, and, in a virtual machine, how its "
+    "memory is placed"
+)
+
+_NARROW = (
+    "see that the GPU sits firmly in a slot of that width, and what riser, BIOS and board allow"
+)
+
 _NO_CUDA = (
     "install a PyTorch that is built for CUDA; see that the driver is loaded (nvidia-smi), that "
     "CUDA_VISIBLE_DEVICES hides nothing, and that a container was started with its GPUs"
@@ -73,34 +83,22 @@ def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Fin
         rates: what was measured.
     """
     title = f"GPU {index}: link"
-    if path is None:
-        found = "the driver doesn't show it"
-        if rates is None:
-            return Finding("note", title, f"unknown: {found}", _MEASURE)
-        return Finding("ok", title, f"{_alone(rates)}; {found}")
     if rates is None:
+        if path is None:
+            return Finding("note", title, "unknown: the driver doesn't show it", _MEASURE)
         if path.now == path.most:
             return Finding("ok", title, str(path.now))
         return Finding("note", title, f"{path.now} of {path.most} while idle", _MEASURE)
-    slower_gbps = min(rates.d2h_gbps, rates.h2d_gbps)
-    if slower_gbps >= _GOOD_SHARE * path.most.gbps:
-        return Finding("ok", title, f"{_alone(rates)}, of {path.most}")
+    alone = f"{rates.d2h_gbps:.1f} GB/s to the host, {rates.h2d_gbps:.1f} back"
+    if path is None:
+        return Finding("ok", title, f"{alone}; the driver doesn't show it")
+    if min(rates.d2h_gbps, rates.h2d_gbps) >= _GOOD_SHARE * path.most.gbps:
+        return Finding("ok", title, f"{alone}, of {path.most}")
+    found, advice = f"{alone}, of {path.now}", _SLOW
     if path.now.gbps < path.most.gbps:
-        return Finding(
-            "warning",
-            title,
-            f"{_alone(rates)}; the link runs as {path.now}, and the GPU could do {path.most}",
-            "see that the GPU sits firmly in a slot of that width, and what riser, BIOS and board "
-            "allow",
-        )
-    return Finding(
-        "warning",
-        title,
-        f"{_alone(rates)}, of {path.now}",
-        "see the findings on memory nodes and IOMMU, whether a link on the way is narrower or a "
-        "switch shares it (lspci -vv), whether something else copies, and, in a virtual machine, "
-        "how its memory is placed",
-    )
+        found = f"{alone}; the link runs as {path.now}, and the GPU could do {path.most}"
+        advice = _NARROW
+    return Finding("warning", title, found, advice)
 
 
 def check_node_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
@@ -133,16 +131,10 @@ def check_iommu(index: int, address: str | None, *, root: Path = Path("/")) -> F
         return Finding("note", title, "unknown")
     kind = read_kernel_text(root / "sys/bus/pci/devices" / address / "iommu_group/type").strip()
     if kind.startswith("DMA"):
+        found = f"it translates this GPU's addresses (domain type {kind[:20]!r})"
         return Finding(
-            "note",
-            title,
-            f"it translates this GPU's addresses (domain type {kind[:20]!r})",
-            "where copies stay below their link, boot with iommu=pt",
+            "note", title, found, "where copies stay below their link, boot with iommu=pt"
         )
     if kind == "identity":
         return Finding("ok", title, "addresses pass through it")
     return Finding("ok", title, "none is shown")
-
-
-def _alone(rates: CopyRates) -> str:
-    return f"{rates.d2h_gbps:.1f} GB/s to the host, {rates.h2d_gbps:.1f} back"

@@ -51,43 +51,32 @@ def check_memory_node(
         return Finding("ok", title, "the machine has one")
     node = node_of_device(address, sysfs=root / "sys")
     if node is None:
-        return Finding(
-            "note",
-            title,
-            f"unknown; the machine has {len(nodes) or 'an unknown number'}",
-            "bind each rank to the node next to its GPU (numactl, nvidia-smi topo -m)",
-        )
+        found = f"unknown; the machine has {len(nodes) or 'an unknown number'}"
+        advice = "bind each rank to the node next to its GPU (numactl, nvidia-smi topo -m)"
+        return Finding("note", title, found, advice)
     status = read_kernel_text(root / "proc/self/status")
     allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)
     memory_nodes = read_members(allowed[1] if allowed else "")
     if memory_nodes and node not in memory_nodes:
-        return Finding(
-            "warning",
-            title,
-            f"node {node} is next to it, and this process may only use {sorted(memory_nodes)}",
-            f"give the job memory of node {node} (its cpuset, or the container's --cpuset-mems)",
-        )
+        found = f"node {node} is next to it, and this process may only use {sorted(memory_nodes)}"
+        advice = f"give the job memory of node {node} (its cpuset, the container's --cpuset-mems)"
+        return Finding("warning", title, found, advice)
     near_cpus = read_members(read_kernel_text(root / f"sys/devices/system/node/node{node}/cpulist"))
     own_cpus = frozenset(psutil.Process().cpu_affinity())
     is_far = bool(near_cpus) and not near_cpus & own_cpus
-    is_near = own_cpus <= near_cpus
-    if is_near or (may_place or may_place_pages)(node):
-        if is_far:
-            return Finding(
-                "note",
-                title,
-                f"pinned memory comes from node {node}, but no CPU of this process is there",
-                "launches take longer from afar: bind the rank (numactl --cpunodebind)",
-            )
-        return Finding("ok", title, f"{node}, where pinned memory comes from")
-    return Finding(
-        "warning" if is_far else "note",
-        title,
+    if own_cpus <= near_cpus or (may_place or may_place_pages)(node):
+        if not is_far:
+            return Finding("ok", title, f"{node}, where pinned memory comes from")
+        found = f"pinned memory comes from node {node}, but no CPU of this process is there"
+        advice = "launches take longer from afar: bind the rank (numactl --cpunodebind)"
+        return Finding("note", title, found, advice)
+    found = (
         f"{node}; the kernel refuses mbind(2), so memory comes from where the process happens to "
-        + ("run, which is not there" if is_far else "run"),
-        f"bind the rank (numactl --cpunodebind={node}), or let the container place memory "
-        "(--cap-add SYS_NICE)",
     )
+    found += "run, which is not there" if is_far else "run"
+    advice = f"bind the rank (numactl --cpunodebind={node}), or let the container place memory "
+    advice += "(--cap-add SYS_NICE)"
+    return Finding("warning" if is_far else "note", title, found, advice)
 
 
 def may_place_pages(node: int) -> bool:
@@ -115,41 +104,29 @@ def check_host_memory(
     found = f"{format_bytes(cap_bytes)} may be pinned by "
     found += f"each of {num_ranks} ranks" if num_ranks > 1 else "one rank"
     found += f" ({share:.0%} of what is free)"
-    if cap_bytes < slab_bytes:
-        return Finding(
-            "warning",
-            "host memory",
-            f"{found}, less than one slab of {format_bytes(slab_bytes)}",
-            "free memory, raise the control group's limit (the container's --memory), or set "
-            "host_memory_bytes; over it, tensors stay on the device",
-        )
-    return Finding("ok", "host memory", found)
+    if cap_bytes >= slab_bytes:
+        return Finding("ok", "host memory", found)
+    found += f", less than one slab of {format_bytes(slab_bytes)}"
+    advice = "free memory, raise the control group's limit (the container's --memory), or set "
+    advice += "host_memory_bytes; over it, tensors stay on the device"
+    return Finding("warning", "host memory", found, advice)
 
 
 def check_memlock(limit_bytes: int | None) -> Finding:
-    """Say what the limit of locked memory is, and for whom it counts.
-
-    Args:
-        limit_bytes: the soft RLIMIT_MEMLOCK; None for no limit.
-    """
+    """Say what the limit of locked memory is (soft RLIMIT_MEMLOCK; None for none), and for whom."""
+    title = "locked memory (RLIMIT_MEMLOCK)"
     if limit_bytes is None:
-        return Finding("ok", "locked memory (RLIMIT_MEMLOCK)", "no limit")
-    return Finding(
-        "note",
-        "locked memory (RLIMIT_MEMLOCK)",
-        format_bytes(limit_bytes),
-        "CUDA doesn't count what it pins, but RDMA does: ulimit -l unlimited (the container's "
-        "--ulimit memlock=-1)",
-    )
+        return Finding("ok", title, "no limit")
+    advice = "CUDA doesn't count what it pins, but RDMA does: ulimit -l unlimited (the container's "
+    advice += "--ulimit memlock=-1)"
+    return Finding("note", title, format_bytes(limit_bytes), advice)
 
 
 def check_swap() -> Finding:
     """Say whether the machine swaps: pinned memory stays, so that others' goes."""
     used_bytes = psutil.swap_memory().used
     found = f"{format_bytes(used_bytes)} in use"
-    if used_bytes > _MUCH_SWAP_BYTES:
-        advice = (
-            "pinned memory pushes others out: lower host_memory_share, or see who needs so much"
-        )
-        return Finding("note", "swap", found, advice)
-    return Finding("ok", "swap", found)
+    if used_bytes <= _MUCH_SWAP_BYTES:
+        return Finding("ok", "swap", found)
+    advice = "pinned memory pushes others out: lower host_memory_share, or see who needs so much"
+    return Finding("note", "swap", found, advice)

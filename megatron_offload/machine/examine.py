@@ -159,15 +159,17 @@ def _look_at(
     index: int, device: DeviceInfo, measured: GpuProfile | None, num_gpus: int, root: Path
 ) -> list[Finding]:
     address = device.pci_address
-    findings = [check_copy_engines(index, device)]
     if measured is None:
-        findings.append(check_link(index, read_pci_path(address), None))
+        copies = [check_link(index, read_pci_path(address), None)]
     else:
-        findings.append(check_link(index, measured.pci, measured.rates))
-        findings.append(check_node_rates(index, measured.rates, num_gpus))
-    findings.append(check_memory_node(index, address, root=root))
-    findings.append(check_iommu(index, address, root=root))
-    return findings
+        copies = [check_link(index, measured.pci, measured.rates)]
+        copies.append(check_node_rates(index, measured.rates, num_gpus))
+    return [
+        check_copy_engines(index, device),
+        *copies,
+        check_memory_node(index, address, root=root),
+        check_iommu(index, address, root=root),
+    ]
 
 
 def _memlock_bytes() -> int | None:

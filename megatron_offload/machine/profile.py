@@ -17,10 +17,10 @@ from typing import Annotated, Literal
 import platformdirs
 from pydantic import AwareDatetime, Field, model_validator
 
-from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.kernel import read_kernel_text
-from megatron_offload.files.text import read_json, replace_text
+from megatron_offload.files.strict_model import StrictModel, read_model
+from megatron_offload.files.text import replace_text
 from megatron_offload.machine.pci import PciPath, driver_version
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "GpuProfile",
     "MachineIdentity",
     "MachineProfile",
-    "cache_folder",
     "identify",
     "load_profile",
     "profile_path",
@@ -141,14 +140,10 @@ def identify(
     )
 
 
-def cache_folder() -> Path:
-    """Return the user's own folder for what can be measured again (XDG's rules on Linux)."""
-    return platformdirs.user_cache_path("megatron-offload", appauthor=False)
-
-
 def profile_path(identity: MachineIdentity, folder: Path | None = None) -> Path:
     """Return where the profile of a machine is kept; ``folder`` as for `load_profile`."""
-    return (folder or cache_folder()) / f"machine-{identity.fingerprint}.json"
+    folder = folder or platformdirs.user_cache_path("megatron-offload", appauthor=False)
+    return folder / f"machine-{identity.fingerprint}.json"
 
 
 def load_profile(identity: MachineIdentity, folder: Path | None = None) -> MachineProfile | None:
@@ -158,7 +153,7 @@ def load_profile(identity: MachineIdentity, folder: Path | None = None) -> Machi
 
     Args:
         identity: the machine as it is now.
-        folder: where profiles are kept; None takes `cache_folder`.
+        folder: where profiles are kept; None takes the user's cache folder (XDG's rules on Linux).
     """
     path = profile_path(identity, folder)
     if not os.path.exists(path):
@@ -175,15 +170,8 @@ def load_profile(identity: MachineIdentity, folder: Path | None = None) -> Machi
 
 
 def read_profile(path: Path) -> MachineProfile:
-    """Read a profile.
-
-    Raises:
-        ConfigError: it is missing, or is not one.
-    """
-    data = read_json(path, limit_bytes=_MAX_PROFILE_BYTES)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} is no machine profile: it holds a {type(data).__name__}")
-    return validate(MachineProfile, data, str(path))
+    """Read a profile; ConfigError where it is missing, or is not one."""
+    return read_model(MachineProfile, path, limit_bytes=_MAX_PROFILE_BYTES)
 
 
 def save_profile(profile: MachineProfile, folder: Path | None = None) -> Path:

@@ -1,11 +1,7 @@
-r"""The one console that all output for people goes through, and the tables made for it.
+"""The one console that all output for people goes through, and the tables made for it.
 
-Owns how text and tables look in a terminal, a pipe and a file. Must not know what is printed.
-
-Invariants: nothing is cut off; no text is taken for markup; control characters, which a terminal
-would obey, are written out, as ``\x1b``, wherever the text came from (a group's name, a path).
-Text goes to the console as a string: `rich.text.Text` is for words of this package alone.
-Read next: `megatron_offload.report.summary`.
+Nothing is cut off and no text is taken for markup. Control characters, which a terminal would obey,
+are written out, wherever the text came from. `rich.text.Text` is for words of this package alone.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.table import Table
 
+from megatron_offload.core.units import format_bytes
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.report.console import console, plain_table
 
@@ -19,7 +20,7 @@ def print_offload_summary_table(
     local_duplicate_summary: Mapping[str, int] | None = None,
     process_group: Any = None,
 ) -> None:
-    """Print one line for each rank and one column for each group name, in MiB, on the first rank.
+    """Print one line for each rank and one column for each group name, on the first rank.
 
     Collective over ``process_group`` where torch.distributed runs; without it this process stands
     alone.
@@ -35,9 +36,9 @@ def print_offload_summary_table(
     if len(everyone) > 1 and dist.get_rank(process_group) != 0:
         return
     out = console()
-    out.print(_bytes_table("Activations offloaded (MiB)", [entry[0] for entry in everyone]))
+    out.print(_bytes_table("Activations offloaded", [entry[0] for entry in everyone]))
     if any(entry[1] for entry in everyone):
-        title = "Shared with another group, moved once (MiB)"
+        title = "Shared with another group, moved once"
         out.print(_bytes_table(title, [entry[1] for entry in everyone]))
 
 
@@ -47,5 +48,5 @@ def _bytes_table(title: str, ranks: Sequence[Mapping[str, int]]) -> Table:
     sums = {name: sum(rank.get(name, 0) for rank in ranks) for name in names}
     for label, row in [*((str(i), rank) for i, rank in enumerate(ranks)), ("all", sums)]:
         cells = [*(row.get(name, 0) for name in names), sum(row.values())]
-        table.add_row(label, *(f"{num_bytes / 2**20:.2f}" for num_bytes in cells))
+        table.add_row(label, *(format_bytes(num_bytes, 2) for num_bytes in cells))
     return table

@@ -1,11 +1,4 @@
-"""Tables about what moved: per rank, per group, and two runs side by side.
-
-Owns pure formatting with rich, from plain mappings and numbers. Must not know torch, the engine or
-the trainer.
-
-Invariant: nothing here computes a statistic that its input does not hold, sums and ratios apart.
-Read next: `megatron_offload.report.plots`.
-"""
+"""Tables about what moved: per rank, per group, and two runs side by side."""
 
 from __future__ import annotations
 
@@ -30,31 +23,14 @@ def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return one line for each rank.
 
     Args:
-        ranks: mappings with ``rank``, ``pp_rank``, ``dp_rank``, ``offloaded_bytes``,
-            ``reloaded_bytes``, ``num_late_reloads``, ``peak_live_activation_bytes``,
-            ``peak_host_bytes``, and on a GPU ``peak_allocated_bytes`` and ``peak_reserved_bytes``.
+        ranks: mappings with the keys of `_RANK`, and on a GPU of `_GPU`.
         title: stands above the table.
     """
     on_gpu = any(rank.get("peak_reserved_bytes") is not None for rank in ranks)
-    columns = ["rank", "pp", "dp", "offloaded", "reloaded", "late", "peak live saved", "host"]
-    table = plain_table(title, columns + (["peak allocated", "peak reserved"] if on_gpu else []))
+    columns = _RANK | _GPU if on_gpu else _RANK
+    table = plain_table(title, list(columns))
     for rank in ranks:
-        cells = [
-            str(rank["rank"]),
-            str(rank["pp_rank"]),
-            str(rank["dp_rank"]),
-            format_bytes(rank["offloaded_bytes"]),
-            format_bytes(rank["reloaded_bytes"]),
-            str(rank["num_late_reloads"]),
-            format_bytes(rank["peak_live_activation_bytes"]),
-            format_bytes(rank["peak_host_bytes"]),
-        ]
-        if on_gpu:
-            cells += [
-                format_bytes(rank["peak_allocated_bytes"]),
-                format_bytes(rank["peak_reserved_bytes"]),
-            ]
-        table.add_row(*cells)
+        table.add_row(*_cells(rank, columns))
     return table
 
 
@@ -62,25 +38,14 @@ def group_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return one line for each group name on each rank.
 
     Args:
-        ranks: mappings with ``rank`` and ``groups``: a sequence of mappings with ``name``,
-            ``num_groups``, ``offloaded_bytes``, ``reloaded_bytes``, ``kept_bytes`` and
-            ``num_late_reloads``.
+        ranks: mappings with ``rank`` and ``groups``: a sequence of mappings with the keys of
+            `_GROUP`.
         title: stands above the table.
     """
-    table = plain_table(
-        title, ["rank", "group", "groups", "offloaded", "reloaded", "kept", "late"], 2
-    )
+    table = plain_table(title, ["rank", *_GROUP], 2)
     for rank in ranks:
         for group in rank["groups"]:
-            table.add_row(
-                str(rank["rank"]),
-                str(group["name"]),
-                str(group["num_groups"]),
-                format_bytes(group["offloaded_bytes"]),
-                format_bytes(group["reloaded_bytes"]),
-                format_bytes(group["kept_bytes"]),
-                str(group["num_late_reloads"]),
-            )
+            table.add_row(str(rank["rank"]), *_cells(group, _GROUP))
     return table
 
 
@@ -124,3 +89,31 @@ def memory_table(
             cells += [format_bytes(plain[key]), format_bytes(moved[key]), ratio]
         table.add_row(*cells)
     return table
+
+
+_RANK = {
+    "rank": "rank",
+    "pp": "pp_rank",
+    "dp": "dp_rank",
+    "offloaded": "offloaded_bytes",
+    "reloaded": "reloaded_bytes",
+    "late": "num_late_reloads",
+    "peak live saved": "peak_live_activation_bytes",
+    "host": "peak_host_bytes",
+}
+_GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
+_GROUP = {
+    "group": "name",
+    "groups": "num_groups",
+    "offloaded": "offloaded_bytes",
+    "reloaded": "reloaded_bytes",
+    "kept": "kept_bytes",
+    "late": "num_late_reloads",
+}
+
+
+def _cells(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
+    return [
+        format_bytes(row[key]) if key.endswith("_bytes") else str(row[key])
+        for key in columns.values()
+    ]

@@ -1,10 +1,6 @@
-"""What a run costs in memory and in time, beside what other settings would: the trade-off curve.
+"""What a run costs in memory and in time, beside other settings: the trade-off curve, and its file.
 
-Owns `TradeOffPoint`, its frontier, and the file that holds such points. Must not know who measures
-or predicts them.
-
-Invariant: all points of a file are against one reference, the same job without offload. Read next:
-`megatron_offload.report.plots` and `megatron_offload.report.html`, which draw them.
+All points of a file are against one reference, the same job without offload.
 """
 
 from __future__ import annotations
@@ -16,9 +12,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_offload.config import StrictModel, validate
-from megatron_offload.errors import ConfigError
-from megatron_offload.files.text import read_json, replace_text
+from megatron_offload.files.strict_model import StrictModel, read_model
+from megatron_offload.files.text import replace_text
 
 __all__ = ["TradeOff", "TradeOffPoint", "frontier", "read_tradeoff", "write_tradeoff"]
 
@@ -75,15 +70,8 @@ def frontier(points: Iterable[TradeOffPoint]) -> list[TradeOffPoint]:
 
 
 def read_tradeoff(path: str | Path) -> TradeOff:
-    """Read what `write_tradeoff` wrote.
-
-    Raises:
-        ConfigError: the file can't be read, or holds something else.
-    """
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping, got a {type(data).__name__}")
-    return validate(TradeOff, data, str(path))
+    """Read what `write_tradeoff` wrote; ConfigError where there is something else, or nothing."""
+    return read_model(TradeOff, Path(path))
 
 
 def write_tradeoff(path: str | Path, memory: str, points: Sequence[TradeOffPoint]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch.multiprocessing as mp
 from fake_gpus import FakeGpu, copy_little
 
+from megatron_offload.machine import profile
 from megatron_offload.machine.agreement import agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.profile import read_profile
@@ -59,12 +60,12 @@ def test_memory_that_the_allocator_had_cached_stays_there(agree):
 
 
 @pytest.mark.parametrize("change", ["GPU", "driver"])
-def test_another_machine_than_the_one_that_was_measured_is_measured(agree, tmp_path, change):
+def test_another_machine_than_the_one_that_was_measured_is_measured(
+    agree, tmp_path, change, monkeypatch
+):
     agree(FakeGpu())
     if change == "driver":
-        file = tmp_path / "proc/driver/nvidia/version"
-        file.parent.mkdir(parents=True)
-        file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54  Tue Mar  5\n")
+        monkeypatch.setattr(profile, "driver_version", lambda: "535.54")
     gpu = FakeGpu(bus="5e" if change == "GPU" else "3b")
     assert agree(gpu).is_new
     assert gpu.num_copies > 0

@@ -134,7 +134,7 @@ def with_rate(value):
     [
         (lambda data: "", "not plain JSON"),
         (lambda data: json.dumps(data)[:-9], "not plain JSON"),
-        (lambda data: "[]", "no machine profile: it holds a list"),
+        (lambda data: "[]", "must hold a mapping of keys to values, got a list"),
         (lambda data: "[" * 10_000, "JSON|nested"),
         (lambda data: " " * (1 << 20), "more than 262144 bytes"),
         (changed(version=1), "'version'"),

@@ -56,8 +56,8 @@ def test_the_summary_of_many_groups_is_whole_in_a_pipe(capfd):
     text = capfd.readouterr().out
     assert text.isascii()
     assert "\x1b" not in text
-    assert text.count("307.00") == 2 * len(NAMES)
-    assert text.count("2763.00") == 2
+    assert text.count("307.00 MiB") == 2 * len(NAMES)
+    assert text.count("2.70 GiB") == 2
     assert all(name in text for name in NAMES)
 
 
