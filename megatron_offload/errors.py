@@ -83,19 +83,13 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest valid name, or the list of all of them.
 
     Of very many names, those are looked at that begin like ``name``, and the first are listed.
-
-    Args:
-        name: what the user wrote.
-        valid: the names that would have been right.
     """
     names = sorted({str(v) for v in valid})
-    near = names
-    if len(names) > _MOST_COMPARED:
-        first = max(0, bisect.bisect(names, name) - _MOST_COMPARED // 2)
-        near = names[first : first + _MOST_COMPARED]
+    first = max(0, bisect.bisect(names, name) - _MOST_COMPARED // 2)
+    near = names[first : first + _MOST_COMPARED] if len(names) > _MOST_COMPARED else names
     # Comparing takes the product of both lengths.
-    compared = [one for one in near if max(len(one), len(name)) <= _LONGEST_COMPARED]
-    nearest = difflib.get_close_matches(name, compared, n=1, cutoff=0.5)
+    compared = [one[:_LONGEST_COMPARED] for one in near]
+    nearest = difflib.get_close_matches(name[:_LONGEST_COMPARED], compared, n=1, cutoff=0.5)
     if nearest:
         return f"; did you mean {nearest[0]!r}?"
     listed = ", ".join(one[:_LONGEST_COMPARED] for one in names[:_MOST_LISTED])

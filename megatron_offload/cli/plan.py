@@ -14,8 +14,7 @@ from pydantic_settings import CliToggleFlag
 from rich.console import Console
 
 from megatron_offload.cli.output import PREDICTED, check_place, progress, writing
-from megatron_offload.cli.recorded import PLAN_NAME
-from megatron_offload.cli.source import KEYS, Source, SourceOptions, load_source
+from megatron_offload.cli.source import KEYS, PLAN_NAME, Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import (
     AutoConfig,
     MemoryTargetConfig,

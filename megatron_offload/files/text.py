@@ -123,7 +123,8 @@ def replace_text(path: str | Path, text: str) -> None:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            os.umask(mask := os.umask(0o077))
+            os.fchmod(file.fileno(), 0o666 & ~mask)
             os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
@@ -139,12 +140,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

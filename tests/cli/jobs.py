@@ -83,7 +83,7 @@ def measured(folder, num_gpus=8):
         "torch_version": "2.13",
     }
     profile = {
-        "version": 1,
+        "version": 2,
         "identity": identity,
         "measured_at": "2026-11-21T00:00:00Z",
         "gpus": [{"rates": RATES, "pci": None}] * num_gpus,
