@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -204,39 +204,29 @@ class PlanCorrection:
         return weigh_step(self._manager, empties=True)
 
 
+@dataclass
 class DistanceCheck:
-    """Corrects the distances of a plan, and has it say so; see `PlanCorrection`.
+    """Corrects the distances of a plan, and has it say so; see `PlanCorrection`."""
 
-    ``gather`` tells every pipeline rank's distances to all, in order; collective.
-    """
+    manager: PipelineOffloadManager
+    num_steps: int
+    target_bytes: int | None
+    gather: Callable[[Distances], Sequence[Distances]]
+    """Tells every pipeline rank's distances to all, in order; collective."""
 
-    plan: OffloadPlan
-
-    def __init__(
-        self,
-        manager: PipelineOffloadManager,
-        num_steps: int,
-        target_bytes: int | None,
-        gather: Callable[[Distances], Sequence[Distances]],
-    ) -> None:
-        self._manager = manager
-        self._num_steps = num_steps
-        self._target_bytes = target_bytes
-        self._gather = gather
-        self._correction: PlanCorrection | None = None
+    plan: OffloadPlan = field(init=False)
+    _correction: PlanCorrection | None = None
 
     def begin(self, plan: OffloadPlan) -> bool:
         """Take a plan; return whether there is a step to take."""
         self.plan = plan
-        self._correction = PlanCorrection(self._manager, self._num_steps, self._target_bytes)
+        self._correction = PlanCorrection(self.manager, self.num_steps, self.target_bytes)
         return not self._correction.is_over
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Look at the step that is taken inside, and correct."""
         assert self._correction is not None
-        with self._correction.step():
-            yield
+        return self._correction.step()
 
     def note(self) -> tuple[bool, str]:
         """Return whether it is over, and which ranks have other distances then; collective then."""
@@ -244,7 +234,7 @@ class DistanceCheck:
         assert correction is not None
         if not correction.is_over:
             return False, ""
-        self.plan = with_distances(before, self._gather(correction.distances))
+        self.plan = with_distances(before, self.gather(correction.distances))
         pairs = zip(before.ranks, self.plan.ranks, strict=True)
         changed = [str(rank) for rank, (old, new) in enumerate(pairs) if old != new]
         text = f"distances corrected on pipeline ranks {', '.join(changed)}" if changed else ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -100,50 +100,42 @@ class TargetCheck:
         return higher
 
 
+@dataclass
 class MemoryCheck:
     """Keeps a plan under which no rank reserves more than it should, or has another one made.
 
     Of the plans that were measured the one stays that keeps all targets and moves least; where none
     does, the one that misses them by least, with a warning.
-
-    Args:
-        manager: follows the plan.
-        target_bytes: most that each pipeline rank should reserve, in order.
-        most_plans: to measure; 0 for no check.
-        make_plan: makes a plan for such targets on all ranks together, which the manager follows;
-            raises `TargetError` on all ranks where one can't be kept.
-        gather: tells the most that was reserved on each pipeline rank to all, in order; collective.
     """
 
-    plan: OffloadPlan
+    manager: PipelineOffloadManager
+    target_bytes: Sequence[int]
+    """Most that each pipeline rank should reserve, in order."""
+    most_plans: int
+    """To measure; 0 for no check."""
+    make_plan: Callable[[Sequence[int]], OffloadPlan]
+    """Makes a plan for such targets on all ranks together, which the managers follow; raises
+    `TargetError` on all ranks where one can't be kept."""
+    gather: Callable[[int], Sequence[int]]
+    """Tells the most that was reserved on each pipeline rank to all, in order; collective."""
 
-    def __init__(
-        self,
-        manager: PipelineOffloadManager,
-        target_bytes: Sequence[int],
-        most_plans: int,
-        make_plan: Callable[[Sequence[int]], OffloadPlan],
-        gather: Callable[[int], Sequence[int]],
-    ) -> None:
-        self._manager = manager
-        self._target_bytes = tuple(target_bytes)
-        self._make_plan = make_plan
-        self._gather = gather
-        self._most_plans = most_plans
-        self._check = TargetCheck(target_bytes, most_plans)
-        self._measured: list[tuple[int, int, OffloadPlan]] = []
-        self._num_steps = 0
-        self._reserved_bytes = 0
+    plan: OffloadPlan = field(init=False)
+    _measured: list[tuple[int, int, OffloadPlan]] = field(default_factory=list)
+    _num_steps: int = 0
+    _reserved_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._check = TargetCheck(self.target_bytes, self.most_plans)
 
     def begin(self, plan: OffloadPlan) -> bool:
         """Take a plan; return whether there is a step to take."""
         self.plan = plan
-        return self._most_plans > 0 and can_weigh(self._manager)
+        return self.most_plans > 0 and can_weigh(self.manager)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Weigh the step that is taken inside."""
-        with weigh_step(self._manager, empties=self._num_steps == 1) as weighed:
+        with weigh_step(self.manager, empties=self._num_steps == 1) as weighed:
             yield
         self._num_steps += 1
         if self._num_steps > 1:
@@ -154,7 +146,7 @@ class MemoryCheck:
         check = self._check
         if self._num_steps < _NUM_STEPS:
             return False, ""
-        reserved = self._gather(self._reserved_bytes)
+        reserved = self.gather(self._reserved_bytes)
         self._num_steps = self._reserved_bytes = 0
         self.plan = _with_measured(self.plan, reserved)
         missed_bytes = check.missed_bytes(reserved)
@@ -162,7 +154,7 @@ class MemoryCheck:
         moved = [rank.moved_bytes for rank in self.plan.ranks]
         text = (
             f"ranks reserve {_sizes(reserved)} where {_sizes(moved)} move, "
-            f"at most {_sizes(self._target_bytes)} is wanted"
+            f"at most {_sizes(self.target_bytes)} is wanted"
         )
         if check.wants_another(reserved, moved) and self._plan_again():
             _logger.info("%s: planned again", text)
@@ -174,7 +166,7 @@ class MemoryCheck:
         before = self.plan
         while self.plan is before:
             try:
-                self.plan = self._make_plan(self._check.planned_bytes)
+                self.plan = self.make_plan(self._check.planned_bytes)
             except TargetError as error:
                 if not self._check.give_way():
                     _logger.info("no other plan: %s", error)
@@ -191,7 +183,7 @@ class MemoryCheck:
         if best is not self.plan:
             text += "; an earlier plan is followed again"
         self.plan = best
-        self._manager.follow_plan(best)
+        self.manager.follow_plan(best)
         if missed_bytes:
             text += f"; {format_bytes(missed_bytes, 2)} more than wanted stay reserved"
             _logger.warning("%s", text)

@@ -9,6 +9,7 @@ arXiv:2104.04473); ZB-H1, where the backward for weights fills bubbles and no ra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -138,38 +139,33 @@ class Schedule:
         return PassKind.BACKWARD if first is PassKind.BACKWARD else PassKind.INPUT
 
     def _check_passes(self) -> None:
-        rank_of: dict[int, int] = {}
-        seen: set[Pass] = set()
-        splits = any(one.kind is PassKind.WEIGHT for passes in self.ranks for one in passes)
+        """See that each pass comes once, and those of a stage on one rank."""
+        if not all(self.ranks):
+            raise ConfigError(f"rank {self.ranks.index(())} has nothing to do")
+        seen = Counter(one for passes in self.ranks for one in passes)
+        splits = any(one.kind is PassKind.WEIGHT for one in seen)
         kinds = (PassKind.INPUT, PassKind.WEIGHT) if splits else (PassKind.BACKWARD,)
+        wanted = {
+            Pass(stage, kind, microbatch)
+            for stage in range(self.num_stages)
+            for kind in (PassKind.FORWARD, *kinds)
+            for microbatch in range(self.num_microbatches)
+        }
+        wrong = [one for one in seen.keys() | wanted if seen[one] != (one in wanted)]
+        if wrong:
+            one = min(wrong, key=str)
+            raise ConfigError(
+                f"a schedule of {self.num_stages} stages and {self.num_microbatches} microbatches "
+                f"has each pass once, and splits every backward or none; {one} comes {seen[one]} "
+                "times"
+            )
+        rank_of: dict[int, int] = {}
         for rank, passes in enumerate(self.ranks):
-            if not passes:
-                raise ConfigError(f"rank {rank} has nothing to do")
             for one in passes:
-                if one in seen:
-                    raise ConfigError(f"{one} comes twice")
-                seen.add(one)
-                if one.stage >= self.num_stages or one.microbatch >= self.num_microbatches:
-                    raise ConfigError(
-                        f"{one} is outside of {self.num_stages} stages and "
-                        f"{self.num_microbatches} microbatches"
-                    )
-                if one.kind is not PassKind.FORWARD and one.kind not in kinds:
-                    raise ConfigError(f"{one}: a schedule splits every backward or none")
                 if rank_of.setdefault(one.stage, rank) != rank:
                     raise ConfigError(
                         f"stage {one.stage} is on ranks {rank_of[one.stage]} and {rank}"
                     )
-        wanted = self.num_stages * self.num_microbatches * (1 + len(kinds))
-        if len(seen) != wanted:
-            missing = next(
-                one
-                for stage in range(self.num_stages)
-                for microbatch in range(self.num_microbatches)
-                for kind in (PassKind.FORWARD, *kinds)
-                if (one := Pass(stage, kind, microbatch)) not in seen
-            )
-            raise ConfigError(f"{wanted - len(seen)} passes are missing, {missing} for one")
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
