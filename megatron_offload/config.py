@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from megatron_offload.core.policy_config import ModulesConfig, PolicyConfig, RatioConfig
+from megatron_offload.core.policy_config import ModulesConfig, PolicyConfig, SolvedConfig
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.strict_model import (
     BytesField,
@@ -70,6 +70,9 @@ MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 
 _STAYING = ("delta_bytes_across_pp_ranks", "resident_bytes", "resident_delta_bytes_across_pp_ranks")
 """Keys by which groups stay on the device, beside ``fraction``."""
+
+_LIMITS = ("max_inflight_bytes", "prefetch_bytes")
+"""What a plan, or a search for ``device_target_bytes``, finds where it isn't set."""
 
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
 
@@ -144,9 +147,9 @@ class OffloadConfig(StrictModel):
 
     device_target_bytes: OptionalBytesField = default(None)
     """Most device memory that this process should reserve, weights and all. The two limits above
-    are the start of a search over the first dozen steps, each of which gives cached memory back; it
+    are found by a search over the first dozen steps, each of which gives cached memory back; it
     ends with the largest total that was seen to keep the target, and with what may be held above it
-    until a step's first backward."""
+    until a step's first backward. One of the two may be set, and stays."""
 
     host_memory_bytes: OptionalBytesField = default(None)
     """Cap of the host memory that a manager pins, of which a process mostly has one. Over it
@@ -197,14 +200,28 @@ class OffloadConfig(StrictModel):
         return names
 
     def model_post_init(self, _: Any, /) -> None:
-        """Take the keys of ``policy: {kind: modules}`` for one's own, and refuse what disagrees."""
+        """Take the keys of ``policy: {kind: modules}`` for one's own; refuse what clashes."""
         policy = self.policy
-        if isinstance(policy, RatioConfig):
+        given = {key for key in self.model_fields_set if getattr(self, key) is not None}
+        limits = [key for key in _LIMITS if key in given]
+        if policy is not None and not isinstance(policy, ModulesConfig):
             for key in ("fraction", *_STAYING):
-                if key in self.model_fields_set:
+                if key in given:
                     raise ConfigError(
-                        f"policy 'ratio' says what stays, and so does {key!r}; give one of them"
+                        f"policy {policy.kind!r} says what stays, and so does {key!r}; give one of "
+                        "them"
                     )
+        if isinstance(policy, SolvedConfig):
+            for key in (*limits, *({"device_target_bytes"} & given)):
+                raise ConfigError(
+                    f"policy {policy.kind!r} plans what {key!r} sets; leave it out, or give the "
+                    "policy its own max_inflight_bytes and prefetch_bytes as the most that it plans"
+                )
+        if "device_target_bytes" in given and len(limits) == len(_LIMITS):
+            raise ConfigError(
+                "'device_target_bytes' looks for max_inflight_bytes and prefetch_bytes, and both "
+                "are set; leave out one of the three"
+            )
         if not isinstance(policy, ModulesConfig):
             return
         for key in policy.model_fields_set - {"kind"}:

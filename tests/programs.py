@@ -18,6 +18,7 @@ KIB = 1024
 
 
 def make_config(timing="late", *, seed=0, **settings):
+    plans = dict(settings.get("policy") or {}).get("kind") in ("auto", "memory_target")
     return OffloadConfig(
         backend="simulated",
         simulated=SimulatedConfig(copy_timing=timing, seed=seed),
@@ -25,8 +26,7 @@ def make_config(timing="late", *, seed=0, **settings):
             "min_tensor_bytes": 0,
             "host_slab_bytes": 256 * KIB,
             "host_memory_bytes": 64 * KIB * KIB,
-            "max_inflight_bytes": 0,
-            "prefetch_bytes": 0,
+            **({} if plans else {"max_inflight_bytes": 0, "prefetch_bytes": 0}),
             **settings,
         },
     )

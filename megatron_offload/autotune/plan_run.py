@@ -139,19 +139,20 @@ def check_plan(
     Collective. All ranks follow the plan from the next step on.
 
     Nothing is looked at until the caller does: see `PlanCheck`. The plan's distances are corrected,
-    unless the policy gives one or ``device_target_bytes`` sets them. For ``memory_target`` what
+    unless the policy or the user gives one. For ``memory_target`` what
     ranks reserve comes before that, as another plan has other distances; for ``auto`` what the plan
     costs comes after, so that no plan is too slow for its distances alone.
     """
-    planned = planning_policy(policy)
+    config = manager.config
+    users = {key: getattr(config, key) for key in ("max_inflight_bytes", "prefetch_bytes")}
+    users = {key: value for key, value in users.items() if value is not None}
+    planned = planning_policy(policy).model_copy(update=users)
     planner = RunPlanner(
         manager, profile, planned, bandwidths=bandwidths, schedule=schedule, group=group
     )
     plan, pp_rank = planner.follow(), profile.run.pp_rank
     is_given = planned.max_inflight_bytes is not None or planned.prefetch_bytes is not None
-    is_fixed = is_given or manager.budget.is_users
-    is_fixed |= manager.config.device_target_bytes is not None
-    num_steps = 0 if is_fixed else planned.correction_steps
+    num_steps = 0 if is_given else planned.correction_steps
 
     def gather_distances(mine: Distances) -> list[Distances]:
         return [Distances(*found[0]) for found in _gather_by_place(tuple(mine), pp_rank, group)]

@@ -105,11 +105,6 @@ class DeviceBudget:
         self.prefetch_bytes = self._default[1] if prefetch_bytes is None else prefetch_bytes
 
     @property
-    def is_users(self) -> bool:
-        """Whether the user set a limit, which no plan changes."""
-        return self._user != (None, None)
-
-    @property
     def total_bytes(self) -> int:
         """Both limits together."""
         return self.max_inflight_bytes + self.prefetch_bytes

@@ -1,10 +1,7 @@
-"""What a step teaches those after it: which groups stay, how large the budgets are, what to unpin.
+"""What a step teaches the next: which groups stay, how large the budgets are, what to unpin.
 
-Owns the profile of the last step, the plan made from it, and the search for a device memory target.
-Must not know streams or autograd; it acts between steps alone.
-
-Invariant: nothing learned is needed for exactness. A step that differs from the last is planned as
-well as may be, and learned from in turn. Read next: `megatron_offload.planning.policy`.
+Nothing learned is needed for exactness: a step that differs from the last is planned as well as may
+be, and learned from in turn.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ from megatron_offload.core.policy_config import (
     PlanFileConfig,
     RatioConfig,
 )
-from megatron_offload.core.profile import GroupKey, StepProfile
-from megatron_offload.engine.followed_plan import FollowedPlan
+from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import ConfigError
@@ -32,7 +28,7 @@ from megatron_offload.planning.host_need import HostNeed
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
-from megatron_offload.planning.target import MemoryTarget
+from megatron_offload.planning.target import BudgetSearch
 
 __all__ = ["Learner", "read_policy"]
 
@@ -54,8 +50,8 @@ def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
     if isinstance(policy, (MemoryTargetConfig, AutoConfig)):
         raise ConfigError(
             f"policy {policy.kind!r} needs a plan, and a manager makes none: leave the policy out "
-            "here and call plan_run(manager, train_step, run, policy=...) after the "
-            "second step, or let the trainer or `megatron-offload plan` plan (docs/planning.md)"
+            "here and call plan_run(manager, train_step, run, policy=...) after the second step, "
+            "or let the trainer or `megatron-offload plan` plan (docs/planning.md)"
         )
     if isinstance(policy, PlanFileConfig):
         return load_plan(policy.path)
@@ -63,7 +59,7 @@ def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
 
 
 class Learner:
-    """Plans a step from the one before it.
+    """Plans a step from the one before it, between steps.
 
     Args:
         config: the limits that were set.
@@ -74,6 +70,7 @@ class Learner:
 
     Attributes:
         policy: Megatron's rules for what stays.
+        pp_rank: the pipeline rank whose rules count; None before the first chunk.
         profile: the last step, or None.
         kept: groups that the policy keeps on the device, each with the reason.
         residents: groups that stay in the device budget's room for such.
@@ -89,42 +86,33 @@ class Learner:
         transfers: Transfers,
     ) -> None:
         self.policy = ModulesPolicy(fraction=config.fraction)
-        self._listed = config.modules if "modules" in config.model_fields_set else ()
-        self._has_seen_names = False
+        self.pp_rank: int | None = None
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
         self.residents: frozenset[GroupKey] = frozenset()
         self.is_steady = False
         self._config = config
+        self._listed = config.modules if "modules" in config.model_fields_set else ()
+        self._has_seen_names = False
         self._backend = backend
         self._host_pool = host_pool
-        self._transfers = transfers
-        self._target: MemoryTarget | None = None
-        self._warmup_target: MemoryTarget | None = None
+        self._budget = transfers.budget
+        self._owners = transfers.owners
+        self._search: BudgetSearch | None = None
         if config.device_target_bytes is not None:
-            self._target = MemoryTarget(int(config.device_target_bytes))
-            self._warmup_target = MemoryTarget(int(config.device_target_bytes))
-        self._reserved_at_start_bytes: int | None = None
-        self._reserved_at_backward_bytes: int | None = None
-        self._is_trimmed = False
+            self._search = BudgetSearch(int(config.device_target_bytes), self._budget, backend)
         self._num_fits_left = _NUM_FITS
         self._host_need = HostNeed(int(config.host_slab_bytes))
-        self._has_settled = False
         self._planned_for: StepProfile | None = None
         self._planned_with: ModulesPolicy | None = None
         self._largest_bytes = 0
-        self._plan: FollowedPlan | None = None
-        self._pp_rank: int | None = None
-        self._ratio: RatioPolicy | None = None
-        if isinstance(policy, RatioPolicy):
-            self._ratio = policy
-        elif policy is not None:
+        self._ratio = policy if isinstance(policy, RatioPolicy) else None
+        self._plan: OffloadPlan | None = None
+        self._is_plan_confirmed = self._is_other_run_said = False
+        if isinstance(policy, OffloadPlan):
             self.follow_plan(policy)
 
-    @property
-    def pp_rank(self) -> int | None:
-        """The pipeline rank whose rules count; None before the first chunk."""
-        return self._pp_rank
+    # What is followed
 
     def follow(
         self,
@@ -134,7 +122,7 @@ class Learner:
     ) -> None:
         """Take the rules of the caller's model; they count from the next step on.
 
-        What was set in the configuration wins over them, and a plan that is followed over both.
+        What was set in the configuration wins over them, and what a plan says of groups over both.
 
         Args:
             pp_rank: pipeline rank, whose rules and whose part of a plan count.
@@ -152,47 +140,71 @@ class Learner:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
         resident_bytes = int(config.resident_bytes or 0)
         resident_bytes += pp_rank * int(config.resident_delta_bytes_across_pp_ranks)
-        policy = ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes)
-        if policy != self.policy:
-            self.policy = policy
-        self._pp_rank = pp_rank
-        self._begin_plan(pp_rank)
+        self.policy = ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes)
+        if pp_rank != self.pp_rank:
+            self._begin_plan(pp_rank)
+            self.pp_rank = pp_rank
 
     def follow_plan(self, plan: OffloadPlan) -> None:
         """Do what a plan of all pipeline ranks says, as soon as this rank's place is known.
 
-        It is compared with the run when the step is over.
+        It is compared with the run when the step is over. Limits that the user set stay.
 
         Raises:
-            ConfigError: the plan has no such rank.
+            ConfigError: the plan has no such rank, or sets what ``device_target_bytes`` looks for.
         """
-        self._plan = FollowedPlan(plan)
-        if self._pp_rank is not None:
-            self._begin_plan(self._pp_rank)
+        sets_limits = any(rank.max_inflight_bytes is not None for rank in plan.ranks)
+        if sets_limits and self._config.device_target_bytes is not None:
+            raise ConfigError(
+                "the plan sets max_inflight_bytes and prefetch_bytes, which device_target_bytes "
+                "looks for; leave device_target_bytes out"
+            )
+        self._plan = plan
+        self._is_plan_confirmed = self._is_other_run_said = False
+        self._begin_plan(self.pp_rank)
 
-    def _begin_plan(self, pp_rank: int) -> None:
-        if self._plan is not None and self._plan.begin(pp_rank):
-            rank = self._plan.rank
-            assert rank is not None
-            self._transfers.budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
-            self.kept, self.residents = dict(self._plan.kept), frozenset()
+    def _begin_plan(self, pp_rank: int | None) -> None:
+        plan = self._plan
+        if plan is None or pp_rank is None:
+            return
+        if pp_rank >= plan.pp_size:
+            raise ConfigError(
+                f"the plan is for {plan.pp_size} pipeline ranks, and this is rank {pp_rank}; "
+                "make one from this run's profiles"
+            )
+        rank = plan.ranks[pp_rank]
+        self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
+        self.kept, self.residents = dict(rank.kept), frozenset()
+
+    def _confirm(self, plan: OffloadPlan, profile: StepProfile) -> None:
+        """Compare the run with the plan's: of another run the first step is the last."""
+        run = RunShape(plan.num_microbatches, self.pp_rank or 0, plan.pp_size, plan.vp_size)
+        try:
+            plan.check(replace(profile, run=run))
+        except ConfigError as error:
+            if not self._is_plan_confirmed:
+                raise
+            if not self._is_other_run_said:
+                self._is_other_run_said = True
+                _logger.warning("a step is not the one that was planned for: %s", error)
+        else:
+            self._is_plan_confirmed = True
+
+    # What is learned
 
     def note_start(self) -> None:
         """Take note of what is reserved when a step begins."""
-        if self._target is not None:
-            self._reserved_at_start_bytes = self._backend.reserved_bytes()
+        if self._search is not None:
+            self._search.note_start()
 
     def note_first_backward(self) -> None:
         """Take note of what a step has reserved when its first backward begins."""
-        if self._warmup_target is not None and not self._warmup_target.is_settled:
-            self._reserved_at_backward_bytes = self._backend.reserved_bytes()
+        if self._search is not None:
+            self._search.note_first_backward()
 
     def learn(self, profile: StepProfile) -> None:
         """Learn from a step that is over."""
         if self._listed:
-            if not self._has_seen_names:
-                self._has_seen_names = True
-                self._tell_of_unmarked({group.name for group in profile.groups})
             profile = self._without_unlisted(profile)
         before = self.profile
         if profile == before:
@@ -203,22 +215,24 @@ class Learner:
         if self.is_steady:
             self._fit()
         elif before is not None:
-            self._transfers.owners.forget()
-            self._is_trimmed = False
-        policy = self._effective_policy()
+            self._owners.forget()
+            if self._search is not None:
+                self._search.begin_anew()
+        policy = self.policy
+        if self._search is not None and self._config.resident_bytes is None:
+            policy = policy.with_residents(self._budget.resident_room_bytes())
         if self._planned_for is not profile or self._planned_with != policy:
             self._planned_for, self._planned_with = profile, policy
             self._choose(profile, policy)
             moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
             self._largest_bytes = max(moving, default=0)
-        self._transfers.budget.learn(self._largest_bytes)
+        self._budget.learn(self._largest_bytes)
 
     def _choose(self, profile: StepProfile, policy: ModulesPolicy) -> None:
         """Decide about the next step from the last."""
         if self._plan is not None:
-            if self._plan.rank is not None:
-                self._plan.confirm(profile)
-            self.kept, self.residents = dict(self._plan.kept), frozenset()
+            if self.pp_rank is not None:
+                self._confirm(self._plan, profile)
         elif self._ratio is not None:
             self.kept, self.residents = self._ratio.plan_rank(profile).kept, frozenset()
         else:
@@ -226,12 +240,11 @@ class Learner:
 
     def restart(self) -> None:
         """Learn anew what the step looks like; what the memory target has found stays."""
-        self.profile = None
+        self.profile = self._planned_for = self._planned_with = None
         self.is_steady = False
-        self.kept = dict(self._plan.kept) if self._plan is not None else {}
-        self.residents = frozenset()
-        self._planned_for = self._planned_with = None
-        self._transfers.owners.forget()
+        if self._plan is None:
+            self.kept, self.residents = {}, frozenset()
+        self._owners.forget()
 
     def keeps_because(self, key: GroupKey) -> str:
         """Return why the policy leaves a group on the device; empty where it moves."""
@@ -250,32 +263,32 @@ class Learner:
             return ""
         return "its name is not among OffloadConfig.modules"
 
-    def _tell_of_unmarked(self, names: Collection[str]) -> None:
-        """Warn of modules that were asked for and that no group of a step is called by."""
-        for pattern in self._listed:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                _logger.warning(
-                    "OffloadConfig.modules names %r, and no group of the step is called so: mark "
-                    "it with offload_modules(), or list it in TransformerConfig.offload_modules",
-                    pattern,
-                )
-
     def _without_unlisted(self, profile: StepProfile) -> StepProfile:
-        """Return the step as it is planned: what groups that stay anyway save is out of reach."""
-        return replace(
-            profile,
-            groups=tuple(
-                group._replace(num_bytes=0, elsewhere_bytes=group.elsewhere_bytes + group.num_bytes)
-                if self.unlisted_because(group.name)
-                else group
-                for group in profile.groups
-            ),
+        """Return the step as it is planned: what groups that stay anyway save is out of reach.
+
+        Warns once of modules that were asked for and that no group is called by.
+        """
+        if not self._has_seen_names:
+            self._has_seen_names = True
+            for pattern in self._listed:
+                if not any(fnmatchcase(group.name, pattern) for group in profile.groups):
+                    _logger.warning(
+                        "OffloadConfig.modules names %r, and no group of the step is called so: "
+                        "mark it with offload_modules(), or list it in "
+                        "TransformerConfig.offload_modules",
+                        pattern,
+                    )
+        groups = (
+            group._replace(num_bytes=0, elsewhere_bytes=group.elsewhere_bytes + group.num_bytes)
+            if self.unlisted_because(group.name)
+            else group
+            for group in profile.groups
         )
+        return replace(profile, groups=tuple(groups))
 
     def _keeps_everything(self) -> bool:
-        if self._ratio is not None:
-            return False
-        return self._plan is None and self.policy.keeps_everything()
+        has_rules = self._ratio is None and self._plan is None
+        return has_rules and self.policy.keeps_everything()
 
     def bytes_away(self, last_step: StepStats) -> dict[str, int]:
         """Return the bytes off the device at the peak, per group name."""
@@ -284,13 +297,9 @@ class Learner:
         if self._keeps_everything():
             return {}
         staying: Collection[GroupKey] = self.residents.union(self.kept)
-        return self.profile.bytes_away(staying, self._transfers.budget.total_bytes)
+        return self.profile.bytes_away(staying, self._budget.total_bytes)
 
-    def _effective_policy(self) -> ModulesPolicy:
-        """Return the policy with the room for residents that a memory target leaves to it."""
-        if self._target is None or self._config.resident_bytes is not None:
-            return self.policy
-        return self.policy.with_residents(self._transfers.budget.resident_room_bytes())
+    # Memory
 
     def _fit(self) -> None:
         """Hand back what only the first steps needed, and come closer to the memory target."""
@@ -298,9 +307,14 @@ class Learner:
         if self._num_fits_left:
             self._num_fits_left -= 1
         if is_first:
-            self._trim_device()
-        elif self._target is not None and self._warmup_target is not None:
-            self._follow_target(self._target, self._warmup_target)
+            self._backend.trim_device()
+        if self._search is None:
+            return
+        reserved_bytes = self._backend.reserved_bytes()
+        if reserved_bytes is None:
+            self._search = None
+        elif self._search.follow(reserved_bytes, is_trimmed=is_first):
+            self._num_fits_left = 1  # the next step is the first of those that stay
 
     def _fit_host_pool(self) -> None:
         """Unpin what the last steps didn't need; blocks the host where there is such."""
@@ -312,83 +326,3 @@ class Learner:
             self._backend.sync_copies()
             pool.shrink(keep_bytes)
             need.note_cut(keep_bytes, pool.stats.slab_bytes_total, at_once=at_once)
-
-    def _trim_device(self) -> None:
-        self._backend.trim_device()
-        self._is_trimmed = True
-
-    # The memory target. What a step reserves is seen where it began with an empty cache, so every
-    # change empties it.
-
-    def _follow_target(self, target: MemoryTarget, warmup_target: MemoryTarget) -> None:
-        """Do the next thing that the search needs."""
-        reserved_bytes = self._backend.reserved_bytes()
-        if reserved_bytes is None:
-            self._target = self._warmup_target = None
-        elif not self._is_trimmed:
-            self._trim_device()  # what other steps have reserved tells nothing of these
-        elif not target.is_settled:
-            self._approach(target, warmup_target, reserved_bytes)
-        elif not warmup_target.is_settled:
-            self._extend_warmup(warmup_target, reserved_bytes)
-        else:
-            if not self._has_settled:
-                self._has_settled = True
-                self._num_fits_left = 1  # the next step is the first of those that stay
-            if target.is_met:
-                self._keep_target(target, reserved_bytes)
-
-    def _approach(
-        self, target: MemoryTarget, warmup_target: MemoryTarget, reserved_bytes: int
-    ) -> None:
-        """Set the total for the next step."""
-        budget = self._transfers.budget
-        least_bytes, most_bytes = budget.bounds_bytes()
-        total_bytes = target.propose(reserved_bytes, budget.total_bytes, least_bytes, most_bytes)
-        has_changed = total_bytes != budget.total_bytes
-        budget.follow_target(total_bytes)
-        if has_changed:
-            self._trim_device()
-        if not target.is_settled:
-            return
-        if not target.is_met:
-            warmup_target.is_settled = True
-            _logger.warning(
-                "device_target_bytes %d is not met: the last step reserved %d bytes with %d for "
-                "offloading, the least is %d; offload more modules or lower the batch",
-                *(target.target_bytes, reserved_bytes, budget.total_bytes, least_bytes),
-            )
-        elif not has_changed:
-            self._extend_warmup(warmup_target, reserved_bytes)
-
-    def _extend_warmup(self, warmup_target: MemoryTarget, reserved_bytes: int) -> None:
-        """Set what the next step may hold above the total until its first backward."""
-        budget = self._transfers.budget
-        at_backward_bytes = self._reserved_at_backward_bytes
-        if at_backward_bytes is None:
-            warmup_target.is_settled = True
-            return
-        if reserved_bytes > warmup_target.target_bytes:
-            at_backward_bytes = reserved_bytes
-        most_bytes = max(0, budget.bounds_bytes()[1] - budget.total_bytes)
-        extra_bytes = warmup_target.propose(
-            at_backward_bytes, budget.warmup_extra_bytes, 0, most_bytes
-        )
-        if extra_bytes != budget.warmup_extra_bytes:
-            budget.warmup_extra_bytes = extra_bytes
-            self._trim_device()
-
-    def _keep_target(self, target: MemoryTarget, reserved_bytes: int) -> None:
-        """Come down where the target is missed after all, if the last step did it."""
-        budget = self._transfers.budget
-        if (self._reserved_at_start_bytes or 0) > target.target_bytes:
-            self._trim_device()  # an evaluation, say
-            return
-        least_bytes, _ = budget.bounds_bytes()
-        total_bytes = target.correct(reserved_bytes, budget.total_bytes, least_bytes)
-        if total_bytes == budget.total_bytes:
-            return
-        over_bytes = budget.total_bytes - total_bytes
-        budget.follow_target(total_bytes)
-        budget.warmup_extra_bytes = max(0, budget.warmup_extra_bytes - over_bytes)
-        self._trim_device()

@@ -35,14 +35,14 @@ most, with all of it, cost them 3.6 % (docs/planning.md)."""
 
 
 def settings_of(plan: OffloadPlan, default: RankSettings = _DEFAULT) -> list[RankSettings]:
-    """Return what each rank of a plan does; ``default`` counts where the plan says nothing."""
+    """Return what each rank of a plan does; the limits that ``default`` sets go over the plan's."""
     return [
         replace(
             default,
             kept=frozenset(rank.kept),
             residents=frozenset(),
-            max_inflight_bytes=_first(rank.max_inflight_bytes, default.max_inflight_bytes),
-            prefetch_bytes=_first(rank.prefetch_bytes, default.prefetch_bytes),
+            max_inflight_bytes=_first(default.max_inflight_bytes, rank.max_inflight_bytes),
+            prefetch_bytes=_first(default.prefetch_bytes, rank.prefetch_bytes),
         )
         if rank.moved_bytes
         else NO_OFFLOAD
@@ -50,8 +50,8 @@ def settings_of(plan: OffloadPlan, default: RankSettings = _DEFAULT) -> list[Ran
     ]
 
 
-def _first(planned: int | None, default: int | None) -> int | None:
-    return default if planned is None else planned
+def _first(users: int | None, planned: int | None) -> int | None:
+    return planned if users is None else users
 
 
 def predictor_of(

@@ -1,21 +1,35 @@
 """How much the offloader may keep on the device, so that a process reserves no more than it should.
 
-Owns a search over steps: the budget is changed by what the reserved memory misses of the target,
-until it is there. Must not know torch. What else lies on the device (weights, gradients, what one
-kernel needs, what the allocator can't use) needs no model: it is in what was measured.
-
-Invariant: it ends, with the largest budget that was seen to keep the target, if any did. What the
-allocator can't use still changes from step to step, so that a budget which kept the target once may
-miss it later: then it comes down, a few times at most.
+What else lies there (weights, gradients, what one kernel needs, what the allocator can't use) needs
+no model: it is in what was measured. The search ends, with the largest budget that was seen to keep
+the target, if any did. What the allocator can't use still changes from step to step, so a later
+step may miss the target: then the budget comes down, a few times at most.
 """
 
 from __future__ import annotations
 
-__all__ = ["MemoryTarget"]
+import logging
+from typing import Protocol
+
+from megatron_offload.core.budget import DeviceBudget
+
+__all__ = ["BudgetSearch", "MemoryTarget"]
+
+_logger = logging.getLogger(__name__)
 
 _TOLERANCE_SHARE = 64
 _MOST_CHANGES = 8
 _MOST_CORRECTIONS = 8
+
+
+class Device(Protocol):
+    """Memory that is reserved, and part of which may be cached."""
+
+    def reserved_bytes(self) -> int | None:
+        """Return what the process reserves; None where nobody can tell."""
+
+    def trim_device(self) -> None:
+        """Give cached memory back."""
 
 
 class MemoryTarget:
@@ -89,3 +103,114 @@ class MemoryTarget:
         self.is_settled = True
         self.is_met = self._most_kept is not None
         return budget_bytes
+
+
+class BudgetSearch:
+    """Brings what a process reserves under a target: first the total, then what a warm-up may add.
+
+    What a step reserves is seen where it began with an empty cache, so every change empties it.
+
+    Args:
+        target_bytes: most device memory that the process should reserve.
+        budget: whose total is changed, as far as neither user nor plan sets it.
+        device: what tells the memory, and gives cached memory back.
+    """
+
+    def __init__(self, target_bytes: int, budget: DeviceBudget, device: Device) -> None:
+        self._total = MemoryTarget(target_bytes)
+        self._warmup = MemoryTarget(target_bytes)
+        self._budget = budget
+        self._device = device
+        self._at_start_bytes: int | None = None
+        self._at_backward_bytes: int | None = None
+        self._is_trimmed = False
+        self._is_over = False
+
+    def note_start(self) -> None:
+        """A step begins."""
+        self._at_start_bytes = self._device.reserved_bytes()
+
+    def note_first_backward(self) -> None:
+        """The first backward of a step begins."""
+        if not self._warmup.is_settled:
+            self._at_backward_bytes = self._device.reserved_bytes()
+
+    def begin_anew(self) -> None:
+        """The program has changed: what was reserved for the steps before tells nothing."""
+        self._is_trimmed = False
+
+    def follow(self, reserved_bytes: int, *, is_trimmed: bool) -> bool:
+        """Set the budget for the next step.
+
+        Args:
+            reserved_bytes: what the process reserves after the last one.
+            is_trimmed: the cache was emptied just now.
+
+        Returns:
+            Whether the search has come to its end with this step.
+        """
+        if is_trimmed:
+            self._is_trimmed = True
+        elif not self._is_trimmed:
+            self._trim()
+        elif not self._total.is_settled:
+            self._approach(reserved_bytes)
+        elif not self._warmup.is_settled:
+            self._extend_warmup(reserved_bytes)
+        else:
+            if self._total.is_met:
+                self._keep(reserved_bytes)
+            is_first, self._is_over = not self._is_over, True
+            return is_first
+        return False
+
+    def _trim(self) -> None:
+        self._device.trim_device()
+        self._is_trimmed = True
+
+    def _approach(self, reserved_bytes: int) -> None:
+        """Set the total."""
+        budget, target = self._budget, self._total
+        least_bytes, most_bytes = budget.bounds_bytes()
+        before_bytes = budget.total_bytes
+        budget.follow_target(target.propose(reserved_bytes, before_bytes, least_bytes, most_bytes))
+        if budget.total_bytes != before_bytes:
+            self._trim()
+        if target.is_settled and not target.is_met:
+            self._warmup.is_settled = True
+            _logger.warning(
+                "device_target_bytes %d is not met: the last step reserved %d bytes with %d for "
+                "offloading, the least is %d; offload more modules or lower the batch",
+                *(target.target_bytes, reserved_bytes, budget.total_bytes, least_bytes),
+            )
+        elif target.is_settled and budget.total_bytes == before_bytes:
+            self._extend_warmup(reserved_bytes)
+
+    def _extend_warmup(self, reserved_bytes: int) -> None:
+        """Set what the next step may hold above the total until its first backward."""
+        budget, at_backward_bytes = self._budget, self._at_backward_bytes
+        if at_backward_bytes is None:
+            self._warmup.is_settled = True
+            return
+        if reserved_bytes > self._warmup.target_bytes:
+            at_backward_bytes = reserved_bytes
+        most_bytes = max(0, budget.bounds_bytes()[1] - budget.total_bytes)
+        before_bytes = budget.warmup_extra_bytes
+        budget.warmup_extra_bytes = self._warmup.propose(
+            at_backward_bytes, before_bytes, 0, most_bytes
+        )
+        if budget.warmup_extra_bytes != before_bytes:
+            self._trim()
+
+    def _keep(self, reserved_bytes: int) -> None:
+        """Come down where the target is missed after all, if the last step did it."""
+        budget, before_bytes = self._budget, self._budget.total_bytes
+        if (self._at_start_bytes or 0) > self._total.target_bytes:
+            self._trim()  # an evaluation, say
+            return
+        least_bytes, _ = budget.bounds_bytes()
+        budget.follow_target(self._total.correct(reserved_bytes, before_bytes, least_bytes))
+        over_bytes = before_bytes - budget.total_bytes
+        if over_bytes:
+            budget.warmup_extra_bytes = max(0, budget.warmup_extra_bytes - over_bytes)
+            self._trim()

@@ -11,6 +11,7 @@ from megatron_offload.autotune import plan_run as plan_run_file
 from megatron_offload.autotune.agree import RunPlanner
 from megatron_offload.autotune.distances import PlanCorrection
 from megatron_offload.autotune.plan_run import correct_plan, plan_run
+from megatron_offload.errors import ConfigError
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.plan import Distances, with_distances
 
@@ -174,3 +175,10 @@ def test_what_somebody_has_set_is_not_corrected(settings, keys, num_steps):
     policy = policy_of(measured_steps=0, **keys)
     plan_run(job.manager, job.step, RUN, policy=policy, schedule=SCHEDULE)
     assert len(job.moved_bytes) == 1 + num_steps
+
+
+def test_a_plan_that_sets_the_distances_is_refused_where_a_target_looks_for_them():
+    job = VirtualJob(GBPS, device_target_bytes=2**30).warmed_up()
+    policy = policy_of(measured_steps=0)
+    with pytest.raises(ConfigError, match="leave device_target_bytes out"):
+        plan_run(job.manager, job.step, RUN, policy=policy, schedule=SCHEDULE)

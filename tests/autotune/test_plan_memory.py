@@ -169,7 +169,7 @@ def test_of_those_that_keep_the_target_the_plan_that_moves_least_stays(three):
     # For the third and less and less of it no plan was found.
     assert asked[2] < asked[3] < asked[4] < asked[1]
     assert len(asked) == 5
-    assert check.plan.ranks[0].kept == three[2].ranks[0].kept == job.manager.learner._plan.kept
+    assert check.plan.ranks[0].kept == three[2].ranks[0].kept == job.manager.kept
     assert check.plan.ranks[0].measured_peak_bytes == TARGET // 2
     assert said[-1].endswith("; an earlier plan is followed again: kept")
     job.step()

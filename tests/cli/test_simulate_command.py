@@ -174,13 +174,13 @@ def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
     else:
         policy["ratio"] = 0.4
     budgets = {"max_inflight_bytes": 2**20, "prefetch_bytes": 16 * 2**20}
+    if kind == "auto":  # which plans them
+        budgets = {}
     configured(folder, policy=policy, **budgets)
     assert run(folder) == 0
     printed = capsys.readouterr().out
-    inflight = 2**20 if kind == "ratio" else 9 * 2**20  # a plan's own goes first
-    settings = [
-        RankSettings(frozenset(rank.kept), frozenset(), inflight, 16 * 2**20) for rank in plan.ranks
-    ]
+    limits = {"max_inflight_bytes": 9 * 2**20, **budgets}  # the user's go over a plan's
+    settings = [RankSettings(frozenset(rank.kept), **limits) for rank in plan.ranks]
     expected = simulate(source.job, settings)
     assert [row[2] for row in rows(printed)[2:]] == [
         format_bytes(source.peak_bytes(rank)) for rank in expected.ranks

@@ -66,13 +66,38 @@ def test_exactly_the_planned_groups_move_from_the_first_step_on(share, timing, t
         assert_nothing_left(manager)
 
 
-def test_a_plan_wins_over_the_fraction(tmp_path):
+def test_a_plan_wins_over_the_fraction_of_the_caller(tmp_path):
     model = make_model()
     plan = make_plan(model)
-    manager = make_follower(plan, tmp_path / "plan.json", fraction=0.0)
+    manager = make_follower(plan, tmp_path / "plan.json")
+    manager.begin_chunk(fraction=0.0)
     for _ in range(2):
         run_step(model, manager, ORDER)
     assert manager.last_step.offloaded_bytes == plan.ranks[0].moved_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("user", "expected"),
+    [
+        ({}, (24 * KIB, 40 * KIB)),
+        ({"max_inflight_bytes": 8 * KIB}, (8 * KIB, 40 * KIB)),
+        ({"max_inflight_bytes": 8 * KIB, "prefetch_bytes": 16 * KIB}, (8 * KIB, 16 * KIB)),
+    ],
+)
+def test_the_limits_that_the_user_set_go_over_a_plans(tmp_path, user, expected):
+    model = make_model()
+    plan = make_plan(model, max_inflight_bytes=24 * KIB, prefetch_bytes=40 * KIB)
+    limits = {"max_inflight_bytes": None, "prefetch_bytes": None, **user}
+    manager = make_follower(plan, tmp_path / "plan.json", **limits)
+    run_step(model, manager, ORDER)
+    assert (manager.budget.max_inflight_bytes, manager.budget.prefetch_bytes) == expected
+
+
+def test_a_plan_that_sets_limits_is_refused_where_a_target_looks_for_them(tmp_path):
+    plan = make_plan(make_model(), max_inflight_bytes=24 * KIB, prefetch_bytes=40 * KIB)
+    limits = {"max_inflight_bytes": None, "prefetch_bytes": None}
+    with pytest.raises(ConfigError, match="leave device_target_bytes out"):
+        make_follower(plan, tmp_path / "plan.json", device_target_bytes="1GiB", **limits)
 
 
 def test_the_planned_budgets_are_in_force(tmp_path):

@@ -171,6 +171,14 @@ def test_the_policy_modules_is_another_spelling_of_the_keys(flat, policy, second
         ({"policy": {"kind": "modules", "modules": ["core_atn"]}}, "did you mean 'core_attn'"),
         ({"fraction": 0.5, "policy": {"kind": "ratio", "ratio": 0.5}}, "fraction"),
         ({"resident_bytes": 1, "policy": {"kind": "ratio", "ratio": 0.5}}, "resident_bytes"),
+        ({"fraction": 0.5, "policy": {"kind": "auto"}}, "'auto' says what stays"),
+        ({"fraction": 0.5, "policy": {"kind": "plan_file", "path": "p"}}, "'plan_file' says what"),
+        ({"max_inflight_bytes": 1, "policy": {"kind": "auto"}}, "'max_inflight_bytes' sets"),
+        ({"device_target_bytes": 1, "policy": {"kind": "auto"}}, "'device_target_bytes' sets"),
+        (
+            {"device_target_bytes": 1, "max_inflight_bytes": 1, "prefetch_bytes": 1},
+            "leave out one of the three",
+        ),
     ],
 )
 def test_two_settings_that_say_different_things_are_refused(settings, key):
