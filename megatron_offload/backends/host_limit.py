@@ -1,12 +1,8 @@
 """How much host memory a process may pin where nobody said.
 
-Owns the reading of the kernel's accounts: the machine's free memory, and the limits of the control
-groups that this process is in (version 1, version 2, or both mounted side by side). Must not know
-the pool.
-
-Invariants: the tightest account counts, of the process's own group or any above it that can be
-seen; one that is missing, unreadable or makes no sense counts as absent. Read next:
-`megatron_offload.memory.host_pool`.
+The tightest account counts: the machine's free memory, and the limits of the control groups
+(version 1, version 2, or both) that this process is in, as far up as can be seen. One that is
+missing, unreadable or makes no sense counts as absent.
 """
 
 from __future__ import annotations
@@ -14,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from megatron_offload.config import environment_int
 from megatron_offload.files.kernel import read_field, read_int, read_kernel_text
@@ -25,8 +21,7 @@ __all__ = ["default_cap_bytes"]
 _MAX_PATH_LENGTH = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
+class _Version(NamedTuple):
     """What one version of control groups calls its files."""
 
     filesystem: str
@@ -86,9 +81,6 @@ def _machine_free_bytes(root: Path) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-# Where the process's control groups are.
-
-
 def _group_folders(root: Path, version: _Version) -> Iterator[Path]:
     """Yield the folder of the process's own group and of each group above it, up to the mount.
 
@@ -143,9 +135,6 @@ def _mounts(root: Path, version: _Version) -> list[tuple[str, PurePosixPath]]:
 def _unescaped(text: str) -> str:
     r"""Return a path of ``mountinfo``, where a space is written as ``\040``."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), text)
-
-
-# What one control group has left.
 
 
 def _room_bytes(folder: Path, version: _Version) -> int | None:

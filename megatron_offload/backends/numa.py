@@ -1,11 +1,7 @@
 """Places host memory on the memory node that a device is attached to.
 
-Owns the look-up of a PCI device's node and the one system call that asks for it. Must not know
-torch, pools or what the memory is for.
-
-Invariant: a wish, never a need. With one node, an unknown node or a kernel that refuses, nothing is
-done, and the memory comes from wherever the kernel takes it. Read next:
-`megatron_offload.backends.cuda`, which knows its device's address.
+A wish, never a need: with one node, an unknown node or a kernel that refuses, nothing is done, and
+the memory comes from wherever the kernel takes it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Who used which bytes last, and what two uses that nothing orders are called.
 
-Owns `Shadow`, the record of accesses of one memory. Must not know streams' clocks: whether one
-access is ordered after another is decided by `megatron_offload.backends.simulated`.
-
-Invariant: intervals are disjoint and sorted by address.
+Whether one access is ordered after another, `megatron_offload.backends.simulated` decides.
 """
 
 from __future__ import annotations

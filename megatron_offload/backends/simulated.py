@@ -16,6 +16,7 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -31,22 +32,16 @@ _POISON = 0xFF
 
 _COMPUTE, _D2H, _H2D = 0, 1, 2
 
-_START = (0, 0, 0)
 
-
+@dataclass(slots=True, eq=False)
 class SimulatedEvent:
     """A point in a simulated stream."""
 
-    __slots__ = ("_clock", "_position", "_stream", "time_us")
-
-    def __init__(
-        self, stream: SimulatedStream, position: int, clock: tuple[int, int, int], time_us: float
-    ) -> None:
-        self._stream = stream
-        self._position = position
-        self._clock = clock
-        self.time_us = time_us
-        """Virtual time at which the work before the event has finished."""
+    stream: SimulatedStream
+    position: int
+    clock: tuple[int, ...]
+    time_us: float
+    """Virtual time at which the work before the event has finished."""
 
 
 class SimulatedStream:
@@ -91,10 +86,14 @@ class SimulatedStream:
             tuple[SimulatedEvent | None, torch.Tensor | None, torch.Tensor | None]
         ] = deque()
         # The number of the last access of each stream that is ordered before this stream's next.
-        self._clock = _START
+        self._clock: tuple[int, ...] = (0, 0, 0)
 
     def __repr__(self) -> str:
         return f"<{self.name} stream, {len(self._queue)} operations pending>"
+
+    def merge(self, clock: tuple[int, ...]) -> None:
+        """Order all later work after what ``clock`` covers."""
+        self._clock = tuple(map(max, self._clock, clock))
 
     # As a CUDA stream's methods do.
 
@@ -201,7 +200,8 @@ class SimulatedBackend(Backend):
         return self._compute
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
-        event = _end_of(stream)
+        position = stream._executed + len(stream._queue)
+        event = SimulatedEvent(stream, position, stream._clock, stream.time_us)
         if self._rng is not None:
             self._run_some()
         return event
@@ -221,13 +221,13 @@ class SimulatedBackend(Backend):
     def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Do what `wait` does for a wait that is none of the engine's own."""
         if self._check:
-            _merge(stream, event)
+            stream.merge(event.clock)
         stream.time_us = max(stream.time_us, event.time_us)
-        if event._stream._executed < event._position:
+        if event.stream._executed < event.position:
             if stream._is_lazy:
                 stream._queue.append((event, None, None))
             else:
-                self._run_to(event._stream, event._position)
+                self._run_to(event.stream, event.position)
         if self._rng is not None:
             self._run_some()
 
@@ -242,12 +242,11 @@ class SimulatedBackend(Backend):
             raise ValueError("copies go on d2h_stream or h2d_stream, got the compute stream")
         if self._check:
             for destination, source in pairs:
-                if stream._index == _D2H:
-                    self._access(self._device, source, stream, False, label)
-                    self._access(self._host, destination, stream, True, label)
-                else:
-                    self._access(self._host, source, stream, False, label)
-                    self._access(self._device, destination, stream, True, label)
+                read, written = self._device, self._host
+                if stream._index == _H2D:
+                    read, written = written, read
+                self._access(read, source, stream, writes=False, label=label)
+                self._access(written, destination, stream, writes=True, label=label)
         num_bytes = 0
         if stream._is_lazy:
             queue = stream._queue
@@ -269,21 +268,20 @@ class SimulatedBackend(Backend):
     def is_done(self, event: SimulatedEvent) -> bool:
         if self._rng is not None:
             self._run_some()
-        if event._stream._executed < event._position:
+        if event.stream._executed < event.position:
             return False
         if self._check:  # the host knows, so all that it queues from here on is ordered
-            self._order_host_after(event)
+            self._order_host_after(event.clock)
         return True
 
     def sync_copies(self) -> None:
         if self._on_sync is not None:
             self._on_sync("sync_copies")
         for stream in (self._d2h, self._h2d):
-            event = _end_of(stream)
-            self._run_to(stream, event._position)
+            self._run_to(stream, stream._executed + len(stream._queue))
             if self._check:
-                self._order_host_after(event)
-            self._compute.time_us = max(self._compute.time_us, event.time_us)
+                self._order_host_after(stream._clock)
+            self._compute.time_us = max(self._compute.time_us, stream.time_us)
 
     @contextlib.contextmanager
     def watch_syncs(self, report: Callable[[str], None]) -> Iterator[None]:
@@ -306,7 +304,7 @@ class SimulatedBackend(Backend):
             region.view(-1).view(torch.uint8).fill_(_POISON)
         if self._check:
             label = f"empty_device({region.nbytes})"
-            self._access(self._device, region, self._compute, True, label)
+            self._access(self._device, region, self._compute, writes=True, label=label)
         if self._rng is not None:
             self._run_some()
         return region
@@ -334,14 +332,15 @@ class SimulatedBackend(Backend):
 
     def note_consumed(self, region: torch.Tensor, label: str) -> None:
         if self._check:
-            self._access(self._device, region, self._compute, False, label)
+            self._access(self._device, region, self._compute, writes=False, label=label)
         if self._rng is not None:
             self._run_some()
 
     def note_freed(self, region: torch.Tensor, label: str, *, sole_owner: bool) -> None:
         # The next user writes to it; with a sole owner that happens now, as poison.
         if self._check:
-            self._access(self._device, region, self._compute, True, f"after free of {label}")
+            label = f"after free of {label}"
+            self._access(self._device, region, self._compute, writes=True, label=label)
         if self._poison and sole_owner:
             region.fill_(_POISON)
         if self._rng is not None:
@@ -359,8 +358,8 @@ class SimulatedBackend(Backend):
             queue = stream._queue
             while stream._executed < position:
                 event, destination, source = queue[0]
-                if event is not None and event._stream._executed < event._position:
-                    unfinished.append((event._stream, event._position))
+                if event is not None and event.stream._executed < event.position:
+                    unfinished.append((event.stream, event.position))
                     break
                 queue.popleft()
                 stream._executed += 1
@@ -388,13 +387,9 @@ class SimulatedBackend(Backend):
     def _number(self, stream: SimulatedStream, writes: bool, label: str) -> Access:
         """Give the next access its number and set its stream's own clock to it."""
         self._num_accesses = order = self._num_accesses + 1
-        compute, d2h, h2d = stream._clock
-        if stream._index == _COMPUTE:
-            stream._clock = (order, d2h, h2d)
-        elif stream._index == _D2H:
-            stream._clock = (compute, order, h2d)
-        else:
-            stream._clock = (compute, d2h, order)
+        clock = list(stream._clock)
+        clock[stream._index] = order
+        stream._clock = tuple(clock)
         return Access(order, stream.name, writes, label)
 
     def _access(
@@ -402,23 +397,25 @@ class SimulatedBackend(Backend):
         shadow: Shadow,
         region: torch.Tensor,
         stream: SimulatedStream,
+        *,
         writes: bool,
         label: str,
     ) -> None:
         """Check an access against all earlier ones of the same bytes and put it on record."""
-        num_bytes = region.nbytes
-        if num_bytes == 0:
+        if region.nbytes == 0:
             return
         start = region.data_ptr()
-        end = start + num_bytes
+        end = start + region.nbytes
         unordered = self._unordered(shadow, start, end, stream, writes)
         access = self._number(stream, writes, label)
-        reported: set[Wait] = set()
+        found: dict[Wait, Hazard] = {}
         for earlier in unordered:
             missing = self._missing_wait(shadow is self._host, earlier, access)
-            if missing not in reported:
-                reported.add(missing)
-                self._report(Hazard(missing, earlier, access))
+            found.setdefault(missing, Hazard(missing, earlier, access))
+        for hazard in found.values():
+            if self._raises:
+                raise HazardError(str(hazard))
+            self.hazards.append(hazard)
         if writes:
             shadow.replace(start, end, access)
         else:
@@ -451,31 +448,15 @@ class SimulatedBackend(Backend):
             return release
         return Wait.W1 if later.stream == "d2h" else Wait.W6
 
-    def _report(self, hazard: Hazard) -> None:
-        if self._raises:
-            raise HazardError(str(hazard))
-        self.hazards.append(hazard)
-
-    def _order_host_after(self, event: SimulatedEvent) -> None:
+    def _order_host_after(self, clock: tuple[int, ...]) -> None:
         for stream in (self._compute, self._d2h, self._h2d):
-            _merge(stream, event)
+            stream.merge(clock)
 
 
 _INDEX = {"compute": _COMPUTE, "d2h": _D2H, "h2d": _H2D}
-
-
-def _end_of(stream: SimulatedStream) -> SimulatedEvent:
-    position = stream._executed + len(stream._queue)
-    return SimulatedEvent(stream, position, stream._clock, stream.time_us)
 
 
 def _is_backed(region: torch.Tensor) -> bool:
     """Whether the storage still has the bytes of ``region``."""
     start = region.storage_offset() * region.itemsize
     return region.untyped_storage().nbytes() >= start + region.nbytes
-
-
-def _merge(stream: SimulatedStream, event: SimulatedEvent) -> None:
-    """Order all later work of ``stream`` after ``event``."""
-    (compute, d2h, h2d), other = stream._clock, event._clock
-    stream._clock = (max(compute, other[0]), max(d2h, other[1]), max(h2d, other[2]))
