@@ -10,7 +10,6 @@ import inspect
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -300,17 +299,12 @@ class FineGrainedActivationOffloadingInterface:
             self._engine.__enter__()
         return self.tensor
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         # Layers keep this object until their next forward; their input must not live as long.
         self.tensor = None
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.__exit__(exc_type, exc, traceback)
+            engine.__exit__(*exception)
 
     def group_offload(
         self,

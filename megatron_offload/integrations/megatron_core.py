@@ -30,7 +30,7 @@ _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _OLDEST = (0, 16)
 _GET_IT = "pip install 'megatron-offload[megatron]'"
 
-_installed: _Exchange | None = None
+_exchanged = Exchanges()
 
 
 def install() -> None:
@@ -42,90 +42,70 @@ def install() -> None:
     Raises:
         IntegrationError: megatron-core is absent, older than 0.16, or without the module.
     """
-    global _installed
-    if _installed is None:
-        exchange = _Exchange(_import_target())
-        exchange.apply()
-        _installed = exchange
+    if _exchanged:
+        return
+    target = _import_target()
+    theirs = {name: value for name, value in _definitions(target) if hasattr(facade, name)}
+    ours = {id(value): getattr(facade, name) for name, value in theirs.items()}
+    # The first to be noted is the last to be undone.
+    back = {id(getattr(facade, name)): value for name, value in theirs.items()}
+    their_class = target.FineGrainedActivationOffloadingInterface
+    _exchanged.on_undo(functools.partial(_put_back_copies, back, their_class))
+    for module in _loaded_modules():
+        for name, value in list(vars(module).items()):
+            if id(value) in ours:
+                _exchanged.replace(module, name, ours[id(value)])
+    for name, member in vars(_OUR_CLASS).items():  # for those who hold Megatron's class itself
+        if isinstance(member, (staticmethod, types.FunctionType)):
+            _exchanged.replace(their_class, name, member)
+    _opt_out_discarded_outputs()
+    tell_pipeline_rank(_pipeline_rank)  # the calls of megatron-core 0.16 don't say it
+    _exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
 
 
 def uninstall() -> None:
     """Put megatron-core's own implementation back; without `install` this does nothing."""
-    global _installed
-    exchange, _installed = _installed, None
-    if exchange is not None:
-        exchange.revert()
+    _exchanged.undo()
 
 
 def is_installed() -> bool:
     """Whether `install` is in effect."""
-    return _installed is not None
+    return bool(_exchanged)
 
 
-class _Exchange:
-    """What stands in for what, and every place where that was changed."""
+_OUR_CLASS = facade.FineGrainedActivationOffloadingInterface
 
-    def __init__(self, target: types.ModuleType) -> None:
-        self._ours: dict[int, Any] = {}
-        self._theirs: dict[int, Any] = {}
-        for name, theirs in _definitions(target):
-            ours = getattr(facade, name, None)
-            if ours is not None:
-                self._ours[id(theirs)] = ours
-                self._theirs[id(ours)] = theirs
-        self._interface: type = target.FineGrainedActivationOffloadingInterface
-        self._exchanged = Exchanges()
 
-    def apply(self) -> None:
-        """Exchange all references."""
-        for module in _loaded_modules():
+def _put_back_copies(back: dict[int, Any], their_class: type) -> None:
+    """Put Megatron's own where ours was copied to since."""
+    for module in _loaded_modules():
+        if f"{module.__name__}.".startswith("megatron."):
             for name, value in list(vars(module).items()):
-                if id(value) in self._ours:
-                    self._exchanged.replace(module, name, self._ours[id(value)])
-        self._forward_interface()
-        self._opt_out_discarded_outputs()
-        # The calls of megatron-core 0.16 don't say it.
-        tell_pipeline_rank(_pipeline_rank)
-        self._exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
+                if id(value) in back:
+                    setattr(module, name, back[id(value)])
+    for layer in gc.get_objects():
+        # type() and not isinstance(): proxies may run code when they are asked for their class.
+        is_module = issubclass(type(layer), torch.nn.Module)
+        if is_module and vars(layer).get("off_interface") is _OUR_CLASS:
+            layer.off_interface = their_class
 
-    def revert(self) -> None:
-        """Put everything back, where it was found and where it was copied to since."""
-        self._exchanged.undo()
-        for module in _loaded_modules():
-            if module.__name__ == "megatron" or module.__name__.startswith("megatron."):
-                for name, value in list(vars(module).items()):
-                    if id(value) in self._theirs:
-                        setattr(module, name, self._theirs[id(value)])
-        ours = facade.FineGrainedActivationOffloadingInterface
-        for layer in gc.get_objects():
-            # type() and not isinstance(): proxies may run code when they are asked for their class.
-            if issubclass(type(layer), torch.nn.Module) and (
-                vars(layer).get("off_interface") is ours
-            ):
-                layer.off_interface = self._interface
 
-    def _forward_interface(self) -> None:
-        """Give Megatron's class our methods, for those who hold the class itself."""
-        for name, member in vars(facade.FineGrainedActivationOffloadingInterface).items():
-            if isinstance(member, (staticmethod, types.FunctionType)):
-                self._exchanged.replace(self._interface, name, member)
+def _opt_out_discarded_outputs() -> None:
+    """Keep the outputs of ``CheckpointWithoutOutput``, which Megatron empties in place."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
-    def _opt_out_discarded_outputs(self) -> None:
-        """Keep the outputs of ``CheckpointWithoutOutput``, which Megatron empties in place."""
-        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+    theirs = CheckpointWithoutOutput.checkpoint
 
-        theirs = CheckpointWithoutOutput.checkpoint
+    @functools.wraps(theirs)
+    def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        outputs = theirs(self, run_function, *args)
+        manager = facade.PipelineOffloadManager.get_instance()
+        for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+            if isinstance(output, torch.Tensor):
+                manager.mark_not_offload(output)
+        return outputs
 
-        @functools.wraps(theirs)
-        def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            outputs = theirs(self, run_function, *args)
-            manager = facade.PipelineOffloadManager.get_instance()
-            for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-                if isinstance(output, torch.Tensor):
-                    manager.mark_not_offload(output)
-            return outputs
-
-        self._exchanged.replace(CheckpointWithoutOutput, "checkpoint", checkpoint)
+    _exchanged.replace(CheckpointWithoutOutput, "checkpoint", checkpoint)
 
 
 def _pipeline_rank() -> int:
