@@ -376,12 +376,7 @@ def main():
 def check_settings(options):
     """End at once, before any process, on a setting of this package that is wrong."""
     sys.path.insert(0, str(ROOT))
-    from megatron_offload.config import (
-        MEGATRON_MODULES,
-        OffloadConfig,
-        apply_overrides,
-        validate,
-    )
+    from megatron_offload.config import MEGATRON_MODULES, OffloadConfig, apply_overrides, validate
     from megatron_offload.errors import ConfigError
 
     for spec in options.specs:

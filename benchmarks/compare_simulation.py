@@ -21,12 +21,12 @@ from megatron_offload.config import OffloadConfig, apply_overrides, validate
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.residents import choose_residents
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.model_cost import (
     LAYER_GROUPS,
     ModelDescription,
-    fit_achieved_share,
     job_from_model,
 )
 from megatron_offload.planning.replay import step_profile
@@ -58,6 +58,26 @@ SIZES = {
 """What the measured files call the sizes of the model."""
 LAUNCHES_WITHOUT_ROTATION = 36.0
 """Kernels of a layer where positions aren't rotated; see `ModelDescription.launches_per_layer`."""
+
+
+def fit_achieved_share(
+    model: ModelDescription, step_us: float, machine: Machine | None = None
+) -> ModelDescription:
+    """Return the model whose ``achieved_share`` gives a step of this time, nothing moved."""
+    # The time is all but linear in 1 / share, so a secant on that is there at once.
+    points: list[tuple[float, float]] = []
+    inverse = 1 / model.achieved_share
+    for _ in range(20):
+        if inverse < 1:
+            break
+        model = model.model_copy(update={"achieved_share": 1 / inverse})
+        got_us = simulate(job_from_model(model, machine)).step_us
+        if abs(got_us / step_us - 1) < 1e-6:
+            return model
+        points = [*points[-1:], (inverse, got_us)]
+        (x0, y0), (x1, y1) = points if len(points) == 2 else [(0.0, 0.0), *points]
+        inverse = x1 + (step_us - y1) * (x1 - x0) / (y1 - y0)
+    raise ConfigError(f"no achieved_share up to 1 makes a step of {step_us:g} us of this model")
 
 
 def described(sizes: dict) -> ModelDescription:

@@ -56,15 +56,8 @@ def _each(*names):
 
 
 SETS = {
-    "dense": {
-        **_each(*FIVE, *_MLP, "layer"),
-        "five": FIVE,
-        "five+mlp": FIVE + _MLP,
-    },
-    "moe": {
-        **_each("attn_norm", "mlp_norm", *_EXPERTS, "layer"),
-        "five+experts": FIVE + _EXPERTS,
-    },
+    "dense": {**_each(*FIVE, *_MLP, "layer"), "five": FIVE, "five+mlp": FIVE + _MLP},
+    "moe": {**_each("attn_norm", "mlp_norm", *_EXPERTS, "layer"), "five+experts": FIVE + _EXPERTS},
     "fused": _each("fused_group_mlp"),
 }
 """For each kind of layer the sets of modules that are offloaded, by what they are called here."""

@@ -71,10 +71,7 @@ class ProfilePlanner:
         self._planner = AutoPlanner(profiles, predictor_of(job), percent, resources)
 
     def plan(
-        self,
-        *,
-        target_bytes: Sequence[int] | None = None,
-        most_moved_bytes: int | None = None,
+        self, *, target_bytes: Sequence[int] | None = None, most_moved_bytes: int | None = None
     ) -> OffloadPlan:
         """Return a plan of all pipeline ranks.
 
@@ -127,10 +124,7 @@ class RunPlanner:
                 self._planner = error
 
     def follow(
-        self,
-        *,
-        target_bytes: Sequence[int] | None = None,
-        most_moved_bytes: int | None = None,
+        self, *, target_bytes: Sequence[int] | None = None, most_moved_bytes: int | None = None
     ) -> OffloadPlan:
         """Plan on the first rank, and have the managers of all follow the plan.
 

@@ -3,10 +3,7 @@
     without*  with*  (without  with) x pairs      the first plan
               with*  (without  with) x pairs      each that comes after it
 
-Steps with a star don't count: each is the first behind a change (memory is taken anew from the
-device; host memory is pinned). What is decided rests on the slowest rank's times, which all ranks
-know, so they decide alike. No plan stays that was measured over the limit by more than the noise;
-of the others the one that moves most does.
+Steps with a star don't count: each is the first behind a change, which takes memory anew.
 """
 
 from __future__ import annotations

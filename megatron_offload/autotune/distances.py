@@ -1,9 +1,6 @@
 """A plan's distances (how late memory goes, how far ahead it comes back), corrected by steps.
 
-Each rank corrects its own, for its own reasons; no bit depends on them. Both together never exceed
-those of the plan, none that fail are tried twice, and the search ends after a bounded number of
-changes. Where there is a target, a change after which it is missed is taken back: a plan may have
-been made for more than a rank should reserve, because it was seen to reserve less.
+Each rank corrects its own; no bit depends on them. Both together never exceed those of the plan.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """A plan that has to keep its promise of memory, held against what ranks reserve.
 
-A plan for a target rests on one step without offload and on what the allocator could not use in it;
-with offload that is another number, mostly a smaller one. Each plan takes three steps. The first
-doesn't count: host memory is pinned in it. What is unused is handed back before the second; the
-third shows what the second's optimizer has reserved. What is decided rests on what all ranks have
-told each other.
+Each plan takes three steps. The first doesn't count: host memory is pinned in it. What is unused is
+handed back before the second; the third shows what the second's optimizer has reserved.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
 """Which groups of one rank must move, so that its memory keeps a target: the problem itself.
 
-Time is cut into *rows* between the boundaries of groups. A group that moves still takes memory
-until its copy to the host is released (the lag), and again from its reload on (the lead). How long
-that is depends on all other copies; how much it is doesn't: the engine's device budget bounds what
-all moved groups together have on the device between commit and backward by ``device_bytes``, and
-waits where it must. So a row holds at most
-
-    memory without offload - max(0, moved bytes live in the row - device_bytes)
-
-which is within the target exactly if the row had no more without offload, or if at least its
-*demand*, memory - target + device_bytes, moves of what is live in it. That is linear: intervals,
-each with its bytes, cover rows. A group whose backward comes sooner than its copies out and back
-take on a busy link stays. Bytes are integers, so that a choice keeps a target or doesn't.
+Intervals, each with its bytes, cover *rows* of the step's time between the boundaries of groups.
+Bytes are integers, so that a choice keeps a target or doesn't. "What the solver assumes" in
+docs/planning.md has the reasons.
 """
 
 from __future__ import annotations

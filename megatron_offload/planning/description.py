@@ -18,13 +18,7 @@ from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.memory_target import Resources
 from megatron_offload.planning.model_cost import ModelDescription, job_from_model
 
-__all__ = [
-    "Budgets",
-    "JobDescription",
-    "MachineDescription",
-    "Surroundings",
-    "load_description",
-]
+__all__ = ["Budgets", "JobDescription", "MachineDescription", "Surroundings", "load_description"]
 
 _TRAINERS = frozenset({"data", "optimizer", "parallel", "run", "schedule"})
 """Sections of the trainer's configuration that no description has."""
@@ -92,10 +86,7 @@ class JobDescription(Surroundings):
 
 
 def load_description(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    machine: Mapping[str, Any] | None = None,
+    path: str | Path, overrides: Sequence[str] = (), *, machine: Mapping[str, Any] | None = None
 ) -> JobDescription:
     """Read a job; `ConfigError` says all that is wrong, one line each.
 

@@ -1,10 +1,7 @@
 """The device memory of one rank's step without offload, and when each group could be away.
 
-The allocator's samples stand at the boundaries of groups, in the order of the program; the times of
-the boundaries are those of the compute stream. They are paired by their order, because the host
-runs ahead of the device. Between two boundaries counts the larger of both samples, and the peak
-between them where that was looked at. What is *reserved* beyond the most that was allocated counts
-as always there (`waste_bytes`). Without samples, as on a CPU, memory is what the groups save.
+The allocator's samples and the times of the compute stream are paired by their order, because the
+host runs ahead of the device. Without samples, as on a CPU, memory is what the groups save.
 """
 
 from __future__ import annotations

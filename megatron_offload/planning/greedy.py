@@ -1,9 +1,7 @@
 """A choice of groups that moves few bytes, found in little time and with no library.
 
-The same problem gets the same choice; where any choice keeps the target, this one does. For
-intervals of one size, letting the one go that ends last whenever there are too many keeps the most
-(Faigle and Nawijn, Note on scheduling intervals on-line, Discrete Applied Mathematics 58, 1995).
-For other sizes that is a start.
+For intervals of one size, letting the one go that ends last whenever there are too many keeps the
+most (Faigle and Nawijn, Discrete Applied Mathematics 58, 1995). For other sizes that is a start.
 """
 
 from __future__ import annotations
@@ -87,9 +85,7 @@ def _sweep(problem: Problem, rule: _LeavesFirst, *, backwards: bool) -> set[int]
 def _improve(problem: Problem, moved: set[int]) -> set[int]:
     """Bring in up to three groups for others that are larger together, while that finds any."""
     slack = np.where(
-        problem.demand_bytes > 0,
-        problem.live_bytes(moved) - problem.demand_bytes,
-        _NOTHING_WANTED,
+        problem.demand_bytes > 0, problem.live_bytes(moved) - problem.demand_bytes, _NOTHING_WANTED
     )
     by_size = sorted(problem.movable, key=lambda position: -problem.items[position].num_bytes)
     moved = moved - _dropped(

@@ -1,8 +1,7 @@
 """How copies that run at once share the bandwidth between the devices and the host of a node.
 
-Max-min fair: all copies get the same until a limit binds some of them; the rest shares what is
-left (progressive filling; Bertsekas and Gallager, Data Networks, 1992, section 6.5.2). All GPUs
-being alike, the shares depend only on how many of them copy which way.
+Max-min fair, by progressive filling (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2).
+All GPUs being alike, the shares depend only on how many of them copy which way.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """Plans that keep every pipeline rank within a memory target.
 
-**Bandwidth belongs to the node.** What a rank copies out in a step is at least its demand: what
-must be away in its fullest moment. What the others of its node demand is spread over the step and
-taken from the node's bandwidth; a rank has what is left of it, at least an equal share, at most
-what its own link gives. Pipeline ranks lie on nodes in order, ``ranks_per_node`` to each.
-
-**Device memory for moved groups** (``device_bytes``, later ``max_inflight_bytes`` and
-``prefetch_bytes``) is what hides copies. Under the lowest target that can be kept it is two of the
-largest groups. What a target has above that goes to it first, until it is what the engine would
-take without a plan; only then do groups stay. A higher target never makes a rank move more bytes,
-as long as the solver proves that its choice moves the fewest.
+A rank's copies get what the others of its node leave, at least an equal share; pipeline ranks lie
+on nodes in order. What a target has above the lowest that can be kept goes to the device memory of
+moved groups first, until that is what the engine would take without a plan; then groups stay.
 """
 
 from __future__ import annotations

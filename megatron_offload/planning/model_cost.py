@@ -15,12 +15,10 @@ from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import Bytes, StrictModel
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import simulate
 
 __all__ = [
     "LAYER_GROUPS",
     "ModelDescription",
-    "fit_achieved_share",
     "job_from_model",
     "num_parameters",
 ]
@@ -34,9 +32,6 @@ LAYER_GROUPS = (
 _MOST = 10**9
 _MOST_LAYERS = 10**5
 """Larger sizes are a slip of the pen."""
-
-_MOST_FITS = 20
-_FIT_TOLERANCE = 1e-6
 
 _GRADIENT_BUFFERS = 2
 """An input and a gradient that arrive while a pass of another microbatch runs."""
@@ -314,9 +309,7 @@ def _with_input_elsewhere(groups: list[GroupWork], hidden_bytes: int) -> list[Gr
     if not first.is_marked or first.num_bytes < hidden_bytes:
         return groups
     kept = replace(
-        first,
-        num_bytes=first.num_bytes - hidden_bytes,
-        kept_bytes=first.kept_bytes + hidden_bytes,
+        first, num_bytes=first.num_bytes - hidden_bytes, kept_bytes=first.kept_bytes + hidden_bytes
     )
     return [kept, *groups[1:]]
 
@@ -331,26 +324,6 @@ def num_parameters(model: ModelDescription, rank: int) -> int:
     whole = sum(layers) * products + ends * model.vocabulary * hidden
     norms = sum(layers) * 2 * hidden + (rank == model.pipeline_parallel - 1) * hidden
     return whole // model.tensor_parallel + norms
-
-
-def fit_achieved_share(
-    model: ModelDescription, step_us: float, machine: Machine | None = None
-) -> ModelDescription:
-    """Return the model whose ``achieved_share`` gives a step of this time, nothing moved."""
-    # The time is all but linear in 1 / share, so a secant on that is there at once.
-    points: list[tuple[float, float]] = []
-    inverse = 1 / model.achieved_share
-    for _ in range(_MOST_FITS):
-        if inverse < 1:
-            break
-        model = model.model_copy(update={"achieved_share": 1 / inverse})
-        got_us = simulate(job_from_model(model, machine)).step_us
-        if abs(got_us / step_us - 1) < _FIT_TOLERANCE:
-            return model
-        points = [*points[-1:], (inverse, got_us)]
-        (x0, y0), (x1, y1) = points if len(points) == 2 else [(0.0, 0.0), *points]
-        inverse = x1 + (step_us - y1) * (x1 - x0) / (y1 - y0)
-    raise ConfigError(f"no achieved_share up to 1 makes a step of {step_us:g} us of this model")
 
 
 def job_from_model(model: ModelDescription, machine: Machine | None = None) -> Job:

@@ -1,11 +1,7 @@
 """Device memory of messages that was freed, and can't be used again yet, pass by pass.
 
-PyTorch keeps the tensors of collectives alive until they are waited for, those of point-to-point
-messages not: they are marked with `record_stream`
-(https://github.com/pytorch/pytorch/issues/132292). The allocator lends their memory again when it
-sees that the message's stream is done. The host is ahead of the device by as many kernels as a
-stream takes before a launch blocks, so whatever is freed stays out of use for that many launches,
-and new memory is reserved in its place.
+PyTorch marks messages between stages with `record_stream`, so the allocator lends their memory
+again only some launches later; docs/simulation.md says how many.
 """
 
 from __future__ import annotations

@@ -36,10 +36,7 @@ _MEASURED = record_model(MeasuredCost, slowdown_percent=(_PERCENT, ...), num_pai
 _CHOICE = record_model(GroupChoice, moves=None, choice=(Literal["offload", "keep"], ...))
 
 _RANK = record_model(
-    RankPlan,
-    choices=None,
-    groups=many(_CHOICE),
-    measured_peak_bytes=(Amount | None, None),
+    RankPlan, choices=None, groups=many(_CHOICE), measured_peak_bytes=(Amount | None, None)
 )
 
 _PLAN = record_model(

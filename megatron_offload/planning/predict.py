@@ -7,13 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import (
-    GroupKey,
-    GroupTimes,
-    MemorySample,
-    RunShape,
-    StepProfile,
-)
+from megatron_offload.core.profile import GroupKey, GroupTimes, MemorySample, RunShape, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import Prediction, Predictor
 from megatron_offload.planning.footprint import Footprint
@@ -80,17 +74,12 @@ def _with_slow_link(machine: Machine) -> Machine:
     copies = ("d2h_gbps", "h2d_gbps", "both_gbps", "node_gbps", "node_d2h_gbps", "node_h2d_gbps")
     rates = {name: getattr(machine, name) for name in copies}
     return replace(
-        machine,
-        **{name: rate and rate * _SLOW_LINK_SHARE for name, rate in rates.items()},
+        machine, **{name: rate and rate * _SLOW_LINK_SHARE for name, rate in rates.items()}
     )
 
 
 def job_of(
-    profiles: Sequence[StepProfile],
-    schedule: Schedule,
-    machine: Machine,
-    *,
-    gpus_per_rank: int = 1,
+    profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine, *, gpus_per_rank: int = 1
 ) -> Job:
     """Return the step of the profiles, with peaks without offload as they were measured.
 

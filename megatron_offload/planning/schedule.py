@@ -1,8 +1,6 @@
 """Pipeline schedules as data: which rank runs which pass of which microbatch, in which order.
 
-A schedule says only the order on each rank. When a pass runs follows from what it waits for: the
-passes before it on its rank, and the neighbouring stage's pass of its microbatch. Sources: GPipe
-(Huang et al., arXiv:1811.06965); 1F1B and its interleaved form (Narayanan et al.,
+Sources: GPipe (Huang et al., arXiv:1811.06965); 1F1B and its interleaved form (Narayanan et al.,
 arXiv:2104.04473); ZB-H1, where the backward for weights fills bubbles and no rank holds more than
 1F1B's first does (Qi et al., arXiv:2401.10241).
 """

@@ -20,23 +20,9 @@ from megatron_offload.core.trace import (
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.replay import replay
-from megatron_offload.planning.streams import (
-    PIPELINE,
-    RELEASE,
-    RELOAD,
-    RankStreams,
-    run_streams,
-)
+from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD, RankStreams, run_streams
 
-__all__ = [
-    "PIPELINE",
-    "RELEASE",
-    "RELOAD",
-    "SEGMENT_BYTES",
-    "RankResult",
-    "Simulation",
-    "simulate",
-]
+__all__ = ["PIPELINE", "RELEASE", "RELOAD", "SEGMENT_BYTES", "RankResult", "Simulation", "simulate"]
 
 SEGMENT_BYTES = 2 * 1024**2
 """PyTorch's caching allocator takes large memory from the device in multiples of this."""
@@ -90,10 +76,7 @@ class Simulation:
 
 
 def simulate(
-    job: Job,
-    settings: Sequence[RankSettings] | RankSettings | None = None,
-    *,
-    record: bool = False,
+    job: Job, settings: Sequence[RankSettings] | RankSettings | None = None, *, record: bool = False
 ) -> Simulation:
     """Predict one steady training step.
 

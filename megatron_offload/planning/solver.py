@@ -1,15 +1,8 @@
 """The choice of groups that moves the fewest bytes, by mixed-integer programming.
 
 Two programs for HiGHS: the fewest bytes that keep the target, and among all choices of that many
-bytes one whose copies keep the compute stream waiting least. In the second each direction of the
-link is a queue: copies join it at the commit (or, in reversed time, at the backward), it is emptied
-at the link's speed, and it may hold half of ``device_bytes``; what goes beyond is waited for. What
-is away in a row is an unknown of its own: an item then stands in two rows, and not in each that it
-is live in, and HiGHS is done far sooner where rows are many.
-
-Every answer is checked in integers and moves no more than the quick choice; the same problem gets
-the same answer, unless one machine keeps the time limit and another doesn't. Let one rank plan for
-all.
+bytes one whose copies keep the compute stream waiting least. Every answer is checked in integers
+and moves no more than the quick choice.
 """
 
 from __future__ import annotations
@@ -117,7 +110,8 @@ class _Program:
     def _add_memory(self) -> None:
         """Count what is away in each row that demands anything, and ask for the demand.
 
-        Rows one after the other in which the same items are live are one row.
+        What is away is an unknown of its own: an item then stands in two rows, and not in each that it
+        is live in, and HiGHS is done far sooner. Rows in which the same items are live are one.
         """
         demand = self._problem.demand_bytes
         rows = np.flatnonzero(demand)[:, None]

@@ -1,11 +1,8 @@
 """When the streams of all ranks do what they have to: compute, copies each way, and messages.
 
 A rank's compute stream is a process of simpy; the end of a copy moves whenever the node's bandwidth
-is shared anew. A copy begins when the compute stream has come to where it was issued and the copies
-before it in its queue are over; one to the host whose place another group had, when that has left
-it (W5). Messages between stages take their latency and their bytes over ``p2p_gbps``. The outputs
-that a rank hands over before its first backward leave when they are asked for, so that a rank which
-waits for its copies makes others wait, as on GPUs. Host time plays no part.
+is shared anew. The outputs that a rank hands over before its first backward leave when they are
+asked for, so that a rank which waits for its copies makes others wait, as on GPUs.
 """
 
 from __future__ import annotations

@@ -30,12 +30,7 @@ def policy(machine=None, correction_steps=0, **keys):
     }
     machine = {"ranks_per_node": 1, **(machine or link)}
     return make_config(
-        policy={
-            "kind": "auto",
-            "machine": machine,
-            "correction_steps": correction_steps,
-            **keys,
-        }
+        policy={"kind": "auto", "machine": machine, "correction_steps": correction_steps, **keys}
     ).policy
 
 

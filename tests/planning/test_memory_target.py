@@ -11,11 +11,7 @@ from pydantic import ByteSize, TypeAdapter
 from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.greedy import solve_greedy
-from megatron_offload.planning.memory_target import (
-    MemoryPlanner,
-    MemoryTargetPolicy,
-    Resources,
-)
+from megatron_offload.planning.memory_target import MemoryPlanner, MemoryTargetPolicy, Resources
 from megatron_offload.planning.predict import predictor_of, profiles_of
 
 PROFILES = profiles(ranks=4, virtual=2, microbatches=8)

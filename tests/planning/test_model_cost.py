@@ -12,7 +12,6 @@ from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.model_cost import (
     ModelDescription,
-    fit_achieved_share,
     job_from_model,
     num_parameters,
 )
@@ -21,6 +20,7 @@ from megatron_offload.planning.simulate import simulate
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 2**20
+COMPARE = runpy.run_path(str(ROOT / "benchmarks" / "compare_simulation.py"))
 
 SHAPE_C = {
     "layers": 16,
@@ -125,6 +125,7 @@ def test_time_is_flop_over_what_is_achieved():
 
 
 def test_the_share_is_fitted_to_a_step_and_never_beyond_all():
+    fit_achieved_share = COMPARE["fit_achieved_share"]
     model = fit_achieved_share(describe(), 1.5e6)
     assert simulate(job_from_model(model)).step_us == pytest.approx(1.5e6, rel=1e-5)
     with pytest.raises(ConfigError, match="no achieved_share up to 1"):
@@ -132,10 +133,9 @@ def test_the_share_is_fitted_to_a_step_and_never_beyond_all():
 
 
 def test_the_predictions_of_the_documents_are_those_of_the_code_and_near_the_measured():
-    compare = runpy.run_path(str(ROOT / "benchmarks" / "compare_simulation.py"))["compare"]
     documented = json.loads((ROOT / "docs" / "benchmarks" / "simulation.json").read_text())
     for file in ("shape_c", "shape_b"):
-        rows = compare(file)
+        rows = COMPARE["compare"](file)
         assert rows == [row for row in documented["rows"] if row["file"] == f"{file}.json"]
     for row in documented["rows"]:
         assert abs(row["step_ms"]["worst_percent"]) <= 5

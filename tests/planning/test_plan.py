@@ -20,12 +20,7 @@ from megatron_offload.planning.plan import (
     rank_plan,
     with_distances,
 )
-from megatron_offload.planning.plan_file import (
-    load_plan,
-    parse_plan,
-    plan_to_json,
-    save_plan,
-)
+from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
 from megatron_offload.planning.policy import RatioPolicy
 
 PROFILES = profiles(ranks=2, virtual=2, microbatches=4)
@@ -140,10 +135,7 @@ def test_the_run_it_was_made_for_passes():
             lambda p: with_group(with_group(p, 4, name="other"), 5, name="later"),
             r"group 4 .* is 'mlp_act' .* in the plan and 'other'",
         ),
-        (
-            lambda p: with_group(p, 0, key=GroupKey(7, 0)),
-            r"group 0 .*\(chunk 0.*\(chunk 7",
-        ),
+        (lambda p: with_group(p, 0, key=GroupKey(7, 0)), r"group 0 .*\(chunk 0.*\(chunk 7"),
         (lambda p: replace(p, groups=p.groups[:-1]), "group 39 .* and missing in the run"),
         (
             lambda p: replace(p, groups=(*p.groups, p.groups[0])),

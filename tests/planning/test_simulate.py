@@ -246,5 +246,5 @@ def test_a_recorded_step_is_a_trace_file_for_perfetto(tmp_path):
         assert trace.rank == rank
         assert trace.of("compute") == traces[rank].of("compute")
     assert {span.kind for span in traces[0].spans} == {
-        *("forward", "backward", "stall", "d2h", "h2d"),
+        *("forward", "backward", "stall", "d2h", "h2d")
     }
