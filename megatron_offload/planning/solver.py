@@ -110,8 +110,8 @@ class _Program:
     def _add_memory(self) -> None:
         """Count what is away in each row that demands anything, and ask for the demand.
 
-        What is away is an unknown of its own: an item then stands in two rows, and not in each that it
-        is live in, and HiGHS is done far sooner. Rows in which the same items are live are one.
+        What is away is an unknown of its own: an item then stands in two rows, and not in each that
+        it is live in, and HiGHS is done far sooner. Rows with the same live items are one.
         """
         demand = self._problem.demand_bytes
         rows = np.flatnonzero(demand)[:, None]
