@@ -305,7 +305,7 @@ class PeakWatch(Observer):
 
     def _note(self, *_):
         budget = self._manager.budget
-        host_bytes = self._manager.transfers.host_bytes - budget.inflight_bytes
+        host_bytes = self._manager.host_pool.in_use.total_bytes - budget.inflight_bytes
         self._now = (host_bytes, budget.inflight_bytes, budget.held_bytes, budget.resident_bytes)
 
     group_commits = backward_enters = backward_leaves = _look

@@ -9,7 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
-from megatron_offload.engine.group import MOVES, GroupState
+from megatron_offload.core.group import MOVES, GroupState
 
 PAGE = Path(__file__).parent.parent / "docs" / "design.md"
 BLOCK = re.compile(r"(?<=<!-- states -->\n).*?(?=<!-- end of states -->)", re.DOTALL)

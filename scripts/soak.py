@@ -46,8 +46,8 @@ import torch.utils.deterministic  # noqa: E402
 
 from megatron_offload.config import OffloadConfig, SimulatedConfig  # noqa: E402
 from megatron_offload.engine.boundary import commit_group, start_group  # noqa: E402
+from megatron_offload.engine.group import Block  # noqa: E402
 from megatron_offload.engine.manager import PipelineOffloadManager  # noqa: E402
-from megatron_offload.engine.saved_tensor import Block  # noqa: E402
 from megatron_offload.files.text import replace_text  # noqa: E402
 
 MIB = 1 << 20

@@ -122,5 +122,4 @@ def _left(manager):
     return {
         **manager.state_of(),
         "host pool": manager.host_pool.stats.in_use_bytes,
-        "tensor pool": manager.tensor_pool.stats.in_use_bytes,
     }

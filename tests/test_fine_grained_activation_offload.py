@@ -11,9 +11,9 @@ import torch
 import megatron_offload
 from megatron_offload import fine_grained_activation_offload as facade
 from megatron_offload.config import OffloadConfig
+from megatron_offload.core.group import GroupState
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine import manager as engine_manager
-from megatron_offload.engine.group import GroupState
 from megatron_offload.errors import StateError
 from megatron_offload.fine_grained_activation_offload import (
     ChunkOffloadHandler,

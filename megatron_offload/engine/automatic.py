@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_offload.engine.boundary import is_in_backward
+from megatron_offload.core.group import GroupState
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -76,8 +77,8 @@ class AutomaticGroups:
         min_tensor_bytes: smaller tensors stay; None for what the manager's configuration says.
         max_inflight_tensors: most tensors whose device memory is held for their copies; None leaves
             that to the manager's budgets.
-        chooses: is asked for each block of memory in turn, with its bytes, whether it moves; by
-            default all do.
+        should_offload: is asked for each block of memory in turn, with its bytes, whether it
+            moves; by default all do.
         finds_steps: end steps; False where the program takes each in `step`.
         on_step: called when a step was found to be over.
     """
@@ -89,7 +90,7 @@ class AutomaticGroups:
         *,
         min_tensor_bytes: int | None = None,
         max_inflight_tensors: int | None = None,
-        chooses: Callable[[int], bool] | None = None,
+        should_offload: Callable[[int], bool] | None = None,
         finds_steps: bool = True,
         on_step: Callable[[], None] | None = None,
     ) -> None:
@@ -97,7 +98,7 @@ class AutomaticGroups:
         self._name = name
         self._min_tensor_bytes = min_tensor_bytes
         self._max_inflight_tensors = max_inflight_tensors
-        self._chooses = chooses
+        self._should_offload = should_offload
         self._finds_steps = finds_steps
         self._on_step = on_step
         self._forwards: list[_Forward] = []
@@ -121,9 +122,9 @@ class AutomaticGroups:
             self.end_step_if_over()
         chunk = self.manager.begin_chunk(vp_stage=vp_stage, pp_rank=pp_rank)
         if self._min_tensor_bytes is not None:
-            chunk.min_tensor_bytes = self._min_tensor_bytes
-        chunk.max_inflight_blocks = self._max_inflight_tensors
-        chunk.chooses = self._chooses
+            chunk.rules.min_tensor_bytes = self._min_tensor_bytes
+        chunk.rules.max_inflight_blocks = self._max_inflight_tensors
+        chunk.rules.should_offload = self._should_offload
         hooks = saved_tensors_hooks(self.pack, unpack) if self.manager.do_offload else None
         if hooks is not None:
             hooks.__enter__()
@@ -145,9 +146,7 @@ class AutomaticGroups:
 
         A keyboard interrupt at the last line of a ``with`` statement's entry skips its exit.
         """
-        while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            if getattr(hooks[0], "__self__", None) is not self:
-                return
+        while owner_of_hooks() is self:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             if self._forwards:
                 self._forwards.pop()
@@ -169,9 +168,9 @@ class AutomaticGroups:
         return is_over
 
     @property
-    def chooses(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether not all that is saved moves."""
-        return self._chooses is not None
+        return self._should_offload is not None
 
     @graph_break
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -186,8 +185,8 @@ class AutomaticGroups:
             return SavedWrapper(tensor, self.pack)
         group = forward.group
         if group is None:
-            group = forward.group = forward.chunk.start_group(forward.name)
-        record = group.pack(tensor)
+            group = forward.group = self.manager.start_group(forward.chunk, forward.name)
+        record = forward.chunk.pack(group, tensor)
         if record.block is None:
             return record
         saved = _Saved(self, group, record)

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.core.group import GroupState
+from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.observer import Observer
-from megatron_offload.engine.saved_tensor import Block
 from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.storage import span_bytes
 

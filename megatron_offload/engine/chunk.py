@@ -1,78 +1,61 @@
-"""One microbatch on one virtual pipeline stage: its groups, and which tensors may move.
+"""One microbatch on one virtual pipeline stage: its groups, and the pack hook.
 
-Owns the open groups, the blocks found by live storage, and the rules of what is never moved. Must
-not know streams, or the order of backwards: chunks are made new for every forward and found again
-through the autograd graph alone.
-
-Invariant: a chunk takes a position in the step with its first group, so that passes that save
-nothing (evaluation) shift no keys. Read next: `megatron_offload.engine.boundary`.
+Chunks are made new for every forward and found again through the autograd graph alone. A block is
+found by its live storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.group import OffloadGroup
-from megatron_offload.engine.marks import has_mark
-from megatron_offload.engine.saved_tensor import Block, BlockRef
+from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.group import Block, BlockRef, OffloadGroup, Rules
+from megatron_offload.engine.marks import Marks
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.transfers import Transfers
+from megatron_offload.memory.storage import span_bytes
 
-if TYPE_CHECKING:
-    from megatron_offload.engine.manager import PipelineOffloadManager
+__all__ = ["READY_MARK", "ChunkOffloadHandler"]
 
-__all__ = ["ChunkOffloadHandler"]
+READY_MARK = "_offload_ready"
+"""The attribute of a tensor that holds its version and the event behind its producer, once told."""
 
 
 class ChunkOffloadHandler:
     """The groups of one forward of one model chunk.
 
     Args:
-        manager: whose streams and pools are used.
+        transfers: moves what is saved.
+        marks: what stays because somebody said so.
+        rules: what moves, and how much of it may be in flight.
         vp_stage: virtual pipeline stage, 0 without virtual stages.
-        min_tensor_bytes: smaller tensors stay on the device.
-        min_tensor_elements: the same in elements; both must hold.
+
+    Attributes:
+        position: among the chunks of the step; None until it has a group, so that passes that save
+            nothing (evaluation) shift no keys.
     """
 
     def __init__(
-        self,
-        manager: PipelineOffloadManager,
-        *,
-        vp_stage: int = 0,
-        min_tensor_bytes: int = 0,
-        min_tensor_elements: int = 0,
+        self, transfers: Transfers, marks: Marks, rules: Rules, *, vp_stage: int = 0
     ) -> None:
-        self.manager = manager
+        self.transfers = transfers
+        self.marks = marks
+        self.rules = rules
         self.vp_stage = vp_stage
-        self.min_tensor_bytes = min_tensor_bytes
-        self.min_tensor_elements = min_tensor_elements
-        self.max_inflight_groups: int | None = None
-        """Most groups of one name whose device memory is held for their copies."""
-        self.max_inflight_blocks: int | None = None
-        """The same for blocks, of all names."""
-        self.chooses: Callable[[int], bool] | None = None
-        """Is asked for each new block, with its bytes, whether it moves, be it needed soon or not.
-        None for all, as far as that is of use."""
+        self.position: int | None = None
         self.groups: list[OffloadGroup] = []
         self.open_groups: list[OffloadGroup] = []
-        self.blocks: dict[int, BlockRef] = {}
+        self._blocks: dict[int, BlockRef] = {}
         self._small_keys: set[int] = set()
-        self._position: int | None = None
 
-    def start_group(self, name: str) -> OffloadGroup:
-        """Open a group; tensors saved under the manager's hooks belong to it from here on."""
-        self.manager.guard.refuse_other_threads()
-        if self._position is None:
-            self._position = self.manager.enter_chunk(self)
-        key = GroupKey(self._position, len(self.groups))
-        group = OffloadGroup(self, key, name, self.manager.transfers)
+    def open_group(self, name: str) -> OffloadGroup:
+        """Open a group; a chunk outside any step calls its position -1."""
+        position = -1 if self.position is None else self.position
+        key = GroupKey(position, len(self.groups))
+        group = OffloadGroup(key, name, self.transfers.budget, self.rules)
         self.groups.append(group)
         self.open_groups.append(group)
-        for observer in self.manager.observers:
-            observer.group_starts(group)
-        self.manager.decisions.start(group)
         return group
 
     def close_group(self, name: str | None) -> OffloadGroup | None:
@@ -83,53 +66,81 @@ class ChunkOffloadHandler:
         return None
 
     def forget_groups(self) -> None:
-        """Let go of the groups, whose step is over, so that no cycle keeps a manager alive."""
-        for groups in (self.groups, self.open_groups):
-            groups.clear()
-
-    def find_block(self, storage_key: int) -> Block | None:
-        """Return the live block of a storage of this chunk."""
-        reference = self.blocks.get(storage_key)
-        return reference() if reference is not None else None
+        """Let go of the groups, whose step is over."""
+        self.groups.clear()
+        self.open_groups.clear()
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
-        return self.activation_storage(tensor) is not None and not self.is_small(tensor)
+        key = self.marks.activation_storage(tensor, self.transfers.backend)
+        return key is not None and not self._is_small(tensor)
 
-    def activation_storage(self, tensor: torch.Tensor) -> int | None:
-        """Return the identity of an activation's storage; None where the tensor can't move.
+    @graph_break
+    def pack(self, group: OffloadGroup, tensor: torch.Tensor) -> SavedTensor:
+        """Record a tensor that autograd saves in a group; the pack hook.
 
-        Never moved: parameters and what shares their storage, tensors that are not on the
-        backend's device, subclasses (fake, functional, quantised, distributed), layouts other than
-        strided, lazily conjugated or negated tensors, zeros without memory (forward-mode AD),
-        opted-out tensors, and empty ones.
+        Returns:
+            The record that autograd keeps; `SavedTensor.unpack` gives the tensor back.
         """
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return None
-        if tensor.nbytes == 0:
-            return None
-        manager = self.manager
-        if not manager.backend.owns(tensor) or tensor.is_quantized:
-            return None
-        if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
-            return None
-        base = tensor._base
-        if base is not None and (isinstance(base, torch.nn.Parameter) or has_mark(base)):
-            return None
-        if has_mark(tensor):
-            return None
-        storage_key: int = tensor.untyped_storage()._cdata
-        return None if manager.marks.holds(storage_key) else storage_key
+        transfers, name = self.transfers, group.name
+        for observer in transfers.observers:
+            if not isinstance(tensor, torch.nn.Parameter):
+                observer.tensor_saved(tensor)
+        storage_key = self.marks.activation_storage(tensor, transfers.backend)
+        if storage_key is None:
+            return SavedTensor(tensor, None, name)
+        num_bytes = tensor.nbytes
+        if self._is_small(tensor):
+            group.small_bytes += self._small_bytes(storage_key, num_bytes)
+            return SavedTensor(tensor, None, name)
+        offset = int(tensor.storage_offset())
+        low = offset * tensor.itemsize
+        is_contiguous = tensor.is_contiguous()
+        high = low + (num_bytes if is_contiguous else span_bytes(tensor))
+        block = self._find_block(storage_key)
+        if block is not None:
+            if block.d2h is None:
+                record = SavedTensor(tensor, block, name, offset)
+                block.add(record.alias, low, high, is_contiguous=is_contiguous)
+                block.ready = None  # told of one of them only, maybe
+                group.adopt(block)
+                return record
+            if block.covers(low, high) and block.version == tensor._version:
+                record = SavedTensor(tensor, block, name, offset)
+                if block.released:
+                    transfers.sources.empty(record.alias)
+                else:
+                    block.aliases.append(record.alias)
+                group.adopt(block)
+                return record
+        version = tensor._version
+        block, self._blocks[storage_key] = group.new_block(transfers, storage_key, version)
+        record = SavedTensor(tensor, block, name, offset)
+        block.add(record.alias, low, high, is_contiguous=is_contiguous)
+        if tensor.__dict__:
+            told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
+            if told is not None and told[0] == version:
+                block.ready = told[1]
+        should_offload = self.rules.should_offload
+        if should_offload is not None and not transfers.owners.knows(block):
+            block.stays = not should_offload(block.num_bytes)
+        return record
 
-    def is_small(self, tensor: torch.Tensor) -> bool:
-        """Whether an activation is too small to move."""
-        if tensor.nbytes < self.min_tensor_bytes:
+    def _find_block(self, storage_key: int) -> Block | None:
+        """Return the live block of a storage of this chunk that has not gone since."""
+        reference = self._blocks.get(storage_key)
+        block = reference() if reference is not None else None
+        return block if block is not None and block.storage_key == storage_key else None
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        rules = self.rules
+        if tensor.nbytes < rules.min_tensor_bytes:
             return True
-        return self.min_tensor_elements > 0 and tensor.numel() < self.min_tensor_elements
+        return rules.min_tensor_elements > 0 and tensor.numel() < rules.min_tensor_elements
 
-    def small_bytes(self, storage_key: int, tensor: torch.Tensor) -> int:
+    def _small_bytes(self, storage_key: int, num_bytes: int) -> int:
         """Return the bytes of a small activation; 0 where its storage was asked for, or moves."""
-        if storage_key in self._small_keys or self.find_block(storage_key) is not None:
+        if storage_key in self._small_keys or self._find_block(storage_key) is not None:
             return 0
         self._small_keys.add(storage_key)
-        return tensor.nbytes
+        return num_bytes

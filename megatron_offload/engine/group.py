@@ -1,72 +1,244 @@
-"""A layer group: the saved tensors between `group_start` and `group_commit`, and the pack hook.
+"""A layer group, and the blocks of memory that it saves.
 
-Invariant: a group refers to its blocks weakly, so that it never keeps memory alive.
+Lifetimes are the memory management. A record holds its block and a group refers to its blocks
+weakly, so memory on host and device goes with the last record, whatever became of the backward:
+
+    autograd graph -> SavedTensor -> Block -> host region | reload target
+    sources in flight -> aliases of the source, until the compute stream has waited for the copy
+
+Invariant: a block is *released* (its source dropped) only after its copy was issued; a released
+block has a host region, a reload target, or a source that something else keeps alive.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.core.group import MOVES, Group, GroupState
+from megatron_offload.backends.base import Event
+from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.saved_tensor import Block, BlockRef, SavedTensor
-from megatron_offload.memory.storage import span_bytes
 
 if TYPE_CHECKING:
-    from megatron_offload.engine.chunk import ChunkOffloadHandler
-    from megatron_offload.engine.transfers import Transfers
+    from megatron_offload.memory.host_pool import HostRegion
 
-__all__ = ["MOVES", "READY_MARK", "GroupState", "OffloadGroup"]
+__all__ = ["Block", "Flight", "OffloadGroup", "Reload", "Rules", "Store"]
+
+_ALIGNMENT_BYTES = 512
+"""A block starts at a multiple of this within its storage, so that a reloaded tensor has the same
+alignment as its source: kernels choose their code path, and so their rounding, by alignment."""
 
 
-READY_MARK = "_offload_ready"
-"""The attribute of a tensor that holds its version and the event behind its producer, once told."""
+class Store(Protocol):
+    """What has the bytes of blocks, and takes them back."""
+
+    def is_ready(self, block: Block) -> bool:
+        """Whether there is nothing left for `ready_target` to do."""
+
+    def ready_target(self, block: Block) -> torch.Tensor:
+        """Return what a released block comes back to, ordered before what the program does next."""
+
+    def keep_source(self, block: Block) -> None:
+        """Keep a block on the device for a reader who is there before its release."""
+
+    def free(self, block: Block) -> None:
+        """Take back what a block holds that no one will read any more; from its finalizer."""
+
+
+class Flight:
+    """The copies of one group to the host, from their issue to their release.
+
+    Attributes:
+        group: whose they are.
+        d2h: the event behind them.
+        blocks, sources, storage_keys: of each, the block, the aliases that keep its memory even
+            where the graph is dropped before the copy ends, and its storage.
+        num_bytes: what of it counts as in flight.
+    """
+
+    __slots__ = ("blocks", "d2h", "group", "num_bytes", "sources", "storage_keys")
+
+    def __init__(
+        self, group: OffloadGroup, blocks: list[Block], references: list[BlockRef], d2h: Event
+    ) -> None:
+        self.group = group
+        self.d2h = d2h
+        self.blocks = references
+        self.sources = [block.aliases for block in blocks]
+        self.storage_keys = [block.storage_key for block in blocks]
+        self.num_bytes = 0
+
+
+class Reload:
+    """One bulk reload: its event, and which streams have waited for it already."""
+
+    __slots__ = ("event", "waited_keys")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.waited_keys: list[Hashable] = []
+
+
+class Block:
+    """A region of one storage: moved once, whoever shares it.
+
+    Attributes:
+        store: who has its bytes.
+        group: the group that saved it first and moves it.
+        index: its place among the blocks of that group.
+        storage_key: the storage's identity; 0 once the storage has gone.
+        low, high: the region's byte range within the storage; grows until the copy is issued.
+        num_bytes: size of the region.
+        aliases: one detached alias per record, sharing storage and version counter with the
+            tensor that was saved. Emptying them is what releases the source.
+        version: version counter of the source when it was first saved.
+        like: shape and dtype of the tensor where one contiguous tensor is all of the region.
+        ready: the event behind its producer, where the program has told.
+        stays: whether it was chosen to stay on the device.
+        counted_bytes: what of it some group's commit has counted.
+        kept_bytes: what of it is counted as kept on the device.
+        d2h: the event behind the copy to the host, once issued.
+        flight: the copies that this was issued with.
+        address: where the storage lay then.
+        host: its bytes in host memory, which is a part of ``region``.
+        cancelled: whether it stays on the device although the copy was issued.
+        released: whether its source was dropped.
+        forced_release: whether its storage is emptied then, whoever holds it.
+        storage_ref: the storage, where something else still held it at the release.
+        target: what it comes back to.
+        reload: the bulk reload that brings or brought it back.
+    """
+
+    # Defaults of the class: most blocks are made, saved in and dropped without setting most.
+    num_bytes = low = high = address = counted_bytes = kept_bytes = 0
+    like: tuple[torch.Size, torch.dtype] | None = None
+    ready: Event | None = None
+    d2h: Event | None = None
+    flight: Flight | None = None
+    host: torch.Tensor | None = None
+    region: HostRegion | None = None
+    target: torch.Tensor | None = None
+    reload: Reload | None = None
+    storage_ref: StorageWeakRef | None = None
+    stays = cancelled = released = forced_release = False
+
+    def __init__(
+        self, store: Store, group: OffloadGroup, index: int, storage_key: int, version: int
+    ) -> None:
+        self.group = group
+        self.index = index
+        self.storage_key = storage_key
+        self.version = version
+        self.aliases: list[torch.Tensor] = []
+        self.store = store  # last: without it there is nothing to give back
+
+    @property
+    def identity(self) -> tuple[GroupKey, int]:
+        """What it is called in every step of the same program."""
+        return self.group.key, self.index
+
+    def live_source(self) -> torch.Tensor | None:
+        """Return the flat bytes of a released source that is where it was; resizing moves one."""
+        if self.storage_ref is None:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage_ref.cdata)
+        if storage is None or storage.data_ptr() != self.address:
+            return None
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return view.set_(storage, self.low, (self.num_bytes,), (1,))
+
+    def covers(self, low: int, high: int) -> bool:
+        """Whether the byte range lies inside the region."""
+        return self.low <= low and high <= self.high
+
+    def add(self, alias: torch.Tensor, low: int, high: int, *, is_contiguous: bool) -> None:
+        """Make room for one more alias of the storage; only before the copy is issued."""
+        misalignment = low % _ALIGNMENT_BYTES
+        low -= misalignment
+        if self.aliases:
+            self.like = None
+            low, high = min(self.low, low), max(self.high, high)
+        elif is_contiguous and not misalignment:
+            self.like = alias.shape, alias.dtype
+        self.low, self.high, self.num_bytes = low, high, high - low
+        self.aliases.append(alias)
+
+    @graph_break
+    def __del__(self) -> None:
+        # Any thread's garbage collection may be here, between any two lines of the engine.
+        try:
+            store = self.store
+        except AttributeError:  # an interrupted construction
+            return
+        store.free(self)
+
+
+BlockRef = weakref.ref[Block]
+
+
+@dataclass(slots=True)
+class Rules:
+    """What of a chunk's groups moves, and how much of it may be in flight."""
+
+    min_tensor_bytes: int = 0
+    """Smaller tensors stay on the device."""
+    min_tensor_elements: int = 0
+    """The same in elements; both must hold."""
+    max_inflight_groups: int | None = None
+    """Most groups of one name whose device memory is held for their copies."""
+    max_inflight_blocks: int | None = None
+    """The same for blocks, of all names."""
+    should_offload: Callable[[int], bool] | None = None
+    """Is asked for each new block, with its bytes, whether it moves, be it needed soon or not. None
+    for all, as far as that is of use."""
 
 
 class OffloadGroup(Group):
     """One layer group of one chunk.
 
     Args:
-        chunk: the chunk whose forward it is of.
-        key, name: see `Group`.
-        transfers: what moves it.
+        key: position in the step, a hint for prefetch and planning only.
+        name: the module's name; see `Group`.
+        budget: where its bytes count.
+        rules: of its chunk.
 
     Attributes:
         elsewhere_bytes: bytes besides that something else keeps; set at commit.
         small_bytes: bytes besides of tensors that are too small to move.
         shared_bytes: of both, what a group before it has as well and left there; set at commit.
+        moving: between the look at its bytes and the decision, the blocks that can move.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
     """
 
     __slots__ = (
-        "_blocks",
         "_num_lost",
         "_num_saved",
-        "chunk",
+        "_references",
         "elsewhere_bytes",
         "leaf_hook",
+        "moving",
+        "rules",
         "shared_bytes",
         "small_bytes",
-        "transfers",
     )
 
-    def __init__(
-        self, chunk: ChunkOffloadHandler, key: GroupKey, name: str, transfers: Transfers
-    ) -> None:
-        super().__init__(key, name, transfers.budget)
-        self.chunk = chunk
-        self.transfers = transfers
+    def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
+        super().__init__(key, name, budget)
+        self.rules = rules
         self.elsewhere_bytes = 0
         self.shared_bytes = 0
         self.small_bytes = 0
+        self.moving: list[Block] = []
         self.leaf_hook: RemovableHandle | None = None
-        self._blocks: list[BlockRef] = []
+        self._references: list[BlockRef] = []
         # Two counts, because one may be added to while the other is.
         self._num_saved = 0
         self._num_lost = 0
@@ -75,6 +247,24 @@ class OffloadGroup(Group):
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
         return self._num_lost == self._num_saved
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks that some record still needs."""
+        return [block for found in self._references if (block := found()) is not None]
+
+    def new_block(self, store: Store, storage_key: int, version: int) -> tuple[Block, BlockRef]:
+        """Make a block of its own."""
+        references = self._references
+        block = Block(store, self, len(references), storage_key, version)
+        reference = weakref.ref(block)
+        references.append(reference)
+        self._num_saved += 1
+        return block, reference
+
+    def adopt(self, block: Block) -> None:
+        """Make a shared block one of this group's too: whoever needs it first reloads it."""
+        if block.group is not self and not any(found() is block for found in self._references):
+            self._references.append(weakref.ref(block))
 
     def lose_block(self, num_bytes: int) -> None:
         """Take note that no record needs one of its own blocks any more."""
@@ -88,76 +278,10 @@ class OffloadGroup(Group):
 
     def drop_dead_blocks(self) -> None:
         """Forget the blocks that no record needs any more."""
-        self._blocks = [reference for reference in self._blocks if reference() is not None]
+        self._references = [found for found in self._references if found() is not None]
 
     def unhook(self) -> None:
         """Take the hook off the leaf that the group started with; leaves outlive graphs."""
         if self.leaf_hook is not None:
             self.leaf_hook.remove()
             self.leaf_hook = None
-
-    def blocks(self) -> Iterator[Block]:
-        """Yield the blocks that some record still needs."""
-        for reference in self._blocks:
-            block = reference()
-            if block is not None:
-                yield block
-
-    @graph_break
-    def pack(self, tensor: torch.Tensor) -> SavedTensor:
-        """Record a tensor that autograd saves; the pack hook.
-
-        Returns:
-            The record that autograd keeps; `SavedTensor.unpack` gives the tensor back.
-        """
-        chunk = self.chunk
-        for observer in self.transfers.observers:
-            if not isinstance(tensor, torch.nn.Parameter):
-                observer.tensor_saved(tensor)
-        storage_key = chunk.activation_storage(tensor)
-        if storage_key is None:
-            return SavedTensor(tensor, None, self.name)
-        if chunk.is_small(tensor):
-            self.small_bytes += chunk.small_bytes(storage_key, tensor)
-            return SavedTensor(tensor, None, self.name)
-        offset = int(tensor.storage_offset())
-        low = offset * tensor.itemsize
-        is_contiguous = tensor.is_contiguous()
-        high = low + (tensor.nbytes if is_contiguous else span_bytes(tensor))
-        reference = chunk.blocks.get(storage_key)
-        block = reference() if reference is not None else None
-        if block is not None:
-            if block.d2h is None:
-                record = SavedTensor(tensor, block, self.name, offset)
-                block.add(record.alias, low, high, is_contiguous=is_contiguous)
-                block.ready = None  # told of one of them only, maybe
-                self._adopt(block)
-                return record
-            if block.covers(low, high) and block.version == tensor._version:
-                record = SavedTensor(tensor, block, self.name, offset)
-                if block.released:
-                    self.transfers.sources.empty(record.alias)
-                else:
-                    block.aliases.append(record.alias)
-                self._adopt(block)
-                return record
-        block = Block(self, len(self._blocks), storage_key, tensor._version)
-        reference = weakref.ref(block)
-        chunk.blocks[storage_key] = reference
-        self._blocks.append(reference)
-        self._num_saved += 1
-        record = SavedTensor(tensor, block, self.name, offset)
-        block.add(record.alias, low, high, is_contiguous=is_contiguous)
-        told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it again tells again
-        if told is not None and told[0] == tensor._version:
-            block.ready = told[1]
-        if chunk.chooses is not None and not self.transfers.owners.knows(block):
-            block.stays = not chunk.chooses(block.num_bytes)
-        return record
-
-    def _adopt(self, block: Block) -> None:
-        """Make a shared block one of this group's too: whoever needs it first reloads it."""
-        if block.group is self:
-            return
-        if not any(reference() is block for reference in self._blocks):
-            self._blocks.append(weakref.ref(block))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,21 +27,21 @@ from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.group import GroupState
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.engine.boundary import (
-    is_in_backward,
-    is_in_checkpoint,
-    refuse_mutable_saves,
-)
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.group import OffloadGroup, Rules
 from megatron_offload.engine.guard import Guard, guarded
-from megatron_offload.engine.hook_stack import HookStack
-from megatron_offload.engine.host_copies import HostCopies
+from megatron_offload.engine.hooks import (
+    HookStack,
+    is_in_backward,
+    is_recording,
+    refuse_mutable_saves,
+)
 from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
@@ -152,14 +153,13 @@ class PipelineOffloadManager:
         self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
-        host_copies = HostCopies(self.host_pool)
-        self.sources = Sources(self.backend, host_copies, self.budget, self.observers)
+        self.sources = Sources(self.backend, self.host_pool, self.budget, self.observers)
         self.window: InFlightWindow[OffloadGroup] = InFlightWindow(
             self.sources.release, self.budget
         )
         self.transfers = Transfers(
             self.backend,
-            host_copies,
+            self.host_pool,
             self.tensor_pool,
             self.sources,
             self.window,
@@ -174,9 +174,10 @@ class PipelineOffloadManager:
         if config.checking:
             self.observers.append(Checker())
         self.do_offload = config.enabled
-        self._hooks = HookStack(self.transfers)
+        self._hooks = HookStack(self._is_own_chunk)
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
+        self._entered: list[ChunkOffloadHandler] = []
         self._is_in_step = False
         self._begun_at_backward: int | None = None
         self._said: set[str] = set()
@@ -232,7 +233,7 @@ class PipelineOffloadManager:
         if min_tensor_elements is not None and not _SMALLEST & config.model_fields_set:
             smallest = (0, min_tensor_elements)
         self._chunk = self.new_chunk(vp_stage or 0, *smallest)
-        self._chunk.max_inflight_groups = max_inflight_groups
+        self._chunk.rules.max_inflight_groups = max_inflight_groups
         self._begun_at_backward = None
         return self._chunk
 
@@ -283,12 +284,30 @@ class PipelineOffloadManager:
         self, vp_stage: int = 0, min_tensor_bytes: int = 0, min_tensor_elements: int = 0
     ) -> ChunkOffloadHandler:
         """Return a chunk for a caller who opens and commits its groups by hand."""
-        return ChunkOffloadHandler(
-            self,
-            vp_stage=vp_stage,
-            min_tensor_bytes=min_tensor_bytes,
-            min_tensor_elements=min_tensor_elements,
-        )
+        rules = Rules(min_tensor_bytes, min_tensor_elements)
+        return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage=vp_stage)
+
+    def _is_own_chunk(self, owner: object) -> bool:
+        return isinstance(owner, ChunkOffloadHandler) and owner.transfers is self.transfers
+
+    @graph_break
+    def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
+        """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
+
+        Raises:
+            StateError: another thread is not done with this manager, or what is saved here may be
+                changed in place.
+        """
+        refuse_mutable_saves()
+        self.guard.refuse_other_threads()
+        if chunk.position is None:
+            chunk.position = self.enter_chunk(chunk)
+            self._entered.append(chunk)
+        group = chunk.open_group(name)
+        for observer in self.observers:
+            observer.group_starts(group)
+        self.decisions.start(group)
+        return group
 
     @guarded
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> int:
@@ -320,12 +339,7 @@ class PipelineOffloadManager:
 
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
-        return (
-            self.do_offload
-            and torch.is_grad_enabled()
-            and not is_in_backward()
-            and not is_in_checkpoint()
-        )
+        return self.do_offload and is_recording()
 
     @graph_break
     def reset(self) -> None:
@@ -421,6 +435,9 @@ class PipelineOffloadManager:
     def _begin_step(self) -> None:
         self.step_number += 1
         self._chunk = self._begun_at_backward = None
+        for chunk in self._entered:
+            chunk.forget_groups()
+        self._entered.clear()
         self.marks.begin_step()
         self._step.begin()
 
@@ -514,6 +531,7 @@ class PipelineOffloadManager:
     def offload(self, group: OffloadGroup) -> None:
         """Issue the copies of a group that belongs to no step."""
         if self.config.enabled:
+            self.transfers.measure(group)
             self.transfers.offload(group)
 
     @guarded
@@ -532,7 +550,7 @@ class PipelineOffloadManager:
     def __enter__(self) -> PipelineOffloadManager:
         chunk = self._chunk
         is_open = chunk is not None and bool(chunk.open_groups) and self.records()
-        self._hooks.push(chunk.open_groups[-1] if chunk is not None and is_open else None)
+        self._hooks.push(partial(chunk.pack, chunk.open_groups[-1]) if chunk and is_open else None)
         return self
 
     @graph_break
@@ -634,7 +652,7 @@ class PipelineOffloadManager:
         """Return counts that must all be zero between steps, for leak checks."""
         return {
             "groups in flight": self.window.num_inflight,
-            "host bytes": self.transfers.host_bytes,
+            "host bytes": self.host_pool.in_use.total_bytes,
             "bytes in flight": self.budget.inflight_bytes,
             "prefetched bytes": self.budget.held_bytes,
         }

@@ -13,6 +13,8 @@ import weakref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_offload.backends.base import Backend
+
 __all__ = ["Marks", "has_mark", "is_opted_out", "mark_everywhere", "take_back"]
 
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
@@ -83,6 +85,28 @@ class Marks:
     def begin_step(self) -> None:
         """Look again where parameters are: they move between steps, hardly within one."""
         self._parameter_storages = None
+
+    def activation_storage(self, tensor: torch.Tensor, backend: Backend) -> int | None:
+        """Return the identity of an activation's storage; None where the tensor can't move.
+
+        Never moved: parameters and what shares their storage, tensors that are not on the
+        backend's device, subclasses (fake, functional, quantised, distributed), layouts other than
+        strided, lazily conjugated or negated tensors, zeros without memory (forward-mode AD),
+        opted-out tensors, and empty ones.
+        """
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return None
+        if tensor.nbytes == 0 or not backend.owns(tensor) or tensor.is_quantized:
+            return None
+        if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+            return None
+        if tensor.__dict__ and has_mark(tensor):
+            return None
+        base = tensor._base
+        if base is not None and (isinstance(base, torch.nn.Parameter) or has_mark(base)):
+            return None
+        storage_key: int = tensor.untyped_storage()._cdata
+        return None if self.holds(storage_key) else storage_key
 
     def holds(self, storage_key: int) -> bool:
         """Whether the storage of this identity belongs to a parameter or was marked."""

@@ -10,8 +10,7 @@ holds it then, and a finished frame doesn't.
 from __future__ import annotations
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.group import OffloadGroup
-from megatron_offload.engine.saved_tensor import Block
+from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.memory.storage import num_owners
 
 __all__ = ["ForeignOwners", "is_held_elsewhere"]

@@ -50,11 +50,10 @@ class Step:
     def begin(self) -> None:
         """Forget the last step's groups and count from zero."""
         for group in self._decisions.groups():
-            if next(group.blocks(), None) is None:
+            if not group.blocks():
                 group.unhook()
-            group.chunk.forget_groups()
         self.num_chunks = 0
-        self._transfers.begin_step(StepStats())
+        self._transfers.begin_step()
         self._decisions.begin_step(self._learner.profile, self._learner.residents)
 
     def add_chunk(self) -> int:
@@ -78,7 +77,7 @@ class Step:
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
         groups = list(self._decisions.groups())  # another thread may ask, and be refused
-        return not any(next(group.blocks(), None) is not None for group in groups)
+        return not any(group.blocks() for group in groups)
 
     def finish(self, *, names_leaks: bool) -> StepStats:
         """Release what is in flight and return the counters.
@@ -87,7 +86,7 @@ class Step:
             names_leaks: list and warn of the groups that still hold memory.
         """
         self._decisions.window.drain()
-        stats = self._transfers.stats
+        stats = self._transfers.finish_stats()
         if names_leaks:
             stats.leaks = leaks_of(self._decisions.groups())
             if stats.leaks:
@@ -138,8 +137,8 @@ class Step:
             stays_because: why no group moves; empty where groups may.
             must_move: issue them whatever the policy says.
         """
-        transfers, chunk = self._transfers, group.chunk
-        group.num_bytes = transfers.movable_bytes(group)
+        transfers, rules = self._transfers, group.rules
+        transfers.measure(group)
         stats = transfers.stats.of(group.name)
         stats.num_groups += 1
         if group.small_bytes:
@@ -153,9 +152,9 @@ class Step:
         self._decisions.commit(
             group,
             stays_because,
-            must_move=must_move or chunk.chooses is not None,
-            most_groups=chunk.max_inflight_groups,
-            most_blocks=chunk.max_inflight_blocks,
+            must_move=must_move or rules.should_offload is not None,
+            most_groups=rules.max_inflight_groups,
+            most_blocks=rules.max_inflight_blocks,
         )
 
     def enter_backward(self, group: OffloadGroup) -> None:
@@ -174,6 +173,7 @@ class Step:
 
 
 def _force_release(group: OffloadGroup, tensor: torch.Tensor) -> None:
-    block = group.chunk.find_block(tensor.untyped_storage()._cdata)
-    if block is not None and not block.released and any(b is block for b in group.blocks()):
-        block.forced_release = True
+    storage_key = tensor.untyped_storage()._cdata
+    for block in group.blocks():
+        if block.storage_key == storage_key and not block.released:
+            block.forced_release = True

@@ -1,30 +1,29 @@
-"""The copies: when they are issued, and the waits that order them.
+"""What is done about a decision: the copies, and the waits that order them.
 
-Owns every copy of the package, and five of the six waits, one call each; W2 is in
-`megatron_offload.engine.release`.
-
-Invariant: what something else keeps on the device is neither reloaded nor, from the next step on,
-copied at all.
+Every copy of the package is issued here, with five of the six waits, one call each; W2 is in
+`megatron_offload.engine.release`. What something else keeps on the device is neither reloaded nor,
+from the next step on, copied at all.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
+from megatron_offload.core.group import GroupState
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.engine.group import GroupState, OffloadGroup
+from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.group import Block, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
-from megatron_offload.engine.host_copies import HostCopies
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.owners import ForeignOwners
 from megatron_offload.engine.release import Sources
-from megatron_offload.engine.saved_tensor import Block, Reload, _Remains
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import StateError
-from megatron_offload.memory.host_pool import HostRegion
+from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.storage import num_owners
 from megatron_offload.memory.tensor_pool import TensorPool
 
@@ -33,24 +32,28 @@ __all__ = ["Transfers"]
 _Target = tuple[torch.Tensor, Event | None]
 """What a block comes back to, and who used that memory last."""
 
+_SLAB_SHARE = 16
+"""Blocks of a group share a host region where they are at most this fraction of a slab: what is
+larger is lent piece by piece, which fills slabs better, and copying it takes longer than that."""
+
 
 class Transfers:
     """Moves blocks between device and host for all groups of one manager.
 
     Args:
         backend: streams, events and copies.
-        host_copies: where offloaded bytes live.
+        host_pool: where offloaded bytes live.
         tensor_pool: where reloaded bytes live.
-        sources: holds what is copied to the host.
-        window: says when it is released, as its budget says.
-        guard: held by whoever calls; `keep` and `ready_target` take it themselves.
+        sources: what is being copied to the host.
+        window: which groups that are.
+        guard: held by whoever calls; `keep`, `ready_target` and `free` take it themselves.
         observers: are told of copies and waits.
     """
 
     def __init__(
         self,
         backend: Backend,
-        host_copies: HostCopies,
+        host_pool: HostPool,
         tensor_pool: TensorPool,
         sources: Sources,
         window: InFlightWindow[OffloadGroup],
@@ -59,7 +62,7 @@ class Transfers:
     ) -> None:
         self.backend = backend
         self.guard = guard
-        self.host_copies = host_copies
+        self.host_pool = host_pool
         self.tensor_pool = tensor_pool
         self.sources = sources
         self.window = window
@@ -67,11 +70,13 @@ class Transfers:
         self.stats = StepStats()
         self.observers = observers
         self.owners = ForeignOwners()
+        self._shared_bytes = host_pool.slab_bytes // _SLAB_SHARE
 
     # Device to host
 
-    def movable_bytes(self, group: OffloadGroup) -> int:
-        """Return what moving a group would copy; count what stays by choice, or is kept anyway."""
+    def measure(self, group: OffloadGroup) -> None:
+        """See what moving a group would copy; count what stays by choice, or is kept anyway."""
+        moving = group.moving = []
         num_bytes = 0
         for block in group.blocks():
             if block.d2h is not None:
@@ -87,14 +92,15 @@ class Transfers:
                 self.stats.held_elsewhere_bytes += block.num_bytes
             else:
                 num_bytes += block.num_bytes
-        return num_bytes
+                moving.append(block)
+        group.num_bytes = num_bytes
 
     def stay(self, group: OffloadGroup, reason: str) -> None:
-        """Leave a group on the device, and count the blocks of it that could move."""
+        """Leave a group whose forward is over on the device."""
+        moving, group.moving = group.moving, []
+        for block in moving:
+            self._count_kept(group, block, reason)
         group.advance(GroupState.RESIDENT)
-        for block in group.blocks():
-            if block.d2h is None and not block.stays and not self.owners.knows(block):
-                self._count_kept(group, block, reason)
 
     def _count_kept(self, group: OffloadGroup, block: Block, reason: str) -> None:
         """Count a block as kept, but for what a group before this has counted of it."""
@@ -104,53 +110,48 @@ class Transfers:
             self.stats.of(group.name).keep(num_bytes, reason)
 
     def offload(self, group: OffloadGroup) -> None:
-        """Issue the copies of a group's blocks that no one has moved yet.
+        """Issue the copies of the blocks that `measure` has found, and put them into the window.
 
         A block for which the host has no room stays on the device. Moves the group to OFFLOADING,
         or to RESIDENT where nothing is left to move.
         """
         backend = self.backend
+        moving, group.moving = group.moving, []
         label = self._label(group)
+        reused = self._take_host(group, moving)
         issued: list[Block] = []
-        pairs = []
-        reused: dict[int, Event] = {}
-        produced: dict[int, Event] = {}
+        pairs: list[Pair] = []
+        produced: list[Event] = []
         is_ready = True
-        pool_stats = self.host_copies.pool.stats
-        num_unpinnable = pool_stats.num_unpinnable
-        for block in group.blocks():
-            if block.d2h is not None or block.stays or self.owners.knows(block):
-                continue
-            host = self.host_copies.take(block)
+        for block in moving:
+            host = block.host
             if host is None:
-                self.stats.num_refused_blocks += 1
-                self.stats.refused_bytes += block.num_bytes
-                self._count_kept(group, block, "the host memory is full")
                 continue
-            pair = _offload_pair(block, host)
-            block.address = pair[1].data_ptr() - block.low
-            if host.ready_event is not None:
-                reused[id(host.ready_event)] = host.ready_event
+            source = block.aliases[0]
+            if block.like is None:
+                storage = source.untyped_storage()
+                source = torch.empty(0, dtype=torch.uint8, device=source.device)
+                source.set_(storage, block.low, (block.num_bytes,), (1,))
+            block.address = source.data_ptr() - block.low
             if block.ready is None:
                 is_ready = False
                 if backend.observes:
-                    backend.note_produced(pair[1], label)
+                    backend.note_produced(source, label)
             else:
-                produced[id(block.ready)] = block.ready
+                _add(block.ready, produced)
             for observer in self.observers:
-                observer.block_leaves(block, pair[1])
-            pairs.append(pair)
+                observer.block_leaves(block, source)
+            pairs.append((host, source))
             issued.append(block)
-        self.stats.num_unpinnable_blocks += pool_stats.num_unpinnable - num_unpinnable
         if not issued:
             group.advance(GroupState.RESIDENT)
             return
         d2h_stream = backend.d2h_stream
         if not is_ready:
             backend.wait_compute(d2h_stream, Wait.W1)
-        for event in produced.values():
+        for event in produced:
             backend.wait(d2h_stream, event, Wait.W1)
-        for event in reused.values():
+        for event in reused:
             backend.wait(d2h_stream, event, Wait.W5)
         for observer in self.observers:
             observer.copy_starts("d2h")
@@ -162,15 +163,38 @@ class Transfers:
         self.stats.of(group.name).offloaded_bytes += num_bytes
         group.advance(GroupState.OFFLOADING)
 
-    def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
-        """Leave a group on the device whose copies are in flight; see `Actions`."""
-        self.stats.num_early_returns += is_late
-        self.sources.keep_resident(group)
+    def _take_host(self, group: OffloadGroup, blocks: list[Block]) -> list[Event]:
+        """Give blocks host memory, as far as there is such; return who read it last."""
+        pool, name = self.host_pool, group.name
+        if len(blocks) > 1 and group.num_bytes <= self._shared_bytes:
+            region = pool.allocate_parts([(b.num_bytes, b.like) for b in blocks], name)
+            if region is not None:
+                for block, host in zip(blocks, region.views, strict=True):
+                    block.region, block.host = region, host
+                region.owners = [weakref.ref(block) for block in blocks]
+                return [] if region.ready_event is None else [region.ready_event]
+        reused: list[Event] = []
+        num_unpinnable = pool.stats.num_unpinnable
+        for block in blocks:
+            region = pool.allocate(block.num_bytes, name, block.like)
+            if region is None:
+                self.stats.num_refused_blocks += 1
+                self.stats.refused_bytes += block.num_bytes
+                self._count_kept(group, block, "the host memory is full")
+                continue
+            block.region, block.host = region, region.tensor
+            region.owners = [weakref.ref(block)]
+            if region.ready_event is not None:
+                _add(region.ready_event, reused)
+        self.stats.num_unpinnable_blocks += pool.stats.num_unpinnable - num_unpinnable
+        return reused
 
-    @guarded
-    def keep(self, block: Block) -> None:
-        """Keep a block on the device for a reader who is there before its release."""
-        self.sources.keep(block)
+    def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
+        """Leave a group on the device whose copies are in flight."""
+        self.stats.num_early_returns += is_late
+        for block in group.blocks():
+            self.sources.cancel(block)
+        group.advance(GroupState.RESIDENT)
 
     # Host to device
 
@@ -179,13 +203,14 @@ class Transfers:
 
         Args:
             group: what comes back.
-            is_late: it is needed now; else it may stay where the device has no memory for it.
+            is_late: backward is there already; else it may stay on the host where the device has no
+                memory for it.
 
         Returns:
             Whether it comes back.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for it.
+            torch.OutOfMemoryError: the device has no memory for it, and it is late.
         """
         if is_late:
             self.stats.num_late_reloads += 1
@@ -200,7 +225,13 @@ class Transfers:
 
     def _to_reload(self, blocks: Iterable[Block]) -> list[Block]:
         """Return the blocks that have to come back by a copy."""
-        return [b for b in blocks if b.host is not None and b.released and not self._revive(b)]
+        return [
+            block
+            for block in blocks
+            if block.region is not None
+            and block.released
+            and (block.storage_ref is None or not self._revive(block))
+        ]
 
     def _take_targets(self, blocks: list[Block], *, may_fail: bool) -> list[_Target] | None:
         """Allocate what blocks come back to; None where that may fail and does."""
@@ -210,9 +241,11 @@ class Transfers:
         # What is in flight is the only memory that is the engine's to give.
         self.stats.num_memory_shortages += 1
         self.window.drain()
-        if may_fail:
-            return self._try_targets(blocks)
-        return [self.tensor_pool.allocate(block.num_bytes, block.like) for block in blocks]
+        self.tensor_pool.clear()
+        targets = self._try_targets(blocks)
+        if targets is None and not may_fail:
+            return [self.tensor_pool.allocate(block.num_bytes, block.like) for block in blocks]
+        return targets
 
     def _try_targets(self, blocks: list[Block]) -> list[_Target] | None:
         targets: list[_Target] = []
@@ -231,45 +264,45 @@ class Transfers:
         if not blocks:
             return
         backend = self.backend
-        pairs = []
-        written: dict[int, Event] = {}
-        ready: dict[int, Event] = {}
-        fresh = False
+        pairs: list[Pair] = []
+        written: list[Event] = []
+        ready: list[Event] = []
+        is_fresh = False
         for block, (target, last_use) in zip(blocks, targets, strict=True):
-            assert block.host is not None
+            host = block.host
+            assert host is not None
             if last_use is None:
-                fresh = True
+                is_fresh = True
             else:
-                ready[id(last_use)] = last_use
-            written[id(block.d2h)] = block.d2h
-            # What is kept for reuse has no shape of its own.
-            is_flat = block.like is None or target.dtype is not block.like[1]
-            pairs.append((target, block.host.tensor if is_flat else block.host.shaped_tensor))
+                _add(last_use, ready)
+            _add(block.d2h, written)
+            if target.dtype is not host.dtype or target.shape != host.shape:
+                host = host.view(-1).view(torch.uint8)  # what is kept for reuse is flat
+            pairs.append((target, host))
             for observer in self.observers:
                 observer.tensor_reloaded(target)
         h2d_stream = backend.h2d_stream
-        if fresh:
+        if is_fresh:
             backend.wait_compute(h2d_stream, Wait.W6)
-        for event in ready.values():
+        for event in ready:
             backend.wait(h2d_stream, event, Wait.W6)
-        for event in written.values():
+        for event in written:
             backend.wait(h2d_stream, event, Wait.W3)
         for observer in self.observers:
             observer.copy_starts("h2d")
         reload = Reload(backend.copy(pairs, h2d_stream, self._label(group)))
         for observer in self.observers:
             observer.copy_issued("h2d", pairs, group)
-        num_bytes = own_bytes = 0
+        pool = self.host_pool
+        num_bytes = 0
         for block, (target, _) in zip(blocks, targets, strict=True):
+            region = block.region
+            assert region is not None
             block.reload = reload
             block.target = target  # from here on this is the copy that counts
+            block.host = block.region = None
+            pool.free(region, reload.event)
             num_bytes += block.num_bytes
-            if block.group is group:
-                own_bytes += block.num_bytes
-                self.host_copies.give_back(block, reload.event)
-            else:
-                self.host_copies.free(block, reload.event)
-        self.host_copies.remove(group.name, own_bytes, were_away=True)
         self.stats.of(group.name).reloaded_bytes += num_bytes
 
     def _revive(self, block: Block) -> bool:
@@ -281,8 +314,10 @@ class Transfers:
         source = block.live_source()
         if source is None:
             return False
+        assert block.region is not None
+        region, block.region, block.host = block.region, None, None
         block.target = source
-        self.host_copies.free(block, None)
+        self.host_pool.free(region, None)
         self.stats.held_elsewhere_bytes += block.num_bytes
         return True
 
@@ -315,7 +350,7 @@ class Transfers:
         """
         if block.target is None:
             group = block.group
-            if block.host is None:
+            if block.region is None:
                 raise StateError(
                     f"group {group.label} was saved in a step that was aborted; its data is gone, "
                     "run the forward again"
@@ -351,24 +386,68 @@ class Transfers:
                 observer.wait_issued(Wait.W4, group)
             reload.waited_keys.append(key)
 
-    # The end of a block
+    # What records do with their blocks
 
-    def forget(self, block: Block | _Remains) -> None:
-        """Give back what a block holds that no one will read any more."""
-        if block.host is not None:
-            self.host_copies.free(block, None)
-        if block.target is not None:
-            target, block.target = block.target, None
-            reload = block.reload
-            if reload is None:
-                return
-            if not reload.waited_keys:
-                # Nobody read it; still the copy must not write into memory that was handed on.
-                self._wait(reload, block.group)
-            if self.backend.observes:
-                sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
-                self.backend.note_freed(target, block.group.label, sole_owner=sole_owner)
-            self.tensor_pool.free(target)
+    @guarded
+    def keep_source(self, block: Block) -> None:
+        """Keep a block on the device for a reader who is there before its release."""
+        self.sources.cancel(block)
+
+    @graph_break
+    def free(self, block: Block) -> None:
+        """Take back what a block holds that no one will read any more; from its finalizer.
+
+        What dies while a call of the engine runs is put off until the next begins. The block itself
+        must not be kept for that: whoever looks would find it alive.
+        """
+        guard = self.guard
+        if guard.is_mine() or not guard.lock.acquire(False):
+            left = block.group, block.num_bytes, block.region, block.target, block.reload
+            guard.put_off.append(lambda: self._free(*left))
+            return
+        try:
+            self._free(block.group, block.num_bytes, block.region, block.target, block.reload)
+        except BaseException:
+            guard.fail()  # Python reports it and goes on
+            raise
+        finally:
+            guard.lock.release()
+
+    def _free(
+        self,
+        group: OffloadGroup,
+        num_bytes: int,
+        region: HostRegion | None,
+        target: torch.Tensor | None,
+        reload: Reload | None,
+    ) -> None:
+        group.lose_block(num_bytes)
+        if region is not None:
+            self.host_pool.free(region, None)
+        if target is None or reload is None:
+            return
+        if not reload.waited_keys:
+            # Nobody read it; still the copy must not write into memory that was handed on.
+            self._wait(reload, group)
+        if self.backend.observes:
+            sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
+            self.backend.note_freed(target, group.label, sole_owner=sole_owner)
+        self.tensor_pool.free(target)
+
+    # Steps
+
+    def begin_step(self) -> None:
+        """Count from zero; what is still on the host stays counted."""
+        self.stats = StepStats()
+        self.host_pool.in_use.restart_peak()
+        self.host_pool.alone.restart_peak()
+
+    def finish_stats(self) -> StepStats:
+        """Return the counters of the step that is over."""
+        stats, pool = self.stats, self.host_pool
+        stats.peak_host_bytes, stats.peak_host_bytes_by_name = pool.in_use.peak()
+        stats.peak_away_bytes, stats.peak_away_bytes_by_name = pool.alone.peak()
+        return stats
 
     def abandon(self, groups: Iterable[OffloadGroup]) -> None:
         """Take everything from these groups, and count anew what is left: after a failed step.
@@ -379,35 +458,27 @@ class Transfers:
         self.window.abandon()
         self.sources.abandon()
         for group in groups:
+            group.moving = []
             # A failed backward may leave its graph alive for long: its data goes now.
             for block in group.blocks():
                 block.cancelled = True
-                block.source = block.host = None
+                block.host = block.region = None
                 if block.reload is not None:
                     block.target = None
-        self.tensor_pool.recover()
-        self.host_copies.recover()
-
-    def begin_step(self, stats: StepStats) -> None:
-        """Count into ``stats`` from here on; what is still on the host stays counted."""
-        self.stats = stats
-        self.host_copies.begin_step(stats)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes held on the host now."""
-        return self.host_copies.host_bytes
+        self.host_pool.recover(_count_users)
 
     def _label(self, group: OffloadGroup) -> str:
         """Name a group for its copies; in full only where someone reads it."""
         return group.label if self.backend.observes else group.name
 
 
-def _offload_pair(block: Block, host: HostRegion) -> Pair:
-    """Return where a block goes, and its source."""
-    source = block.aliases[0]
-    if block.like is not None:
-        return host.like(source), source  # much the most frequent, and needs no new view
-    view = torch.empty(0, dtype=torch.uint8, device=source.device)
-    view.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
-    return host.tensor, view
+def _add(event: Event, events: list[Event]) -> None:
+    """Add an event unless it is the last; to wait for one twice changes nothing."""
+    if not events or events[-1] is not event:
+        events.append(event)
+
+
+def _count_users(region: HostRegion) -> int:
+    """Count the blocks that are alive and have their data in a region."""
+    blocks = (found() for found in region.owners)
+    return sum(block is not None and block.region is region for block in blocks)

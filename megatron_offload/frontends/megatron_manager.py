@@ -70,7 +70,7 @@ class ChunkOffloadHandler:
         self._manager = PipelineOffloadManager.get_instance()
         self._pool = cpu_tensor_pool
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
-        self.chunk.max_inflight_groups = max_inflight_offloads
+        self.chunk.rules.max_inflight_groups = max_inflight_offloads
         self._begin()
 
     @classmethod
@@ -107,11 +107,11 @@ class ChunkOffloadHandler:
     @property
     def min_offloaded_tensor_size(self) -> int:
         """Smallest tensor that moves, in elements."""
-        return self.chunk.min_tensor_elements
+        return self.chunk.rules.min_tensor_elements
 
     @min_offloaded_tensor_size.setter
     def min_offloaded_tensor_size(self, num_elements: int) -> None:
-        self.chunk.min_tensor_elements = num_elements
+        self.chunk.rules.min_tensor_elements = num_elements
 
     do_offload = _reached("manager.do_offload", "Whether groups are recorded at all.")
     d2h_stream = _reached("manager.d2h_stream", "The stream that copies to the host.")
@@ -181,7 +181,7 @@ class ChunkOffloadHandler:
         """
         if type(tensor) is not torch.Tensor or not self.manager.backend.owns(tensor):
             return tensor
-        return self._pending().pack(tensor)
+        return self.chunk.pack(self._pending(), tensor)
 
     def tensor_pop(self, tensor_tag: SavedTensor | torch.Tensor) -> torch.Tensor:
         """Return the tensor that `tensor_push` recorded; the unpack hook. Tensors pass through."""
@@ -195,7 +195,8 @@ class ChunkOffloadHandler:
 
     def on_group_start_forward(self, name: str | None) -> OffloadGroup | None:
         """Open a group; None where nothing is recorded (no grad, recompute, switched off)."""
-        return self.chunk.start_group(name or "") if self.manager.engine.records() else None
+        engine = self.manager.engine
+        return engine.start_group(self.chunk, name or "") if engine.records() else None
 
     def on_group_commit_forward(self, *args: Any, **kwargs: Any) -> OffloadGroup | None:
         """Close a group and issue its copies, if the policy moves it; None where none is open.
@@ -624,7 +625,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         chunk = self.engine.cur_forward_chunk()
         if chunk is None or not chunk.open_groups:
             raise StateError("on_save_for_backward outside a group: call group_start first")
-        return chunk.open_groups[-1].pack(tensor)
+        return chunk.pack(chunk.open_groups[-1], tensor)
 
     @staticmethod
     def on_get_saved_tensor(saved_state: SavedTensor) -> torch.Tensor:

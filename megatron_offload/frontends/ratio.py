@@ -39,11 +39,11 @@ class _Tag:
             manager,
             name,
             min_tensor_bytes=min_tensor_bytes,
-            chooses=self.chooses,
+            should_offload=self.should_offload,
             on_step=self.begin_step,
         )
 
-    def chooses(self, num_bytes: int) -> bool:
+    def should_offload(self, num_bytes: int) -> bool:
         """Whether the next block, of this many bytes, moves."""
         self.seen_bytes += num_bytes
         known_bytes = self.seen_bytes

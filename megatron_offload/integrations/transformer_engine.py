@@ -13,11 +13,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
-from megatron_offload.engine.boundary import is_in_backward, is_in_checkpoint
+from megatron_offload.engine.chunk import READY_MARK, ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import READY_MARK, OffloadGroup
+from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import take_back
 from megatron_offload.engine.quantised_weights import mark_not_offload, plain_parts
@@ -159,10 +160,9 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
         offload_base_tensor: accepted for TransformerEngine's sake. Views of one storage move as one
             here in any case.
     """
-    manager = _surrounding_manager()
-    if manager is None:
+    backend = _surrounding_backend()
+    if backend is None:
         return
-    backend = manager.backend
     parts = [part for part in plain_parts(tensors) if backend.owns(part)]
     if not parts:
         return
@@ -174,26 +174,20 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
         setattr(part, READY_MARK, (part._version, event))
 
 
-def _owner_of_hooks() -> Any:
-    """Return the object of this package whose hooks are in force, if it is one's."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return getattr(hooks[0], "__self__", None) if hooks is not None else None
-
-
-def _surrounding_manager() -> PipelineOffloadManager | None:
-    owner = _owner_of_hooks()
+def _surrounding_backend() -> Backend | None:
+    owner = owner_of_hooks()
     if isinstance(owner, FusedSettings):
-        owner = getattr(owner.moves, "__self__", None)
+        owner = owner_of(owner.moves)
     if isinstance(owner, AutomaticGroups):
-        return owner.manager
-    return owner.chunk.manager if isinstance(owner, OffloadGroup) else None
+        return owner.manager.backend
+    return owner.transfers.backend if isinstance(owner, ChunkOffloadHandler) else None
 
 
 def _moves_all() -> bool:
     """Whether what surrounds this moves all that is saved anyway."""
-    owner = _owner_of_hooks()
-    return isinstance(owner, OffloadGroup) or (
-        isinstance(owner, AutomaticGroups) and not owner.chooses
+    owner = owner_of_hooks()
+    return isinstance(owner, ChunkOffloadHandler) or (
+        isinstance(owner, AutomaticGroups) and not owner.is_partial
     )
 
 
@@ -208,11 +202,6 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
-
-
-def _records() -> bool:
-    """Whether what is saved here and now is saved for a backward, and not recomputed."""
-    return torch.is_grad_enabled() and not is_in_backward() and not is_in_checkpoint()
 
 
 class _OwnSettings(FusedSettings):
@@ -238,7 +227,7 @@ def _settings_of(operations: list[nn.Module]) -> FusedSettings | None:
         for operation in operations
         for own in (activation_offloading(operation),)
     ]
-    if not _records() or all(setting is None for setting in settings):
+    if not is_recording() or all(setting is None for setting in settings):
         return None
     if True not in settings:
         return FusedSettings(settings, _never)
@@ -254,7 +243,7 @@ def _never(tensor: torch.Tensor) -> Any:
 def _enter(module: nn.Module, args: Any) -> None:
     setting = activation_offloading(module)
     left: Callable[[], None] | None = None
-    records = _records()
+    records = is_recording()
     if setting is False and records:
         hooks = NoOpManager()
         hooks.__enter__()

@@ -1,8 +1,4 @@
-"""Pinned host memory: a few large slabs, sub-allocated by bytes.
-
-Owns the slabs, the cap, and the H2D event behind which a piece may be overwritten (W5; the engine
-makes the wait, with `HostRegion.ready_event`). Must not know groups, nor what a region holds, and
-knows the device through `megatron_offload.backends.base` alone.
+"""Pinned host memory: a few large slabs, sub-allocated by bytes, and the one count of its bytes.
 
 Why slabs: PyTorch's host allocator rounds every block up to a power of two, up to twice what was
 asked, and a pinned allocation costs about 3 ms.
@@ -11,21 +7,21 @@ Invariants:
 
 - A slab is tiled by its pieces, in address order; a piece is free or belongs to one live region.
 - Pinned bytes never exceed the cap.
-- What was freed is reusable at once: its bytes are protected by its event, not by the pool.
+- What was freed is reusable at once: its bytes are protected by the event behind the last copy that
+  reads them (W5; the engine makes the wait, with `HostRegion.ready_event`), not by the pool.
 - Same calls, same answers: nothing here depends on how far the device has come, except `shrink`.
 
-The pool serves one thread. Read next: `megatron_offload.memory.tensor_pool`.
+The pool serves one thread.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -33,11 +29,46 @@ from megatron_offload.backends.base import Backend, Event
 from megatron_offload.backends.host_limit import default_cap_bytes
 from megatron_offload.core.units import format_bytes
 
-__all__ = ["ALIGNMENT_BYTES", "HostPool", "HostPoolStats", "HostRegion"]
+__all__ = ["ALIGNMENT_BYTES", "HostPool", "HostPoolStats", "HostRegion", "Ledger", "Part"]
 
 ALIGNMENT_BYTES = 512
 
+Part: TypeAlias = tuple[int, tuple[torch.Size, torch.dtype] | None]
+"""Bytes of a region, and the shape and dtype to show them in; None for flat bytes."""
+
 _logger = logging.getLogger(__name__)
+
+
+class Ledger:
+    """Bytes by name: now, and when there were most of them."""
+
+    __slots__ = ("by_name", "peak_by_name", "peak_bytes", "total_bytes")
+
+    def __init__(self) -> None:
+        self.by_name: Counter[str] = Counter()
+        self.total_bytes = 0
+        self.restart_peak()
+
+    def restart_peak(self) -> None:
+        """Let the peak begin with what there is now."""
+        self.peak_bytes = self.total_bytes
+        self.peak_by_name = dict(self.by_name)
+
+    def peak(self) -> tuple[int, dict[str, int]]:
+        """Return the most bytes since the peak was restarted, and those by name."""
+        return self.peak_bytes, self.peak_by_name
+
+    def add(self, name: str, num_bytes: int) -> None:
+        """Count bytes, or count them no more where ``num_bytes`` is negative."""
+        self.by_name[name] += num_bytes
+        self.total_bytes += num_bytes
+        if self.total_bytes > self.peak_bytes:
+            self.restart_peak()
+
+    def recount(self, by_name: Counter[str]) -> None:
+        """Count these alone."""
+        self.by_name = by_name
+        self.total_bytes = by_name.total()
 
 
 @dataclass(slots=True)
@@ -46,9 +77,6 @@ class HostPoolStats:
 
     in_use_bytes: int = 0
     """Bytes of live regions."""
-
-    peak_in_use_bytes: int = 0
-    """High-water mark of `in_use_bytes`."""
 
     slab_bytes_total: int = 0
     """Bytes that are pinned now."""
@@ -81,25 +109,22 @@ class _Slab:
         self.num_bytes = num_bytes
         self.first = _Piece(tensor, 0, num_bytes)
 
-    def live(self) -> Iterator[HostRegion]:
-        """Yield the regions of this slab that are lent, by address."""
+    def __iter__(self) -> Iterator[_Piece]:
         piece: _Piece | None = self.first
         while piece is not None:
-            if piece.region is not None:
-                yield piece.region
+            yield piece
             piece = piece.next
 
-    def rebuild(self, regions: list[HostRegion]) -> None:
-        """Tile the slab anew: these regions, in this order, and what is free between them."""
+    def rebuild(self, lent: list[_Piece]) -> None:
+        """Tile the slab anew: these pieces, in this order, and what is free between them."""
         pieces = []
         free_from = 0
-        for region in regions:
-            piece = region._piece
-            assert piece is not None
+        for piece in lent:
             if piece.offset > free_from:
                 pieces.append(_Piece(self.first.base, free_from, piece.offset - free_from))
             piece.is_free = False
-            piece.num_bytes = _aligned(region.num_bytes)
+            assert piece.region is not None
+            piece.num_bytes = piece.region.size_bytes
             pieces.append(piece)
             free_from = piece.offset + piece.num_bytes
         if free_from < self.num_bytes:
@@ -110,14 +135,14 @@ class _Slab:
 
 
 class _Piece:
-    """A stretch of a slab, free or in use; ``view`` is the last region's tensor.
+    """A stretch of a slab, free or in use; ``views`` are those of its last region.
 
     It knows the slab's tensor but not the slab: with no cycle, a dropped slab is unpinned at once.
     """
 
     __slots__ = (
-        *("base", "event", "is_free", "next", "num_bytes", "offset", "region", "sequence"),
-        *("typed_view", "view"),
+        *("base", "event", "is_free", "next", "num_bytes", "offset", "parts", "region"),
+        *("sequence", "views"),
     )
 
     def __init__(self, base: torch.Tensor, offset: int, num_bytes: int) -> None:
@@ -129,47 +154,59 @@ class _Piece:
         self.event: Event | None = None
         self.sequence = 0
         self.region: HostRegion | None = None
-        self.view: torch.Tensor | None = None
-        self.typed_view: torch.Tensor | None = None
+        self.parts: list[Part] = []
+        self.views: list[torch.Tensor] = []
+
+    def show(self, parts: list[Part]) -> list[torch.Tensor]:
+        """Return a tensor for each part; most regions have the parts of the one before."""
+        if self.parts != parts:
+            views = []
+            start = self.offset
+            for num_bytes, like in parts:
+                view = self.base[start : start + num_bytes]
+                views.append(view if like is None else view.view(like[1]).view(like[0]))
+                start += _aligned(num_bytes)
+            self.views, self.parts = views, parts
+        return self.views
 
 
 class HostRegion:
-    """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`."""
+    """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`.
+
+    Attributes:
+        views: a tensor for each part that was asked for.
+        num_bytes: bytes of all parts; ``size_bytes`` with what lies between them.
+        name: whose bytes they are counted as.
+        alone_bytes: those of them that are nowhere else.
+        ready_event: the newest H2D event of any former user of these bytes, which a new write must
+            wait for (W5), or None.
+        num_users: parts that were not given back.
+        owners: for the user of the pool.
+    """
 
     __slots__ = (
-        *("_piece", "_pool", "num_bytes", "owner", "ready_event", "shaped_tensor", "tensor"),
+        *("_piece", "_pool", "alone_bytes", "name", "num_bytes", "num_users", "owners"),
+        *("ready_event", "size_bytes", "views"),
     )
 
-    def __init__(self, pool: HostPool, piece: _Piece, tensor: torch.Tensor, num_bytes: int) -> None:
+    def __init__(
+        self, pool: HostPool, piece: _Piece, parts: list[Part], num_bytes: int, name: str
+    ) -> None:
         self._pool = pool
         self._piece: _Piece | None = piece
-        self.tensor = tensor
-        """Flat uint8 tensor of exactly `num_bytes`."""
-        self.shaped_tensor = tensor
-        """The same bytes as `like` last returned them; flat where nobody has asked."""
+        self.views = piece.show(parts)
         self.num_bytes = num_bytes
+        self.size_bytes = piece.num_bytes
+        self.name = name
+        self.alone_bytes = 0
         self.ready_event = piece.event
-        """The newest H2D event of any former user of these bytes, which a new write must wait for
-        (W5), or None."""
-        self.owner: Any = None
-        """Whose bytes they are; for the user of the pool."""
+        self.num_users = len(parts)
+        self.owners: list[Any] = []
 
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the bytes as a tensor of the dtype and shape of a contiguous one of their size.
-
-        The last such view of the same bytes is kept: most regions serve one kind of tensor.
-
-        Raises:
-            ValueError: the region was freed, or ``tensor`` is not of its size.
-        """
-        piece = self._piece
-        if piece is None or tensor.nbytes != self.num_bytes:
-            raise ValueError(f"{self!r} has no view like a tensor of {tensor.nbytes} bytes")
-        view = piece.typed_view
-        if view is None or view.dtype is not tensor.dtype or view.shape != tensor.shape:
-            view = piece.typed_view = self.tensor.view(tensor.dtype).view(tensor.shape)
-        self.shaped_tensor = view
-        return view
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The first part; all of a region that was asked for by its bytes."""
+        return self.views[0]
 
     def __repr__(self) -> str:
         state = "live" if self._piece is not None else "freed"
@@ -185,6 +222,10 @@ class HostPool:
             where the machine has less, a warning says so.
         cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes`.
         share: what part of the free memory that is, for all local ranks together.
+
+    Attributes:
+        in_use: the bytes that are lent, by name.
+        alone: the part of them that are nowhere else, likewise.
 
     Raises:
         ValueError: a size that is not positive (the cap may be 0: nothing is ever lent), or a share
@@ -202,36 +243,43 @@ class HostPool:
         if not 0 < share <= 1:
             raise ValueError(f"share must be in (0, 1], got {share}")
         self.cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
+        self.in_use = Ledger()
+        self.alone = Ledger()
         self.stats = HostPoolStats()
         self.last_pin_error = ""
         """Why the last slab could not be pinned. Text, because an exception keeps the frames that
         it went through, and what they hold."""
         self._backend = backend
-        self._slab_bytes = _aligned(slab_bytes)
+        self.slab_bytes = _aligned(slab_bytes)
         self._slabs: list[_Slab] = []
         # Free pieces by exact size, the longest free first: its last H2D copy is likeliest to be
         # over, so that the next D2H copy needn't wait for it. `_sizes` are the sizes that have any.
         self._free: dict[int, deque[_Piece]] = {}
         self._sizes: list[int] = []
         self._may_coalesce = False
-        self._num_frees = 0
+        self._num_reads = 0
         self._recent_peak_bytes = 0
         # The smallest slab that could not be pinned: nothing as large is tried again.
         self._unpinnable_bytes: int | None = None
         self._warned_of: set[str] = set()
         self.is_closed = False
         """Whether all was given back for good."""
-        if cap_bytes is None and self._slab_bytes > self.cap_bytes:
+        if cap_bytes is None and self.slab_bytes > self.cap_bytes:
             self._warn_once(
                 "host_slab_bytes is %s and this process may pin %s (host_memory_share %g of what "
                 "the machine and its control groups have free, for all local ranks): no slab is "
                 "larger (lower host_slab_bytes)",
-                format_bytes(self._slab_bytes),
+                format_bytes(self.slab_bytes),
                 format_bytes(self.cap_bytes),
                 share,
             )
 
-    def allocate(self, num_bytes: int) -> HostRegion | None:
+    def allocate(
+        self,
+        num_bytes: int,
+        name: str = "",
+        like: tuple[torch.Size, torch.dtype] | None = None,
+    ) -> HostRegion | None:
         """Lend ``num_bytes``, or return None when memory is short.
 
         That is counted, and each of its two reasons is warned of once: the cap, and memory that
@@ -240,11 +288,27 @@ class HostPool:
         Raises:
             ValueError: ``num_bytes`` is not positive, or the pool is closed.
         """
-        if num_bytes < 1:
-            raise ValueError(f"a region has at least one byte, got {num_bytes}")
+        region = self.allocate_parts([(num_bytes, like)], name)
+        if region is None:
+            self._refuse(num_bytes)
+        return region
+
+    def allocate_parts(self, parts: list[Part], name: str) -> HostRegion | None:
+        """Lend memory for several tensors, each aligned; None when it is short, uncounted.
+
+        Each part is given back by a `free` of its own.
+
+        Raises:
+            ValueError: a part has no bytes, or the pool is closed.
+        """
+        num_bytes = size_bytes = 0
+        for part_bytes, _ in parts:
+            if part_bytes < 1:
+                raise ValueError(f"a region has at least one byte, got {part_bytes}")
+            num_bytes += part_bytes
+            size_bytes += -(-part_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if self.is_closed:
             raise ValueError("the host pool is closed")
-        size_bytes = _aligned(num_bytes)
         same_size = self._free.get(size_bytes)
         if same_size:
             piece = same_size.popleft()
@@ -253,7 +317,6 @@ class HostPool:
         else:
             found = self._find(size_bytes)
             if found is None:
-                self._refuse(num_bytes)
                 return None
             piece = found
         piece.is_free = False
@@ -261,25 +324,23 @@ class HostPool:
         stats.in_use_bytes += size_bytes
         if stats.in_use_bytes > self._recent_peak_bytes:
             self._recent_peak_bytes = stats.in_use_bytes
-            if stats.in_use_bytes > stats.peak_in_use_bytes:
-                stats.peak_in_use_bytes = stats.in_use_bytes
-        view = piece.view
-        if view is None or view.nbytes != num_bytes:
-            view = piece.base[piece.offset : piece.offset + num_bytes]
-            piece.view = view
-        region = HostRegion(self, piece, view, num_bytes)
-        piece.region = region
+        region = piece.region = HostRegion(self, piece, parts, num_bytes, name)
+        self.in_use.add(name, num_bytes)
         return region
 
+    def note_alone(self, region: HostRegion, num_bytes: int) -> None:
+        """Count so many more bytes of a region as nowhere else."""
+        region.alone_bytes += num_bytes
+        self.alone.add(region.name, num_bytes)
+
     def free(self, region: HostRegion, after: Event | None) -> None:
-        """Take a region back; its bytes may be lent again at once.
+        """Take a part of a region back; with the last, its bytes may be lent again at once.
 
         Args:
             region: what `allocate` returned.
             after: the event behind the last H2D copy out of it; None when there was none, which
-                leaves the former users' event in force. All events must be of one stream, and
-                regions be freed in the order of their events: the event freed last then stands
-                for those before it when neighbours are joined.
+                leaves the former users' event in force. All events must be of one stream, and come
+                in their order: the newest stands for those before it where neighbours are joined.
 
         Raises:
             ValueError: the region is another pool's, or was freed before.
@@ -289,14 +350,19 @@ class HostPool:
             raise ValueError(f"{region!r} belongs to another host pool")
         if piece is None:
             raise ValueError(f"{region!r} was freed before")
+        if after is not None:
+            self._num_reads += 1
+            piece.event, piece.sequence = after, self._num_reads
+        region.num_users -= 1
+        if region.num_users > 0:
+            return
         region._piece = piece.region = None
         self.stats.in_use_bytes -= piece.num_bytes
+        self.in_use.add(region.name, -region.num_bytes)
+        if region.alone_bytes:
+            self.alone.add(region.name, -region.alone_bytes)
         if self.is_closed:
             return
-        if after is not None:
-            self._num_frees += 1
-            piece.event = after
-            piece.sequence = self._num_frees
         piece.is_free = True
         self._may_coalesce = True
         self._keep(piece)
@@ -304,7 +370,7 @@ class HostPool:
     def regions(self) -> Iterator[HostRegion]:
         """Yield what is lent."""
         for slab in self._slabs:
-            yield from slab.live()
+            yield from (piece.region for piece in slab if piece.region is not None)
 
     def take_peak_bytes(self) -> int:
         """Return the most bytes in use since this was last asked."""
@@ -345,32 +411,37 @@ class HostPool:
         self._unpinnable_bytes = None
         return given_back_bytes
 
-    def recover(self, is_owned: Callable[[HostRegion], bool]) -> list[HostRegion]:
+    def recover(self, count_users: Callable[[HostRegion], int]) -> None:
         """Put the books right after a call that an exception cut short.
 
         Args:
-            is_owned: whether a region stays lent; one that nobody knows of, or only the frames of
-                the failed call, doesn't. No copy may be under way.
-
-        Returns:
-            The regions that stay lent.
+            count_users: how many parts of a region stay lent; what nobody knows of, or only the
+                frames of the failed call, doesn't. No copy may be under way.
         """
-        owned = []
+        in_use: Counter[str] = Counter()
+        alone: Counter[str] = Counter()
+        self.stats.in_use_bytes = 0
         for slab in self._slabs:
             kept = []
-            for region in list(slab.live()):
-                if is_owned(region):
-                    kept.append(region)
+            for piece in slab:
+                region = piece.region
+                if region is None:
+                    continue
+                region.num_users = count_users(region)
+                if region.num_users:
+                    kept.append(piece)
+                    self.stats.in_use_bytes += region.size_bytes
+                    in_use[region.name] += region.num_bytes
+                    alone[region.name] += region.alone_bytes
                 else:
                     region._piece = None  # whoever frees it late is told
             slab.rebuild(kept)
-            owned += kept
+        self.in_use.recount(in_use)
+        self.alone.recount(alone)
         self._index_free_pieces()
         self._may_coalesce = True
-        self.stats.in_use_bytes = sum(_aligned(region.num_bytes) for region in owned)
         self.stats.num_slabs = len(self._slabs)
         self.stats.slab_bytes_total = sum(slab.num_bytes for slab in self._slabs)
-        return owned
 
     def close(self) -> None:
         """Wait for the copies under way and give all slabs back. Twice is fine.
@@ -386,17 +457,6 @@ class HostPool:
         self._sizes.clear()
         self.stats.slab_bytes_total = 0
         self.stats.num_slabs = 0
-
-    def __enter__(self) -> HostPool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # Where a piece comes from when none of its exact size is free.
 
@@ -424,7 +484,7 @@ class HostPool:
             rest.event, rest.sequence = piece.event, piece.sequence
             rest.next, piece.next = piece.next, rest
             piece.num_bytes = size_bytes
-            piece.view = None
+            piece.parts = []
             self._keep(rest)
         return piece
 
@@ -453,7 +513,7 @@ class HostPool:
                     continue
                 piece.num_bytes += neighbour.num_bytes
                 piece.next = neighbour.next
-                piece.view = None
+                piece.parts = []
                 if neighbour.sequence > piece.sequence:
                     piece.event, piece.sequence = neighbour.event, neighbour.sequence
         self._index_free_pieces()
@@ -461,11 +521,9 @@ class HostPool:
     def _index_free_pieces(self) -> None:
         self._free.clear()
         for slab in self._slabs:
-            piece: _Piece | None = slab.first
-            while piece is not None:
+            for piece in slab:
                 if piece.is_free:
                     self._free.setdefault(piece.num_bytes, deque()).append(piece)
-                piece = piece.next
         self._sizes = sorted(self._free)
 
     def _add_slab(self, size_bytes: int) -> bool:
@@ -474,7 +532,7 @@ class HostPool:
         room_bytes -= room_bytes % ALIGNMENT_BYTES
         if size_bytes > room_bytes:
             return False
-        largest_bytes = max(size_bytes, min(self._slab_bytes, room_bytes))
+        largest_bytes = max(size_bytes, min(self.slab_bytes, room_bytes))
         if self._pin(largest_bytes):
             return True
         if largest_bytes == size_bytes or not self._pin(size_bytes):

@@ -41,7 +41,7 @@ class HostTensorPool(GPUTensorPool):
         num_bytes = self._calculate_memory_size(shape, dtype)
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
-        region = self.host_pool.allocate(num_bytes)
+        region = self.host_pool.allocate(num_bytes, like=(torch.Size(shape), dtype))
         if region is None:
             raise RuntimeError(
                 f"the host pool has no {format_bytes(num_bytes)} left of "
@@ -49,10 +49,8 @@ class HostTensorPool(GPUTensorPool):
             )
         if region.ready_event is not None and not self._backend.is_done(region.ready_event):
             self._backend.sync_copies()
-        tensor = region.tensor.view(dtype).view(tuple(shape))
-        region.shaped_tensor = tensor
-        self._regions[id(tensor)] = region
-        return tensor
+        self._regions[id(region.tensor)] = region
+        return region.tensor
 
     def _keep(self, key: PoolKey, tensor: torch.Tensor) -> None:
         region = self._regions.pop(id(tensor), None)
@@ -60,6 +58,6 @@ class HostTensorPool(GPUTensorPool):
             self.host_pool.free(region, self._backend.record(self._backend.h2d_stream))
 
     def _num_lent(self) -> Mapping[PoolKey, int]:
-        lent = (region.shaped_tensor for region in self.host_pool.regions())
+        lent = (tensor for region in self.host_pool.regions() for tensor in region.views)
         counts = Counter(self._get_pool_key(tensor.shape, tensor.dtype) for tensor in lent)
         return dict.fromkeys(self._lent, 0) | counts

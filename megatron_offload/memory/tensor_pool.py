@@ -1,16 +1,7 @@
 """Device memory for reloaded tensors, and the documented `GPUTensorPool`.
 
-Owns which freed device tensors are kept for reuse (`FreeList`), and the event of their last
-consumer (W6; the engine makes the wait, with the event that `TensorPool.allocate` returns). Must
-not know groups, and knows the device through `megatron_offload.backends.base` alone.
-
-Invariants:
-
-- Kept tensors never hold more bytes than the bound.
-- `TensorPool` keeps a tensor only if nothing else holds its storage: no view of a former life can
-  see the bytes of the next.
-
-The pools serve one thread. Read next: `megatron_offload.memory.host_pool`.
+The event of a kept tensor's last consumer protects it (W6); the engine makes the wait. The pools
+serve one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,7 +22,6 @@ __all__ = [
     "OffloadTensorPool",
     "PoolKey",
     "TensorPool",
-    "TensorPoolStats",
 ]
 
 K = TypeVar("K", bound=Hashable)
@@ -89,31 +78,11 @@ class FreeList(Generic[K, V]):
         self.num_bytes = 0
 
 
-@dataclass(slots=True)
-class TensorPoolStats:
-    """What a `TensorPool` has lent and what it keeps."""
-
-    in_use_bytes: int = 0
-    """Bytes allocated and not freed."""
-
-    peak_in_use_bytes: int = 0
-    """High-water mark of `in_use_bytes`."""
-
-    retained_bytes: int = 0
-    """Bytes of freed tensors that are kept for reuse."""
-
-    num_fresh: int = 0
-    """Requests served with new memory."""
-
-    num_reused: int = 0
-    """Requests served with a kept tensor."""
-
-    num_dropped: int = 0
-    """Freed tensors that were not kept: no room, or someone else holds their storage."""
-
-
 class TensorPool:
-    """Lends device memory for reloads, by bytes.
+    """Lends device memory for reloads, and keeps some of it for the next.
+
+    A tensor is kept only if nothing else holds its storage: no view of a former life can see the
+    bytes of the next.
 
     Args:
         backend: allocates the memory and records the events.
@@ -124,13 +93,13 @@ class TensorPool:
     """
 
     def __init__(self, backend: Backend, *, retained_bytes: int) -> None:
-        self.stats = TensorPoolStats()
         self._backend = backend
         self._kept: FreeList[int, tuple[torch.Tensor, Event]] = FreeList(retained_bytes)
-        # Lent tensors: their identity and their bytes. An identity is not reused while its tensor
-        # lives; a tensor dropped without `free` is noticed when it is.
-        self._lent: dict[int, int] = {}
-        self._has_recovered = False
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes that are kept for reuse."""
+        return self._kept.num_bytes
 
     def allocate(
         self, num_bytes: int, like: tuple[Sequence[int], torch.dtype] | None = None
@@ -148,72 +117,29 @@ class TensorPool:
             compute stream's present point, which the caller records once for all it takes.
 
         Raises:
-            ValueError: ``num_bytes`` is not positive.
             RuntimeError: the device is out of memory.
         """
-        if num_bytes < 1:
-            raise ValueError(f"a tensor has at least one byte, got {num_bytes}")
-        stats = self.stats
+        if not self._kept.limit_bytes and like is not None:
+            return self._backend.empty_device_like(*like), None
         kept = self._kept.take(num_bytes)
-        event: Event | None = None
-        if kept is not None:
-            tensor, event = kept
-            stats.num_reused += 1
-            stats.retained_bytes = self._kept.num_bytes
-        else:
-            if like is None or self._kept.limit_bytes:
-                tensor = self._backend.empty_device(num_bytes)
-            else:
-                tensor = self._backend.empty_device_like(*like)
-            stats.num_fresh += 1
-        identity = id(tensor)
-        stats.in_use_bytes += num_bytes - self._lent.get(identity, 0)
-        self._lent[identity] = num_bytes
-        if stats.in_use_bytes > stats.peak_in_use_bytes:
-            stats.peak_in_use_bytes = stats.in_use_bytes
-        return tensor, event
+        return (self._backend.empty_device(num_bytes), None) if kept is None else kept
 
     def free(self, tensor: torch.Tensor) -> None:
         """Take a tensor back after its last consumer was queued on the compute stream.
 
-        It is kept if there is room and nothing else holds its storage. Else it is dropped here;
-        whoever holds it decides how long it lives.
-
-        Raises:
-            ValueError: the tensor was not lent by this pool, or was freed before.
+        Where it is not kept, whoever holds it decides how long it lives.
         """
-        num_bytes = self._lent.pop(id(tensor), None)
-        if num_bytes is None and self._has_recovered:
-            self.stats.num_dropped += 1
+        if not self._kept.limit_bytes:
             return
-        if num_bytes is None:
-            raise ValueError(
-                f"a tensor of {tensor.nbytes} bytes was freed that this pool has not lent, or that "
-                "was freed before"
-            )
-        stats = self.stats
-        stats.in_use_bytes -= num_bytes
+        num_bytes = tensor.nbytes
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
         if is_lone and self._kept.has_room(num_bytes):
             backend = self._backend
             self._kept.put(num_bytes, (tensor, backend.record(backend.compute_stream())), num_bytes)
-            stats.retained_bytes = self._kept.num_bytes
-        else:
-            stats.num_dropped += 1
-
-    def recover(self) -> None:
-        """Count nothing as lent any more: after a call that an exception cut short.
-
-        What is freed later and was lent before is dropped; it can't be told from a stranger.
-        """
-        self._lent.clear()
-        self._has_recovered = True
-        self.stats.in_use_bytes = 0
 
     def clear(self) -> None:
-        """Hand all kept tensors back to the allocator; what is lent stays lent."""
+        """Hand all kept tensors back to the allocator."""
         self._kept.clear()
-        self.stats.retained_bytes = 0
 
 
 class GPUTensorPool:

@@ -146,7 +146,7 @@ class _Recorder(Observer):
         self, manager: PipelineOffloadManager, memory: _Memory, saved: SavedBytes, *, moves: bool
     ) -> None:
         self._manager = manager
-        self._host_copies = manager.transfers.host_copies
+        self._host_pool = manager.host_pool
         self._backend = manager.backend
         self._memory = memory
         self._saved = saved
@@ -170,7 +170,7 @@ class _Recorder(Observer):
             self._settled_away_bytes = away_bytes
 
     def _away(self) -> int:
-        return self._host_copies.away_bytes if self._moves else 0
+        return self._host_pool.alone.total_bytes if self._moves else 0
 
     def _settle(self) -> None:
         """Forget the peak of what the engine does at a boundary, which counts at either end."""

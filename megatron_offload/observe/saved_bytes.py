@@ -13,9 +13,8 @@ from collections import Counter
 import torch
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.owners import is_held_elsewhere
-from megatron_offload.engine.saved_tensor import Block
 
 __all__ = ["SavedBytes"]
 

@@ -181,7 +181,7 @@ class _Tracer(Observer):
         What lies on the host and in flight is held twice. A group that came back before its release
         is no longer on the host and still in flight, hence the bounds.
         """
-        on_host, live_bytes = self._transfers.host_bytes, self._live_bytes
+        on_host, live_bytes = self._transfers.host_pool.in_use.total_bytes, self._live_bytes
         values: dict[str, float] = {
             INFLIGHT_BYTES: self._inflight_bytes,
             HOST_BYTES: on_host,

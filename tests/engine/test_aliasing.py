@@ -223,7 +223,7 @@ def test_a_mark_holds_for_the_views_that_an_operation_saves(mark, use):
         x = torch.randn(2, 8, 64, requires_grad=True) * 1.5
         if marks:
             mark(x)
-        group = chunk.start_group("group")
+        group = manager.start_group(chunk, "group")
         with manager:
             y = use(x, weight)
         manager.commit(group)
@@ -360,7 +360,7 @@ def test_boundaries_leave_the_graph_as_it_is():
     assert x._base is None
 
 
-def test_bytes_are_counted_for_the_group_that_saved_them_first(monkeypatch):
+def test_bytes_that_groups_share_are_counted_once(monkeypatch):
     # A group that stays, because the policy keeps it, shares a storage with a later one that moves.
     manager = make_manager()
     monkeypatch.setattr(
@@ -374,15 +374,13 @@ def test_bytes_are_counted_for_the_group_that_saved_them_first(monkeypatch):
         loss = loss + offload(manager, [shared], seen, "keeps")
         loss = loss + offload(manager, [torch.randn(512)], [], "moves")
         loss = loss + offload(manager, [shared, torch.randn(512)], seen, "shares")
-        assert min(manager.transfers.host_copies.host_bytes_by_name.values(), default=0) >= 0
+        assert min(manager.host_pool.in_use.by_name.values(), default=0) >= 0
         del shared
         loss.backward()
         del loss
         seen.clear()
-        copies = manager.transfers.host_copies
-        counts = (copies.host_bytes_by_name, copies.away_bytes_by_name)
-        assert all(value >= 0 for count in counts for value in count.values())
+        ledgers = manager.host_pool.in_use, manager.host_pool.alone
+        assert all(value >= 0 for ledger in ledgers for value in ledger.by_name.values())
         manager.reset()
         assert_nothing_left(manager)
-    assert not any(manager.transfers.host_copies.host_bytes_by_name.values())
-    assert not any(manager.transfers.host_copies.away_bytes_by_name.values())
+    assert not any(value for ledger in ledgers for value in ledger.by_name.values())

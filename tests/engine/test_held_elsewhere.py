@@ -101,8 +101,9 @@ def test_another_program_is_learned_anew():
 
 def test_a_group_holds_what_is_still_needed_of_it():
     manager = make_manager()
-    group = manager.begin_chunk().start_group("g")
-    records = [group.pack(torch.randn(size)) for size in (256, 512)]
+    chunk = manager.begin_chunk()
+    group = manager.start_group(chunk, "g")
+    records = [chunk.pack(group, torch.randn(size)) for size in (256, 512)]
     group.num_bytes = 3 * KIB
     group.hold()
     assert manager.budget.held_bytes == 3 * KIB

@@ -37,7 +37,7 @@ ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
 STEP_FILES = {
-    f"{name}.py" for name in ("manager", "step", "transfers", "window", "release", "host_copies")
+    f"{name}.py" for name in ("manager", "step", "transfers", "release", "group", "hooks")
 }
 BACKEND_CALLS = ("record", "wait", "wait_compute", "copy")
 BACKEND_CALLS += ("empty_device", "empty_device_like", "empty_host")
@@ -344,22 +344,22 @@ def test_a_backward_may_run_in_another_thread_than_its_forward():
     assert_nothing_left(manager)
 
 
-def test_a_block_that_dies_inside_a_call_is_buried_by_the_next(monkeypatch):
+def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):
     model, manager = make_model(layers=2), make_manager(**SETTINGS)
     expected = run_step(model, None, ORDER)
     manager.begin_chunk()
     old = model[0](torch.randn(16, 32).requires_grad_(), manager).sum()
     manager.reset()
-    allocate, pool = manager.host_pool.allocate, manager.host_pool
+    allocate, pool = manager.host_pool.allocate_parts, manager.host_pool
     assert pool.stats.in_use_bytes > 0
 
-    def allocate_while_a_graph_dies(num_bytes):
+    def allocate_while_a_graph_dies(parts, name):
         nonlocal old
         in_use_bytes, old = pool.stats.in_use_bytes, None
         assert pool.stats.in_use_bytes == in_use_bytes, "the pool is in use just now"
-        return allocate(num_bytes)
+        return allocate(parts, name)
 
-    monkeypatch.setattr(pool, "allocate", allocate_while_a_graph_dies)
+    monkeypatch.setattr(pool, "allocate_parts", allocate_while_a_graph_dies)
     assert_same(expected, run_step(model, manager, ORDER))
     assert_nothing_left(manager)
 

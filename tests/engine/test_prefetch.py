@@ -16,8 +16,8 @@ from programs import (
 )
 from torch import nn
 
+from megatron_offload.core.group import GroupState
 from megatron_offload.engine.automatic import AutomaticGroups
-from megatron_offload.engine.group import GroupState
 
 ORDER = one_forward_one_backward(6, depth=3)
 

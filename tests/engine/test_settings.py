@@ -50,8 +50,8 @@ def test_what_is_not_enabled_records_and_moves_nothing_until_it_is_configured_ag
 def test_an_explicit_copy_is_not_made_where_offload_is_not_enabled():
     manager = make_manager(enabled=False)
     chunk = manager.new_chunk()
-    group = chunk.start_group("by hand")
-    record = group.pack(torch.ones(64))
+    group = chunk.open_group("by hand")
+    record = chunk.pack(group, torch.ones(64))
     manager.offload(group)
     assert manager.host_pool.stats.in_use_bytes == 0
     assert torch.equal(record.unpack(), torch.ones(64))
@@ -217,8 +217,8 @@ def chunk_of(config, **said):
     return (
         manager.policy.fraction,
         manager.policy.keep_bytes,
-        chunk.min_tensor_bytes,
-        chunk.min_tensor_elements,
+        chunk.rules.min_tensor_bytes,
+        chunk.rules.min_tensor_elements,
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from programs import make_manager
 
-from megatron_offload.engine.group import MOVES, GroupState
+from megatron_offload.core.group import MOVES, GroupState
 from megatron_offload.errors import StateError
 
 
 def make_group():
-    chunk = make_manager().begin_chunk()
-    return chunk.start_group("core_attn")
+    manager = make_manager()
+    return manager.start_group(manager.begin_chunk(), "core_attn")
 
 
 def paths_to(state):

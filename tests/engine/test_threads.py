@@ -85,10 +85,12 @@ def test_another_thread_may_run_the_backward(context):
 def test_marked_groups_belong_to_one_thread(ends):
     manager = make_manager()
     chunk = manager.begin_chunk()
-    chunk.start_group("mine")
+    manager.start_group(chunk, "mine")
     with manager:
         kept = torch.ones(64, requires_grad=True).sin()
-    asked = {"group": lambda: chunk.start_group("other's"), "chunk": manager.begin_chunk}[ends]
+    asked = {"group": lambda: manager.start_group(chunk, "other's"), "chunk": manager.begin_chunk}[
+        ends
+    ]
     with pytest.raises(StateError, match="in use in thread 'MainThread'"):
         in_thread(asked)
     manager.commit(chunk.close_group("mine"))

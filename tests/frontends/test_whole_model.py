@@ -16,7 +16,7 @@ from torch import nn
 import megatron_offload
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.backends.base import Wait
-from megatron_offload.engine.group import GroupState
+from megatron_offload.core.group import GroupState
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.frontends import whole_model
 from megatron_offload.frontends.whole_model import (

@@ -213,7 +213,7 @@ class Program:
             make_manager(seed=self.seed, **self.settings),
             "all",
             max_inflight_tensors=rng.choice([None, 0, 1, 3, 20]),
-            chooses=None if share is None else lambda num_bytes: rng.random() < share,
+            should_offload=None if share is None else lambda num_bytes: rng.random() < share,
         )
 
     def run(self, manager, groups=None):

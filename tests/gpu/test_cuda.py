@@ -14,8 +14,8 @@ from programs import assert_nothing_left, assert_same, one_forward_one_backward
 from megatron_offload.backends import cuda
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.group import Block
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.saved_tensor import Block
 
 pytestmark = pytest.mark.gpu
 
@@ -295,5 +295,5 @@ def test_a_trim_gives_pinned_and_cached_memory_back_between_steps():
         pinned_bytes = manager.host_pool.stats.slab_bytes_total
         assert manager.trim() == pinned_bytes > 0
         assert manager.host_pool.stats.slab_bytes_total == 0
-        assert manager.tensor_pool.stats.retained_bytes == 0
+        assert manager.tensor_pool.retained_bytes == 0
     manager.close()

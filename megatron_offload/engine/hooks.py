@@ -1,0 +1,107 @@
+"""What autograd does in this thread, and the saved-tensor hooks in force for groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.errors import StateError
+
+__all__ = [
+    "HookStack",
+    "is_in_backward",
+    "is_in_checkpoint",
+    "is_recording",
+    "owner_of",
+    "owner_of_hooks",
+    "refuse_mutable_saves",
+]
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward; a forward in there is a recompute."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_in_checkpoint() -> bool:
+    """Whether the hooks in force are those of a non-reentrant ``torch.utils.checkpoint``.
+
+    It counts what is saved inside it in forward and again in the recompute, so nothing may be
+    taken from under it; and what it drops needs no offload.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def is_recording() -> bool:
+    """Whether what is saved here and now is saved for a backward, and not recomputed."""
+    return torch.is_grad_enabled() and not is_in_backward() and not is_in_checkpoint()
+
+
+def refuse_mutable_saves() -> None:
+    """Raise `StateError` inside ``torch.autograd.graph.allow_mutation_on_saved_tensors``.
+
+    It keeps each saved tensor on the device and hands backward the value at the time of saving, by
+    hooks that those of a group would hide from what is saved.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks and getattr(hooks[0], "__qualname__", "").startswith("_swap_with_cloned."):
+        raise StateError(
+            "offload was asked for inside allow_mutation_on_saved_tensors(), which keeps all that "
+            "is saved on the device, so nothing would leave it; use one of the two"
+        )
+
+
+def owner_of_hooks() -> Any:
+    """Return the object whose method is the pack hook in force; None where it is no method."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return owner_of(hooks[0]) if hooks else None
+
+
+def owner_of(pack: Callable[..., Any]) -> Any:
+    """Return the object whose method a pack hook is; None where it is no method."""
+    return getattr(pack.func if isinstance(pack, partial) else pack, "__self__", None)
+
+
+class HookStack:
+    """The hooks of one manager, in the order of its ``with`` blocks.
+
+    After `clear` none of them is in force, whatever cut short the code that was to take them off.
+
+    Args:
+        is_mine: whether the owner of a pack hook is this manager's.
+    """
+
+    def __init__(self, is_mine: Callable[[Any], bool]) -> None:
+        self._is_mine = is_mine
+        self._hooks: list[saved_tensors_hooks | None] = []
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def push(self, pack: Callable[[torch.Tensor], SavedTensor] | None) -> None:
+        """Let ``pack`` record what autograd saves from here on; None leaves all as it is."""
+        hooks = saved_tensors_hooks(pack, SavedTensor.unpack) if pack is not None else None
+        self._hooks.append(hooks)  # first, so that none is in force that isn't known here
+        if hooks is not None:
+            hooks.__enter__()
+
+    def pop(self) -> None:
+        """Undo the last `push`; nothing where `clear` has done it."""
+        if not self._hooks:
+            return
+        hooks = self._hooks[-1]
+        if hooks is not None:
+            hooks.__exit__()
+        self._hooks.pop()
+
+    def clear(self) -> None:
+        """Take this manager's hooks off the top of autograd's, whoever was to do that."""
+        self._hooks.clear()
+        while self._is_mine(owner_of_hooks()):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
