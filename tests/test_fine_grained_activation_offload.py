@@ -276,7 +276,7 @@ def test_fraction_delta_and_bound_reach_the_policy(manager):
     manager.init_model_chunk_offload_handler(2, 2, 1, 0, 100, 0.5, max_inflight_offloads=3)
     assert manager.policy.fraction == 0.5
     assert manager.policy.keep_bytes == 200
-    assert manager.cur_forward_chunk().chunk.max_inflight_groups == 3
+    assert manager.cur_forward_chunk().chunk.rules.max_inflight_groups == 3
     assert manager.cur_forward_chunk().vpp_rank == 1
 
 

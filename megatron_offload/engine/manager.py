@@ -174,7 +174,7 @@ class PipelineOffloadManager:
         if config.checking:
             self.observers.append(Checker())
         self.do_offload = config.enabled
-        self._hooks = HookStack(self._is_own_chunk)
+        self._hooks = HookStack(partial(_is_of, self.transfers))
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
         self._entered: list[ChunkOffloadHandler] = []
@@ -286,9 +286,6 @@ class PipelineOffloadManager:
         """Return a chunk for a caller who opens and commits its groups by hand."""
         rules = Rules(min_tensor_bytes, min_tensor_elements)
         return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage=vp_stage)
-
-    def _is_own_chunk(self, owner: object) -> bool:
-        return isinstance(owner, ChunkOffloadHandler) and owner.transfers is self.transfers
 
     @graph_break
     def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
@@ -606,7 +603,7 @@ class PipelineOffloadManager:
     @property
     def last_step(self) -> StepStats:
         """Counters of the last finished step; until one is finished, of the one that runs."""
-        return self._last_step or self.transfers.stats
+        return self._last_step or self.transfers.counted()
 
     def follow_plan(self, plan: OffloadPlan) -> None:
         """Do what a plan of all pipeline ranks says from the next step on; between steps only.
@@ -656,3 +653,7 @@ class PipelineOffloadManager:
             "bytes in flight": self.budget.inflight_bytes,
             "prefetched bytes": self.budget.held_bytes,
         }
+
+
+def _is_of(transfers: Transfers, owner: object) -> bool:
+    return isinstance(owner, ChunkOffloadHandler) and owner.transfers is transfers

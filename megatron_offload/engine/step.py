@@ -86,7 +86,7 @@ class Step:
             names_leaks: list and warn of the groups that still hold memory.
         """
         self._decisions.window.drain()
-        stats = self._transfers.finish_stats()
+        stats = self._transfers.counted()
         if names_leaks:
             stats.leaks = leaks_of(self._decisions.groups())
             if stats.leaks:

@@ -442,8 +442,8 @@ class Transfers:
         self.host_pool.in_use.restart_peak()
         self.host_pool.alone.restart_peak()
 
-    def finish_stats(self) -> StepStats:
-        """Return the counters of the step that is over."""
+    def counted(self) -> StepStats:
+        """Return the counters of the step so far."""
         stats, pool = self.stats, self.host_pool
         stats.peak_host_bytes, stats.peak_host_bytes_by_name = pool.in_use.peak()
         stats.peak_away_bytes, stats.peak_away_bytes_by_name = pool.alone.peak()
