@@ -135,7 +135,6 @@ def test_circles_are_found():
     assert circles({"a": ["b", "c"], "b": ["c"], "c": []}) == []
 
 
-@pytest.mark.xfail(reason="the engine's files still name each other for types", strict=True)
 def test_no_files_import_each_other_in_a_circle():
     assert circles({name_of(path): files_imported(path) for path in FILES}) == []
 
