@@ -108,9 +108,8 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
 
 
 def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    if config.run.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if config.run.dtype == "bfloat16" else torch.float32
+    usual = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, usual if config.run.dtype == "auto" else config.run.dtype)
 
 
 def _recompute_options(config: TrainConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize
@@ -21,6 +21,7 @@ from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidth
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Parallel
+from megatron_offload.train.records import RankStep
 from megatron_offload.train.run_folder import plan_path
 
 if TYPE_CHECKING:
@@ -31,17 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["OffloadSession", "PlannedRun", "open_offload"]
 
 _PLANNING = (AutoConfig, MemoryTargetConfig)
-
-_COUNTERS = (
-    "offloaded_bytes",
-    "reloaded_bytes",
-    "num_late_reloads",
-    "num_early_returns",
-    "num_refused_blocks",
-    "num_unpinnable_blocks",
-    "num_memory_shortages",
-    "peak_host_bytes",
-)
 
 
 class OffloadSession:
@@ -111,7 +101,7 @@ class OffloadSession:
             self._manager.reset()
         stats = self._manager.last_step
         return {
-            **{name: getattr(stats, name) for name in _COUNTERS},
+            **{x.name: getattr(stats, x.name) for x in fields(RankStep) if hasattr(stats, x.name)},
             "pinned_host_bytes": self._manager.host_pool.stats.slab_bytes_total,
             "groups": tuple(asdict(group) for group in stats.by_name.values()),
         }
