@@ -132,6 +132,28 @@ def test_a_parameter_may_be_marked_twice(manager, weight):
     assert not begin(manager).tensor_need_offloading_checker(weight.detach())
 
 
+def test_front_doors_take_the_documented_manager_too():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
+    x = torch.randn(8, 16)
+    model(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    own = PipelineOffloadManager(CONFIG.model_copy(update={"min_tensor_bytes": 0}))
+    other = PipelineOffloadManager(CONFIG)
+    doors = [
+        megatron_offload.offload_modules(model, "1", manager=own),
+        megatron_offload.OffloadActivations(min_offload_size=0, manager=other),
+    ]
+    model.zero_grad()
+    with doors[0], doors[1]:
+        y = model(x)
+    y.sum().backward()
+    own.reset()
+    assert doors[1].end_step()
+    assert own.last_step.offloaded_bytes > 0
+    assert other.last_step.offloaded_bytes > 0
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+
+
 # Groups
 
 

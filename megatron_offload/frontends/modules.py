@@ -21,6 +21,7 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.frontends.settings import engine_of
 
 __all__ = ["ModuleHook", "ModuleOffload", "offload_modules"]
 
@@ -137,7 +138,7 @@ def offload_modules(
         ConfigError: a name that only Megatron's call sites serve, or that matches no module.
     """
     chunks = [_unwrap(m) for m in ([model] if isinstance(model, nn.Module) else model)]
-    manager = manager or PipelineOffloadManager.get_instance()
+    manager = engine_of(manager) or PipelineOffloadManager.get_instance()
     result = ModuleOffload(manager)
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     modules = [_named_modules(chunk) for chunk in chunks]

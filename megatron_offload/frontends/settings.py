@@ -11,7 +11,7 @@ from typing import Any
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import ConfigError
 
-__all__ = ["refuse_unfollowed", "settle"]
+__all__ = ["engine_of", "refuse_unfollowed", "settle"]
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _NO_RANK = "it knows no pipeline ranks; give each rank its own resident_bytes"
@@ -44,6 +44,11 @@ _UNFOLLOWED: dict[str, dict[str, str]] = {
         "resident_delta_bytes_across_pp_ranks": _NO_RANK,
     },
 }
+
+
+def engine_of(manager: Any) -> Any:
+    """Return the engine's manager, where Megatron's documented one is given too."""
+    return getattr(manager, "engine", manager)
 
 
 def refuse_unfollowed(door: str, config: OffloadConfig) -> None:

@@ -26,7 +26,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.frontends.around import AroundForwards
 from megatron_offload.frontends.modules import ModuleHook
-from megatron_offload.frontends.settings import refuse_unfollowed, settle
+from megatron_offload.frontends.settings import engine_of, refuse_unfollowed, settle
 from megatron_offload.memory.host_pool import HostPool
 
 __all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"]
@@ -90,6 +90,7 @@ class OffloadActivations(AroundForwards):
             raise ValueError(f"min_offload_size can't be negative, got {min_offload_size}")
         if manager is not None and config is not None:
             raise ValueError("give a config or a manager, not both")
+        manager = engine_of(manager)
         settings = (manager.config if manager is not None else config) or OffloadConfig()
         refuse_unfollowed("OffloadActivations", settings)
         is_fixed = manager is not None

@@ -15,7 +15,7 @@ from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
-from megatron_offload.frontends.settings import refuse_unfollowed
+from megatron_offload.frontends.settings import engine_of, refuse_unfollowed
 
 __all__ = ["PipelineOffload", "offload_pipeline"]
 
@@ -121,6 +121,6 @@ def offload_pipeline(
         raise IntegrationError(
             "this schedule, or one that shares its stages, is wrapped already: remove() that first"
         )
-    manager = manager or PipelineOffloadManager(config or OffloadConfig())
+    manager = engine_of(manager) or PipelineOffloadManager(config or OffloadConfig())
     refuse_unfollowed("offload_pipeline", manager.config)
     return PipelineOffload(schedule, stages, manager)
