@@ -1,13 +1,8 @@
 """What one rank's streams have to do in a step, and what that takes of memory.
 
-Owns the program, the counts that are kept while it is written, and which copy waits for the place
-of another in pinned memory. Must not know why anything moves, nor when it happens.
-
-Memory is counted as the allocator sees it: in the order of the compute stream's program.
-
-Invariant: what is counted when the program ends is what was counted when it began. Read next:
-`megatron_offload.planning.replay`, which writes programs, and `megatron_offload.planning.streams`,
-which runs them.
+Memory is counted as the allocator sees it: in the order of the compute stream's program. A source
+takes device memory until the compute stream has waited for its copy, a reload's target from its
+issue on, and host memory is taken from the issue of the offload to that of the reload.
 """
 
 from __future__ import annotations
@@ -18,11 +13,14 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.window import InFlightWindow
+from megatron_offload.planning.job import GroupWork
 from megatron_offload.planning.pending import PendingMessages
 from megatron_offload.planning.schedule import Pass, PassKind
 
-__all__ = ["MemoryCounts", "OpKind", "ProgramWriter", "RankProgram", "message_of"]
+__all__ = ["MemoryCounts", "OpKind", "ProgramWriter", "RankProgram", "WorkGroup", "message_of"]
 
 
 class OpKind(IntEnum):
@@ -98,12 +96,33 @@ class RankProgram:
     """Only where it was asked for."""
 
 
+class WorkGroup(Group):
+    """A group with its work, and the indices of its copies in the program."""
+
+    __slots__ = ("is_alive", "is_in_window", "offload", "reload", "work")
+
+    def __init__(self, key: GroupKey, work: GroupWork, budget: DeviceBudget) -> None:
+        super().__init__(key, work.name, budget)
+        self.num_bytes = work.num_bytes
+        self.work = work
+        self.is_alive = True
+        self.is_in_window = False
+        self.offload = self.reload = -1
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether its graph is gone."""
+        return not self.is_alive
+
+
 class ProgramWriter:
-    """Writes a program, and counts what is on the device and on the host meanwhile.
+    """Writes down what is computed and what is decided, and counts the memory that it takes.
+
+    The `Actions` of `StepDecisions`, on paper.
 
     Args:
         static_bytes: what is on the device all the time.
-        budget: whose counts are noted beside.
+        budget: counts what is in flight.
         pending: what was freed and can't be used yet.
         records: keep labels, and memory over the program.
     """
@@ -112,7 +131,8 @@ class ProgramWriter:
         self, static_bytes: int, budget: DeviceBudget, pending: PendingMessages, *, records: bool
     ) -> None:
         self.program = RankProgram(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
-        self.records = records
+        self.window: InFlightWindow[WorkGroup] = InFlightWindow(self.release, budget)
+        self._records = records
         self._budget = budget
         self._pending = pending
         self._static_bytes = self._device_bytes = static_bytes
@@ -127,54 +147,123 @@ class ProgramWriter:
         """Write what the compute stream comes by next."""
         self.program.kinds.append(kind)
         self.program.arguments.append(argument)
-        if self.records:
+        if self._records:
             self.program.labels.append((label, is_backward))
 
-    def compute(self, us: float, temp_bytes: int, label: str, *, is_backward: bool) -> None:
-        """Write work, and what it takes of the device for a while."""
+    def forward(self, group: WorkGroup, buffer_bytes: int) -> None:
+        """Write a group's forward, which leaves what it saves on the device."""
+        work = group.work
+        self._count_device(work.num_bytes + work.kept_bytes)
+        temp_bytes = work.forward_temp_bytes + buffer_bytes
+        self._compute(work.forward_us, temp_bytes, group, is_backward=False)
+
+    def backward(self, group: WorkGroup, us: float, buffer_bytes: int, *, is_last: bool) -> None:
+        """Write work of a group's backward; the last of it lets its graph go.
+
+        Its memory goes with that, unless a copy still reads it.
+        """
+        temp_bytes = group.work.backward_temp_bytes + buffer_bytes
+        self._compute(us, temp_bytes, group, is_backward=True)
+        if is_last:
+            group.is_alive = False
+            num_bytes = 0 if group.is_in_window else group.num_bytes
+            self._count_device(-group.work.kept_bytes - num_bytes)
+
+    def finish(self, host_slab_bytes: int) -> RankProgram:
+        """Return the program, now that all of it is written."""
+        self.window.drain()
+        budget = self._budget
+        left = (budget.inflight_bytes, budget.held_bytes, budget.resident_bytes, self._host_bytes)
+        assert (*left, self._device_bytes) == (0, 0, 0, 0, self._static_bytes), left
+        num_slabs = -(-self.program.peak_host_bytes // host_slab_bytes)
+        self.program.after = _reused(self._host_uses, num_slabs * host_slab_bytes)
+        return self.program
+
+    # Actions
+
+    def stay(self, group: WorkGroup, reason: str) -> None:
+        """Leave a group on the device."""
+        group.advance(GroupState.RESIDENT)
+
+    def offload(self, group: WorkGroup) -> None:
+        """Write the issue of a copy to the host."""
+        group.advance(GroupState.OFFLOADING)
+        group.offload = self._issue(OpKind.OFFLOAD, group)
+        self.program.offloaded_bytes += group.num_bytes
+        self.program.moved.append(group.key)
+        self._use_host(group.num_bytes, group.offload)
+        self._budget.inflight_bytes += group.num_bytes
+        group.is_in_window = True
+        self.window.add(group)
+
+    def release(self, group: WorkGroup) -> None:
+        """Write the wait for a copy to the host, whose source is free then."""
+        group.is_in_window = False
+        self.add(OpKind.AWAIT, group.offload, self._label(group))
+        if group.state is GroupState.OFFLOADING:
+            self._budget.inflight_bytes -= group.num_bytes
+            group.advance(GroupState.ON_HOST)
+            self._count_device(-group.num_bytes)
+        elif not group.is_alive:
+            self._count_device(-group.num_bytes)
+
+    def cancel(self, group: WorkGroup, *, is_late: bool) -> None:
+        """Leave a group on the device whose copy is under way; its place on the host is free."""
+        group.advance(GroupState.RESIDENT)
+        self._budget.inflight_bytes -= group.num_bytes
+        self._use_host(-group.num_bytes, -1)
+        self.program.returned_bytes += group.num_bytes
+
+    def reload(self, group: WorkGroup, *, is_late: bool) -> bool:
+        """Write the issue of a copy to the device, behind which its place on the host is free."""
+        self.program.num_late += is_late
+        group.advance(GroupState.RELOADING)
+        self._count_device(group.num_bytes)
+        group.reload = self._issue(OpKind.RELOAD, group)
+        self.program.reloaded_bytes += group.num_bytes
+        self._use_host(-group.num_bytes, group.reload)
+        return True
+
+    def await_reload(self, group: WorkGroup) -> None:
+        """Write the wait for what comes back, where its first tensor is unpacked."""
+        if group.state is GroupState.RELOADING:
+            self.add(OpKind.AWAIT, group.reload, self._label(group))
+            group.advance(GroupState.RELOADED)
+
+    # Counts
+
+    def _label(self, group: WorkGroup) -> str:
+        """Name a group as the engine does, where someone reads it."""
+        return group.label if self._records and group.work.is_marked else ""
+
+    def _compute(self, us: float, temp_bytes: int, group: WorkGroup, *, is_backward: bool) -> None:
         program = self.program
         if temp_bytes > program.peak_temp_bytes:
             program.peak_temp_bytes = temp_bytes
         self._note_peaks(temp_bytes)
         if us > 0:
-            self.add(OpKind.COMPUTE, us, label, is_backward=is_backward)
+            self.add(OpKind.COMPUTE, us, self._label(group), is_backward=is_backward)
 
-    def issue(self, kind: OpKind, num_bytes: int, label: str) -> int:
-        """Write the issue of a copy; return its index."""
-        program = self.program
-        copy = len(program.copy_bytes)
-        program.copy_bytes.append(num_bytes)
-        if self.records:
-            program.copy_labels.append(label)
-        self.add(kind, copy, label)
-        return copy
+    def _issue(self, kind: OpKind, group: WorkGroup) -> int:
+        copies, label = self.program.copy_bytes, self._label(group)
+        copies.append(group.num_bytes)
+        if self._records:
+            self.program.copy_labels.append(label)
+        self.add(kind, len(copies) - 1, label)
+        return len(copies) - 1
 
-    def count_device(self, num_bytes: int) -> None:
-        """Count device memory that was taken, or given back."""
+    def _count_device(self, num_bytes: int) -> None:
         self._device_bytes += num_bytes
         self._note_peaks(0)
         self._note_memory()
 
-    def take_host(self, num_bytes: int, copy: int) -> None:
-        """Count host memory that a copy takes."""
+    def _use_host(self, num_bytes: int, copy: int) -> None:
+        """Take memory for a copy; below 0 give it back, behind a reload or, with -1, at once."""
         self._host_uses.append((num_bytes, copy))
         self._host_bytes += num_bytes
         if self._host_bytes > self.program.peak_host_bytes:
             self.program.peak_host_bytes = self._host_bytes
         self._note_memory()
-
-    def free_host(self, num_bytes: int, copy: int) -> None:
-        """Count host memory that is free behind a reload, or at once where ``copy`` is -1."""
-        self._host_uses.append((-num_bytes, copy))
-        self._host_bytes -= num_bytes
-        self._note_memory()
-
-    def finish(self, host_slab_bytes: int) -> RankProgram:
-        """Return the program, now that all of it is written."""
-        assert (self._device_bytes, self._host_bytes) == (self._static_bytes, 0)
-        num_slabs = -(-self.program.peak_host_bytes // host_slab_bytes)
-        self.program.after = _reused(self._host_uses, num_slabs * host_slab_bytes)
-        return self.program
 
     def _note_peaks(self, temp_bytes: int) -> None:
         program, device_bytes = self.program, self._device_bytes + temp_bytes
@@ -184,7 +273,7 @@ class ProgramWriter:
             program.peak_taken_bytes = device_bytes + self._pending.num_bytes
 
     def _note_memory(self) -> None:
-        if self.records:
+        if self._records:
             budget, position = self._budget, len(self.program.kinds)
             saved_bytes = self._device_bytes - self._static_bytes
             counts = (saved_bytes, budget.inflight_bytes, budget.held_bytes, self._host_bytes)
