@@ -1,11 +1,4 @@
-"""What one training step showed: which groups there were, how large, and when each came back.
-
-Owns plain data. Must not know torch, streams or tensors, so that a profile can be read, replayed
-and planned with anywhere.
-
-Invariant: groups stand in the order of their commits. Read next:
-`megatron_offload.planning.policy`, which turns a profile into choices.
-"""
+"""What one training step showed: which groups there were, how large, and when each came back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which groups never leave the device, when there is room for some bytes at a time.
-
-Owns one choice over intervals: a group takes its bytes from its commit to its backward. Must not
-know torch. Read next: `megatron_offload.planning.policy`, which asks.
-"""
+"""Which groups never leave the device, when there is room for some bytes at a time."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
 """How much pinned host memory the coming steps will need, judged by the last ones.
 
-Owns the window of steps that is looked at, and when giving memory back is worth it. Must not know
-pools or devices.
-
 Pinning is slow (seconds for tens of GiB) and unpinning waits for the device, so neither may happen
 again and again. What the largest of the last steps used stays; only what none of them needed goes,
 and only if it is a good part of the whole. Each time the memory was wanted back after all, twice as
 many steps are looked at: lengths that alternate, or an evaluation now and then, soon stop it.
-
-Invariant: same steps, same answers. Read next: `megatron_offload.engine.learning`.
 """
 
 from __future__ import annotations
@@ -24,14 +19,7 @@ _LEAST_SURPLUS_SHARE = 0.1
 
 
 class HostNeed:
-    """Says after each step what may be unpinned.
-
-    Args:
-        slab_bytes: the least that is worth giving back.
-
-    Attributes:
-        num_steps: how many of the last steps are looked at.
-    """
+    """Says after each step what may be unpinned, of at least ``slab_bytes``."""
 
     def __init__(self, slab_bytes: int) -> None:
         self.num_steps = _NUM_STEPS
@@ -45,12 +33,7 @@ class HostNeed:
         self._vain_keep_bytes: int | None = None
 
     def note(self, peak_bytes: int, pinned_bytes: int) -> None:
-        """Take note of a step.
-
-        Args:
-            peak_bytes: most bytes that were in use at one time.
-            pinned_bytes: what is pinned after it.
-        """
+        """Take note of what a step had in use at most, and of what is pinned after it."""
         before_bytes, self._pinned_bytes = self._pinned_bytes, pinned_bytes
         self._peaks.append(peak_bytes)
         if pinned_bytes == before_bytes:
@@ -66,8 +49,7 @@ class HostNeed:
     def keep_bytes(self, *, at_once: bool = False) -> int | None:
         """Return how much to keep pinned; None where nothing is worth giving back.
 
-        Args:
-            at_once: look at the last step alone: those before it are no guide.
+        ``at_once`` looks at the last step alone: those before it are no guide.
         """
         if at_once:
             needed_bytes = self._peaks[-1]
@@ -93,5 +75,4 @@ class HostNeed:
         self._pinned_bytes = pinned_bytes
 
     def _needed_bytes(self) -> int:
-        """Return the most that a step of the window used."""
         return max(list(self._peaks)[-self.num_steps :])

@@ -22,25 +22,17 @@ _MOST_CHANGES = 8
 _MOST_CORRECTIONS = 8
 
 
-class Device(Protocol):
-    """Memory that is reserved, and part of which may be cached."""
+class _Device(Protocol):
+    """What the process reserves, if anyone can tell; cached memory of it can be given back."""
 
-    def reserved_bytes(self) -> int | None:
-        """Return what the process reserves; None where nobody can tell."""
-
-    def trim_device(self) -> None:
-        """Give cached memory back."""
+    def reserved_bytes(self) -> int | None: ...
+    def trim_device(self) -> None: ...
 
 
 class MemoryTarget:
     """Finds the budget under which a step reserves at most ``target_bytes``.
 
-    Args:
-        target_bytes: most device memory that the process should reserve.
-
-    Attributes:
-        is_settled: whether the search is over.
-        is_met: whether the budget that it ended with keeps the target.
+    ``is_settled`` once the search is over, ``is_met`` if the budget that it ended with keeps it.
     """
 
     def __init__(self, target_bytes: int) -> None:
@@ -56,13 +48,10 @@ class MemoryTarget:
     def propose(
         self, reserved_bytes: int, budget_bytes: int, least_bytes: int, most_bytes: int
     ) -> int:
-        """Return the budget for the next step.
+        """Return the budget for the next step, between ``least_bytes`` and ``most_bytes``.
 
-        Args:
-            reserved_bytes: what the last step has reserved, from an empty cache on.
-            budget_bytes: the budget it had.
-            least_bytes: what any budget has at least.
-            most_bytes: and at most.
+        The last step had ``budget_bytes`` and has reserved ``reserved_bytes``, from an empty cache
+        on.
         """
         room_bytes = self.target_bytes - reserved_bytes
         is_kept = room_bytes >= 0
@@ -86,13 +75,7 @@ class MemoryTarget:
         return proposal
 
     def correct(self, reserved_bytes: int, budget_bytes: int, least_bytes: int) -> int:
-        """Return the budget after a later step, with the search over; less if that step missed.
-
-        Args:
-            reserved_bytes: what the process reserves after it.
-            budget_bytes: the budget it had.
-            least_bytes: what any budget has at least.
-        """
+        """Return the budget after a later step, with the search over; less if that step missed."""
         over_bytes = reserved_bytes - self.target_bytes
         if over_bytes <= 0 or self._num_corrections >= _MOST_CORRECTIONS:
             return budget_bytes
@@ -109,14 +92,9 @@ class BudgetSearch:
     """Brings what a process reserves under a target: first the total, then what a warm-up may add.
 
     What a step reserves is seen where it began with an empty cache, so every change empties it.
-
-    Args:
-        target_bytes: most device memory that the process should reserve.
-        budget: whose total is changed, as far as neither user nor plan sets it.
-        device: what tells the memory, and gives cached memory back.
     """
 
-    def __init__(self, target_bytes: int, budget: DeviceBudget, device: Device) -> None:
+    def __init__(self, target_bytes: int, budget: DeviceBudget, device: _Device) -> None:
         self._total = MemoryTarget(target_bytes)
         self._warmup = MemoryTarget(target_bytes)
         self._budget = budget
@@ -140,14 +118,9 @@ class BudgetSearch:
         self._is_trimmed = False
 
     def follow(self, reserved_bytes: int, *, is_trimmed: bool) -> bool:
-        """Set the budget for the next step.
+        """Set the budget for the next step; return whether the search ended with the last one.
 
-        Args:
-            reserved_bytes: what the process reserves after the last one.
-            is_trimmed: the cache was emptied just now.
-
-        Returns:
-            Whether the search has come to its end with this step.
+        That has reserved ``reserved_bytes``; ``is_trimmed`` says that the cache was emptied since.
         """
         if is_trimmed:
             self._is_trimmed = True
