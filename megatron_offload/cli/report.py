@@ -35,7 +35,6 @@ from megatron_offload.report.report import (
     GroupRow,
     MemoryKind,
     Pair,
-    RankRow,
     Report,
     write_report,
 )
@@ -228,13 +227,9 @@ def _group_stats(report: RunReport, folder: Path) -> list[tuple[GroupStats, ...]
         ) from error
 
 
-def _ranks(report: RunReport, groups: Sequence[Sequence[GroupStats]]) -> list[RankRow]:
-    names = [field.name for field in fields(RankRow) if field.name != "kept_bytes"]
+def _ranks(report: RunReport, groups: Sequence[Sequence[GroupStats]]) -> list[dict[str, Any]]:
     return [
-        RankRow(
-            **{name: rank[name] for name in names},
-            kept_bytes=sum(group.kept_bytes for group in mine),
-        )
+        {**rank, "kept_bytes": sum(group.kept_bytes for group in mine)}
         for rank, mine in zip(report.peaks(), groups, strict=True)
     ]
 

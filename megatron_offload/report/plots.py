@@ -91,13 +91,7 @@ def plot_comparison(
     memory_bytes: tuple[Sequence[int], Sequence[int]],
     memory_title: str,
 ) -> None:
-    """Draw two runs into a PNG file.
-
-    Args:
-        path: file to write.
-        losses: loss of every step, without and with offload.
-        memory_bytes: peak memory of every rank, without and with offload.
-        memory_title: which memory that is.
+    """Draw the losses of every step, and the peaks of every rank, without and with offload.
 
     Raises:
         ConfigError: Altair is not installed.
@@ -121,12 +115,7 @@ def plot_comparison(
 
 
 def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> None:
-    """Draw what each stream did when, and how many bytes that held, into a PNG file.
-
-    Args:
-        traces: the step on each rank; every rank's time starts at zero.
-        path: file to write.
-        title: stands above the picture, beside the step's numbers.
+    """Draw the step on each rank, as `timeline_chart` does, into a PNG file.
 
     Raises:
         ValueError: there is no trace, or more than `MOST_TIMELINES`.
@@ -141,18 +130,13 @@ def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One ste
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
         facts = trace.summary().facts()
         lines = [", ".join(facts[:3]), ", ".join(facts[3:])]
-        heading = alt.Title(_text(f"{title}{rank}"), subtitle=lines, anchor="start")
+        heading = alt.Title(_safe(f"{title}{rank}"), subtitle=lines, anchor="start")
         charts.append(timeline_chart(trace, end_us).properties(title=heading))
     _write_png(alt.vconcat(*charts), path)
 
 
 def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against time") -> None:
-    """Draw what settings cost in memory and in time into a PNG file.
-
-    Args:
-        tradeoff: the settings; what no other beats in both is joined by a line.
-        path: file to write.
-        title: stands above the picture.
+    """Draw what settings cost in memory and in time, as `tradeoff_chart` does, into a PNG file.
 
     Raises:
         ConfigError: Altair is not installed.
@@ -170,7 +154,7 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
         y=alt.Y("number:Q", axis=None, scale=alt.Scale(domain=[_MOST_LABELS, 1])),
         text="text:N",
     )
-    chart = tradeoff_chart(tradeoff).properties(title=_text(title), width=640)
+    chart = tradeoff_chart(tradeoff).properties(title=_safe(title), width=640)
     _write_png((chart | names).configure_view(stroke=None), path)
 
 
@@ -187,9 +171,9 @@ def memory_chart(
     alt = _altair()
     scale, unit = byte_unit(max((x for pair in peaks for x in pair if x is not None), default=0))
     rows = [
-        {"rank": rank, "run": run, "size": value / scale, "label": format_bytes(value)}
+        {"rank": rank, "run": run, "size": value / scale, "label": format_bytes(value) + more}
         for rank, pair in zip(ranks or range(len(peaks)), peaks, strict=True)
-        for run, value in zip(_RUNS, pair, strict=True)
+        for run, value, more in zip(_RUNS, pair, ("", _change(*pair)), strict=True)
         if value is not None
     ]
     used = {row["run"] for row in rows}
@@ -270,7 +254,10 @@ def timeline_chart(trace: StepTrace, end_us: float) -> altair.VConcatChart:
 
 
 def tradeoff_chart(tradeoff: TradeOff) -> altair.LayerChart:
-    """Return memory against step time; the numbers count from 1 by memory, the least first."""
+    """Return memory against step time; what no other setting beats in both is joined by a line.
+
+    Numbers count from 1 by memory, the least first.
+    """
     alt = _altair()
     scale, unit = byte_unit(max(point.peak_bytes for point in tradeoff.points))
     best = [
@@ -297,7 +284,7 @@ def tradeoff_chart(tradeoff: TradeOff) -> altair.LayerChart:
     room = alt.Scale(zero=False, padding=20)
     memory = f"peak {tradeoff.memory} of the rank that needs most ({unit})"
     # A title of the channel would become part of an expression, with its quotes and backslashes.
-    x = alt.X("memory:Q", axis=alt.Axis(title=_text(memory)), scale=room)
+    x = alt.X("memory:Q", axis=alt.Axis(title=_safe(memory)), scale=room)
     y = alt.Y("percent:Q", title="step time against no offload (%)", scale=room)
     tips = ["number:Q", "setting:N", "bytes:N", "percent:Q", "how:N"]
     points = _chart(timed).encode(x=x, y=y, color=color, tooltip=tips)
@@ -328,12 +315,14 @@ def _altair() -> Any:
 
 
 def _chart(rows: Sequence[Mapping[str, Any]], **properties: Any) -> Any:
-    safe = [{key: _text(value) for key, value in row.items()} for row in rows]
+    safe = [{key: _safe(value) for key, value in row.items()} for row in rows]
     return _altair().Chart(_altair().InlineData(safe), **properties)
 
 
-def _text(value: Any) -> Any:
-    """Return a text without what no XML may hold, for pictures come from SVG; or another value."""
+def _safe(value: Any) -> Any:
+    """Return a text without what no XML may hold, for pictures come from SVG; a number in short."""
+    if isinstance(value, float):
+        return round(value, 4)
     return printable(value) if isinstance(value, str) else value
 
 
@@ -343,6 +332,10 @@ def _colors(colors: Mapping[str, str], name: str, used: Collection[Any] = ()) ->
     scale = _altair().Scale(domain=list(found), range=list(found.values()))
     legend = _altair().Legend(orient="bottom", title=None, columns=3, labelLimit=400)
     return _altair().Color(f"{name}:N", scale=scale, legend=legend)
+
+
+def _change(without: float | None, offloaded: float | None) -> str:
+    return f" ({offloaded / without - 1:+.1%})" if without and offloaded is not None else ""
 
 
 def _write_png(chart: Any, path: Path) -> None:

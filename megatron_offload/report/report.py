@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_offload.core.trace import StepTrace
 from megatron_offload.core.units import format_bytes, format_us
@@ -30,7 +30,6 @@ __all__ = [
     "GroupRow",
     "MemoryKind",
     "Pair",
-    "RankRow",
     "Report",
     "render_report",
     "write_report",
@@ -70,22 +69,6 @@ class MemoryKind:
         without = [pair.without for pair in self.by_rank if pair.without is not None]
         offloaded = [pair.offloaded for pair in self.by_rank if pair.offloaded is not None]
         return Pair(max(without, default=None), max(offloaded, default=None))
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """What one rank moved in the last step. Sizes in bytes."""
-
-    rank: int
-    pp_rank: int
-    dp_rank: int
-    offloaded_bytes: int
-    reloaded_bytes: int
-    kept_bytes: int
-    num_late_reloads: int
-    num_early_returns: int
-    peak_host_bytes: int
-    pinned_host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +122,9 @@ class Report:
     date: str
     memory: Sequence[MemoryKind]
     """What was measured, the one that counts most first."""
-    ranks: Sequence[RankRow]
+    ranks: Sequence[Mapping[str, Any]]
+    """What each rank moved in the last step: its ``rank``, ``pp_rank``, ``dp_rank``, ``kept_bytes``
+    and what `megatron_offload.report.summary.rank_table` takes."""
     groups: Sequence[GroupRow]
     step_time_s: Pair
     """Median over the steps."""
@@ -232,11 +217,11 @@ def render_report(report: Report) -> str:
     end_us = plots.last_us(traces)
     script = _script()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    ranks = [rank.rank for rank in report.ranks]
+    ranks = [rank["rank"] for rank in report.ranks]
     page = environment.get_template("report.html").render(
         report=report,
         headline=headline,
-        moved=sum(rank.offloaded_bytes for rank in report.ranks),
+        moved=sum(rank["offloaded_bytes"] for rank in report.ranks),
         memory=headline and plots.memory_chart(headline.by_rank, f"peak {headline.name}", ranks),
         plan_rows=plan_rows(report.plan) if report.plan else [],
         timelines=[(trace, plots.timeline_chart(trace, end_us)) for trace in traces],

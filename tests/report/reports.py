@@ -20,7 +20,6 @@ from megatron_offload.report.report import (
     GroupRow,
     MemoryKind,
     Pair,
-    RankRow,
     Report,
 )
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
@@ -47,7 +46,11 @@ def trace(rank):
 def gpu_report(**changes):
     """Return a comparison on two GPUs in which every part is there."""
     ranks = [
-        RankRow(rank, rank, 0, 6 * GIB, 6 * GIB, GIB, 2, 1, 5 * GIB, 7 * GIB) for rank in range(2)
+        {"rank": rank, "pp_rank": rank, "dp_rank": 0}
+        | {"offloaded_bytes": 6 * GIB, "reloaded_bytes": 6 * GIB, "kept_bytes": GIB}
+        | {"num_late_reloads": 2, "num_early_returns": 1}
+        | {"peak_host_bytes": 5 * GIB, "pinned_host_bytes": 7 * GIB}
+        for rank in range(2)
     ]
     memory = [
         MemoryKind("reserved memory", (Pair(38 * GIB, 30 * GIB), Pair(33 * GIB, 28 * GIB))),
@@ -95,7 +98,7 @@ def gpu_report(**changes):
 
 def bare_report():
     """Return a run on a CPU that measured nothing and moved nothing."""
-    ranks = [RankRow(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)]
+    ranks = [dict.fromkeys(gpu_report().ranks[0], 0)]
     return gpu_report(
         title="bare",
         device="simulated on 2 CPU cores",

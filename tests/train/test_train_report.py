@@ -47,18 +47,20 @@ def test_the_report_says_what_the_run_did(compared):
     assert found.comparison.identical
     assert found.is_simulated
     assert found.device.startswith("simulated on ")
-    assert (found.num_steps, [row.rank for row in found.ranks]) == (4, [0, 1])
+    assert (found.num_steps, [row["rank"] for row in found.ranks]) == (4, [0, 1])
     assert [trace.rank for trace in found.traces] == [0, 1]
     assert {row.name for row in found.groups} == {"core_attn", "mlp_act"}
     last = json.loads((compared[0] / "with_offload/steps.jsonl").read_text().splitlines()[-1])
     moved = sum(row.offloaded_bytes for row in found.groups)
-    assert moved == sum(row.offloaded_bytes for row in found.ranks) == last["offloaded_bytes"] > 0
+    assert (
+        moved == sum(row["offloaded_bytes"] for row in found.ranks) == last["offloaded_bytes"] > 0
+    )
     for row in found.groups:
         assert sum(row.kept_bytes_by_reason.values()) == row.kept_bytes
     assert sum(row.kept_bytes for row in found.groups) > 0
     without, offloaded = found.memory[0].highest
     assert 0 < offloaded < without
-    assert all(row.pinned_host_bytes >= row.peak_host_bytes > 0 for row in found.ranks)
+    assert all(row["pinned_host_bytes"] >= row["peak_host_bytes"] > 0 for row in found.ranks)
     assert found.versions.keys() >= {"python", "torch", "megatron-core"}
     assert found.tradeoff is None, "a simulated device measures no time"
 
