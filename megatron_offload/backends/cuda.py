@@ -153,7 +153,6 @@ class CudaBackend(Backend):
         Not seen is what waits inside of other libraries, such as NCCL. A wait in the C++ part of
         backward is told when ``backward`` returns, once for each.
         """
-        found_mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(), contextlib.ExitStack() as undo:
             show = warnings.showwarning
 
@@ -170,7 +169,7 @@ class CudaBackend(Backend):
                 call = getattr(owner, name)
                 undo.callback(setattr, owner, name, call)
                 setattr(owner, name, _reporting(call, kind, report))
-            undo.callback(torch.cuda.set_sync_debug_mode, found_mode)
+            undo.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("warn")
             yield
 
@@ -254,7 +253,6 @@ def _describe(index: int) -> DeviceInfo:
 
 
 def _address_of(index: int) -> str | None:
-    """Return a device's PCI address; None where it can't be told."""
     found: Any = torch.cuda.get_device_properties(index)
     try:
         return pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
@@ -326,7 +324,6 @@ def _unregister(address: int) -> None:
 
 
 def _clear_last_error() -> None:
-    """Have the error of a failed call found here rather than behind the next kernel."""
     for _ in range(3):
         with contextlib.suppress(RuntimeError):
             torch.empty(1, dtype=torch.uint8, device="cuda").fill_(0)

@@ -44,9 +44,8 @@ class Hazard:
 class Shadow:
     """Who used which bytes of one memory last: disjoint intervals, sorted by address.
 
-    A write that is ordered after all earlier accesses stands for them, so it replaces them; that
-    keeps the map small however often memory is split up anew. Of one stream's reads (or writes)
-    the newest stands for all.
+    A write that is ordered after all earlier accesses replaces them, which keeps the map small. Of
+    one stream's reads (or writes) the newest stands for all.
     """
 
     __slots__ = ("_ends", "_starts", "_uses")

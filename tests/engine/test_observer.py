@@ -1,0 +1,94 @@
+"""What whoever watches is told, in which order, and that nothing else changes."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from functools import partialmethod
+
+import torch
+from programs import assert_same, make_manager, make_model, one_forward_one_backward, run_step
+
+from megatron_offload.backends.base import Wait
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.observer import Observer
+
+ORDER = one_forward_one_backward(2, depth=1)
+EVENTS = [name for name, _ in inspect.getmembers(Observer, inspect.isfunction)]
+
+
+class Noting(Observer):
+    """Notes the name of each event, and of copies and waits what they are and whose."""
+
+    def __init__(self):
+        self.events = []
+
+    def note(self, name, *args, **kw):
+        is_issued = name.endswith("issued")
+        self.events.append((name, *((args[0], args[-1].label) if is_issued else ())))
+
+
+for event in EVENTS:
+    setattr(Noting, event, partialmethod(Noting.note, event))
+
+
+def names(noting):
+    return [name for name, *_ in noting.events]
+
+
+def test_every_event_of_one_group_comes_in_its_order():
+    manager, noting = make_manager(max_inflight_bytes=0, prefetch_bytes=0), Noting()
+    with manager.observed_by(noting), manager.step():
+        manager.begin_chunk()
+        x = start_group(manager, torch.ones(64, requires_grad=True) * 1, "g")
+        with manager:
+            y = x.exp() * 1
+        y = commit_group(manager, y, "g").sum()
+        del x
+        y.backward()
+    assert names(noting) == [
+        *("group_starts", "tensor_saved", "group_commits"),
+        *("block_leaves", "copy_starts", "copy_issued", "wait_starts", "wait_issued"),
+        *("group_committed", "backward_enters"),
+        *("tensor_reloaded", "copy_starts", "copy_issued", "backward_entered"),
+        *("wait_starts", "wait_issued", "block_read", "backward_leaves", "backward_left"),
+        "step_ended",
+    ]
+    assert set(names(noting)) == set(EVENTS)
+    told = [args for name, *args in noting.events if name.endswith("issued")]
+    assert told == [[what, "g[chunk 0, group 0]"] for what in ("d2h", Wait.W2, "h2d", Wait.W4)]
+
+
+def test_two_are_told_the_same_and_no_bit_changes():
+    model, manager, both = make_model(), make_manager(), (Noting(), Noting())
+    expected = run_step(model, None, ORDER)
+    with manager.observed_by(*both):
+        assert_same(expected, run_step(model, manager, ORDER))
+    assert both[0].events == both[1].events
+    counts = Counter(names(both[0]))
+    assert counts["group_starts"] == counts["group_committed"] == counts["backward_left"] == 12
+    assert counts["step_ended"] == 1
+    assert manager.observers == []
+
+
+def test_a_commit_that_is_put_off_is_told_twice():
+    manager, noting = make_manager(), Noting()
+    with manager.observed_by(noting):
+        manager.begin_chunk()
+        x = start_group(manager, torch.ones(64, requires_grad=True) * 1, "g")
+        x = commit_group(manager, x, "g", delay=True)
+        manager.flush_delayed_groups()
+    assert names(noting).count("group_commits") == 2
+
+
+def test_steps_inside_that_are_to_stay_move_nothing_and_teach_nothing():
+    model, manager = make_model(), make_manager()
+    run_step(model, manager, ORDER)
+    learned = manager.last_profile
+    with manager.staying("it is asked for"):
+        run_step(model, manager, ORDER)
+    assert manager.last_step.offloaded_bytes == 0
+    assert manager.last_profile is learned
+    run_step(model, manager, ORDER)
+    assert manager.last_step.offloaded_bytes > 0
+    assert manager.last_profile is not learned
