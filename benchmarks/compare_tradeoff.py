@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from compare_simulation import FOLDER, ROOT, machine_of
 
-from megatron_offload.autotune.agree import ProfilePlanner
+from megatron_offload.autotune.agree import make_planner
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig, MachineConfig, MemoryTargetConfig
 from megatron_offload.core.profile import StepProfile
@@ -56,10 +56,10 @@ def plans(profiles: list[StepProfile], machine: Machine) -> Iterator[tuple[str, 
     limits = {name: getattr(machine, name) for name in MachineConfig.model_fields}
     given = {"machine": MachineConfig(**limits)}
     auto = AutoConfig(kind="auto", most_slowdown_percent=0.8, **given)
-    yield "auto, 0.8 %", ProfilePlanner(profiles, auto, SCHEDULE).plan()
+    yield "auto, 0.8 %", make_planner(profiles, auto, SCHEDULE)(None)
     for target in TARGETS:
         policy = MemoryTargetConfig(kind="memory_target", target_bytes=target * GIB, **given)
-        plan = ProfilePlanner(profiles, policy, SCHEDULE).plan()
+        plan = make_planner(profiles, policy, SCHEDULE)(None)
         yield ("no offload" if not plan.moved_bytes else f"target {target} GiB"), plan
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -36,7 +37,14 @@ from megatron_offload.planning.memory_target import MemoryPlanner
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.schedule import Schedule, make_schedule
 
-__all__ = ["ProfilePlanner", "RunPlanner", "agree_on_bandwidths", "planning_policy"]
+__all__ = [
+    "Bound",
+    "Planner",
+    "RunPlanner",
+    "agree_on_bandwidths",
+    "make_planner",
+    "planning_policy",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -44,49 +52,33 @@ _MOST_REASON = 1000
 """Letters of an error that a plan repeats."""
 
 
-class ProfilePlanner:
-    """Plans again and again from the profiles of one step, one of each pipeline rank.
+Bound: TypeAlias = Sequence[int] | int
+"""For ``memory_target`` the target of each rank, for ``auto`` the most bytes that a step may move
+over all ranks; None for the policy's own."""
+
+Planner: TypeAlias = Callable[[Any], OffloadPlan]
+"""Makes a plan within a `Bound`."""
+
+
+def make_planner(
+    profiles: Collection[StepProfile], policy: MemoryTargetConfig | AutoConfig, schedule: Schedule
+) -> Planner:
+    """Return what plans again and again from the profiles of one step, one of each pipeline rank.
 
     ``schedule`` is what the ranks run; ``auto`` predicts with it.
     """
+    resources = resources_of(policy)
+    if isinstance(policy, MemoryTargetConfig):
+        memory, kind = MemoryPlanner(profiles, resources), policy.kind
+        own_targets = policy.targets(len(memory.ranks))
+        return lambda targets: memory.plan(targets or own_targets, kind)
+    # It needs the simulator's library, which nothing else here does.
+    from megatron_offload.planning.predict import job_of, predictor_of
 
-    def __init__(
-        self,
-        profiles: Collection[StepProfile],
-        policy: MemoryTargetConfig | AutoConfig,
-        schedule: Schedule,
-    ) -> None:
-        resources = resources_of(policy)
-        self._policy = policy
-        self._planner: AutoPlanner | MemoryPlanner
-        if isinstance(policy, MemoryTargetConfig):
-            self._planner = MemoryPlanner(profiles, resources)
-            return
-        # It needs the simulator's library, which nothing else here does.
-        from megatron_offload.planning.predict import job_of, predictor_of
-
-        profiles = check_profiles(profiles)
-        job = job_of(profiles, schedule, resources.machine, gpus_per_rank=resources.gpus_per_rank)
-        percent = policy.most_slowdown_percent
-        self._planner = AutoPlanner(profiles, predictor_of(job), percent, resources)
-
-    def plan(
-        self, *, target_bytes: Sequence[int] | None = None, most_moved_bytes: int | None = None
-    ) -> OffloadPlan:
-        """Return a plan of all pipeline ranks.
-
-        Args:
-            target_bytes: of each rank, for ``memory_target``; None for the policy's own.
-            most_moved_bytes: of a step, over all ranks, for ``auto``; None for any.
-
-        Raises:
-            TargetError: a rank can't be brought under its target.
-        """
-        if isinstance(self._planner, AutoPlanner):
-            return self._planner.plan(most_moved_bytes)
-        assert isinstance(self._policy, MemoryTargetConfig)
-        targets = target_bytes or self._policy.targets(len(self._planner.ranks))
-        return self._planner.plan(targets, self._policy.kind)
+    profiles = check_profiles(profiles)
+    job = job_of(profiles, schedule, resources.machine, gpus_per_rank=resources.gpus_per_rank)
+    percent = policy.most_slowdown_percent
+    return AutoPlanner(profiles, predictor_of(job), percent, resources).plan
 
 
 class RunPlanner:
@@ -116,21 +108,20 @@ class RunPlanner:
         self._group = group
         self._origin = bandwidths.origin
         found = gather(_profile_or_error(manager, profile), group)
-        self._planner: ProfilePlanner | ConfigError | None = None
+        self._planner: Planner | ConfigError | None = None
         if _is_first(group):
             try:
                 self._planner = _planner_of(found, planned, bandwidths, schedule)
             except ConfigError as error:  # which `follow` raises on all ranks
                 self._planner = error
 
-    def follow(
-        self, *, target_bytes: Sequence[int] | None = None, most_moved_bytes: int | None = None
-    ) -> OffloadPlan:
+    def follow(self, bound: Bound | None = None) -> OffloadPlan:
         """Plan on the first rank, and have the managers of all follow the plan.
 
-        Arguments and errors, the same on all ranks, are those of `ProfilePlanner.plan`.
+        Raises:
+            TargetError: a rank can't be brought under its target; on all ranks.
         """
-        answer = [self._answer(target_bytes, most_moved_bytes)]
+        answer = [self._answer(bound)]
         if dist.is_available() and dist.is_initialized():
             first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
             dist.broadcast_object_list(answer, src=first, group=self._group)
@@ -141,15 +132,13 @@ class RunPlanner:
         self._manager.follow_plan(plan)
         return plan
 
-    def _answer(
-        self, target_bytes: Sequence[int] | None, most_moved_bytes: int | None
-    ) -> OffloadPlan | ConfigError | None:
+    def _answer(self, bound: Bound | None) -> OffloadPlan | ConfigError | None:
         """Return what the first rank tells all: an error on one is an error on all."""
         if self._planner is None or isinstance(self._planner, ConfigError):
             return self._planner
         started = time.monotonic()
         try:
-            plan = self._planner.plan(target_bytes=target_bytes, most_moved_bytes=most_moved_bytes)
+            plan = self._planner(bound)
         except ConfigError as error:
             return error
         _logger.info("planning has taken %.1f s", time.monotonic() - started)
@@ -239,7 +228,7 @@ def _planner_of(
     policy: MemoryTargetConfig | AutoConfig,
     bandwidths: Bandwidths,
     schedule: Schedule | None,
-) -> ProfilePlanner:
+) -> Planner:
     """Return what plans from what the ranks say of themselves."""
     profiles: dict[int, StepProfile] = {}
     for rank, profile in enumerate(found):
@@ -248,7 +237,7 @@ def _planner_of(
         profiles.setdefault(profile.run.pp_rank, profile)
     in_order = check_profiles(profiles.values())
     policy = policy.model_copy(update={"machine": bandwidths.machine})
-    return ProfilePlanner(in_order, policy, schedule or _usual_schedule(in_order[0].run))
+    return make_planner(in_order, policy, schedule or _usual_schedule(in_order[0].run))
 
 
 def _usual_schedule(run: RunShape) -> Schedule:

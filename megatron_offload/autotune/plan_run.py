@@ -162,7 +162,7 @@ def check_plan(
             manager,
             planned.most_slowdown_percent,
             planned.measured_steps,
-            lambda most_bytes: planner.follow(most_moved_bytes=most_bytes),
+            planner.follow,
             lambda mine: max(gather(mine, group)),
         )
         return PlanCheck(plan, (DistanceCheck(manager, num_steps, None, gather_distances), cost))
@@ -171,7 +171,7 @@ def check_plan(
         manager,
         targets,
         planned.measured_plans,
-        lambda targets: planner.follow(target_bytes=targets),
+        planner.follow,
         lambda mine: [max(found) for found in _gather_by_place(mine, pp_rank, group)],
     )
     distances = DistanceCheck(manager, num_steps, targets[pp_rank], gather_distances)

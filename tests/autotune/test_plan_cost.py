@@ -111,10 +111,7 @@ def test_where_those_that_move_more_are_too_slow_an_earlier_plan_is_followed_aga
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
     planner = RunPlanner(job.manager, recorded.profile, policy(), schedule=SCHEDULE)
-    plans = [
-        planner.follow(most_moved_bytes=most_bytes)
-        for most_bytes in (None, 94_000, 140_000, 117_000)
-    ]
+    plans = [planner.follow(most_bytes) for most_bytes in (None, 94_000, 140_000, 117_000)]
     followed = iter(plans)
     slow = {plans[0].moved_bytes, plans[2].moved_bytes}
 

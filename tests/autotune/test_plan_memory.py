@@ -156,7 +156,7 @@ def three():
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
     planner = RunPlanner(job.manager, recorded.profile, policy_of())
-    make = [planner.follow(target_bytes=(share * TARGET // 100,)) for share in (120, 100, 80)]
+    make = [planner.follow((share * TARGET // 100,)) for share in (120, 100, 80)]
     assert make[0].moved_bytes < make[1].moved_bytes < make[2].moved_bytes
     return make
 

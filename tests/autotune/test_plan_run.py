@@ -18,7 +18,7 @@ from programs import (
 )
 
 from megatron_offload.autotune import agree
-from megatron_offload.autotune.agree import ProfilePlanner, RunPlanner, agree_on_bandwidths
+from megatron_offload.autotune.agree import RunPlanner, agree_on_bandwidths, make_planner
 from megatron_offload.autotune.plan_run import plan_run
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig, MachineConfig
@@ -129,7 +129,7 @@ def test_what_no_group_saves_counts_in_the_prediction():
             for sample in recorded.profile.memory
         )
         profile = replace(recorded.profile, memory=memory)
-        plan = ProfilePlanner([profile], policy, schedule).plan()
+        plan = make_planner([profile], policy, schedule)(None)
         peaks.append(plan.ranks[0].predicted_peak_bytes)
     segment_bytes = 2 * 1024 * KIB
     assert peaks[1] - peaks[0] == pytest.approx(64 * 1024 * KIB, abs=segment_bytes)
@@ -143,7 +143,7 @@ def test_the_first_profile_of_each_pipeline_rank_counts():
     bandwidths = Bandwidths(machine=policy.machine, gpus_per_rank=1, origin="a guess")
     mine = recorded.profile
     alone, twice = (
-        agree._planner_of(found, policy, bandwidths, None).plan() for found in ([mine], [mine] * 2)
+        agree._planner_of(found, policy, bandwidths, None)(None) for found in ([mine], [mine] * 2)
     )
     assert alone == twice
 
@@ -191,9 +191,9 @@ def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
 
     def make(profiles, policy, schedule):
         policies.append(policy)
-        return ProfilePlanner(profiles, policy, schedule)
+        return make_planner(profiles, policy, schedule)
 
-    monkeypatch.setattr(agree, "ProfilePlanner", make)
+    monkeypatch.setattr(agree, "make_planner", make)
     job = GpuJob(3.0, policy=UNSET).warmed_up()
     plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
     (path,) = cache.iterdir()
@@ -303,7 +303,7 @@ def test_auto_predicts_with_all_gpus_of_a_rank():
     profiles = profiles_of(job_from_model(model))
     schedule = make_schedule("1f1b", 1, 4)
     one, four = (
-        ProfilePlanner(profiles, policy, schedule).plan().ranks[0]
+        make_planner(profiles, policy, schedule)(None).ranks[0]
         for policy in (AutoConfig(**ANY_COST, gpus_per_rank=number) for number in (1, 4))
     )
     assert one.moved_bytes == four.moved_bytes > 0
