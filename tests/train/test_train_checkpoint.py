@@ -524,3 +524,20 @@ def test_main_parameters_and_step_counts_of_groups_are_kept():
     }
     assert tensors["optimizer.chunk0.weight.main"].data_ptr() == model.weight.main_param.data_ptr()
     assert tensors["optimizer.0.group0.step"] == 1
+
+
+def test_tensors_of_every_kind_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 100)
+    tensors = {
+        "scalar": torch.tensor(3.5),
+        "count": torch.tensor(7),
+        "half": torch.randn(3, 50).to(torch.bfloat16),
+        "bytes": torch.arange(256, dtype=torch.uint8),
+        "view": torch.arange(12.0)[3:9],
+        "empty": torch.empty(0),
+    }
+    paths = list(checkpoint._write_tensors(tmp_path, "stage_0", tensors))
+    assert len(paths) > 1
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    checkpoint._read_tensors(tmp_path, [path.name for path in paths], found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
