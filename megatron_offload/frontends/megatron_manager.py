@@ -518,7 +518,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             max_inflight_groups=found.get("max_inflight_offloads"),
         )
         if self.engine.records():
-            self._stage(self._handler_of(chunk), found["vp_size"] or 1)
+            self._stage(self._new_handler(chunk), found["vp_size"] or 1)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
@@ -542,12 +542,13 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         return self._by_hand
 
     def _handler_of(self, chunk: engine_chunk.ChunkOffloadHandler) -> ChunkOffloadHandler:
-        handlers = self._order.handlers
-        for handler in reversed(handlers):
-            if handler.chunk is chunk:
-                return handler
-        handlers.append(ChunkOffloadHandler._of(self, chunk))
-        return handlers[-1]
+        known = (handler for handler in reversed(self._order.handlers) if handler.chunk is chunk)
+        return next(known, None) or self._new_handler(chunk)
+
+    def _new_handler(self, chunk: engine_chunk.ChunkOffloadHandler) -> ChunkOffloadHandler:
+        handler = ChunkOffloadHandler._of(self, chunk)
+        self._order.handlers.append(handler)
+        return handler
 
     # Chunks in backward, for callers who step through them by hand
 
