@@ -160,21 +160,48 @@ def mean_loss(losses):
     return loss, {"loss": loss.detach().clone()}
 
 
-def run(spec, rank):
-    """Build, warm up, measure; return this rank's numbers."""
-    started = time.perf_counter()
-    on_gpu = spec["device"] == "cuda"
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+def join_ranks(kind, timeout_s):
+    """Join all ranks; return this rank's device."""
+    on_gpu = kind == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        timeout=timedelta(seconds=spec["timeout_s"]),
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if on_gpu else None,
     )
+    return device
+
+
+@contextlib.contextmanager
+def prepared_megatron(*, on_gpu, is_deterministic):
+    """Load megatron-core: with bridges for a CPU, or deterministic where that is asked for."""
+    for name in ("models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel.schedules"):
+        importlib.import_module(f"megatron.core.{name}")
+    with contextlib.ExitStack() as stack:
+        if not on_gpu:  # its bridges reach the modules that are loaded
+            from megatron.core.transformer.moe import moe_utils
+
+            from megatron_offload.integrations import megatron_cpu
+
+            # Some versions ask for it by this name where TransformerEngine is not installed.
+            vars(moe_utils).setdefault("te_general_gemm", None)
+            stack.enter_context(megatron_cpu.recompute_without_transformer_engine())
+            stack.enter_context(megatron_cpu.cpu_bridges())
+        elif is_deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        yield
+
+
+def run(spec, rank):
+    """Build, warm up, measure; return this rank's numbers."""
+    started = time.perf_counter()
+    on_gpu = spec["device"] == "cuda"
+    device = join_ranks(spec["device"], spec["timeout_s"])
     dist.barrier()  # no rank's start is part of what follows
     link_started = time.perf_counter()
     link_gbps = measure_link() if on_gpu else None
@@ -182,18 +209,7 @@ def run(spec, rank):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    with contextlib.ExitStack() as stack:
-        if not on_gpu:
-            from megatron_offload.integrations import megatron_cpu
-
-            # The bridges reach the modules that are loaded.
-            for name in ("models.gpt", "optimizer", "pipeline_parallel.schedules"):
-                importlib.import_module(f"megatron.core.{name}")
-            stack.enter_context(megatron_cpu.recompute_without_transformer_engine())
-            stack.enter_context(megatron_cpu.cpu_bridges())
-        elif spec["deterministic"]:
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+    with prepared_megatron(on_gpu=on_gpu, is_deterministic=spec["deterministic"]):
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=spec["pp"],
             virtual_pipeline_model_parallel_size=spec["vpp"] if spec["vpp"] > 1 else None,

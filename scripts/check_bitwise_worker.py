@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import json
 import math
 import os
@@ -22,7 +21,6 @@ import threading
 import time
 import traceback
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -32,7 +30,14 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from bench_peers_modes import MODES
-from bench_peers_worker import Program, build_chunks, versions, write
+from bench_peers_worker import (
+    Program,
+    build_chunks,
+    join_ranks,
+    prepared_megatron,
+    versions,
+    write,
+)
 from check_bitwise import first_difference, judge, row_line, save
 
 STARTING_S = 180.0
@@ -77,36 +82,10 @@ class Deadline:
 @contextlib.contextmanager
 def open_ranks(spec):
     """Join all ranks, once for all combinations; yields this rank's device."""
-    on_gpu = spec["device"] == "cuda"
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        timeout=timedelta(seconds=1800),  # what is late ends by its deadline
-        device_id=device if on_gpu else None,
-    )
+    device = join_ranks(spec["device"], 1800)  # what is late ends by its deadline
     from megatron.core import parallel_state
 
-    with contextlib.ExitStack() as stack:
-        for name in ("models.gpt.gpt_layer_specs", "pipeline_parallel.schedules"):
-            importlib.import_module(f"megatron.core.{name}")
-        if not on_gpu:  # its bridges reach the modules that are loaded
-            import megatron.core.optimizer  # noqa: F401
-            from megatron.core.transformer.moe import moe_utils
-
-            from megatron_offload.integrations import megatron_cpu
-
-            # Some versions ask for it by this name where TransformerEngine is not installed.
-            vars(moe_utils).setdefault("te_general_gemm", None)
-            stack.enter_context(megatron_cpu.recompute_without_transformer_engine())
-            stack.enter_context(megatron_cpu.cpu_bridges())
-        else:
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+    with prepared_megatron(on_gpu=device.type == "cuda", is_deterministic=True):
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=spec["sizes"]["pp"], create_gloo_process_groups=False
         )
