@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from compare_simulation import FOLDER, ROOT, machine_of
 
 from megatron_offload.autotune.agree import make_planner
-from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import AutoConfig, MachineConfig, MemoryTargetConfig
+from megatron_offload.core.machine import Machine, MachineConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.predict import job_of, predictor_of

@@ -68,7 +68,7 @@ def row(name: str, simulation) -> dict:
 
 def llama() -> dict:
     step_us = reported_step_us()
-    machine = LLAMA_3_405B.machine.machine()
+    machine = LLAMA_3_405B.machine
     model = fit_achieved_share(LLAMA_3_405B.model, step_us, machine)
     job = job_from_model(model, machine)
     rows = [row("no offload", simulate(job))]

@@ -13,12 +13,8 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from megatron_offload.core.policy_config import (
-    AutoConfig,
-    MachineConfig,
-    MemoryTargetConfig,
-    PolicyConfig,
-)
+from megatron_offload.core.machine import MachineConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.profile import RunShape, StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError

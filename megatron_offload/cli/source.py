@@ -18,6 +18,7 @@ from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import OptionsWithKeys
 from megatron_offload.config import OffloadConfig, apply_overrides, find_config, load_yaml
+from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.core.units import format_bytes
@@ -36,7 +37,6 @@ from megatron_offload.planning.bandwidths import (
 from megatron_offload.planning.description import (
     Budgets,
     JobDescription,
-    MachineDescription,
     Surroundings,
     load_description,
 )
@@ -294,7 +294,7 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
     passes = make_schedule(name, shape.pp_size, shape.num_microbatches, shape.vp_size)
     return Source(
         title=folder.resolve().name,
-        job=job_of(profiles, passes, around.machine.machine(), gpus_per_rank=gpus_per_rank),
+        job=job_of(profiles, passes, around.machine, gpus_per_rank=gpus_per_rank),
         profiles=profiles,
         around=around,
         memory="saved activations" if is_simulated else "reserved memory",
@@ -321,12 +321,12 @@ def _read_machine(path: Path, gpus_per_rank: int) -> dict[str, Any]:
     """Return the section ``machine`` of a YAML file, or of the doctor's JSON."""
     if path.suffix != ".json":
         section = load_yaml(path)
-        if section and not section.keys() & MachineDescription.model_fields.keys():
+        if section and not section.keys() & Machine.model_fields.keys():
             raise ConfigError(
                 f"{path} holds no bandwidths; give YAML with keys such as d2h_gbps, or the JSON of "
                 "'megatron-offload doctor --output FILE'"
             )
-        return validate(MachineDescription, section, str(path)).model_dump(exclude_unset=True)
+        return validate(Machine, section, str(path)).model_dump(exclude_unset=True)
     data = read_json(path)
     if isinstance(data, dict) and "profile" in data:
         data = data["profile"]

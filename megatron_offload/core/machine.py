@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from typing import Annotated
+
+from pydantic import Field
 
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import StrictModel
 
-__all__ = ["Machine", "check", "check_numbers"]
+__all__ = ["Machine", "MachineConfig", "check", "check_numbers"]
+
+_Bandwidth = Annotated[float, Field(gt=0)]
 
 
 def check(owner: str, is_right: bool, message: str) -> None:
@@ -31,32 +37,40 @@ def check_numbers(described: object, owner: str, *, above_zero: Sequence[str] = 
             check(owner, value > 0, f"{field.name} must be above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What copies and messages get. The defaults were measured on a host with four H200s.
+class MachineConfig(StrictModel):
+    """What copies get, in 10^9 bytes a second; the defaults were measured with four H200s.
 
     A host whose directions differ gives less one way: four H200s that all copy to the host get 41
     GB/s each, to the device 55, and 25.6 each way when both run, which no single limit explains.
     """
 
-    d2h_gbps: float = 55.0
+    d2h_gbps: _Bandwidth = 55.0
     """To the host, one GPU with the host to itself."""
-    h2d_gbps: float = 55.0
-    """To the device, likewise."""
-    both_gbps: float = 51.0
-    """Each way, when both directions of a GPU run."""
-    node_gbps: float = 205.0
-    """What all GPUs of a node copy together, in and out added."""
-    node_d2h_gbps: float | None = 164.0
-    """The most of it that goes to the host; None sets no such bound."""
-    node_h2d_gbps: float | None = None
-    """The most of it that goes to the devices; None sets no such bound."""
-    ranks_per_node: int = 4
-    """Pipeline ranks, in order, that share a node."""
-    p2p_gbps: float = 100.0
-    """Between neighbouring stages; messages don't slow each other down."""
-    p2p_latency_us: float = 10.0
 
-    def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if f.name != "p2p_latency_us"]
-        check_numbers(self, "machine", above_zero=given)
+    h2d_gbps: _Bandwidth = 55.0
+    """To the device, likewise."""
+
+    both_gbps: _Bandwidth = 51.0
+    """Each way, when both directions of a GPU run."""
+
+    node_gbps: _Bandwidth = 205.0
+    """What all GPUs of a node copy together, in and out added."""
+
+    node_d2h_gbps: _Bandwidth | None = 164.0
+    """The most of it that goes to the host; None sets no such bound."""
+
+    node_h2d_gbps: _Bandwidth | None = None
+    """The most of it that goes to the devices; None sets no such bound."""
+
+    ranks_per_node: int = Field(default=4, ge=1)
+    """Pipeline ranks, in order, that share a node."""
+
+
+class Machine(MachineConfig):
+    """What copies and messages get."""
+
+    p2p_gbps: _Bandwidth = 100.0
+    """Between neighbouring stages, in 10^9 bytes a second; messages don't slow each other down."""
+
+    p2p_latency_us: float = Field(default=10.0, ge=0)
+    """Of a message of any size."""

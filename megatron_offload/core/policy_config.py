@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatron_offload.core.machine import Machine
+from megatron_offload.core.machine import MachineConfig
 from megatron_offload.files.strict_model import (
     Bytes,
     BytesField,
@@ -23,7 +23,6 @@ from megatron_offload.files.strict_model import (
 
 __all__ = [
     "AutoConfig",
-    "MachineConfig",
     "MemoryTargetConfig",
     "ModulesConfig",
     "PlanFileConfig",
@@ -31,35 +30,6 @@ __all__ = [
     "RatioConfig",
     "SolvedConfig",
 ]
-
-_MACHINE = Machine()
-
-_Bandwidth = Annotated[float, Field(gt=0)]
-
-
-class MachineConfig(StrictModel):
-    """What copies get, in 10^9 bytes a second; the defaults were measured with four H200s."""
-
-    d2h_gbps: _Bandwidth = _MACHINE.d2h_gbps
-    """To the host, one GPU with the host to itself."""
-
-    h2d_gbps: _Bandwidth = _MACHINE.h2d_gbps
-    """To the device, likewise."""
-
-    both_gbps: _Bandwidth = _MACHINE.both_gbps
-    """Each way, when both directions of a GPU run."""
-
-    node_gbps: _Bandwidth = _MACHINE.node_gbps
-    """What all GPUs of a node copy together, in and out added."""
-
-    node_d2h_gbps: _Bandwidth | None = _MACHINE.node_d2h_gbps
-    """The most of it that goes to the host."""
-
-    node_h2d_gbps: _Bandwidth | None = _MACHINE.node_h2d_gbps
-    """The most of it that goes to the devices."""
-
-    ranks_per_node: int = Field(default=_MACHINE.ranks_per_node, ge=1)
-    """Pipeline ranks, in order, that share a node."""
 
 
 class ModulesConfig(StrictModel):

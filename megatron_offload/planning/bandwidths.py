@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.core.policy_config import MachineConfig
+from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.files.text import read_json, replace_text

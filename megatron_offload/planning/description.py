@@ -11,33 +11,18 @@ from pydantic import ByteSize, Field
 
 from megatron_offload.config import apply_overrides, load_yaml
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import Bytes, StrictModel, validate
 from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.memory_target import Resources
 from megatron_offload.planning.model_cost import ModelDescription, job_from_model
 
-__all__ = ["Budgets", "JobDescription", "MachineDescription", "Surroundings", "load_description"]
+__all__ = ["Budgets", "JobDescription", "Surroundings", "load_description"]
 
 _TRAINERS = frozenset({"data", "optimizer", "parallel", "run", "schedule"})
 """Sections of the trainer's configuration that no description has."""
 
-_MACHINE = Machine()
 _SETTINGS = RankSettings()
-
-
-class MachineDescription(MachineConfig):
-    """What copies and messages get."""
-
-    p2p_gbps: float = Field(default=_MACHINE.p2p_gbps, gt=0)
-    """Between neighbouring stages, in 10^9 bytes a second."""
-
-    p2p_latency_us: float = Field(default=_MACHINE.p2p_latency_us, ge=0)
-
-    def machine(self) -> Machine:
-        """Return it as jobs want it."""
-        return Machine(**dict(self))
 
 
 class Budgets(StrictModel):
@@ -61,14 +46,14 @@ class Budgets(StrictModel):
 class Surroundings(StrictModel):
     """What stands around a model: machine and budgets."""
 
-    machine: MachineDescription = MachineDescription()
+    machine: Machine = Machine()
     offload: Budgets = Budgets()
 
     def resources(self, gpus_per_rank: int = 1) -> Resources:
         """Return what a plan may use."""
         budgets = self.offload
         return Resources(
-            self.machine.machine(),
+            self.machine,
             gpus_per_rank,
             budgets.max_inflight_bytes,
             budgets.prefetch_bytes,
@@ -82,7 +67,7 @@ class JobDescription(Surroundings):
 
     def job(self) -> Job:
         """Return the step that it describes; `ConfigError` where no schedule has these sizes."""
-        return job_from_model(self.model, self.machine.machine())
+        return job_from_model(self.model, self.machine)
 
 
 def load_description(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
-from megatron_offload.core.machine import Machine
+from megatron_offload.core.machine import Machine, MachineConfig
 from megatron_offload.core.policy_config import (
-    MachineConfig,
     MemoryTargetConfig,
     ModulesConfig,
     PlanFileConfig,

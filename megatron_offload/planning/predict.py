@@ -73,9 +73,8 @@ def _with_slow_link(machine: Machine) -> Machine:
     """Return a machine whose copies have less; messages between ranks keep what they have."""
     copies = ("d2h_gbps", "h2d_gbps", "both_gbps", "node_gbps", "node_d2h_gbps", "node_h2d_gbps")
     rates = {name: getattr(machine, name) for name in copies}
-    return replace(
-        machine, **{name: rate and rate * _SLOW_LINK_SHARE for name, rate in rates.items()}
-    )
+    slow = {name: rate and rate * _SLOW_LINK_SHARE for name, rate in rates.items()}
+    return machine.model_copy(update=slow)
 
 
 def job_of(

@@ -20,8 +20,8 @@ from programs import (
 from megatron_offload.autotune import agree
 from megatron_offload.autotune.agree import RunPlanner, agree_on_bandwidths, make_planner
 from megatron_offload.autotune.plan_run import plan_run
-from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import AutoConfig, MachineConfig
+from megatron_offload.core.machine import Machine, MachineConfig
+from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.profile import RunShape
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, TargetError

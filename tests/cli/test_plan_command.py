@@ -13,8 +13,8 @@ from jobs import MODULES, RATES, load_model, load_run, measured, ran, run_withou
 from megatron_offload.cli import plan as command
 from megatron_offload.cli.main import main
 from megatron_offload.cli.source import Source, find_profiles
-from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import AutoConfig, MachineConfig, MemoryTargetConfig
+from megatron_offload.core.machine import Machine, MachineConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.planning.auto import Prediction
 from megatron_offload.planning.bandwidths import Bandwidths, save_bandwidths
 from megatron_offload.planning.make_policy import resources_of

@@ -74,7 +74,9 @@ def test_bytes_that_may_move_bound_a_plan_whatever_is_predicted():
 def test_a_plan_has_to_be_fast_with_a_slower_link_too():
     job, runs = slow_job(), profiles_of(slow_job())
     predict = predictor_of(job)
-    slower = replace(job, machine=replace(job.machine, node_gbps=0.8 * job.machine.node_gbps))
+    slower = replace(
+        job, machine=job.machine.model_copy(update={"node_gbps": 0.8 * job.machine.node_gbps})
+    )
     without = predict(MemoryPlanner(runs).plan((2**60,) * 2, "auto"))
     limit_us = without.step_us * 1.005
 

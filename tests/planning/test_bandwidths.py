@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.core.policy_config import MachineConfig
+from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.profile import (
     CopyRates,

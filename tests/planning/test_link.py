@@ -38,7 +38,9 @@ def test_no_limit_is_exceeded_and_every_copy_is_at_one(seed):
     rng = random.Random(seed)
     d2h, h2d, both, node = (rng.uniform(1, 100) for _ in range(4))
     node_d2h = rng.choice([None, rng.uniform(1, 200)])
-    machine = Machine(d2h, h2d, both, node, node_d2h)
+    machine = Machine(
+        d2h_gbps=d2h, h2d_gbps=h2d, both_gbps=both, node_gbps=node, node_d2h_gbps=node_d2h
+    )
     numbers = [rng.randint(0, 4) for _ in range(3)]
     rates = [rate / 1e3 for rate in FairShare(machine).rates(*numbers)]
     numbers.append(numbers[2])

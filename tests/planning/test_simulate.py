@@ -16,12 +16,21 @@ from megatron_offload.planning.schedule import gpipe, make_schedule, one_f_one_b
 from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
 
 KB = 1000
-FAST = Machine(1e6, 1e6, 1e6, 1e6, None, None, p2p_latency_us=0.0, p2p_gbps=1e9)
+FAST = Machine(
+    d2h_gbps=1e6,
+    h2d_gbps=1e6,
+    both_gbps=1e6,
+    node_gbps=1e6,
+    node_d2h_gbps=None,
+    node_h2d_gbps=None,
+    p2p_latency_us=0.0,
+    p2p_gbps=1e9,
+)
 
 
 def one_way(gbps):
     """A machine of one rank, whose directions don't disturb each other."""
-    return replace(FAST, d2h_gbps=gbps, h2d_gbps=gbps)
+    return FAST.model_copy(update={"d2h_gbps": gbps, "h2d_gbps": gbps})
 
 
 def two_groups(gbps, num_bytes=100 * KB):
@@ -121,16 +130,18 @@ def test_virtual_stages_divide_the_bubble_and_split_backwards_fill_it():
 def test_ranks_of_a_node_share_it_and_those_of_two_do_not():
     work = (GroupWork("g", 100 * KB, 100.0, 200.0),) * 4
     schedule = gpipe(2, 4)
-    shared = replace(FAST, d2h_gbps=1.0, h2d_gbps=1.0, node_gbps=1.0, ranks_per_node=2)
+    shared = FAST.model_copy(
+        update={"d2h_gbps": 1.0, "h2d_gbps": 1.0, "node_gbps": 1.0, "ranks_per_node": 2}
+    )
     job = Job(schedule, (StageWork(work),) * 2, (0, 0), shared)
     settings = RankSettings(max_inflight_bytes=200 * KB, prefetch_bytes=200 * KB)
-    apart = replace(job, machine=replace(shared, ranks_per_node=1))
+    apart = replace(job, machine=shared.model_copy(update={"ranks_per_node": 1}))
     assert simulate(job, settings).step_us > 1.1 * simulate(apart, settings).step_us
 
 
 def test_gpus_that_do_the_same_take_their_share_of_the_node():
     job = two_groups(gbps=0.5)
-    node = replace(job.machine, node_gbps=0.5)
+    node = job.machine.model_copy(update={"node_gbps": 0.5})
     twice = replace(job, machine=node, gpus_per_rank=2)
     slower = replace(job, machine=one_way(0.25))
     assert simulate(twice, TIGHT).step_us == pytest.approx(simulate(slower, TIGHT).step_us)
@@ -208,7 +219,7 @@ def test_more_bandwidth_moves_the_same_and_is_not_slower(seed):
     slow = simulate(job, settings)
     machine = job.machine
     names = ("d2h_gbps", "h2d_gbps", "both_gbps", "node_gbps")
-    faster = replace(machine, **{name: 1.5 * getattr(machine, name) for name in names})
+    faster = machine.model_copy(update={name: 1.5 * getattr(machine, name) for name in names})
     fast = simulate(replace(job, machine=faster), settings)
     assert fast.step_us <= slow.step_us + 1e-6
     for one, two in zip(slow.ranks, fast.ranks, strict=True):

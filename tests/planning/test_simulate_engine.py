@@ -148,7 +148,14 @@ def random_job(rng):
     schedule = Schedule("any", num_stages, num_microbatches, (tuple(passes),))
     d2h_gbps, h2d_gbps = rng.choice([0.3, 1.0, 4.0]), rng.choice([0.3, 1.0, 4.0])
     fastest = max(d2h_gbps, h2d_gbps)
-    machine = Machine(d2h_gbps, h2d_gbps, fastest, 100.0, None, None)
+    machine = Machine(
+        d2h_gbps=d2h_gbps,
+        h2d_gbps=h2d_gbps,
+        both_gbps=fastest,
+        node_gbps=100.0,
+        node_d2h_gbps=None,
+        node_h2d_gbps=None,
+    )
     return Job(schedule, stages, (0,), machine)
 
 

@@ -28,7 +28,16 @@ from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD, run_streams
 
 KB = 1000
-MACHINE = Machine(1.0, 1.0, 1.0, 100.0, None, None, p2p_latency_us=5.0, p2p_gbps=1.0)
+MACHINE = Machine(
+    d2h_gbps=1.0,
+    h2d_gbps=1.0,
+    both_gbps=1.0,
+    node_gbps=100.0,
+    node_d2h_gbps=None,
+    node_h2d_gbps=None,
+    p2p_latency_us=5.0,
+    p2p_gbps=1.0,
+)
 JOB = Job(gpipe(1, 1), (StageWork(()),), (0,), MACHINE)
 
 
@@ -74,7 +83,7 @@ def test_a_copy_into_a_place_that_is_taken_waits_for_the_reload_that_empties_it(
 
 def test_a_rate_that_changes_on_the_way_counts_from_there_on():
     # Alone 1 GB/s, together half of it each: 50 kB alone, 100 kB of each together, then 50 alone.
-    machine = replace(MACHINE, both_gbps=0.5)
+    machine = MACHINE.model_copy(update={"both_gbps": 0.5})
     ops = [(OpKind.OFFLOAD, 0), (OpKind.COMPUTE, 50.0), (OpKind.RELOAD, 1), (OpKind.AWAIT, 0)]
     sizes = (150 * KB, 150 * KB)
     assert run(*ops, copy_bytes=sizes, machine=machine).end_us == pytest.approx(250)
@@ -98,7 +107,7 @@ def works(job, rank, settings=None):
 
 
 def test_behind_its_first_backward_who_sends_goes_on_at_once():
-    slow = replace(MACHINE, p2p_latency_us=1000.0)
+    slow = MACHINE.model_copy(update={"p2p_latency_us": 1000.0})
     stage = StageWork((GroupWork("g", 0, 100.0, 200.0),))
     job = Job(one_f_one_b(2, 4), (stage, stage), (0, 0), slow)
     # One forward is handed over; then one has no input to wait for and so follows it.
@@ -110,7 +119,7 @@ def test_behind_its_first_backward_who_sends_goes_on_at_once():
 
 def test_a_rank_that_waits_while_the_pipeline_fills_makes_those_wait_whose_outputs_it_takes():
     """Rank 0 waits in its seventh forward; rank 3 had handed over an output for the eighth."""
-    machine = replace(MACHINE, p2p_latency_us=0.0, node_gbps=100.0)
+    machine = MACHINE.model_copy(update={"p2p_latency_us": 0.0, "node_gbps": 100.0})
     light = StageWork((GroupWork("g", 0, 100.0, 200.0),))
     heavy = StageWork((GroupWork("g", 500 * KB, 100.0, 200.0),))
     stages = tuple(heavy if stage == 4 else light for stage in range(8))
