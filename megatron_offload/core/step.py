@@ -45,21 +45,14 @@ class Actions(Protocol[_Acted]):
     def cancel(self, group: _Acted, *, is_late: bool) -> None:
         """Leave a group on the device whose copies are in flight.
 
-        Args:
-            group: what stays.
-            is_late: backward has come to it already, so that they were for nothing.
+        ``is_late`` says that backward has come to it already, so that they were for nothing.
         """
 
     def reload(self, group: _Acted, *, is_late: bool) -> bool:
-        """Issue a group's copies back to the device.
+        """Issue a group's copies back to the device; return whether they were issued.
 
-        Args:
-            group: what is on the host.
-            is_late: backward has come to it already; else they may be left for later, where the
-                device has no memory.
-
-        Returns:
-            Whether they were issued.
+        ``is_late`` says that backward has come to it already: else they may be left for later,
+        where the device has no memory.
         """
 
 
@@ -99,11 +92,9 @@ class StepDecisions(Generic[G]):
         self._next = 0
 
     def begin_step(self, profile: StepProfile | None, residents: Collection[GroupKey] = ()) -> None:
-        """Forget the last step and predict along one that came before.
+        """Forget the last step and predict along one that was seen to its end, if one was.
 
-        Args:
-            profile: that step; None where none was seen to its end.
-            residents: groups that stay in the room that the budget has for such.
+        ``residents`` stay in the room that the budget has for such.
         """
         for group in self._groups.values():
             group.held_bytes = 0

@@ -59,14 +59,7 @@ def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
 
 
 class Learner:
-    """Plans a step from the one before it, between steps.
-
-    Args:
-        config: the limits that were set.
-        policy: what `read_policy` says of it.
-        backend: whose device memory has a target.
-        host_pool: what gives back memory that only the first step needed.
-        transfers: what learns which blocks something else keeps alive.
+    """Plans a step from the one before it, between steps; ``policy`` is from `read_policy`.
 
     Attributes:
         policy: Megatron's rules for what stays.
@@ -124,19 +117,14 @@ class Learner:
 
         What was set in the configuration wins over them, and what a plan says of groups over both.
 
-        Args:
-            pp_rank: pipeline rank, whose rules and whose part of a plan count.
-            fraction: the caller's own; None for what the configuration says.
-            delta_bytes_across_pp_ranks: the caller's own, likewise.
-
         Raises:
             ConfigError: the plan has no such rank.
         """
-        config = self._config
-        if fraction is None or "fraction" in config.model_fields_set:
+        config, given = self._config, self._config.model_fields_set
+        if fraction is None or "fraction" in given:
             fraction = config.fraction
         delta_bytes = delta_bytes_across_pp_ranks
-        if delta_bytes is None or "delta_bytes_across_pp_ranks" in config.model_fields_set:
+        if delta_bytes is None or "delta_bytes_across_pp_ranks" in given:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
         resident_bytes = int(config.resident_bytes or 0)
         resident_bytes += pp_rank * int(config.resident_delta_bytes_across_pp_ranks)
@@ -177,7 +165,6 @@ class Learner:
         self.kept, self.residents = dict(rank.kept), frozenset()
 
     def _confirm(self, plan: OffloadPlan, profile: StepProfile) -> None:
-        """Compare the run with the plan's: of another run the first step is the last."""
         run = RunShape(plan.num_microbatches, self.pp_rank or 0, plan.pp_size, plan.vp_size)
         try:
             plan.check(replace(profile, run=run))
@@ -229,7 +216,6 @@ class Learner:
         self._budget.learn(self._largest_bytes)
 
     def _choose(self, profile: StepProfile, policy: ModulesPolicy) -> None:
-        """Decide about the next step from the last."""
         if self._plan is not None:
             if self.pp_rank is not None:
                 self._confirm(self._plan, profile)
@@ -254,30 +240,21 @@ class Learner:
         return reason
 
     def unlisted_because(self, name: str) -> str:
-        """Return why a group of this name stays, whatever is planned; empty where it may move.
-
-        Args:
-            name: the group's, and not its module's: ``offload_modules`` calls it by the pattern.
-        """
+        """Return why a group of this name stays, whatever is planned; empty where it may move."""
         if not self._listed or any(fnmatchcase(name, pattern) for pattern in self._listed):
             return ""
         return "its name is not among OffloadConfig.modules"
 
     def _without_unlisted(self, profile: StepProfile) -> StepProfile:
-        """Return the step as it is planned: what groups that stay anyway save is out of reach.
-
-        Warns once of modules that were asked for and that no group is called by.
-        """
-        if not self._has_seen_names:
-            self._has_seen_names = True
-            for pattern in self._listed:
-                if not any(fnmatchcase(group.name, pattern) for group in profile.groups):
-                    _logger.warning(
-                        "OffloadConfig.modules names %r, and no group of the step is called so: "
-                        "mark it with offload_modules(), or list it in "
-                        "TransformerConfig.offload_modules",
-                        pattern,
-                    )
+        """Count what groups that stay anyway save as out of reach; warn of names without group."""
+        for pattern in () if self._has_seen_names else self._listed:
+            if not any(fnmatchcase(group.name, pattern) for group in profile.groups):
+                _logger.warning(
+                    "OffloadConfig.modules names %r, and no group of the step is called so: mark "
+                    "it with offload_modules(), or list it in TransformerConfig.offload_modules",
+                    pattern,
+                )
+        self._has_seen_names = True
         groups = (
             group._replace(num_bytes=0, elsewhere_bytes=group.elsewhere_bytes + group.num_bytes)
             if self.unlisted_because(group.name)

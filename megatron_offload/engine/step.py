@@ -28,16 +28,7 @@ _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 
 
 class Step:
-    """The step of one manager; `begin` makes it the next.
-
-    Args:
-        transfers: moves groups.
-        decisions: says what is done about each.
-        learner: says which groups stay, and learns from the step when it is over.
-
-    Attributes:
-        num_chunks: chunks with a group, so far.
-    """
+    """The step of one manager, with ``num_chunks`` with a group so far; `begin` makes the next."""
 
     def __init__(
         self, transfers: Transfers, decisions: StepDecisions[OffloadGroup], learner: Learner
@@ -80,11 +71,7 @@ class Step:
         return not any(group.blocks() for group in groups)
 
     def finish(self, *, names_leaks: bool) -> StepStats:
-        """Release what is in flight and return the counters.
-
-        Args:
-            names_leaks: list and warn of the groups that still hold memory.
-        """
+        """Release what is in flight and return the counters; may warn of what holds memory."""
         self._decisions.window.drain()
         stats = self._transfers.counted()
         if names_leaks:
@@ -131,11 +118,7 @@ class Step:
     ) -> None:
         """Decide about a group whose forward is over, and issue its copies.
 
-        Args:
-            group: the group.
-            forced_released_tensors: their storage is emptied at the release, if it is copied.
-            stays_because: why no group moves; empty where groups may.
-            must_move: issue them whatever the policy says.
+        The storage of ``forced_released_tensors`` is emptied at the release, if it is copied.
         """
         transfers, rules = self._transfers, group.rules
         transfers.measure(group)
