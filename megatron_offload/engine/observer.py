@@ -7,22 +7,17 @@ called on the thread that runs the step: it must not block, and changes nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
 from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import StepProfile
+from megatron_offload.engine.group import Block, OffloadGroup
 
 __all__ = ["Direction", "Observer"]
 
 Direction: TypeAlias = Literal["d2h", "h2d"]
-
-Group: TypeAlias = Any
-"""An `OffloadGroup`."""
-
-Block: TypeAlias = Any
-"""A `Block` of one."""
 
 
 class Observer:
@@ -32,25 +27,25 @@ class Observer:
     ``committed``.
     """
 
-    def group_starts(self, group: Group) -> None:
+    def group_starts(self, group: OffloadGroup) -> None:
         """A forward enters a group."""
 
-    def group_commits(self, group: Group, *, is_delayed: bool) -> None:
+    def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
         """A forward leaves a group; of a commit that is put off it is told twice."""
 
-    def group_committed(self, group: Group) -> None:
+    def group_committed(self, group: OffloadGroup) -> None:
         """The engine has dealt with a commit."""
 
-    def backward_enters(self, group: Group) -> None:
+    def backward_enters(self, group: OffloadGroup) -> None:
         """A backward reaches a group's end."""
 
-    def backward_entered(self, group: Group) -> None:
+    def backward_entered(self, group: OffloadGroup) -> None:
         """The engine has dealt with that: the group is on the device, or on its way."""
 
-    def backward_leaves(self, group: Group) -> None:
+    def backward_leaves(self, group: OffloadGroup) -> None:
         """A backward passes a group's start; never told where the start needs no gradient."""
 
-    def backward_left(self, group: Group) -> None:
+    def backward_left(self, group: OffloadGroup) -> None:
         """The engine has dealt with that."""
 
     def tensor_saved(self, tensor: torch.Tensor) -> None:
@@ -68,13 +63,13 @@ class Observer:
     def copy_starts(self, direction: Direction) -> None:
         """Copies are about to be queued on the stream of this direction."""
 
-    def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: Group) -> None:
+    def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
         """Copies were queued for a group; of an offload the source is held from here on."""
 
     def wait_starts(self) -> None:
         """The compute stream is about to wait for a copy."""
 
-    def wait_issued(self, why: Wait, group: Group) -> None:
+    def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
         """The compute stream waits: in W2 for a group's offload, whose source is then released."""
 
     def step_ended(self, profile: StepProfile) -> None:

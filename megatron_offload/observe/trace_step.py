@@ -73,7 +73,7 @@ class _Tracer(Observer):
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
         self._backend = manager.backend
-        self._transfers = manager.transfers
+        self._host_pool = manager.host_pool
         self._budget = manager.budget
         # Groups that the program is in, innermost last.
         self._open: list[tuple[str, OffloadGroup]] = []
@@ -181,7 +181,7 @@ class _Tracer(Observer):
         What lies on the host and in flight is held twice. A group that came back before its release
         is no longer on the host and still in flight, hence the bounds.
         """
-        on_host, live_bytes = self._transfers.host_pool.in_use.total_bytes, self._live_bytes
+        on_host, live_bytes = self._host_pool.in_use.total_bytes, self._live_bytes
         values: dict[str, float] = {
             INFLIGHT_BYTES: self._inflight_bytes,
             HOST_BYTES: on_host,
