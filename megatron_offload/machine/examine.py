@@ -6,7 +6,9 @@ a finding.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from megatron_offload.backends import visible_devices
 from megatron_offload.backends.base import DeviceInfo
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.kernel import read_kernel_text
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.checks_device import (
     check_copy_engines,
@@ -40,13 +43,12 @@ from megatron_offload.machine.checks_software import (
     own_requirements,
 )
 from megatron_offload.machine.finding import Finding
-from megatron_offload.machine.pci import num_nvidia_gpus, read_pci_path
+from megatron_offload.machine.pci import driver_version, num_nvidia_gpus, read_pci_path
 from megatron_offload.machine.profile import (
     GpuIdentity,
     GpuProfile,
     MachineIdentity,
     MachineProfile,
-    identify,
     load_profile,
     save_profile,
 )
@@ -130,11 +132,16 @@ def identify_machine(
     Raises:
         RuntimeError: there are CUDA devices and CUDA can't be started.
     """
-    return identify(
-        [identify_gpu(device) for device in visible_devices()] if gpus is None else gpus,
-        torch_version=str(torch.__version__),
+    if gpus is None:
+        gpus = [identify_gpu(device) for device in visible_devices()]
+    host = f"{platform.node()}\n{read_kernel_text(root / 'etc/machine-id')}".encode()
+    return MachineIdentity(
+        host_hash=hashlib.sha256(host).hexdigest()[:16],
+        kernel=platform.release()[:200],
+        gpus=tuple(gpus),
+        driver_version=driver_version(),
         cuda_version=torch.version.cuda,
-        root=root,
+        torch_version=str(torch.__version__),
     )
 
 

@@ -72,13 +72,6 @@ class HostSyncs:
 def find_host_syncs(backend: Backend | None = None, *, num_steps: int = 1) -> Iterator[HostSyncs]:
     """Count the waits of the program within, by line.
 
-    For example::
-
-        with find_host_syncs(num_steps=3) as syncs:
-            for _ in range(3):
-                train_step()
-        console().print(sync_table(syncs))  # megatron_offload.report
-
     The first steps wait for things that later ones have (memory, learned orders): warm up before.
     What is not seen, `CudaBackend.watch_syncs` says.
 

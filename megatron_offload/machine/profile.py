@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,10 +16,9 @@ import platformdirs
 from pydantic import AwareDatetime, Field, model_validator
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.kernel import read_kernel_text
 from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.files.text import replace_text
-from megatron_offload.machine.pci import PciPath, driver_version
+from megatron_offload.machine.pci import PciPath
 
 __all__ = [
     "CopyRates",
@@ -29,7 +26,6 @@ __all__ = [
     "GpuProfile",
     "MachineIdentity",
     "MachineProfile",
-    "identify",
     "load_profile",
     "profile_path",
     "read_profile",
@@ -111,33 +107,6 @@ class MachineProfile(StrictModel):
                 f"{len(self.gpus)} GPUs were measured and the machine has {len(self.identity.gpus)}"
             )
         return self
-
-
-def identify(
-    gpus: Sequence[GpuIdentity],
-    *,
-    torch_version: str,
-    cuda_version: str | None,
-    root: Path = Path("/"),
-) -> MachineIdentity:
-    """Return the identity of this machine.
-
-    Args:
-        gpus: those that the process can use.
-        torch_version: of the PyTorch in use.
-        cuda_version: that it was built for.
-        root: the folder in which ``etc`` lies.
-    """
-    machine_number = read_kernel_text(root / "etc/machine-id")
-    host = f"{platform.node()}\n{machine_number}".encode()
-    return MachineIdentity(
-        host_hash=hashlib.sha256(host).hexdigest()[:16],
-        kernel=platform.release()[:200],
-        gpus=tuple(gpus),
-        driver_version=driver_version(),
-        cuda_version=cuda_version,
-        torch_version=torch_version,
-    )
 
 
 def profile_path(identity: MachineIdentity, folder: Path | None = None) -> Path:

@@ -9,7 +9,7 @@ import pytest
 import torch.multiprocessing as mp
 from fake_gpus import FakeGpu, copy_little
 
-from megatron_offload.machine import profile
+from megatron_offload.machine import examine
 from megatron_offload.machine.agreement import agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.profile import read_profile
@@ -65,7 +65,7 @@ def test_another_machine_than_the_one_that_was_measured_is_measured(
 ):
     agree(FakeGpu())
     if change == "driver":
-        monkeypatch.setattr(profile, "driver_version", lambda: "535.54")
+        monkeypatch.setattr(examine, "driver_version", lambda: "535.54")
     gpu = FakeGpu(bus="5e" if change == "GPU" else "3b")
     assert agree(gpu).is_new
     assert gpu.num_copies > 0

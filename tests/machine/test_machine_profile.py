@@ -10,14 +10,14 @@ from datetime import UTC, datetime
 import pytest
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.machine import profile as profile_module
+from megatron_offload.machine import examine as module
+from megatron_offload.machine.examine import identify_machine
 from megatron_offload.machine.pci import PciLink, PciPath
 from megatron_offload.machine.profile import (
     CopyRates,
     GpuIdentity,
     GpuProfile,
     MachineProfile,
-    identify,
     load_profile,
     profile_path,
     read_profile,
@@ -28,7 +28,8 @@ GPU = GpuIdentity(name="NVIDIA H200", pci_address="0000:3b:00.0")
 
 
 def make_identity(root, *, gpus=(GPU,), torch_version="2.13.0", cuda_version="13.0"):
-    return identify(gpus, torch_version=torch_version, cuda_version=cuda_version, root=root)
+    versions = {"torch_version": torch_version, "cuda_version": cuda_version}
+    return identify_machine(gpus, root=root).model_copy(update=versions)
 
 
 def make_profile(identity, d2h_gbps=55.0):
@@ -84,13 +85,13 @@ def test_another_machine_has_another_profile(tmp_path, change):
 
 def test_another_driver_kernel_host_or_machine_number_is_another_machine(tmp_path, monkeypatch):
     seen = {make_identity(tmp_path).fingerprint}
-    monkeypatch.setattr(profile_module, "driver_version", lambda: "535.54")
+    monkeypatch.setattr(module, "driver_version", lambda: "535.54")
     seen.add(make_identity(tmp_path).fingerprint)
     write(tmp_path / "etc/machine-id", "0123\n")
     seen.add(make_identity(tmp_path).fingerprint)
-    monkeypatch.setattr(profile_module.platform, "node", lambda: "elsewhere")
+    monkeypatch.setattr(module.platform, "node", lambda: "elsewhere")
     seen.add(make_identity(tmp_path).fingerprint)
-    monkeypatch.setattr(profile_module.platform, "release", lambda: "0.1")
+    monkeypatch.setattr(module.platform, "release", lambda: "0.1")
     seen.add(make_identity(tmp_path).fingerprint)
     assert len(seen) == 5
 
@@ -105,7 +106,7 @@ def test_a_profile_that_lies_under_another_s_name_is_warned_of_and_not_taken(tmp
 
 
 def test_the_host_s_name_is_not_in_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_module.platform, "node", lambda: "secret-name")
+    monkeypatch.setattr(module.platform, "node", lambda: "secret-name")
     path = save_profile(make_profile(make_identity(tmp_path)), tmp_path)
     assert "secret-name" not in path.read_text()
 

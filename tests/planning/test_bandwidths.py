@@ -10,12 +10,12 @@ import pytest
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
+from megatron_offload.machine.examine import identify_machine
 from megatron_offload.machine.profile import (
     CopyRates,
     GpuIdentity,
     GpuProfile,
     MachineProfile,
-    identify,
 )
 from megatron_offload.planning.bandwidths import (
     Bandwidths,
@@ -30,7 +30,7 @@ def machine(*gpus):
     """Return a machine whose GPUs have the given rates, in the order of `CopyRates`."""
     names = [GpuIdentity(name="a GPU", pci_address=None)] * len(gpus)
     return MachineProfile(
-        identity=identify(names, torch_version="2.13", cuda_version=None),
+        identity=identify_machine(names),
         measured_at=datetime(2026, 11, 22, tzinfo=UTC),
         gpus=[
             GpuProfile(
