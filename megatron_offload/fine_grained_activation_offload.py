@@ -146,15 +146,15 @@ class FineGrainedOffloadingGroupStartFunction(_Boundary):
     ) -> torch.Tensor:
         """Return an alias of ``tensor`` that is no view."""
         with torch.enable_grad():
-            group = cpu_offload_handler.on_group_start_forward(name)
-        ctx.handler = cpu_offload_handler if group is not None else None
+            ctx.group = cpu_offload_handler.on_group_start_forward(name)
+        ctx.handler = cpu_offload_handler
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Leave the group."""
-        if ctx.handler is not None:
-            ctx.handler.on_group_start_backward()
+        if ctx.group is not None:
+            ctx.handler.leave_backward(ctx.group)
         return grads[0], None, None
 
 
@@ -173,16 +173,15 @@ class FineGrainedOffloadingGroupCommitFunction(_Boundary):
         """Return an alias of ``tensor`` that is no view."""
         forced = forced_released_tensors or ()
         with torch.enable_grad():
-            group = cur_forward_chunk.commit(name, forced, delay=delay_offload)
-        ctx.handler = cur_forward_chunk if group is not None else None
-        ctx.name = name
+            ctx.group = cur_forward_chunk.commit(name, forced, delay=delay_offload)
+        ctx.handler = cur_forward_chunk
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Enter the group."""
-        if ctx.handler is not None:
-            ctx.handler.on_group_commit_backward(ctx.name)
+        if ctx.group is not None:
+            ctx.handler.enter_backward(ctx.group)
         return grads[0], None, None, None, None
 
 

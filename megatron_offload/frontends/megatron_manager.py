@@ -252,8 +252,7 @@ class ChunkOffloadHandler:
         for group in self._waiting():
             if group.name == name:
                 self._in_backward.append(group)
-                self.manager.engine.enter_backward(group)
-                self.manager._take_up(self)
+                self.enter_backward(group)
                 return
         raise StateError(f"no group {name!r} of this chunk waits for its backward")
 
@@ -261,7 +260,16 @@ class ChunkOffloadHandler:
         """Backward has left the group that `on_group_commit_backward` entered last."""
         if not self._in_backward:
             raise StateError("no group's backward is under way: call on_group_commit_backward")
-        self.manager.engine.leave_backward(self._in_backward.pop())
+        self.leave_backward(self._in_backward.pop())
+
+    def enter_backward(self, group: OffloadGroup) -> None:
+        """Backward has reached the end of a group, for the first time or once more."""
+        self.manager.engine.enter_backward(group)
+        self.manager._take_up(self)
+
+    def leave_backward(self, group: OffloadGroup) -> None:
+        """Backward has left a group."""
+        self.manager.engine.leave_backward(group)
 
     def _waiting(self) -> list[OffloadGroup]:
         """Return the groups whose forward is over and whose backward isn't begun, newest first."""
