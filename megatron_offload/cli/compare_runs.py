@@ -38,7 +38,6 @@ __all__ = ["compare"]
 _NUM_TARGETS = 3
 """Points of the predicted trade-off curve, which a comparison should not wait long for."""
 
-
 _DRAWN = {
     "peak_live_activation_bytes": "Peak live saved activations",
     "peak_reserved_bytes": "Peak reserved device memory",
@@ -49,14 +48,8 @@ _DRAWN = {
 def compare(config: TrainConfig) -> int:
     """Run without and with offload, print and write the comparison.
 
-    Args:
-        config: the run; whether it has offload enabled makes no difference.
-
     Returns:
         0 where the runs are bitwise identical, else 1; 0 on torchrun's ranks other than 0.
-
-    Raises:
-        ConfigError: nothing was started.
     """
     plain, offloaded = (_variant(config, folder) for folder in FOLDERS)
     folder = config.run.output
