@@ -57,14 +57,20 @@ def test_flags_win_over_the_file(file):
     assert (config.run.steps, config.run.seed, config.model.layers) == (5, 9, 4)
 
 
+def without_fraction(file):
+    """Leave out what a policy may not be given beside."""
+    file.write_text(file.read_text().replace(", fraction: 0.25", ""))
+
+
 def test_a_key_is_a_flag_too(file):
-    words = ("--offload.fraction", "0.5", "--offload.modules", "mlp_act", "core_attn")
+    without_fraction(file)
+    words = ("--offload.min_tensor_bytes", "5", "--offload.modules", "mlp_act", "core_attn")
     more = ("--offload.policy.kind", "memory_target", "--offload.policy.target_bytes", "3GiB")
     config = config_of("train", "--config", str(file), *words, *more, "--set", "run.steps=5")
-    assert (config.offload.fraction, config.run.steps) == (0.5, 5)
+    assert (config.offload.min_tensor_bytes, config.run.steps) == (5, 5)
     assert config.offload.modules == ("mlp_act", "core_attn")
     assert config.offload.policy.targets(2) == (3 * 2**30,) * 2
-    assert config.offload.model_fields_set == {"modules", "fraction", "policy"}
+    assert config.offload.model_fields_set == {"modules", "min_tensor_bytes", "policy"}
 
 
 def test_without_flags_the_file_counts(file):
@@ -167,6 +173,7 @@ def test_a_policy_that_lacks_something_is_refused_before_anything_starts(
 ):
     for name in ("highspy", "simpy"):
         monkeypatch.setitem(sys.modules, name, None)
+    without_fraction(file)
     words = ["--set", f"offload.policy={policy}", "run.steps=9"]
     assert cli.main([command, "--config", str(file), *words]) == 2
     assert expected in capsys.readouterr().err
