@@ -101,6 +101,8 @@ def _leave(manager: PipelineOffloadManager, group: OffloadGroup, grad: object) -
 
 def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tensor | None:
     """Return the first activation that needs a gradient; parameters outlive every graph."""
+    if type(tensors) is torch.Tensor:  # much the most frequent, and no parameter
+        return tensors if tensors.requires_grad else None
     for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors or ():
         if (
             isinstance(tensor, torch.Tensor)

@@ -73,7 +73,9 @@ class ChunkOffloadHandler:
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
         key = self.marks.activation_storage(tensor, self.transfers.backend)
-        return key is not None and not self._is_small(tensor)
+        rules = self.rules
+        is_small = tensor.nbytes < rules.min_tensor_bytes
+        return not (key is None or is_small or tensor.numel() < rules.min_tensor_elements)
 
     @graph_break
     def pack(self, group: OffloadGroup, tensor: torch.Tensor) -> SavedTensor:
@@ -89,15 +91,17 @@ class ChunkOffloadHandler:
         storage_key = self.marks.activation_storage(tensor, transfers.backend)
         if storage_key is None:
             return SavedTensor(tensor, None, name)
-        num_bytes = tensor.nbytes
-        if self._is_small(tensor):
+        num_bytes, rules = tensor.nbytes, self.rules
+        if num_bytes < rules.min_tensor_bytes or (
+            rules.min_tensor_elements and tensor.numel() < rules.min_tensor_elements
+        ):
             group.small_bytes += self._small_bytes(storage_key, num_bytes)
             return SavedTensor(tensor, None, name)
         offset = int(tensor.storage_offset())
         low = offset * tensor.itemsize
         is_contiguous = tensor.is_contiguous()
         high = low + (num_bytes if is_contiguous else span_bytes(tensor))
-        block = self._find_block(storage_key)
+        block = self._find_block(storage_key) if storage_key in self._blocks else None
         if block is not None:
             if block.d2h is None:
                 record = SavedTensor(tensor, block, name, offset)
@@ -121,7 +125,7 @@ class ChunkOffloadHandler:
             told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
             if told is not None and told[0] == version:
                 block.ready = told[1]
-        should_offload = self.rules.should_offload
+        should_offload = rules.should_offload
         if should_offload is not None and not transfers.owners.knows(block):
             block.stays = not should_offload(block.num_bytes)
         return record
@@ -131,12 +135,6 @@ class ChunkOffloadHandler:
         reference = self._blocks.get(storage_key)
         block = reference() if reference is not None else None
         return block if block is not None and block.storage_key == storage_key else None
-
-    def _is_small(self, tensor: torch.Tensor) -> bool:
-        rules = self.rules
-        if tensor.nbytes < rules.min_tensor_bytes:
-            return True
-        return rules.min_tensor_elements > 0 and tensor.numel() < rules.min_tensor_elements
 
     def _small_bytes(self, storage_key: int, num_bytes: int) -> int:
         """Return the bytes of a small activation; 0 where its storage was asked for, or moves."""

@@ -35,12 +35,19 @@ def is_in_checkpoint() -> bool:
     taken from under it; and what it drops needs no offload.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks is not None and _are_checkpoint_s(hooks)
+
+
+def _are_checkpoint_s(hooks: tuple[Any, ...]) -> bool:
+    return bool(hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 def is_recording() -> bool:
     """Whether what is saved here and now is saved for a backward, and not recomputed."""
-    return torch.is_grad_enabled() and not is_in_backward() and not is_in_checkpoint()
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None or not _are_checkpoint_s(hooks)
 
 
 def refuse_mutable_saves() -> None:

@@ -138,8 +138,11 @@ class Sources:
     def _free(self, aliases: list[torch.Tensor], group: OffloadGroup, *, is_last: bool) -> bool:
         """Empty all aliases of one storage; return whether that was the last of its owners."""
         storage = aliases[0].untyped_storage()
+        empty = self._empty
+        if empty is None:
+            empty = self._empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         for alias in aliases:
-            self.empty(alias)
+            alias.data = empty
         aliases.clear()
         sole_owner = num_owners(storage) == 1  # the Python handle
         if self._backend.observes and is_last:

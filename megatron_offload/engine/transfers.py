@@ -293,16 +293,21 @@ class Transfers:
         reload = Reload(backend.copy(pairs, h2d_stream, self._label(group)))
         for observer in self.observers:
             observer.copy_issued("h2d", pairs, group)
-        pool = self.host_pool
-        num_bytes = 0
+        read: HostRegion | None = None
+        num_bytes = num_parts = 0
         for block, (target, _) in zip(blocks, targets, strict=True):
             region = block.region
-            assert region is not None
             block.reload = reload
             block.target = target  # from here on this is the copy that counts
             block.host = block.region = None
-            pool.free(region, reload.event)
+            if region is not read:
+                if read is not None:
+                    self.host_pool.free(read, reload.event, num_parts)
+                read, num_parts = region, 0
+            num_parts += 1
             num_bytes += block.num_bytes
+        if read is not None:
+            self.host_pool.free(read, reload.event, num_parts)
         self.stats.of(group.name).reloaded_bytes += num_bytes
 
     def _revive(self, block: Block) -> bool:

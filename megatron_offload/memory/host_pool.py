@@ -333,14 +333,15 @@ class HostPool:
         region.alone_bytes += num_bytes
         self.alone.add(region.name, num_bytes)
 
-    def free(self, region: HostRegion, after: Event | None) -> None:
-        """Take a part of a region back; with the last, its bytes may be lent again at once.
+    def free(self, region: HostRegion, after: Event | None, num_parts: int = 1) -> None:
+        """Take parts of a region back; with the last, its bytes may be lent again at once.
 
         Args:
             region: what `allocate` returned.
             after: the event behind the last H2D copy out of it; None when there was none, which
                 leaves the former users' event in force. All events must be of one stream, and come
                 in their order: the newest stands for those before it where neighbours are joined.
+            num_parts: how many parts.
 
         Raises:
             ValueError: the region is another pool's, or was freed before.
@@ -353,7 +354,7 @@ class HostPool:
         if after is not None:
             self._num_reads += 1
             piece.event, piece.sequence = after, self._num_reads
-        region.num_users -= 1
+        region.num_users -= num_parts
         if region.num_users > 0:
             return
         region._piece = piece.region = None
