@@ -1,0 +1,147 @@
+"""What is decided at the boundaries of groups, with nothing behind it that could move."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.group import Group, GroupState
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.core.step import StepDecisions
+from megatron_offload.core.window import InFlightWindow
+
+
+class PlainGroup(Group):
+    is_spent = False
+
+
+class Paper:
+    """Does what is asked for by writing it down."""
+
+    def __init__(self, *limits, has_memory=True):
+        self.budget = DeviceBudget(*limits)
+        self.window = InFlightWindow(self.release, self.budget)
+        self.decisions = StepDecisions(self, self.window, self.budget)
+        self.has_memory = has_memory
+        self.asked = []
+
+    def note(self, group, state, what):
+        group.advance(state)
+        self.asked.append(f"{what} {group.key.order}")
+
+    def stay(self, group, reason):
+        self.note(group, GroupState.RESIDENT, f"stay ({reason.split()[0]})")
+
+    def offload(self, group):
+        self.note(group, GroupState.OFFLOADING, "offload")
+        self.budget.inflight_bytes += group.num_bytes
+        self.window.add(group)
+
+    def release(self, group):
+        if group.state is GroupState.OFFLOADING:
+            self.budget.inflight_bytes -= group.num_bytes
+            self.note(group, GroupState.ON_HOST, "release")
+
+    def cancel(self, group, *, is_late):
+        self.budget.inflight_bytes -= group.num_bytes
+        self.note(group, GroupState.RESIDENT, "late cancel" if is_late else "cancel")
+
+    def reload(self, group, *, is_late):
+        if is_late or self.has_memory:
+            self.note(group, GroupState.RELOADING, "late reload" if is_late else "reload")
+        return is_late or self.has_memory
+
+    def forward(self, *sizes, **how):
+        groups = []
+        for order, num_bytes in enumerate(sizes):
+            group = PlainGroup(GroupKey(0, order), "g", self.budget)
+            group.num_bytes = num_bytes
+            self.decisions.start(group)
+            self.decisions.commit(group, **how)
+            groups.append(group)
+        return groups
+
+    def backward(self, groups):
+        for group in reversed(groups):
+            self.decisions.enter_backward(group)
+            self.decisions.leave_backward(group)
+
+    def step(self, *sizes, profile=None, residents=(), **how):
+        self.asked.clear()
+        self.decisions.begin_step(profile, residents)
+        groups = self.forward(*sizes, **how)
+        self.backward(groups)
+        self.window.drain()
+        budget = self.budget
+        assert (budget.inflight_bytes, budget.held_bytes, budget.resident_bytes) == (0, 0, 0)
+        return self.asked
+
+
+def profile_of(*sizes):
+    keys = [GroupKey(0, order) for order in range(len(sizes))]
+    at = [sum(sizes[:order]) for order in range(len(sizes))]
+    groups = tuple(map(GroupProfile, keys, "g" * len(sizes), sizes, at))
+    ends = [sum(sizes) + sum(sizes[order + 1 :]) for order in range(len(sizes))]
+    return StepProfile(groups, tuple(reversed(keys)), tuple(reversed(ends)))
+
+
+def test_in_a_step_that_nobody_knows_a_chunk_comes_back_from_its_end():
+    assert Paper(10, 10).step(10, 10, 10) == [
+        *("offload 0", "offload 1", "offload 2", "release 0"),
+        *("late cancel 2", "cancel 1", "reload 0"),
+    ]
+
+
+def test_a_step_that_is_known_keeps_what_would_come_straight_back():
+    asked = Paper(10, 10).step(10, 10, 10, 10, profile=profile_of(10, 10, 10, 10))
+    assert [one for one in asked if one.startswith("stay")] == ["stay (backward) 3"]
+    assert not any(one.startswith("late") for one in asked)
+
+
+def test_who_has_to_move_moves_and_who_was_chosen_to_stay_stays():
+    known = profile_of(10, 10)
+    residents = {GroupKey(0, 0)}
+    assert Paper(10, 10).step(10, 10, profile=known, residents=residents)[0] == "stay (its) 0"
+    assert Paper(10, 10).step(10, 10, profile=known, residents=residents, must_move=True)[:2] == [
+        "offload 0",
+        "offload 1",
+    ]
+    assert Paper(10, 10).step(10, stays_because="asked to") == ["stay (asked) 0"]
+    assert Paper(10, 10).step(0) == [], "nothing to move"
+
+
+@pytest.mark.parametrize("limit", ["most_groups", "most_blocks"])
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_no_more_are_in_flight_than_a_chunk_allows(limit, most):
+    paper = Paper(1000, 1000)
+    paper.decisions.begin_step(None)
+    for order in range(4):
+        paper.forward(10, **{limit: most})
+        assert paper.window.num_inflight == min(order + 1, most)
+
+
+def test_what_the_device_has_no_memory_for_is_left_until_its_backward():
+    asked = Paper(0, 20, has_memory=False).step(10, 10, 10, must_move=True)
+    assert [one for one in asked if "reload" in one] == ["late reload 0"]
+
+
+def test_what_is_brought_back_by_hand_is_held():
+    paper = Paper(10, 10)
+    paper.decisions.begin_step(None)
+    first, _, last = paper.forward(10, 10, 10)
+    assert (first.state, last.state) == (GroupState.ON_HOST, GroupState.OFFLOADING)
+    for group in (first, last, last):
+        paper.decisions.bring_back(group)
+    assert paper.asked[-2:] == ["reload 0", "cancel 2"]
+    assert paper.budget.held_bytes == 20
+
+
+def test_a_graph_that_outlives_its_step_counts_for_nothing():
+    paper = Paper(0, 10)
+    paper.decisions.begin_step(None)
+    groups = paper.forward(10, 10)
+    paper.decisions.begin_step(None)
+    paper.backward(groups)
+    assert paper.asked[-2:] == ["late cancel 1", "late reload 0"]
+    assert (paper.budget.held_bytes, paper.window.step_bytes) == (0, 0)
+    assert paper.decisions.backward_order == []
