@@ -123,11 +123,14 @@ def warmup_extra_bytes(rank: dict) -> int:
 
 
 def settings_of(mode: str, job, index: int, rank: dict) -> RankSettings:
-    """Return what a rank of a measured run was told, or what its search has found."""
+    """Return what a rank of a measured run was told, or what its search has found.
+
+    Its limits are the rank's own; some runs gave them beside a target, which is refused now.
+    """
     options = [
         item
         for item in mode.partition(":")[2].split(",")
-        if item and not item.startswith("modules=")
+        if item and not item.startswith(("modules=", "max_inflight_bytes=", "prefetch_bytes="))
     ]
     config = validate(OffloadConfig, apply_overrides({}, options), mode)
     budget = DeviceBudget(rank["max_inflight_bytes"], rank["prefetch_bytes"])
