@@ -194,6 +194,12 @@ PRELUDES = {
         f"{_LAYERS}rank = 0\n",
         "from pathlib import Path\nassert Path('trace_0.json').is_file()",
     ),
+    'load_file("runs/long/checkpoints': (
+        "from pathlib import Path\nimport torch\nfrom safetensors.torch import save_file\n"
+        "folder = Path('runs/long/checkpoints/step_000025')\nfolder.mkdir(parents=True)\n"
+        "save_file({'weight': torch.ones(2)}, folder / 'stage_0_0.safetensors')\n",
+        "assert torch.equal(state['weight'], torch.ones(2))",
+    ),
     "with find_host_syncs(": (_LAYERS, ""),
     "megatron_moe.install()": ("", ""),
     "set_activation_offloading(fc1, True)": (
