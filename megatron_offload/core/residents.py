@@ -15,10 +15,6 @@ def choose_residents(profile: StepProfile, room_bytes: int) -> frozenset[GroupKe
     Every group that stays saves the same traffic per byte, so those are chosen that take the room
     for the shortest time: whenever it is exceeded, the group whose backward is farthest leaves. For
     groups of one size no choice saves more.
-
-    Args:
-        profile: a step with the clock of its commits and backwards.
-        room_bytes: device memory for groups that stay.
     """
     ends_at = dict(zip(profile.backward_order, profile.backward_at_bytes, strict=False))
     staying: dict[GroupKey, int] = {}

@@ -34,8 +34,7 @@ __all__ = ["Learner", "read_policy"]
 
 _NUM_FITS = 3
 """How often the host pool is cut to what the last step alone used: each of the first needs less
-than the one before, because what something else keeps, and what comes back soon, is found out by
-and by. Later `HostNeed` looks at more steps."""
+than the one before. Later `HostNeed` looks at more steps."""
 
 _logger = logging.getLogger(__name__)
 
