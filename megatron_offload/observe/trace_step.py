@@ -142,7 +142,8 @@ class _Tracer(Observer):
     # Copies and waits
 
     def copy_starts(self, direction: Direction) -> None:
-        self._sample()
+        if direction == "h2d":  # else the host's memory is taken, and nothing is in it yet
+            self._sample()
         self._time = self._timestamp(direction)
 
     def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
