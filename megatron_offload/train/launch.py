@@ -88,10 +88,12 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
             (comparison / COMPARISON_NAME).unlink()
             console(stderr=True).print(f"compare: replaces the comparison in {comparison}")
         if place is None:
-            yield _start_ranks(list(runs), kind, ranks)
+            reports = _start_ranks(list(runs), kind, ranks)
         else:
-            reports = _reports_of(_rank_main(list(runs), kind))
-            yield reports if owner else None
+            reports = _rank_main(list(runs), kind)
+        if isinstance(reports, ConfigError):
+            raise reports
+        yield reports if owner else None
 
 
 class _Place(NamedTuple):
@@ -133,7 +135,9 @@ def _resumes(config: TrainConfig) -> bool:
     return config.run.resume or _restarts() > 0
 
 
-def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> list[RunReport]:
+def _start_ranks(
+    runs: list[tuple[str, TrainConfig]], kind: str, ranks: int
+) -> list[RunReport] | ConfigError:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -169,7 +173,8 @@ def _start_ranks(runs: list[tuple[str, TrainConfig]], kind: str, ranks: int) -> 
         raise RankFailedError(f"a rank failed:\n{error}") from error
     except SignalException as error:
         raise _stopped(int(error.sigval), run.output) from error
-    return _reports_of(results[0])
+    first: list[RunReport] | ConfigError = results[0]
+    return first
 
 
 def _stopped_by(error: Any) -> int:
@@ -184,12 +189,6 @@ def _stopped(number: int, output: Path) -> StoppedError:
     latest = CheckpointFolder(output).latest()
     there = "there is no checkpoint" if latest is None else f"--resume goes on from {latest}"
     return StoppedError(f"stopped by {name}; {there}", number)
-
-
-def _reports_of(result: list[RunReport] | ConfigError) -> list[RunReport]:
-    if isinstance(result, ConfigError):
-        raise result
-    return result
 
 
 def _rank_main(runs: list[tuple[str, TrainConfig]], kind: str) -> list[RunReport] | ConfigError:

@@ -179,10 +179,7 @@ class _Trainer:
                 return
         if planned.is_open:
             printer.say("the run was over before its plan was settled; raise run.steps")
-        mine = (digest(self._parameters()), sum(p.numel() for p in self._parameters()))
-        everyone = self._parallel.gather(mine)
-        report.parameters = tuple(entry[0] for entry in everyone)
-        report.num_parameters = tuple(entry[1] for entry in everyone)
+        report.parameters = tuple(self._parallel.gather(digest(self._parameters())))
 
     def _train_step(
         self, step: int, session: OffloadSession, planned: PlannedRun, signals: StopSignals

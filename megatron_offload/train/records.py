@@ -147,8 +147,6 @@ class RunReport:
     """Evaluation loss by the training step after which it was taken."""
     parameters: tuple[str, ...] = ()
     """Digest of every rank's parameters after the last step."""
-    num_parameters: tuple[int, ...] = ()
-    """Parameters held by every rank."""
     stopped_by: int = 0
     """The signal that stopped the run before its last step; 0 for none."""
 

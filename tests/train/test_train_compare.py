@@ -104,7 +104,7 @@ def report(loss=1.0, grad_norm=2.0, gradients="g", parameters="p", evaluation=3.
         RankStep(0, 0, 0, None, grad_norm, 0.1, gradients="same"),
         RankStep(1, 1, 0, loss, grad_norm, 0.1, gradients=gradients),
     ]
-    return RunReport([merge(1, 0.1, 64, ranks)], {1: evaluation}, ("q", parameters), (5, 5))
+    return RunReport([merge(1, 0.1, 64, ranks)], {1: evaluation}, ("q", parameters))
 
 
 def test_equal_reports_are_identical():
