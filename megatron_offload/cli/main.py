@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_offload import __version__
 
 if TYPE_CHECKING:
-    from megatron_offload.cli.options import Parser
+    from megatron_offload.cli.parser import Parser
 
 __all__ = ["COMMANDS", "main", "read_command"]
 
@@ -98,7 +98,7 @@ def _module(name: str) -> Any:
 
 def _parsers(loaded: Collection[str]) -> dict[str, Parser]:
     """Return the parser of each command, complete for those loaded, and of all under no name."""
-    from megatron_offload.cli.options import Parser, add_flags
+    from megatron_offload.cli.parser import Parser
 
     parser = Parser(
         prog="megatron-offload",
@@ -116,6 +116,8 @@ def _parsers(loaded: Collection[str]) -> dict[str, Parser]:
     for name, summary in COMMANDS.items():
         found[name] = commands.add_parser(name, help=summary)
         if name in loaded:
+            from megatron_offload.cli.options import add_flags
+
             module = _module(name)
             found[name].description = module.ABOUT
             add_flags(found[name], module.KEYS, module.Given)

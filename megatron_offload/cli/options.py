@@ -9,16 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticUndefined
 
+from megatron_offload.cli.parser import Parser
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import StrictModel, validate
 
-__all__ = ["Options", "OptionsWithKeys", "Parser", "add_flags", "read_options"]
+__all__ = ["Options", "OptionsWithKeys", "add_flags", "read_options"]
 
 
 class Options(StrictModel):
@@ -39,30 +40,6 @@ class OptionsWithKeys(Options):
 Given = TypeVar("Given", bound=Options)
 
 _METAVARS = {"Path": "FILE", "bool": "{true,false}", "float": "NUMBER", "int": "N", "str": "TEXT"}
-
-
-class _Usage(argparse.RawDescriptionHelpFormatter):
-    """Leaves configuration keys, of which there are a hundred, out of the line of usage."""
-
-    def add_usage(
-        self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any
-    ) -> None:
-        own = [action for action in actions if "." not in action.dest]
-        super().add_usage(usage, own, *more, **others)
-
-
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and knows which flags there are."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(
-            formatter_class=_Usage, conflict_handler="resolve", allow_abbrev=False, **settings
-        )
-        self.flags: list[str] = []
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what is wrong as an error of the user's."""
-        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def add_flags(parser: Parser, *models: type[BaseModel] | None) -> None:
