@@ -2,14 +2,13 @@
 
 Owns the pack and unpack hooks of programs without boundaries, and what stands for boundaries there:
 a group ends when it is large enough, backward has reached it with the first of its tensors that is
-asked for, and has left it when the last of them is dropped. Must not know why the program is run.
+asked for, and has left it when the last of them is dropped.
 
 Steps are found too, where nobody ends them: one ends when a new forward begins and no graph is
 left. So accumulated microbatches, each with its backward, are a step each, and those of a pipeline
 are one together.
 
 Invariant: as with marked groups, order is only a hint. A tensor finds its data through its record.
-Read next: `megatron_offload.engine.manager`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """One call of the engine at a time, and what becomes of a call that is cut short.
 
-Owns the lock that every entry of the engine takes. Must not know what the calls do.
-
 Three things can come between any two lines of the engine: a garbage collection that frees a graph
 with its blocks, another thread, and an exception (memory that can't be had, a keyboard interrupt).
 
 - A block that dies while a call runs, in whichever thread, is put off until the next call begins.
-- Autograd's own threads enter as the user's do; whoever comes second waits. Forwards belong to one
+- Autograd's own threads enter as the user's do; the second of them waits. Forwards belong to one
   thread at a time, which has claimed the engine; another is refused.
 - After an exception all copies are waited for before anything is unwound, so that no copy touches
   memory that an unwound frame gave back. From then on the step has failed: the next chunk or the
   end of the step aborts it, and `PipelineOffloadManager.abort` puts every count right.
 
 Errors of this package are raised before anything has changed; they fail no step.
-Read next: `megatron_offload.engine.manager`.
 """
 
 from __future__ import annotations

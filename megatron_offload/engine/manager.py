@@ -1,15 +1,11 @@
 """The one manager of a process: all that a program asks of the engine, one call at a time.
 
-Owns the singleton, the parts and the lock around them, the current chunk, the saved-tensor hooks,
-and how a step ends, well or not. Must not know megatron-core or any model. Who does what:
+Every entry point works in any order. Backwards that never come, resets in the middle and exceptions
+leave a manager whose next step is right. Who does what:
 
     boundary -> manager -> step -> learner     what the last step has taught
                                 -> decisions   keep, offload, release or reload this group?
                                 -> transfers   copies and waits
-
-Invariant: every entry point works in any order. Backwards that never come, resets in the middle and
-exceptions leave a manager whose next step is right.
-Read next: `megatron_offload.engine.step`, then `megatron_offload.engine.transfers`.
 """
 
 from __future__ import annotations

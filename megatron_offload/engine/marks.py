@@ -1,9 +1,7 @@
 """What stays on the device because somebody said so: parameters, and marked tensors.
 
-Owns the marks: those of one manager, those for whatever manager comes, and the attributes that
-other libraries set. Must not know groups or copies. A storage is what is marked, so that all views
-of it stay too; an attribute counts on the tensor that has it, and on all its views.
-Read next: `megatron_offload.engine.chunk`, which asks.
+A storage is what is marked, so that all views of it stay too; an attribute that another library has
+set counts on the tensor that has it, and on all its views.
 """
 
 from __future__ import annotations

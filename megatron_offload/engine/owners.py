@@ -1,7 +1,5 @@
 """Which blocks something other than autograd keeps on the device: moving them frees nothing.
 
-Owns what was learned of that, from step to step. Must not know copies or streams.
-
 A storage's other owners can't be told at the commit, where the frames of the forward still hold
 theirs. They can when backward is there: a schedule that keeps a chunk's input until its backward
 holds it then, and a finished frame doesn't.

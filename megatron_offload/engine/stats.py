@@ -1,7 +1,4 @@
-"""Counters of a step: what moved, what stayed, what came late.
-
-Owns plain numbers. Must not know streams or pools. Read next: `megatron_offload.report`.
-"""
+"""Counters of a step: what moved, what stayed, what came late."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Saved tensors that are made of others: distributed, quantised and nested ones.
 
-Owns taking a wrapper apart and putting it together again, by the protocol that PyTorch's own
-compiler uses (``__tensor_flatten__``). Must not know any wrapper by name.
+They are taken apart and put together again by the protocol that PyTorch's own compiler uses
+(``__tensor_flatten__``), whatever they are called.
 
 A wrapper has no memory of its own, so its parts move, and a wrapper of the same type, size and
-meaning is made of them again. Read next: `megatron_offload.engine.automatic`.
+meaning is made of them again.
 """
 
 from __future__ import annotations

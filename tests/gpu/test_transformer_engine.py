@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine import quantised_weights
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.quantised_weights import plain_parts
 from megatron_offload.frontends.whole_model import OffloadActivations
@@ -196,10 +196,10 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.moved, self.weights = [], []
-        pack, mark = OffloadGroup.pack, quantised_weights.mark_not_offload
+        pack, mark = ChunkOffloadHandler.pack, quantised_weights.mark_not_offload
 
-        def noted_pack(group, tensor):
-            record = pack(group, tensor)
+        def noted_pack(chunk, group, tensor):
+            record = pack(chunk, group, tensor)
             if record.block is not None:
                 self.moved.append(StorageWeakRef(tensor.untyped_storage()))
             return record
@@ -208,7 +208,7 @@ class Watch:
             mark(*tensors)
             self.add_weights(tensors)
 
-        monkeypatch.setattr(OffloadGroup, "pack", noted_pack)
+        monkeypatch.setattr(ChunkOffloadHandler, "pack", noted_pack)
         monkeypatch.setattr(quantised_weights, "mark_not_offload", noted_mark)
 
     def add_weights(self, tensors):
