@@ -212,11 +212,18 @@ class OffloadConfig(StrictModel):
                         "them"
                     )
         if isinstance(policy, SolvedConfig):
-            for key in (*limits, *({"device_target_bytes"} & given)):
+            if "device_target_bytes" in given:
                 raise ConfigError(
-                    f"policy {policy.kind!r} plans what {key!r} sets; leave it out, or give the "
-                    "policy its own max_inflight_bytes and prefetch_bytes as the most that it plans"
+                    f"policy {policy.kind!r} plans what 'device_target_bytes' looks for; give one of "
+                    "them"
                 )
+            for key in limits:  # the plan keeps to them
+                planned = getattr(policy, key)
+                if planned is not None and planned != getattr(self, key):
+                    raise ConfigError(
+                        f"{key!r} is {getattr(self, key)!r}, and {planned!r} in policy "
+                        f"{policy.kind!r}; give one of them"
+                    )
         if "device_target_bytes" in given and len(limits) == len(_LIMITS):
             raise ConfigError(
                 "'device_target_bytes' looks for max_inflight_bytes and prefetch_bytes, and both "

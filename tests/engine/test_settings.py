@@ -173,8 +173,11 @@ def test_the_policy_modules_is_another_spelling_of_the_keys(flat, policy, second
         ({"resident_bytes": 1, "policy": {"kind": "ratio", "ratio": 0.5}}, "resident_bytes"),
         ({"fraction": 0.5, "policy": {"kind": "auto"}}, "'auto' says what stays"),
         ({"fraction": 0.5, "policy": {"kind": "plan_file", "path": "p"}}, "'plan_file' says what"),
-        ({"max_inflight_bytes": 1, "policy": {"kind": "auto"}}, "'max_inflight_bytes' sets"),
-        ({"device_target_bytes": 1, "policy": {"kind": "auto"}}, "'device_target_bytes' sets"),
+        (
+            {"max_inflight_bytes": 1, "policy": {"kind": "auto", "max_inflight_bytes": 2}},
+            "'max_inflight_bytes' is 1, and 2 in policy 'auto'",
+        ),
+        ({"device_target_bytes": 1, "policy": {"kind": "auto"}}, "'device_target_bytes' looks"),
         (
             {"device_target_bytes": 1, "max_inflight_bytes": 1, "prefetch_bytes": 1},
             "leave out one of the three",
