@@ -214,8 +214,8 @@ class OffloadConfig(StrictModel):
         if isinstance(policy, SolvedConfig):
             if "device_target_bytes" in given:
                 raise ConfigError(
-                    f"policy {policy.kind!r} plans what 'device_target_bytes' looks for; give one of "
-                    "them"
+                    f"policy {policy.kind!r} plans what 'device_target_bytes' looks for; give one "
+                    "of them"
                 )
             for key in limits:  # the plan keeps to them
                 planned = getattr(policy, key)
