@@ -24,11 +24,7 @@ from megatron_offload.core.residents import choose_residents
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.model_cost import (
-    LAYER_GROUPS,
-    ModelDescription,
-    job_from_model,
-)
+from megatron_offload.planning.model_cost import LAYER_GROUPS, ModelDescription, job_from_model
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 

@@ -30,14 +30,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from bench_peers_modes import MODES
-from bench_peers_worker import (
-    Program,
-    build_chunks,
-    join_ranks,
-    prepared_megatron,
-    versions,
-    write,
-)
+from bench_peers_worker import Program, build_chunks, join_ranks, prepared_megatron, versions, write
 from check_bitwise import first_difference, judge, row_line, save
 
 STARTING_S = 180.0

@@ -119,7 +119,4 @@ def assert_nothing_left(manager):
 
 
 def _left(manager):
-    return {
-        **manager.state_of(),
-        "host pool": manager.host_pool.stats.in_use_bytes,
-    }
+    return {**manager.state_of(), "host pool": manager.host_pool.stats.in_use_bytes}

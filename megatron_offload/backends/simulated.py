@@ -65,13 +65,7 @@ class SimulatedStream:
     )
 
     def __init__(
-        self,
-        name: str,
-        index: int,
-        backend: SimulatedBackend,
-        *,
-        is_lazy: bool,
-        us_per_byte: float,
+        self, name: str, index: int, backend: SimulatedBackend, *, is_lazy: bool, us_per_byte: float
     ) -> None:
         self.name = name
         self._backend = weakref.ref(backend)  # which holds it: no circle to be collected

@@ -42,12 +42,7 @@ from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, read_trade
 from megatron_offload.train.comparison import FOLDERS, read_comparison
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RunReport, read_steps
-from megatron_offload.train.run_folder import (
-    CONFIG_NAME,
-    main_folder,
-    plan_path,
-    read_facts,
-)
+from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, plan_path, read_facts
 
 __all__ = ["ABOUT", "KEYS", "Given", "read_report", "run", "write_page"]
 

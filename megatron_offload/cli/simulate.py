@@ -7,13 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_offload.cli.output import (
-    PREDICTED,
-    check_place,
-    draw_timelines,
-    progress,
-    writing,
-)
+from megatron_offload.cli.output import PREDICTED, check_place, draw_timelines, progress, writing
 from megatron_offload.cli.source import KEYS, Source, SourceOptions, load_source
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes

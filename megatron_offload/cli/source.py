@@ -50,14 +50,7 @@ from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import SEGMENT_BYTES, RankResult, Simulation
 
-__all__ = [
-    "KEYS",
-    "PLAN_NAME",
-    "Source",
-    "SourceOptions",
-    "find_profiles",
-    "load_source",
-]
+__all__ = ["KEYS", "PLAN_NAME", "Source", "SourceOptions", "find_profiles", "load_source"]
 
 _PROFILE_NAME = re.compile(r"profile_(0|[1-9]\d{0,5})\.json")
 PLAN_NAME = "plan.json"

@@ -26,14 +26,10 @@ class GroupState(enum.Enum):
 
 
 MOVES: dict[GroupState, frozenset[GroupState]] = {
-    GroupState.RECORDING: frozenset(
-        {GroupState.RESIDENT, GroupState.OFFLOADING, GroupState.DONE},
-    ),
+    GroupState.RECORDING: frozenset({GroupState.RESIDENT, GroupState.OFFLOADING, GroupState.DONE}),
     GroupState.RESIDENT: frozenset({GroupState.DONE}),
     # Back to RESIDENT: backward came before the release, the source is still there.
-    GroupState.OFFLOADING: frozenset(
-        {GroupState.ON_HOST, GroupState.RESIDENT, GroupState.DONE},
-    ),
+    GroupState.OFFLOADING: frozenset({GroupState.ON_HOST, GroupState.RESIDENT, GroupState.DONE}),
     GroupState.ON_HOST: frozenset({GroupState.RELOADING, GroupState.DONE}),
     GroupState.RELOADING: frozenset({GroupState.RELOADED, GroupState.DONE}),
     GroupState.RELOADED: frozenset({GroupState.DONE}),

@@ -7,14 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = [
-    "GroupKey",
-    "GroupProfile",
-    "GroupTimes",
-    "MemorySample",
-    "RunShape",
-    "StepProfile",
-]
+__all__ = ["GroupKey", "GroupProfile", "GroupTimes", "MemorySample", "RunShape", "StepProfile"]
 
 
 class GroupKey(NamedTuple):

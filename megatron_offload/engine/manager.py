@@ -464,10 +464,7 @@ class PipelineOffloadManager:
 
     @guarded
     def _commit(
-        self,
-        group: OffloadGroup,
-        forced_released_tensors: Iterable[torch.Tensor],
-        must_move: bool,
+        self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor], must_move: bool
     ) -> None:
         stays_because = self._stays_because or self.learner.unlisted_because(group.name)
         self._step.commit(group, forced_released_tensors, stays_because, must_move=must_move)

@@ -44,10 +44,7 @@ _FORMS = {
         _form("group_hook", "forced_released_tensors"),
         _form("group_hook", "name", "forced_released_tensors"),
     ),
-    "find_group_with_name": (
-        _form("name", start_index=0),
-        _form("groups", "name", start_index=0),
-    ),
+    "find_group_with_name": (_form("name", start_index=0), _form("groups", "name", start_index=0)),
 }
 """By callable the form of megatron-core 0.16, then that of 0.17 to 0.19."""
 

@@ -138,10 +138,7 @@ def _make(
     manager: PipelineOffloadManager, min_tensor_bytes: int, most_tensors: int
 ) -> AutomaticGroups:
     return AutomaticGroups(
-        manager,
-        "activations",
-        min_tensor_bytes=min_tensor_bytes,
-        max_inflight_tensors=most_tensors,
+        manager, "activations", min_tensor_bytes=min_tensor_bytes, max_inflight_tensors=most_tensors
     )
 
 

@@ -78,8 +78,7 @@ def _version_in_sources() -> str:
 
 
 def check_versions(
-    requirements: Sequence[str] | None,
-    version_of: Callable[[str], str] | None = None,
+    requirements: Sequence[str] | None, version_of: Callable[[str], str] | None = None
 ) -> list[Finding]:
     """Hold the installed versions of `NEWEST_SEEN` against the requirements.
 

@@ -275,10 +275,7 @@ class HostPool:
             )
 
     def allocate(
-        self,
-        num_bytes: int,
-        name: str = "",
-        like: tuple[torch.Size, torch.dtype] | None = None,
+        self, num_bytes: int, name: str = "", like: tuple[torch.Size, torch.dtype] | None = None
     ) -> HostRegion | None:
         """Lend ``num_bytes``, or return None when memory is short.
 

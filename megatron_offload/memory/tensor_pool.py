@@ -16,13 +16,7 @@ import torch
 from megatron_offload.backends.base import Backend, Event
 from megatron_offload.memory.storage import num_owners
 
-__all__ = [
-    "FreeList",
-    "GPUTensorPool",
-    "OffloadTensorPool",
-    "PoolKey",
-    "TensorPool",
-]
+__all__ = ["FreeList", "GPUTensorPool", "OffloadTensorPool", "PoolKey", "TensorPool"]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -285,10 +279,4 @@ OffloadTensorPool = GPUTensorPool
 PoolKey = tuple[tuple[int, ...], torch.dtype]
 """A shape and a dtype."""
 
-_STATS = (
-    "total_allocated",
-    "allocation_requests",
-    "free_requests",
-    "pool_hits",
-    "pool_misses",
-)
+_STATS = ("total_allocated", "allocation_requests", "free_requests", "pool_hits", "pool_misses")

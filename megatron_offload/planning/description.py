@@ -53,10 +53,7 @@ class Surroundings(StrictModel):
         """Return what a plan may use."""
         budgets = self.offload
         return Resources(
-            self.machine,
-            gpus_per_rank,
-            budgets.max_inflight_bytes,
-            budgets.prefetch_bytes,
+            self.machine, gpus_per_rank, budgets.max_inflight_bytes, budgets.prefetch_bytes
         )
 
 

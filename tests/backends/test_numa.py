@@ -10,12 +10,7 @@ import platform
 import pytest
 import torch
 
-from megatron_offload.backends.numa import (
-    node_of_device,
-    online_nodes,
-    pci_address,
-    prefer_node,
-)
+from megatron_offload.backends.numa import node_of_device, online_nodes, pci_address, prefer_node
 
 MIB = 1 << 20
 MPOL_PREFERRED = 1

@@ -79,10 +79,7 @@ def test_a_plan_file_is_named_by_its_path():
         ("policy: {kind: ratio}", "'policy.ratio.ratio' is required"),
         ("policy: {kind: ratio, ratio: 1.5}", "less than or equal to 1"),
         ("policy: {kind: ratio, ratio: 0.5, fraction: 1}", "unknown key 'policy.ratio.fraction'"),
-        (
-            "policy: {kind: auto, most_slowdown_procent: 1}",
-            "did you mean 'most_slowdown_percent'",
-        ),
+        ("policy: {kind: auto, most_slowdown_procent: 1}", "did you mean 'most_slowdown_percent'"),
         ("policy: {kind: auto, machine: {node_gps: 1}}", "did you mean 'node_gbps'"),
         ("policy: {kind: auto, machine: {node_gbps: 0}}", "greater than 0"),
         ("policy: {kind: auto, machine: defalt}", "policy.auto.machine': give 'default', or a"),

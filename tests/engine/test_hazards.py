@@ -73,10 +73,7 @@ def test_with_all_waits_nothing_is_reported(timing, inflight_bytes, prefetch_byt
 
 @pytest.mark.parametrize(
     ("wait", "timing"),
-    [
-        (Wait.W4, "late"),
-        (Wait.W5, "eager_d2h_late_h2d"),
-    ],
+    [(Wait.W4, "late"), (Wait.W5, "eager_d2h_late_h2d")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_missing_wait_spoils_the_gradients_too(wait, timing):

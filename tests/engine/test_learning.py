@@ -56,10 +56,7 @@ def test_steps_come_to_the_target_and_stay_there(room, waste, backward, monkeypa
     expected = run_step(model, None, ORDER)
     target = FIXED + room
     manager, reserved, trims = make_measured(
-        monkeypatch,
-        waste=waste,
-        backward=backward,
-        device_target_bytes=target,
+        monkeypatch, waste=waste, backward=backward, device_target_bytes=target
     )
     for _ in range(20):
         assert_same(expected, run_step(model, manager, ORDER))

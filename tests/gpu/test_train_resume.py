@@ -38,8 +38,7 @@ def settings(num_gpus):
     params=[
         1,
         pytest.param(
-            2,
-            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+            2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
         ),
     ],
 )

@@ -12,11 +12,7 @@ from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError
 from megatron_offload.machine import bandwidth
-from megatron_offload.machine.bandwidth import (
-    BandwidthError,
-    gbps_while_all_copy,
-    measure_copies,
-)
+from megatron_offload.machine.bandwidth import BandwidthError, gbps_while_all_copy, measure_copies
 from megatron_offload.machine.job_ranks import JobRanks
 
 KIB = 1024

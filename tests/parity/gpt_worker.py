@@ -66,12 +66,7 @@ CASES = {
         "late",
     ),
     "recompute-core-attention": (
-        {
-            "layers": 4,
-            "dropout": 0.1,
-            "recompute": "selective",
-            "recompute_modules": ["core_attn"],
-        },
+        {"layers": 4, "dropout": 0.1, "recompute": "selective", "recompute_modules": ["core_attn"]},
         2,
         2,
         ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act"],
@@ -79,11 +74,7 @@ CASES = {
         "late",
     ),
     "recompute-norms": (
-        {
-            "layers": 4,
-            "recompute": "selective",
-            "recompute_modules": ["layernorm"],
-        },
+        {"layers": 4, "recompute": "selective", "recompute_modules": ["layernorm"]},
         2,
         1,
         [*ATTENTION, *MLP],

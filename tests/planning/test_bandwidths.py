@@ -11,12 +11,7 @@ from megatron_offload.config import SimulatedConfig
 from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.examine import identify_machine
-from megatron_offload.machine.profile import (
-    CopyRates,
-    GpuIdentity,
-    GpuProfile,
-    MachineProfile,
-)
+from megatron_offload.machine.profile import CopyRates, GpuIdentity, GpuProfile, MachineProfile
 from megatron_offload.planning.bandwidths import (
     Bandwidths,
     load_bandwidths,

@@ -15,13 +15,7 @@ from megatron_offload.core.trace import (
     StepTrace,
 )
 from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
-from megatron_offload.report.report import (
-    Comparison,
-    GroupRow,
-    MemoryKind,
-    Pair,
-    Report,
-)
+from megatron_offload.report.report import Comparison, GroupRow, MemoryKind, Pair, Report
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
 
 GIB = 1024**3

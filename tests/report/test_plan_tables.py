@@ -48,7 +48,7 @@ def test_rows_of_a_name_stand_together_and_what_moves_comes_first():
         [("a", 1, False, "x"), ("b", 1, True, "y")], [("a", 1, True, "z"), ("b", 1, False, "x")]
     )
     assert [(row.name, row.moves) for row in plan_rows(plan)] == [
-        *(("a", True), ("a", False), ("b", True), ("b", False)),
+        *(("a", True), ("a", False), ("b", True), ("b", False))
     ]
 
 

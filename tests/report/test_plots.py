@@ -143,10 +143,7 @@ def test_labels_are_text_and_no_formulas(tmp_path):
         TradeOffPoint(label=r"$\frac{", peak_bytes=2**30, step_time_percent=1.0),
         TradeOffPoint(label="$x$", peak_bytes=2**31, step_time_percent=0.0, is_plan=True),
         TradeOffPoint(
-            label="\x0c\x1b\x00\ufffe",
-            peak_bytes=2**31,
-            step_time_percent=0.0,
-            is_predicted=True,
+            label="\x0c\x1b\x00\ufffe", peak_bytes=2**31, step_time_percent=0.0, is_predicted=True
         ),
         TradeOffPoint(label="untimed", peak_bytes=2**31, step_time_percent=None),
     )

@@ -8,12 +8,7 @@ import random
 import pytest
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.report.tradeoff import (
-    TradeOffPoint,
-    frontier,
-    read_tradeoff,
-    write_tradeoff,
-)
+from megatron_offload.report.tradeoff import TradeOffPoint, frontier, read_tradeoff, write_tradeoff
 
 
 def point(peak_bytes, percent, **more):

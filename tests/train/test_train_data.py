@@ -64,10 +64,7 @@ def test_text_files_are_read_in_their_order(tmp_path):
     for name in ("b", "a"):
         (tmp_path / name).write_text(name * 4)
     config = TrainConfig.model_validate(
-        {
-            "model": {"sequence_length": 8},
-            "data": {"text": [tmp_path / "b", tmp_path / "a"]},
-        }
+        {"model": {"sequence_length": 8}, "data": {"text": [tmp_path / "b", tmp_path / "a"]}}
     )
     assert build_source(config, 1).tokens(TRAINING, 1, 0, 0).tolist() == [list(b"bbbb\naaaa")]
 
@@ -79,10 +76,7 @@ def test_indexed_samples_are_shared_out_without_overlap():
             return {"tokens": values, "labels": values + 1}
 
     config = TrainConfig.model_validate(
-        {
-            "data": {"indexed": "x", "micro_batch_size": 2, "microbatches": 2},
-            "run": {"steps": 2},
-        }
+        {"data": {"indexed": "x", "micro_batch_size": 2, "microbatches": 2}, "run": {"steps": 2}}
     )
     indexed = IndexedSource(Samples(range(100)), config, 2)
     seen = [
