@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import enum
 
 from megatron_offload.core.budget import DeviceBudget
@@ -42,7 +43,7 @@ _LETTERS = {state: str(index) for index, state in enumerate(GroupState)}
 _STATES = {letter: state for state, letter in _LETTERS.items()}
 
 
-class Group:
+class Group(abc.ABC):
     """One layer group of one chunk.
 
     Args:
@@ -94,9 +95,9 @@ class Group:
         return self.num_bytes + self.staying_bytes
 
     @property
+    @abc.abstractmethod
     def is_spent(self) -> bool:
         """Whether nothing that it has saved is needed any more."""
-        raise NotImplementedError
 
     def advance(self, to: GroupState) -> None:
         """Move to state ``to``.
