@@ -376,8 +376,9 @@ def main():
 def check_settings(options):
     """End at once, before any process, on a setting of this package that is wrong."""
     sys.path.insert(0, str(ROOT))
-    from megatron_offload.config import MEGATRON_MODULES, OffloadConfig, apply_overrides, validate
+    from megatron_offload.config import MEGATRON_MODULES, OffloadConfig, apply_overrides
     from megatron_offload.errors import ConfigError
+    from megatron_offload.files.strict_model import validate
 
     for spec in options.specs:
         unknown = set(spec["modules"]) - set(MEGATRON_MODULES)

@@ -118,7 +118,8 @@ class Ours(Marked):
 
     def prepare(self):
         from megatron_offload import PipelineOffloadManager
-        from megatron_offload.config import OffloadConfig, apply_overrides, validate
+        from megatron_offload.config import OffloadConfig, apply_overrides
+        from megatron_offload.files.strict_model import validate
         from megatron_offload.integrations import megatron_core
 
         options = apply_overrides({}, options_of_rank(self.spec["options"], self.spec["rank"]))

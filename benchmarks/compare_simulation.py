@@ -17,16 +17,18 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megatron_offload.config import OffloadConfig, apply_overrides, validate
+from megatron_offload.config import OffloadConfig, apply_overrides
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.residents import choose_residents
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.model_cost import LAYER_GROUPS, ModelDescription, job_from_model
 from megatron_offload.planning.replay import step_profile
-from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
+from megatron_offload.planning.simulate import simulate
+from megatron_offload.planning.streams import RELEASE, RELOAD
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "benchmarks" / "h200"

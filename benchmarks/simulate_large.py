@@ -25,7 +25,8 @@ from megatron_offload.planning.description import load_description
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.model_cost import job_from_model, num_parameters
 from megatron_offload.planning.schedule import one_f_one_b
-from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
+from megatron_offload.planning.simulate import simulate
+from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
 
 GIB, MIB = 2**30, 2**20
 NUM_RANKS, NUM_MICROBATCHES = 1024, 32

@@ -22,26 +22,9 @@ from megatron_offload.files.strict_model import (
     OptionalBytesField,
     StrictModel,
     default,
-    validate,
 )
 from megatron_offload.files.strict_yaml import MAX_YAML_BYTES, parse_yaml
 from megatron_offload.files.text import MAX_DEPTH, read_text
-
-__all__ = [
-    "EXTRA_MODULES",
-    "MEGATRON_MODULES",
-    "MODULES",
-    "CopyTiming",
-    "OffloadConfig",
-    "SimulatedConfig",
-    "StrictModel",
-    "apply_overrides",
-    "environment_int",
-    "find_config",
-    "load_yaml",
-    "split_modules",
-    "validate",
-]
 
 MEGATRON_MODULES: tuple[str, ...] = (
     "attn_norm",

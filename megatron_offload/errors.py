@@ -10,22 +10,6 @@ import difflib
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-__all__ = [
-    "ConfigError",
-    "CorruptionError",
-    "HazardError",
-    "InPlaceModificationError",
-    "IntegrationError",
-    "OffloadError",
-    "StateError",
-    "TargetError",
-    "UnsupportedCallError",
-    "did_you_mean",
-    "is_installed",
-    "require",
-    "shorten",
-]
-
 _MOST_COMPARED = 500
 _LONGEST_COMPARED = 200
 _MOST_LISTED = 50

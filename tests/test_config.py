@@ -8,15 +8,10 @@ import time
 
 import pytest
 
-from megatron_offload.config import (
-    OffloadConfig,
-    apply_overrides,
-    environment_int,
-    load_yaml,
-    validate,
-)
+from megatron_offload.config import OffloadConfig, apply_overrides, environment_int, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import strict_yaml
+from megatron_offload.files.strict_model import validate
 
 MOST_SECONDS = 3
 MOST_GROWN_KIB = 200 * 1024

@@ -17,8 +17,9 @@ import megatron_offload
 from megatron_offload import errors
 from megatron_offload.cli import main as cli
 from megatron_offload.cli.train import read_config
-from megatron_offload.config import find_config, load_yaml, validate
+from megatron_offload.config import find_config, load_yaml
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import load_description
 from megatron_offload.train import launch
 from megatron_offload.train.config import TrainConfig

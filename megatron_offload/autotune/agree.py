@@ -33,15 +33,6 @@ from megatron_offload.planning.memory_target import MemoryPlanner
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.schedule import Schedule, make_schedule
 
-__all__ = [
-    "Bound",
-    "Planner",
-    "RunPlanner",
-    "agree_on_bandwidths",
-    "make_planner",
-    "planning_policy",
-]
-
 _logger = logging.getLogger(__name__)
 
 _MOST_REASON = 1000

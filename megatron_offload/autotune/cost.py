@@ -19,8 +19,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.measure import TimedStep, time_step
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, keep_all
 
-__all__ = ["CostCheck", "Next", "TimeCheck", "most_steps"]
-
 _logger = logging.getLogger(__name__)
 
 _MOST_PLANS = 4

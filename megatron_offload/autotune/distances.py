@@ -17,8 +17,6 @@ from megatron_offload.observe.measure import WeighedStep, can_weigh, weigh_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.plan import Distances, OffloadPlan, with_distances
 
-__all__ = ["Adaptation", "DistanceCheck", "PlanCorrection", "StepObservation"]
-
 _FACTOR = 1.5
 _NUM_QUIET = 3
 """After so many steps in a row with nothing to try, the distances are frozen."""

@@ -17,8 +17,6 @@ from megatron_offload.errors import TargetError
 from megatron_offload.observe.measure import can_weigh, weigh_step
 from megatron_offload.planning.plan import OffloadPlan
 
-__all__ = ["MemoryCheck", "TargetCheck"]
-
 _logger = logging.getLogger(__name__)
 
 _NUM_STEPS = 3

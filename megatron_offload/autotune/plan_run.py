@@ -29,8 +29,6 @@ from megatron_offload.planning.schedule import Schedule
 
 _Said = TypeVar("_Said")
 
-__all__ = ["PlanCheck", "check_plan", "correct_plan", "plan_run"]
-
 
 class PlanCheck:
     """A plan, measured by the steps that follow it; ``plan`` says what was measured so far.

@@ -10,8 +10,6 @@ from megatron_offload.config import OffloadConfig
 if TYPE_CHECKING:
     from megatron_offload.backends.base import Backend, DeviceInfo
 
-__all__ = ["create_backend", "current_device", "visible_devices"]
-
 
 def visible_devices() -> tuple[DeviceInfo, ...]:
     """Describe the CUDA devices that this process can use, in their order; none without any.

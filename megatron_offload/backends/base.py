@@ -28,8 +28,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Backend", "DeviceInfo", "DeviceMemory", "Event", "Pair", "Stream", "Wait"]
-
 Stream: TypeAlias = Any
 """A queue of device work; opaque outside its backend."""
 

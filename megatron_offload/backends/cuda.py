@@ -20,8 +20,6 @@ from megatron_offload.backends.base import Backend, DeviceInfo, DeviceMemory, Pa
 from megatron_offload.backends.numa import node_of_device, pci_address, prefer_node
 from megatron_offload.errors import IntegrationError
 
-__all__ = ["CudaBackend", "current_index", "is_available", "visible_devices"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from megatron_offload.config import environment_int
 from megatron_offload.files.kernel import read_field, read_int, read_kernel_text
 
-__all__ = ["default_cap_bytes"]
-
 _MAX_PATH_LENGTH = 4096
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 
-__all__ = ["HostTimedBackend"]
-
 
 def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``method`` with the clock stopped inside."""

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from megatron_offload.files.kernel import read_kernel_text, read_members, to_int
 
-__all__ = ["node_of_device", "online_nodes", "pci_address", "prefer_node"]
-
 _logger = logging.getLogger(__name__)
 
 _MBIND = {"x86_64": 237, "aarch64": 235}

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from megatron_offload.backends.base import Wait
 
-__all__ = ["Access", "Hazard", "Shadow"]
-
 
 class Access(NamedTuple):
     """One use of a region of memory, numbered in the order of the calls."""

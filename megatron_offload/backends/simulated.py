@@ -26,8 +26,6 @@ from megatron_offload.backends.shadow import Access, Hazard, Shadow
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError, StateError
 
-__all__ = ["SimulatedBackend", "SimulatedEvent", "SimulatedStream"]
-
 _POISON = 0xFF
 
 _COMPUTE, _D2H, _H2D = 0, 1, 2

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_offload.cli.train import KEYS, RunOptions, read_config
-
-__all__ = ["ABOUT", "KEYS", "Given", "run"]
+from megatron_offload.cli.train import RunOptions, read_config
 
 ABOUT = """\
 Train twice from the same seed, without and then with offload, and compare every step's bits.

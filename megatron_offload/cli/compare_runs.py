@@ -23,8 +23,6 @@ from megatron_offload.train.launch import launch
 from megatron_offload.train.records import RunReport
 from megatron_offload.train.run_folder import plan_path, write_config
 
-__all__ = ["compare"]
-
 _NUM_TARGETS = 3
 """Points of the predicted trade-off curve, which a comparison should not wait long for."""
 

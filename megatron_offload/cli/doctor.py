@@ -23,17 +23,6 @@ from megatron_offload.machine.host_syncs import HostSyncs
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.report.console import console, plain_table
 
-__all__ = [
-    "ABOUT",
-    "KEYS",
-    "Given",
-    "as_json",
-    "findings_table",
-    "rates_table",
-    "run",
-    "sync_table",
-]
-
 ABOUT = """\
 Say what is wrong with this machine for offload, and measure how fast its GPUs copy.
 
@@ -47,7 +36,6 @@ exit status: 0 offload can work here, 1 an error was found, 2 bad input
 example: megatron-offload doctor --output doctor.json
 """
 
-KEYS = None
 
 _FORMAT = 1
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}

@@ -1,10 +1,9 @@
 """The command ``megatron-offload``: which commands there are, and how they end.
 
 Each command is a module of this folder with ``ABOUT``, the text of its help, a model ``Given`` of
-its options, ``KEYS``, a model whose keys are flags as well, or None, and ``run(given)``, which
-returns the exit status: 0 fine, 1 what was asked turned out wrong (other bits, a rank that failed,
-a target that can't be kept), 2 bad input, 143 or 130 stopped by SIGTERM or SIGINT. No command is
-imported that wasn't asked for.
+its options, and ``run(given)``, which returns the exit status: 0 fine, 1 what was asked turned out
+wrong (other bits, a rank that failed, a target that can't be kept), 2 bad input, 143 or 130 stopped
+by SIGTERM or SIGINT. No command is imported that wasn't asked for.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from megatron_offload import __version__
 
 if TYPE_CHECKING:
     from megatron_offload.cli.parser import Parser
-
-__all__ = ["COMMANDS", "main", "read_command"]
 
 COMMANDS = {
     "train": "train a GPT with pipeline parallelism",
@@ -120,7 +117,7 @@ def _parsers(loaded: Collection[str]) -> dict[str, Parser]:
 
             module = _module(name)
             found[name].description = module.ABOUT
-            add_flags(found[name], module.KEYS, module.Given)
+            add_flags(found[name], module.Given.keys, module.Given)
     return found
 
 

@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticUndefined
@@ -19,8 +19,6 @@ from megatron_offload.cli.parser import Parser
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import StrictModel, validate
 
-__all__ = ["Options", "OptionsWithKeys", "add_flags", "read_options"]
-
 
 class Options(StrictModel):
     """The options of a command: of a field ``device_target`` the flag is ``--device-target``."""
@@ -28,6 +26,9 @@ class Options(StrictModel):
     model_config = ConfigDict(
         alias_generator=lambda name: name.replace("_", "-"), validate_by_name=True
     )
+
+    keys: ClassVar[type[BaseModel] | None] = None
+    """A model whose keys are flags as well."""
 
 
 class OptionsWithKeys(Options):

@@ -16,8 +16,6 @@ from megatron_offload.errors import ConfigError, require
 from megatron_offload.report.console import console
 from megatron_offload.report.plots import MOST_TIMELINES, NEEDED, plot_timeline
 
-__all__ = ["PREDICTED", "check_place", "draw_timelines", "progress", "writing"]
-
 PREDICTED = "predicted by simulation, not measured: hold it against a run before you rely on it"
 
 

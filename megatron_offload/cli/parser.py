@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 
 from megatron_offload.errors import ConfigError
 
-__all__ = ["Parser"]
-
 
 class _Usage(argparse.RawDescriptionHelpFormatter):
     """Leaves configuration keys, of which there are a hundred, out of the line of usage."""

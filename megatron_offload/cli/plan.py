@@ -14,7 +14,7 @@ from pydantic_settings import CliToggleFlag
 from rich.console import Console
 
 from megatron_offload.cli.output import PREDICTED, check_place, progress, writing
-from megatron_offload.cli.source import KEYS, PLAN_NAME, Source, SourceOptions, load_source
+from megatron_offload.cli.source import PLAN_NAME, Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import (
     AutoConfig,
     MemoryTargetConfig,
@@ -34,8 +34,6 @@ from megatron_offload.planning.simulate import simulate
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.plan_tables import plan_list, plan_table
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
-
-__all__ = ["ABOUT", "KEYS", "Given", "Outcome", "make", "policy_config", "run", "write"]
 
 ABOUT = """\
 Choose what moves to the host, from the profiles of a run or from a described model, with no GPU.

@@ -20,11 +20,12 @@ from pydantic_settings import CliPositionalArg
 from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
 from megatron_offload.cli.trace import read_run_traces
-from megatron_offload.config import load_yaml, validate
+from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError, require
+from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
@@ -44,8 +45,6 @@ from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RunReport, read_steps
 from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, plan_path, read_facts
 
-__all__ = ["ABOUT", "KEYS", "Given", "read_report", "run", "write_page"]
-
 ABOUT = """\
 Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
 
@@ -60,7 +59,6 @@ exit status: 0 written, 2 bad input (the last page stays)
 example: megatron-offload report runs/quickstart
 """
 
-KEYS = None
 
 _MOST_NAMED = 5
 """Steps that are named one by one."""

@@ -8,17 +8,16 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_offload.cli.output import PREDICTED, check_place, draw_timelines, progress, writing
-from megatron_offload.cli.source import KEYS, Source, SourceOptions, load_source
+from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import require
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.predict import settings_of
-from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, Simulation, simulate
+from megatron_offload.planning.simulate import Simulation, simulate
+from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
 from megatron_offload.report.console import console, plain_table
-
-__all__ = ["ABOUT", "KEYS", "Given", "run"]
 
 ABOUT = """\
 Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.

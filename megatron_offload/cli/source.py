@@ -50,8 +50,6 @@ from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import SEGMENT_BYTES, RankResult, Simulation
 
-__all__ = ["KEYS", "PLAN_NAME", "Source", "SourceOptions", "find_profiles", "load_source"]
-
 _PROFILE_NAME = re.compile(r"profile_(0|[1-9]\d{0,5})\.json")
 PLAN_NAME = "plan.json"
 _RUN_FIELDS = ("num_microbatches", "pp_size", "vp_size", "modules", "versions")
@@ -197,11 +195,10 @@ class Source:
         return [peak - most if peak > most + slack else 0 for peak, most in differences]
 
 
-KEYS = JobDescription
-
-
 class SourceOptions(OptionsWithKeys):
     """What says which job it is. Of a run's folder only the keys of machine and offload count."""
+
+    keys = JobDescription
 
     folder: CliPositionalArg[Path | None] = None
     """run.output of a train or compare run that had run.profile_step."""

@@ -13,8 +13,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
 from megatron_offload.train.run_folder import main_folder, trace_paths
 
-__all__ = ["ABOUT", "KEYS", "Given", "read_run_traces", "run"]
-
 ABOUT = """\
 Put the timelines of a run's ranks into one file for https://ui.perfetto.dev, and into a picture.
 
@@ -27,8 +25,6 @@ exit status: 0 written, 2 bad input
 
 example: megatron-offload trace runs/quickstart --png timeline.png
 """
-
-KEYS = None
 
 
 class Given(Options):

@@ -8,12 +8,11 @@ from pathlib import Path
 from pydantic_settings import CliToggleFlag
 
 from megatron_offload.cli.options import OptionsWithKeys
-from megatron_offload.config import apply_overrides, find_config, load_yaml, validate
+from megatron_offload.config import apply_overrides, find_config, load_yaml
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
-
-__all__ = ["ABOUT", "KEYS", "Given", "RunOptions", "read_config", "run"]
 
 ABOUT = """\
 Train a GPT with pipeline parallelism, megatron-core's own model and schedules, on GPUs or on CPUs.
@@ -34,11 +33,11 @@ example: megatron-offload train --config quickstart --set run.steps=6 \\
              run.output=runs/example --offload-modules core_attn mlp_act
 """
 
-KEYS = TrainConfig
-
 
 class RunOptions(OptionsWithKeys):
     """What says how a run is configured; flags win over the file, and Megatron's over ``--set``."""
+
+    keys = TrainConfig
 
     config: Path | None = None
     """YAML file, or the name of one that comes with the package, such as quickstart."""

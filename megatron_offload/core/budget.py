@@ -15,8 +15,6 @@ a copy is *due* once groups of so many bytes have passed, those that stay includ
 
 from __future__ import annotations
 
-__all__ = ["DeviceBudget"]
-
 _AUTO_SHARE = 8
 """A limit that is not set is this fraction of what a step has saved at its peak."""
 

@@ -9,8 +9,6 @@ from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import StateError
 
-__all__ = ["MOVES", "Group", "GroupState"]
-
 
 class GroupState(enum.Enum):
     """Where a group's tensors are."""

@@ -15,8 +15,6 @@ from pydantic import Field
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel
 
-__all__ = ["Machine", "MachineConfig", "check", "check_numbers"]
-
 _Bandwidth = Annotated[float, Field(gt=0)]
 
 

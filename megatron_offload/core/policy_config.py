@@ -21,16 +21,6 @@ from megatron_offload.files.strict_model import (
     default,
 )
 
-__all__ = [
-    "AutoConfig",
-    "MemoryTargetConfig",
-    "ModulesConfig",
-    "PlanFileConfig",
-    "PolicyConfig",
-    "RatioConfig",
-    "SolvedConfig",
-]
-
 
 class ModulesConfig(StrictModel):
     """All groups of the listed modules move, less what the numbers keep."""

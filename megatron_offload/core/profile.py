@@ -7,8 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["GroupKey", "GroupProfile", "GroupTimes", "MemorySample", "RunShape", "StepProfile"]
-
 
 class GroupKey(NamedTuple):
     """Which group of a step: the same program gives the same keys in every step.

@@ -6,8 +6,6 @@ import heapq
 
 from megatron_offload.core.profile import GroupKey, StepProfile
 
-__all__ = ["choose_residents"]
-
 
 def choose_residents(profile: StepProfile, room_bytes: int) -> frozenset[GroupKey]:
     """Choose groups that stay, never more than ``room_bytes`` of them at once.

@@ -24,8 +24,6 @@ from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.window import InFlightWindow
 
-__all__ = ["Actions", "StepDecisions"]
-
 G = TypeVar("G", bound=Group)
 _Acted = TypeVar("_Acted", bound=Group, contravariant=True)
 

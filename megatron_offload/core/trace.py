@@ -17,22 +17,6 @@ from typing import Any
 from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.files.text import read_json, replace_text
 
-__all__ = [
-    "HELD_BYTES",
-    "HOST_BYTES",
-    "INFLIGHT_BYTES",
-    "LIVE_BYTES",
-    "PIPELINE_WAIT",
-    "PREFETCHED_BYTES",
-    "STREAMS",
-    "Counter",
-    "Span",
-    "StepTrace",
-    "TraceSummary",
-    "read_traces",
-    "write_traces",
-]
-
 STREAMS = ("compute", "d2h", "h2d")
 
 PIPELINE_WAIT = "pipeline"

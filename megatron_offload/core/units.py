@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["byte_unit", "format_bytes", "format_us"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -15,8 +15,6 @@ from typing import Generic, TypeVar
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 
-__all__ = ["InFlightWindow"]
-
 G = TypeVar("G", bound=Group)
 
 

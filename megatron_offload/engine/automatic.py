@@ -30,8 +30,6 @@ from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import Packed, SavedWrapper, is_wrapper
 
-__all__ = ["AutomaticGroups", "unpack"]
-
 _GROUP_BYTES = 1 << 20
 """A group ends when it has this much: what is larger than this moves alone, so that its memory is
 released as soon as its copy is done; what is smaller travels together."""

@@ -21,8 +21,6 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 
-__all__ = ["Tensors", "commit_group", "start_group"]
-
 Tensors = TypeVar("Tensors", bound=torch.Tensor | Sequence[Any] | None)
 
 

@@ -18,8 +18,6 @@ from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.storage import span_bytes
 
-__all__ = ["Checker", "checksum", "leaks_of"]
-
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 20
 """Words summed at a time: what is allocated for it stays small beside a block."""

@@ -16,8 +16,6 @@ from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.storage import span_bytes
 
-__all__ = ["READY_MARK", "ChunkOffloadHandler"]
-
 READY_MARK = "_offload_ready"
 """The attribute of a tensor that holds its version and the event behind its producer, once told."""
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
-__all__ = ["Exchanges"]
-
 
 class Exchanges:
     """What was exchanged and not yet undone; as a context manager it undoes all at its end."""

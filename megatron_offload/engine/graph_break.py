@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo import eval_frame
 
-__all__ = ["graph_break"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NEEDED = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")

@@ -30,8 +30,6 @@ from megatron_offload.engine.graph_break import graph_break
 if TYPE_CHECKING:
     from megatron_offload.memory.host_pool import HostRegion
 
-__all__ = ["Block", "Flight", "OffloadGroup", "Reload", "Rules", "Store"]
-
 _ALIGNMENT_BYTES = 512
 """A block starts at a multiple of this within its storage, so that a reloaded tensor has the same
 alignment as its source: kernels choose their code path, and so their rounding, by alignment."""

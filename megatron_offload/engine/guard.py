@@ -26,8 +26,6 @@ from typing import Protocol, TypeVar, TypeVarTuple
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.errors import OffloadError, StateError
 
-__all__ = ["Guard", "Guarded", "guarded"]
-
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 

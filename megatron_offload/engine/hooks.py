@@ -12,16 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import StateError
 
-__all__ = [
-    "HookStack",
-    "is_in_backward",
-    "is_in_checkpoint",
-    "is_recording",
-    "owner_of",
-    "owner_of_hooks",
-    "refuse_mutable_saves",
-]
-
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward; a forward in there is a recompute."""

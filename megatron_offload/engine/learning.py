@@ -30,8 +30,6 @@ from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
 from megatron_offload.planning.target import BudgetSearch
 
-__all__ = ["Learner", "read_policy"]
-
 _NUM_FITS = 3
 """How often the host pool is cut to what the last step alone used: each of the first needs less
 than the one before. Later `HostNeed` looks at more steps."""

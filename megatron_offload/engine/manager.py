@@ -52,8 +52,6 @@ from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
 
-__all__ = ["PipelineOffloadManager"]
-
 _logger = logging.getLogger(__name__)
 
 _MOST_CHUNKS = 1024

@@ -13,8 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends.base import Backend
 
-__all__ = ["Marks", "has_mark", "is_opted_out", "mark_everywhere", "take_back"]
-
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
 _SETTING = "offloading_activation"
 

@@ -15,8 +15,6 @@ from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.group import Block, OffloadGroup
 
-__all__ = ["Direction", "Observer"]
-
 Direction: TypeAlias = Literal["d2h", "h2d"]
 
 

@@ -11,8 +11,6 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.memory.storage import num_owners
 
-__all__ = ["ForeignOwners", "is_held_elsewhere"]
-
 
 class ForeignOwners:
     """The blocks, by group and place in it, that have another owner until their backward."""

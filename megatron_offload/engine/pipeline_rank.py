@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["pipeline_rank", "tell_pipeline_rank"]
-
 _source: Callable[[], int] | None = None
 
 

@@ -19,8 +19,6 @@ import torch
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.marks import mark_everywhere
 
-__all__ = ["keep_quantised_weights", "mark_not_offload", "plain_parts", "uninstall"]
-
 _BASE = "transformer_engine.pytorch.module.base"
 _MODULES = tuple(
     f"transformer_engine.pytorch.module.{name}"

@@ -23,8 +23,6 @@ from megatron_offload.engine.observer import Observer
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.storage import num_owners
 
-__all__ = ["Sources"]
-
 
 class Sources:
     """The sources of one manager's copies, released by group, in the order of issue.

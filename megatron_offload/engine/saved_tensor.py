@@ -11,8 +11,6 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block
 from megatron_offload.errors import InPlaceModificationError
 
-__all__ = ["SavedTensor"]
-
 
 class SavedTensor:
     """The record that stands for one saved tensor in the autograd graph.

@@ -20,8 +20,6 @@ from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 
-__all__ = ["Step"]
-
 _logger = logging.getLogger(__name__)
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"

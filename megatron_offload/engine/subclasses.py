@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Packed", "SavedWrapper", "is_wrapper"]
-
 
 class Packed(Protocol):
     """What a pack hook has returned."""

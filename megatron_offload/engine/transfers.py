@@ -27,8 +27,6 @@ from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.storage import num_owners
 from megatron_offload.memory.tensor_pool import TensorPool
 
-__all__ = ["Transfers"]
-
 _Target = tuple[torch.Tensor, Event | None]
 """What a block comes back to, and who used that memory last."""
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.text import read_text
 
-__all__ = ["read_field", "read_int", "read_kernel_text", "read_members", "to_int"]
-
 _MAX_BYTES = 4 * 1024**2
 _MAX_DIGITS = 20
 _MAX_LIST_LENGTH = 4096

@@ -24,18 +24,6 @@ from pydantic import (
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.text import MAX_TEXT_BYTES, read_json
 
-__all__ = [
-    "Bytes",
-    "BytesField",
-    "Converted",
-    "NamesField",
-    "OptionalBytesField",
-    "StrictModel",
-    "default",
-    "read_model",
-    "validate",
-]
-
 _MAX_SIZE_LENGTH = 64
 
 

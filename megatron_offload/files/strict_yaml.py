@@ -15,8 +15,6 @@ import yaml
 from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.text import MAX_DEPTH
 
-__all__ = ["MAX_NODES", "MAX_YAML_BYTES", "parse_yaml"]
-
 MAX_YAML_BYTES = 256 * 1024
 """Longer texts are no configuration of a person, and take long to read."""
 

@@ -17,17 +17,6 @@ from typing import Any
 
 from megatron_offload.errors import ConfigError, shorten
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_TEXT_BYTES",
-    "open_regular",
-    "parse_json",
-    "read_json",
-    "read_text",
-    "replace_text",
-    "sync_folder",
-]
-
 MAX_TEXT_BYTES = 16 * 1024**2
 """Larger files are no configuration of a person."""
 

@@ -10,8 +10,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.stats import StepStats
 
-__all__ = ["AroundForwards"]
-
 
 class AroundForwards(saved_tensors_hooks, abc.ABC):
     """A context for any number of forwards, one after the other or one inside the other.

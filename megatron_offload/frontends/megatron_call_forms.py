@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
-__all__ = ["read_arguments"]
-
 Arguments = dict[str, Any]
 
 

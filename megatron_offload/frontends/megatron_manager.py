@@ -28,8 +28,6 @@ from megatron_offload.memory.host_tensor_pool import HostTensorPool
 from megatron_offload.memory.tensor_pool import GPUTensorPool
 from megatron_offload.report.offload_summary import print_offload_summary_table
 
-__all__ = ["ChunkOffloadHandler", "PipelineOffloadManager"]
-
 Engine = engine_manager.PipelineOffloadManager
 HostState = tuple[torch.device, torch.Tensor, bool]
 

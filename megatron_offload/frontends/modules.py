@@ -23,8 +23,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.frontends.settings import engine_of
 
-__all__ = ["ModuleHook", "ModuleOffload", "offload_modules"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Modules:

@@ -17,8 +17,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.around import AroundForwards
 from megatron_offload.frontends.settings import refuse_unfollowed
 
-__all__ = ["CPUOffload", "get_tensor_memory"]
-
 
 def get_tensor_memory(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements."""

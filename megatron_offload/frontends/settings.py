@@ -11,8 +11,6 @@ from typing import Any
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import ConfigError
 
-__all__ = ["engine_of", "refuse_unfollowed", "settle"]
-
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _NO_RANK = "it knows no pipeline ranks; give each rank its own resident_bytes"
 _RATIO = "offload_ratio says what moves; give that, or use OffloadActivations"

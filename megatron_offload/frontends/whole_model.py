@@ -29,8 +29,6 @@ from megatron_offload.frontends.modules import ModuleHook
 from megatron_offload.frontends.settings import engine_of, refuse_unfollowed, settle
 from megatron_offload.memory.host_pool import HostPool
 
-__all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"]
-
 _HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
 """What libraries call the layer that makes logits: torchtune; Hugging Face and litgpt; Megatron;
 GPT-NeoX; Hugging Face's classifiers; timm."""

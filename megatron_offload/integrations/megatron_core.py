@@ -24,8 +24,6 @@ from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.pipeline_rank import tell_pipeline_rank
 from megatron_offload.errors import IntegrationError
 
-__all__ = ["install", "is_installed", "uninstall"]
-
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _OLDEST = (0, 16)
 _GET_IT = "pip install 'megatron-offload[megatron]'"

@@ -19,8 +19,6 @@ import torch.distributed
 
 from megatron_offload.engine.exchanges import Exchanges
 
-__all__ = ["cpu_bridges", "recompute_without_transformer_engine"]
-
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
 _CPU = torch.device("cpu")
 

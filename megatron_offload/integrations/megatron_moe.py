@@ -19,8 +19,6 @@ from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations.megatron_core import import_if_present, megatron_version
 
-__all__ = ["indices_to_multihot", "install", "is_installed", "uninstall"]
-
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
 _CLASS = "_DeepepManager"
 _METHOD = "_indices_to_multihot"

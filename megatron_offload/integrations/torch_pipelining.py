@@ -17,8 +17,6 @@ from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.settings import engine_of, refuse_unfollowed
 
-__all__ = ["PipelineOffload", "offload_pipeline"]
-
 
 class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
     """What `offload_pipeline` has set; `remove` takes it off again.

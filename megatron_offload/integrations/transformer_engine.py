@@ -27,18 +27,6 @@ from megatron_offload.frontends.whole_model import NoOpManager
 from megatron_offload.integrations import transformer_engine_fuser
 from megatron_offload.integrations.transformer_engine_fuser import FusedSettings
 
-__all__ = [
-    "activation_offloading",
-    "install",
-    "mark_activation_offload",
-    "mark_not_offload",
-    "maybe_mark_activation_offload",
-    "operation_groups",
-    "reset_operation_groups",
-    "set_activation_offloading",
-    "start_offload",
-]
-
 _SETTING = "_activation_offloading"
 _OUTER_SETTING = "_activation_offloading_of_whole"
 

@@ -22,8 +22,6 @@ from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import Packed
 from megatron_offload.errors import IntegrationError
 
-__all__ = ["FusedSettings", "install", "is_fusible", "uninstall"]
-
 _FUSER = "transformer_engine.pytorch.ops.fuser"
 _OPERATION = "transformer_engine.pytorch.ops.op"
 

@@ -24,8 +24,6 @@ from megatron_offload.machine.profile import (
     save_profile,
 )
 
-__all__ = ["JobMachines", "agree_on_machines"]
-
 _logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = BLOCK_BYTES // 2

@@ -22,8 +22,6 @@ from megatron_offload.machine.pci import PciPath, read_pci_path
 from megatron_offload.machine.profile import CopyRates, GpuProfile
 from megatron_offload.memory.host_pool import HostPool
 
-__all__ = ["BLOCK_BYTES", "BandwidthError", "gbps_while_all_copy", "measure_copies", "measure_gpu"]
-
 BLOCK_BYTES = 128 * 1024**2
 """What one copy moves: large enough that starting it costs nothing, and that two of them don't stay
 in a processor's cache."""

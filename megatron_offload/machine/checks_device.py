@@ -14,8 +14,6 @@ from megatron_offload.machine.finding import Finding
 from megatron_offload.machine.pci import PciPath
 from megatron_offload.machine.profile import CopyRates
 
-__all__ = ["check_copy_engines", "check_devices", "check_iommu", "check_link", "check_node_rates"]
-
 _GOOD_SHARE = 0.7
 """Of what a link carries, packet headers take 10 to 20 %; less than this has another cause."""
 

@@ -19,14 +19,6 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.files.kernel import read_kernel_text, read_members
 from megatron_offload.machine.finding import Finding
 
-__all__ = [
-    "check_host_memory",
-    "check_memlock",
-    "check_memory_node",
-    "check_swap",
-    "may_place_pages",
-]
-
 _MUCH_SWAP_BYTES = 1024**3
 
 

@@ -22,15 +22,6 @@ from megatron_offload.files.kernel import to_int
 from megatron_offload.files.text import read_text
 from megatron_offload.machine.finding import Finding, Level
 
-__all__ = [
-    "check_environment",
-    "check_megatron_settings",
-    "check_python",
-    "check_versions",
-    "found_version",
-    "own_requirements",
-]
-
 NEWEST_SEEN = {"torch": "2.13", "megatron-core": "0.19", "transformer-engine": "2.20"}
 """The newest versions that this package was run with; README.md says how."""
 

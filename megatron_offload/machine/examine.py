@@ -54,8 +54,6 @@ from megatron_offload.machine.profile import (
 )
 from megatron_offload.machine.ranks import measure_gpus
 
-__all__ = ["Examination", "examine", "identify_gpu", "identify_machine"]
-
 
 @dataclass(frozen=True, slots=True)
 class Examination:

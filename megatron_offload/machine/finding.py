@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Level"]
-
 Level = Literal["ok", "note", "warning", "error"]
 """``note``: worth knowing; ``warning``: offload works and costs more than it should; ``error``: it
 can't work."""

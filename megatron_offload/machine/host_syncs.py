@@ -23,8 +23,6 @@ from megatron_offload import backends
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 
-__all__ = ["HostSync", "HostSyncs", "find_host_syncs"]
-
 _MAX_CALL_LENGTH = 60
 
 _PASSED_OVER = (

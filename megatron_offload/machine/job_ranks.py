@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from megatron_offload.files.kernel import read_kernel_text
 
-__all__ = ["JobRanks", "gather"]
-
 _Said = TypeVar("_Said")
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import pynvml
 from pydantic import Field
 
-from megatron_offload.config import StrictModel
-
-__all__ = ["PciLink", "PciPath", "driver_version", "num_nvidia_gpus", "read_pci_path"]
+from megatron_offload.files.strict_model import StrictModel
 
 _LANE_GBPS = (0.25, 0.5, 0.985, 1.969, 3.938, 7.563)
 """What a lane carries each way at most, by generation, packet headers included, in 10^9 bytes a

@@ -20,18 +20,6 @@ from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.pci import PciPath
 
-__all__ = [
-    "CopyRates",
-    "GpuIdentity",
-    "GpuProfile",
-    "MachineIdentity",
-    "MachineProfile",
-    "load_profile",
-    "profile_path",
-    "read_profile",
-    "save_profile",
-]
-
 _logger = logging.getLogger(__name__)
 
 _MAX_PROFILE_BYTES = 256 * 1024

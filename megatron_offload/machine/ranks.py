@@ -21,8 +21,6 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.machine.bandwidth import BLOCK_BYTES, BandwidthError, measure_gpu
 from megatron_offload.machine.profile import GpuProfile
 
-__all__ = ["measure_gpus"]
-
 _KILL_TIMEOUT_S = 5.0
 """A process that is stuck in the driver may not end; it is left to the system then."""
 

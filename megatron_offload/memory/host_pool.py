@@ -29,8 +29,6 @@ from megatron_offload.backends.base import Backend, Event
 from megatron_offload.backends.host_limit import default_cap_bytes
 from megatron_offload.core.units import format_bytes
 
-__all__ = ["ALIGNMENT_BYTES", "HostPool", "HostPoolStats", "HostRegion", "Ledger", "Part"]
-
 ALIGNMENT_BYTES = 512
 
 Part: TypeAlias = tuple[int, tuple[torch.Size, torch.dtype] | None]

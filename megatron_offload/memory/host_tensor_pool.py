@@ -12,8 +12,6 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.tensor_pool import GPUTensorPool, PoolKey
 
-__all__ = ["HostTensorPool"]
-
 
 class HostTensorPool(GPUTensorPool):
     """Lends host tensors out of a `HostPool`; its status counts all that is lent there.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["num_owners", "span_bytes"]
-
 
 def num_owners(storage: torch.UntypedStorage) -> int:
     """Count the owners of a storage: tensors, and the Python handle itself."""

@@ -16,8 +16,6 @@ import torch
 from megatron_offload.backends.base import Backend, Event
 from megatron_offload.memory.storage import num_owners
 
-__all__ = ["FreeList", "GPUTensorPool", "OffloadTensorPool", "PoolKey", "TensorPool"]
-
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 

@@ -17,8 +17,6 @@ import torch
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 
-__all__ = ["LiveActivationMeter", "meter_of"]
-
 
 def meter_of(manager: PipelineOffloadManager) -> LiveActivationMeter | None:
     """Return the meter that observes a manager, if one does."""

@@ -13,8 +13,6 @@ from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 from megatron_offload.observe.live_bytes import meter_of
 
-__all__ = ["TimedStep", "WeighedStep", "can_weigh", "time_step", "weigh_step"]
-
 
 class TimedStep:
     """What `time_step` has found, once its block is left."""

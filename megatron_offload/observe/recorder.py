@@ -36,8 +36,6 @@ from megatron_offload.observe.live_bytes import meter_of
 from megatron_offload.observe.saved_bytes import SavedBytes
 from megatron_offload.observe.trace_step import surrounds
 
-__all__ = ["RecordedStep", "profile_step"]
-
 _NO_SHAPE = RunShape()
 
 

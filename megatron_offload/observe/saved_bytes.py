@@ -16,8 +16,6 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.owners import is_held_elsewhere
 
-__all__ = ["SavedBytes"]
-
 _Identity = tuple[GroupKey, int]
 
 

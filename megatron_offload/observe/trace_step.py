@@ -27,8 +27,6 @@ from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction, Observer
 
-__all__ = ["trace_step"]
-
 
 @contextmanager
 def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepTrace]:

@@ -16,8 +16,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.memory_target import MemoryPlanner, Resources
 from megatron_offload.planning.plan import OffloadPlan
 
-__all__ = ["AutoPlanner", "AutoPolicy", "Prediction", "Predictor", "with_prediction"]
-
 _NUM_TARGETS = 256
 """The range of targets is cut into so many: a search predicts about eight plans."""
 

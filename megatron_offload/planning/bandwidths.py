@@ -18,16 +18,6 @@ from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.files.text import read_json, replace_text
 from megatron_offload.machine.profile import MachineProfile
 
-__all__ = [
-    "BANDWIDTHS_NAME",
-    "DEFAULTS",
-    "Bandwidths",
-    "load_bandwidths",
-    "measured_machine",
-    "save_bandwidths",
-    "simulated_machine",
-]
-
 BANDWIDTHS_NAME = "bandwidths.json"
 """Beside the profiles of a run that has planned."""
 

@@ -16,8 +16,6 @@ import numpy as np
 
 from megatron_offload.errors import ConfigError
 
-__all__ = ["Item", "Problem", "Solution"]
-
 
 class Item(NamedTuple):
     """A group that may move."""

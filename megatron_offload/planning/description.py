@@ -17,8 +17,6 @@ from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.memory_target import Resources
 from megatron_offload.planning.model_cost import ModelDescription, job_from_model
 
-__all__ = ["Budgets", "JobDescription", "Surroundings", "load_description"]
-
 _TRAINERS = frozenset({"data", "optimizer", "parallel", "run", "schedule"})
 """Sections of the trainer's configuration that no description has."""
 

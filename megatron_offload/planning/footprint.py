@@ -15,8 +15,6 @@ from megatron_offload.core.profile import GroupKey, MemorySample, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.cover import Item, Problem
 
-__all__ = ["Footprint"]
-
 _START, _COMMIT, _BACKWARD, _DONE = range(4)
 
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from megatron_offload.planning.cover import Item, Problem, Solution
 
-__all__ = ["solve_greedy"]
-
 _MOST_LOOKS = 10_000
 """So often one improvement looks whether a group need not move, at most."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections import deque
 
-__all__ = ["HostNeed"]
-
 _NUM_STEPS = 8
 _MOST_STEPS = 512
 _LEAST_SURPLUS_SHARE = 0.1

@@ -12,8 +12,6 @@ from megatron_offload.core.machine import Machine, check, check_numbers
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.schedule import Schedule
 
-__all__ = ["NO_OFFLOAD", "GroupWork", "Job", "Machine", "RankSettings", "StageWork"]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:

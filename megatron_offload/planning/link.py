@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from megatron_offload.core.machine import Machine
 
-__all__ = ["FairShare", "Rates"]
-
 
 class Rates(NamedTuple):
     """Bytes per microsecond of each copy, by what its GPU copies."""

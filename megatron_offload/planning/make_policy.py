@@ -19,8 +19,6 @@ from megatron_offload.planning.auto import AutoPolicy, Predictor
 from megatron_offload.planning.memory_target import MemoryTargetPolicy, Resources
 from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, RatioPolicy
 
-__all__ = ["Policy", "check_installed", "make_policy", "resources_of"]
-
 Policy: TypeAlias = ModulesPolicy | RatioPolicy | PlanFilePolicy | MemoryTargetPolicy | AutoPolicy
 """Turns the profiles of all pipeline ranks into one plan."""
 

@@ -23,8 +23,6 @@ from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
 from megatron_offload.planning.solver import solve
 
-__all__ = ["MemoryPlanner", "MemoryTargetPolicy", "Resources"]
-
 _AUTO_SHARE = 8
 """As in the engine's budget: an eighth of what a step saves at its peak, for each of two limits."""
 

@@ -16,8 +16,6 @@ from megatron_offload.files.strict_model import Bytes, StrictModel
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.schedule import make_schedule
 
-__all__ = ["LAYER_GROUPS", "ModelDescription", "job_from_model", "num_parameters"]
-
 LAYER_GROUPS = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj"),
     *("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"),

@@ -11,8 +11,6 @@ from collections import deque
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.schedule import Pass, PassKind
 
-__all__ = ["QUEUED_LAUNCHES", "PendingMessages"]
-
 QUEUED_LAUNCHES = 1024
 """Kernels that wait in a stream of CUDA before the next launch blocks the host. NVIDIA documents no
 number; about a thousand are seen (https://stackoverflow.com/questions/53970187)."""

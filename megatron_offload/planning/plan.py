@@ -18,19 +18,6 @@ from typing import Any, NamedTuple
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.errors import ConfigError
 
-__all__ = [
-    "Distances",
-    "GroupChoice",
-    "MeasuredCost",
-    "OffloadPlan",
-    "RankPlan",
-    "check_profiles",
-    "keep_all",
-    "plan_of",
-    "rank_plan",
-    "with_distances",
-]
-
 _MOST_NAMED = 20
 
 _SMALL_SHARE = 0.02

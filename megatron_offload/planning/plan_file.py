@@ -25,8 +25,6 @@ from megatron_offload.planning.records import (
     to_data,
 )
 
-__all__ = ["load_plan", "parse_plan", "plan_to_json", "save_plan"]
-
 _MOST_RANKS = 100_000
 
 _PERCENT = Annotated[float, Field(strict=True, allow_inf_nan=False)]

@@ -19,8 +19,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
 from megatron_offload.planning.plan_file import load_plan
 
-__all__ = ["ModulesPolicy", "PlanFilePolicy", "RatioPolicy"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModulesPolicy:

@@ -19,8 +19,6 @@ from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 from megatron_offload.planning.simulate import RankResult, simulate
 
-__all__ = ["job_of", "predictor_of", "profiles_of", "settings_of"]
-
 _DEFAULT = RankSettings()
 
 _SLOW_LINK_SHARE = 0.8

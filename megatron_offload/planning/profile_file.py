@@ -34,8 +34,6 @@ from megatron_offload.planning.records import (
     to_data,
 )
 
-__all__ = ["load_profile", "parse_profile", "profile_to_json", "save_profile"]
-
 _MOST_SAMPLES = 4 * MAX_GROUPS + 1
 """At the start, the commit, and backward's begin and end of each group, and at the step's end."""
 

@@ -18,8 +18,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
-__all__ = ["job_from_profiles"]
-
 _Timed = list[tuple[GroupProfile, GroupTimes]]
 """The groups of one chunk, in order."""
 

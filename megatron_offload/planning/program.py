@@ -20,8 +20,6 @@ from megatron_offload.planning.job import GroupWork
 from megatron_offload.planning.pending import PendingMessages
 from megatron_offload.planning.schedule import Pass, PassKind
 
-__all__ = ["MemoryCounts", "OpKind", "ProgramWriter", "RankProgram", "WorkGroup", "message_of"]
-
 
 class OpKind(IntEnum):
     """What the compute stream comes by, and what its argument is."""

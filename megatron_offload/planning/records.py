@@ -13,8 +13,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.files.text import parse_json
 
-__all__ = ["Amount", "Name", "Number", "many", "read_model", "record_model", "record_of", "to_data"]
-
 MAX_GROUPS = 100_000
 """Groups of one rank's step, at most."""
 

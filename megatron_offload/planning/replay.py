@@ -27,8 +27,6 @@ from megatron_offload.planning.program import (
 )
 from megatron_offload.planning.schedule import Pass, PassKind
 
-__all__ = ["replay", "step_profile"]
-
 
 class _Replay:
     """One rank's step, pass by pass."""

@@ -14,17 +14,6 @@ from enum import StrEnum
 
 from megatron_offload.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "Pass",
-    "PassKind",
-    "Schedule",
-    "gpipe",
-    "interleaved_one_f_one_b",
-    "make_schedule",
-    "one_f_one_b",
-    "zero_bubble_h1",
-]
-
 
 class PassKind(StrEnum):
     """What a pass computes; the letters are those of torch's pipelining."""

@@ -20,9 +20,7 @@ from megatron_offload.core.trace import (
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.replay import replay
-from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD, RankStreams, run_streams
-
-__all__ = ["PIPELINE", "RELEASE", "RELOAD", "SEGMENT_BYTES", "RankResult", "Simulation", "simulate"]
+from megatron_offload.planning.streams import RELEASE, RELOAD, RankStreams, run_streams
 
 SEGMENT_BYTES = 2 * 1024**2
 """PyTorch's caching allocator takes large memory from the device in multiples of this."""

@@ -19,8 +19,6 @@ from megatron_offload.errors import require
 from megatron_offload.planning.cover import Problem, Solution
 from megatron_offload.planning.greedy import solve_greedy
 
-__all__ = ["TIME_LIMIT_S", "solve"]
-
 TIME_LIMIT_S = 10.0
 
 _MOST_UNITS = 2**14

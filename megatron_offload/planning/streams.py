@@ -21,8 +21,6 @@ from megatron_offload.planning.program import OpKind, RankProgram
 if TYPE_CHECKING:
     import simpy
 
-__all__ = ["PIPELINE", "RELEASE", "RELOAD", "RankStreams", "run_streams"]
-
 PIPELINE = PIPELINE_WAIT
 """The stall of a rank that waits for another stage."""
 RELEASE = "W2"

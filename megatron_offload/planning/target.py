@@ -13,8 +13,6 @@ from typing import Protocol
 
 from megatron_offload.core.budget import DeviceBudget
 
-__all__ = ["BudgetSearch", "MemoryTarget"]
-
 _logger = logging.getLogger(__name__)
 
 _TOLERANCE_SHARE = 64

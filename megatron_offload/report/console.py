@@ -15,8 +15,6 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["console", "plain_table", "printable"]
-
 _WIDEST = 1 << 16
 """Columns of what isn't a terminal: more than any table needs."""
 

@@ -12,8 +12,6 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.report.console import console, plain_table
 
-__all__ = ["print_offload_summary_table"]
-
 
 def print_offload_summary_table(
     total_offload_bytes: Mapping[str, int],

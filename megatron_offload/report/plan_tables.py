@@ -12,8 +12,6 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan
 from megatron_offload.report.console import plain_table
 
-__all__ = ["PlanRow", "plan_list", "plan_rows", "plan_table"]
-
 _CHOICE = {True: "moves", False: "stays"}
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ms")

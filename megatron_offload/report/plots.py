@@ -35,18 +35,6 @@ from megatron_offload.report.tradeoff import TradeOff, frontier
 if TYPE_CHECKING:
     import altair
 
-__all__ = [
-    "MOST_TIMELINES",
-    "NEEDED",
-    "last_us",
-    "memory_chart",
-    "plot_comparison",
-    "plot_timeline",
-    "plot_tradeoff",
-    "timeline_chart",
-    "tradeoff_chart",
-]
-
 NEEDED = ("altair", "vl_convert")
 """Packages that a chart needs."""
 

@@ -24,17 +24,6 @@ from megatron_offload.report import plots
 from megatron_offload.report.plan_tables import plan_rows
 from megatron_offload.report.tradeoff import TradeOff
 
-__all__ = [
-    "NEEDED",
-    "Comparison",
-    "GroupRow",
-    "MemoryKind",
-    "Pair",
-    "Report",
-    "render_report",
-    "write_report",
-]
-
 NEEDED = ("jinja2", *plots.NEEDED)
 """Packages that a page needs."""
 

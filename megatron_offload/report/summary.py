@@ -11,8 +11,6 @@ from rich.text import Text
 from megatron_offload.core.units import format_bytes
 from megatron_offload.report.console import plain_table
 
-__all__ = ["compare_table", "group_table", "memory_table", "rank_table"]
-
 
 def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return one line for each rank.

@@ -15,8 +15,6 @@ from pydantic import Field
 from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.files.text import replace_text
 
-__all__ = ["TradeOff", "TradeOffPoint", "frontier", "read_tradeoff", "write_tradeoff"]
-
 
 class TradeOffPoint(StrictModel):
     """One setting of a job."""

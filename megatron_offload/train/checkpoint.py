@@ -31,8 +31,6 @@ from megatron_offload.train.parallel import Device, Parallel
 from megatron_offload.train.random_state import random_states, restore_random_states
 from megatron_offload.train.run_folder import found_versions
 
-__all__ = ["CheckpointError", "Checkpoints"]
-
 _FILE_BYTES = 1024**3
 """Tensors in one file, beyond the first; bounds the memory that their copies on the host take."""
 

@@ -16,21 +16,10 @@ from typing import Annotated, Any
 
 from pydantic import AllowInfNan, BeforeValidator, Field, PlainSerializer
 
-from megatron_offload.config import StrictModel, validate
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import read_model
+from megatron_offload.files.strict_model import StrictModel, read_model, validate
 from megatron_offload.files.text import open_regular, read_json, replace_text, sync_folder
 from megatron_offload.train.config import TrainConfig
-
-__all__ = [
-    "FORMAT",
-    "CheckpointFolder",
-    "Manifest",
-    "check_files",
-    "check_same_run",
-    "digest_of_file",
-    "read_checkpoint",
-]
 
 FORMAT = 3
 """Of the files in a checkpoint; others are refused."""

@@ -12,21 +12,11 @@ from typing import Any
 
 from pydantic import Field
 
-from megatron_offload.config import StrictModel
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import read_model
+from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.files.text import replace_text
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RunReport
-
-__all__ = [
-    "COMPARISON_NAME",
-    "FOLDERS",
-    "Comparison",
-    "compare_reports",
-    "read_comparison",
-    "write_comparison",
-]
 
 COMPARISON_NAME = "compare.json"
 

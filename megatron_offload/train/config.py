@@ -12,22 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatron_offload.config import OffloadConfig, StrictModel, split_modules
+from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import StrictModel
 from megatron_offload.planning.make_policy import check_installed
 from megatron_offload.planning.plan_file import load_plan
-
-__all__ = [
-    "DataConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "RunConfig",
-    "ScheduleConfig",
-    "TrainConfig",
-    "check_ranks",
-]
 
 BYTE_VOCABULARY = 256
 

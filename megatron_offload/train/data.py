@@ -21,17 +21,6 @@ import torch
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.config import TrainConfig
 
-__all__ = [
-    "EVALUATION",
-    "TRAINING",
-    "ByteSource",
-    "IndexedSource",
-    "TokenSource",
-    "build_source",
-    "default_text",
-    "microbatches",
-]
-
 TRAINING, EVALUATION = 0, 1
 """Which stream of microbatches is meant."""
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["digest"]
-
 _PIECE_WORDS = 1 << 22
 """Words of 64 bits that are weighed at a time; bounds the memory that a digest takes."""
 

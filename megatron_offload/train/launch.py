@@ -31,8 +31,6 @@ from megatron_offload.train.stopping import (
     second_signal_kills,
 )
 
-__all__ = ["RankFailedError", "launch"]
-
 Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
 

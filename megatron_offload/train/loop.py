@@ -49,8 +49,6 @@ from megatron_offload.train.stopping import StopSignals
 if TYPE_CHECKING:
     from megatron_offload.observe.recorder import RecordedStep
 
-__all__ = ["run_training"]
-
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 

@@ -30,8 +30,6 @@ from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.errors import ConfigError, UnsupportedCallError
 from megatron_offload.train.config import TrainConfig
 
-__all__ = ["ScaledDotProductAttention", "build_chunks", "build_optimizer", "build_scheduler"]
-
 
 def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedDataParallel]:
     """Build this rank's model chunks, in the order of their virtual stages."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megatron_offload.observe.measure import TimedStep
     from megatron_offload.observe.recorder import RecordedStep
 
-__all__ = ["OffloadSession", "PlannedRun", "open_offload"]
-
 _PLANNING = (AutoConfig, MemoryTargetConfig)
 
 

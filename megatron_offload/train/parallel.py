@@ -24,8 +24,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
 
-__all__ = ["Device", "Parallel", "check_device", "open_model_parallel", "open_process_group"]
-
 _T = TypeVar("_T")
 
 

@@ -10,8 +10,6 @@ from megatron_offload.report.console import console
 from megatron_offload.train.config import RunConfig
 from megatron_offload.train.records import StepRecord
 
-__all__ = ["StepPrinter"]
-
 
 class StepPrinter:
     """Prints steps on the rank that owns the output."""

@@ -12,8 +12,6 @@ import torch
 
 from megatron_offload.errors import ConfigError
 
-__all__ = ["random_states", "restore_random_states"]
-
 _WORDS = 624
 """Words in the state of a Mersenne Twister; its position and a Gaussian number follow them."""
 

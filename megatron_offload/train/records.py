@@ -17,8 +17,6 @@ import pydantic
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.text import open_regular, parse_json
 
-__all__ = ["LOG_NAME", "RankStep", "RunReport", "StepLog", "StepRecord", "merge", "read_steps"]
-
 LOG_NAME = "steps.jsonl"
 _MAX_LINE_BYTES = 16 * 1024**2
 """A line has some hundred bytes for each rank and each of its groups."""

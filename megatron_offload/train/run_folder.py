@@ -23,9 +23,8 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import Field
 
-from megatron_offload.config import StrictModel
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import read_model
+from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.checks_software import found_version
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
@@ -36,23 +35,6 @@ from megatron_offload.train.records import LOG_NAME, read_steps
 
 if TYPE_CHECKING:
     from megatron_offload.train.parallel import Device
-
-__all__ = [
-    "CONFIG_NAME",
-    "RunFacts",
-    "check_comparison",
-    "check_output",
-    "found_versions",
-    "locked",
-    "main_folder",
-    "plan_path",
-    "prepare_folder",
-    "profile_path",
-    "read_facts",
-    "trace_path",
-    "trace_paths",
-    "write_config",
-]
 
 CONFIG_NAME = "config.yaml"
 

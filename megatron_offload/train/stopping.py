@@ -19,16 +19,6 @@ from types import FrameType
 
 from megatron_offload.errors import OffloadError
 
-__all__ = [
-    "StopSignals",
-    "StoppedError",
-    "children_without_sigint",
-    "end_with_parent",
-    "exit_status",
-    "open_stop_signals",
-    "second_signal_kills",
-]
-
 
 class StoppedError(OffloadError, RuntimeError):
     """A run was stopped by a signal before its last step."""

@@ -63,7 +63,7 @@ def keys_of(model, prefix=""):
 @pytest.mark.parametrize("name", ["train", "compare", "plan", "simulate"])
 def test_help_lists_every_key_with_its_text(name, capsys):
     text = " ".join(help_of(capsys, name).split())
-    keys = dict(keys_of(importlib.import_module(f"megatron_offload.cli.{name}").KEYS))
+    keys = dict(keys_of(importlib.import_module(f"megatron_offload.cli.{name}").Given.keys))
     assert len(keys) > 30
     for key, description in keys.items():
         assert f"--{key} " in text

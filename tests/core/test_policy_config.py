@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_offload.config import StrictModel, validate
+from megatron_offload.config import StrictModel
 from megatron_offload.core.machine import Machine, MachineConfig
 from megatron_offload.core.policy_config import ModulesConfig, PolicyConfig
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.files.strict_yaml import parse_yaml
 from megatron_offload.planning.auto import AutoPolicy, Prediction
 from megatron_offload.planning.make_policy import make_policy

@@ -14,9 +14,10 @@ from programs import (
 )
 
 from megatron_offload import CPUOffload, OffloadActivations, offload_modules
-from megatron_offload.config import OffloadConfig, validate
+from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.pipeline_rank import tell_pipeline_rank
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 
 ORDER = one_forward_one_backward(4, depth=2)
 

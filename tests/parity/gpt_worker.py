@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_offload.config import validate
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.model import build_chunks

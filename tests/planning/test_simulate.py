@@ -13,7 +13,8 @@ from megatron_offload.core.trace import HELD_BYTES, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.schedule import gpipe, make_schedule, one_f_one_b
-from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
+from megatron_offload.planning.simulate import simulate
+from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
 
 KB = 1000
 FAST = Machine(

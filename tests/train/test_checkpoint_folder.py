@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.train import checkpoint_folder
 from megatron_offload.train.checkpoint_folder import (
     FORMAT,

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_offload.cli import report
 from megatron_offload.cli.main import main
-from megatron_offload.config import validate
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import Span, StepTrace, write_traces
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff

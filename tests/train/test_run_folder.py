@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RankStep, StepLog, merge
 from megatron_offload.train.run_folder import check_comparison, check_output, locked

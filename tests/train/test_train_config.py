@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from megatron_offload.config import validate
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.train.config import TrainConfig, check_ranks
 
 

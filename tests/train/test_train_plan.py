@@ -10,9 +10,9 @@ from cli.jobs import load_run
 from training_runs import numbers, run, words
 
 from megatron_offload.autotune.cost import most_steps
-from megatron_offload.config import validate
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.bandwidths import DEFAULTS, load_bandwidths
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile_file import load_profile

@@ -13,10 +13,11 @@ from training_runs import TINY
 from megatron_offload.cli import compare_runs as compare
 from megatron_offload.cli import report
 from megatron_offload.cli import trace as trace_command
-from megatron_offload.config import load_yaml, validate
+from megatron_offload.config import load_yaml
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
