@@ -20,7 +20,7 @@ from megatron_offload.engine import manager as engine_manager
 from megatron_offload.engine.boundary import Tensors, commit_group, start_group
 from megatron_offload.frontends.megatron_manager import ChunkOffloadHandler, PipelineOffloadManager
 from megatron_offload.memory.tensor_pool import GPUTensorPool, OffloadTensorPool
-from megatron_offload.report.offload_summary import print_offload_summary_table
+from megatron_offload.report.tables import print_offload_summary_table
 
 __all__ = [
     "DEBUG",

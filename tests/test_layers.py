@@ -45,7 +45,7 @@ TORCHLESS = (
     *(f"backends/{name}.py" for name in ("host_limit", "numa")),
     *(f"machine/{name}.py" for name in ("checks_host", "checks_software", "finding", "pci")),
     "machine/profile.py",
-    "report/plan_tables.py",
+    "report/tables.py",
     *(f"train/{name}.py" for name in ("checkpoint_folder", "config")),
 )
 

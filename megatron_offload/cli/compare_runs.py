@@ -16,7 +16,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.policy import PlanFilePolicy
 from megatron_offload.report.console import console
 from megatron_offload.report.plots import plot_comparison
-from megatron_offload.report.summary import compare_table, group_table, memory_table, rank_table
+from megatron_offload.report.tables import compare_table, group_table, memory_table, rank_table
 from megatron_offload.train.comparison import FOLDERS, Comparison, compare_reports, write_comparison
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch

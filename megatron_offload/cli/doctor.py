@@ -62,7 +62,9 @@ def run(given: Given) -> int:
     if given.json_:
         sys.stdout.write(text)
     else:
-        _print(examination)
+        if examination.profile is not None:
+            console().print(rates_table(examination.profile))
+        console().print(findings_table(examination.findings))
     if given.output is not None:
         with writing(given.output):
             replace_text(given.output, text)
@@ -81,36 +83,31 @@ def as_json(examination: Examination) -> dict[str, Any]:
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Return one line for each finding, in their order."""
-    table = plain_table("This machine", ["", "looked at", "found", "what to do"], 4)
-    for finding in findings:
-        level = Text(finding.level, style=_STYLES[finding.level])
-        table.add_row(level, finding.title, finding.found, finding.advice)
-    return table
+    rows = (
+        [Text(one.level, _STYLES[one.level]), one.title, one.found, one.advice] for one in findings
+    )
+    return plain_table("This machine", ["", "looked at", "found", "what to do"], 4, rows)
 
 
 def rates_table(profile: MachineProfile) -> Table:
     """Return one line for each GPU: what its copies reach alone, both ways, and among all."""
     when = f"{profile.measured_at:%Y-%m-%d %H:%M} UTC"
     columns = ["GPU", "D2H alone", "H2D alone", "D2H, both", "H2D, both", "D2H, all", "H2D, all"]
-    table = plain_table(f"Copies, GB/s (10^9 bytes), measured {when}", columns)
-    for index, gpu in enumerate(profile.gpus):
-        rates = gpu.rates.model_dump().values()
-        table.add_row(str(index), *(f"{rate:.1f}" for rate in rates))
-    return table
+    rates = (gpu.rates.model_dump().values() for gpu in profile.gpus)
+    rows = ([index, *(f"{rate:.1f}" for rate in mine)] for index, mine in enumerate(rates))
+    return plain_table(f"Copies, GB/s (10^9 bytes), measured {when}", columns, 0, rows)
 
 
 def sync_table(syncs: HostSyncs) -> Table:
     """Return one line for each place where the host waits, most often first."""
+    rows = (
+        (
+            f"{sync.file}:{sync.line}" if sync.file else "no Python code",
+            sync.call,
+            sync.kind,
+            f"{n:g}",
+        )
+        for sync, n in syncs.per_step()
+    )
     columns = ["place", "call", "kind", "times a step"]
-    table = plain_table("Where the host waits for the device", columns, 3)
-    for sync, per_step in syncs.per_step():
-        place = f"{sync.file}:{sync.line}" if sync.file else "no Python code"
-        table.add_row(place, sync.call, sync.kind, f"{per_step:g}")
-    return table
-
-
-def _print(examination: Examination) -> None:
-    out = console()
-    if examination.profile is not None:
-        out.print(rates_table(examination.profile))
-    out.print(findings_table(examination.findings))
+    return plain_table("Where the host waits for the device", columns, 3, rows)

@@ -32,7 +32,7 @@ from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.report.console import console, plain_table
-from megatron_offload.report.plan_tables import plan_list, plan_table
+from megatron_offload.report.tables import plan_list, plan_table
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
 
 ABOUT = """\

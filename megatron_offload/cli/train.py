@@ -93,7 +93,7 @@ def run(given: Given) -> int:
     """Train, and print what moved; return 0."""
     config = read_config(given)
     _check_heard(given, config)
-    from megatron_offload.report.summary import group_table, rank_table
+    from megatron_offload.report.tables import group_table, rank_table
     from megatron_offload.train.launch import launch
 
     with launch([("train", config)]) as reports:

@@ -26,7 +26,7 @@ from megatron_offload.errors import StateError
 from megatron_offload.frontends.megatron_call_forms import read_arguments
 from megatron_offload.memory.host_tensor_pool import HostTensorPool
 from megatron_offload.memory.tensor_pool import GPUTensorPool
-from megatron_offload.report.offload_summary import print_offload_summary_table
+from megatron_offload.report.tables import print_offload_summary_table
 
 Engine = engine_manager.PipelineOffloadManager
 HostState = tuple[torch.device, torch.Tensor, bool]

@@ -7,7 +7,7 @@ are written out, wherever the text came from. `rich.text.Text` is for words of t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions
@@ -37,11 +37,15 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     return _Output(stderr=stderr, quiet=quiet)
 
 
-def plain_table(title: str, columns: Sequence[str], num_left: int = 0) -> Table:
-    """Return a table without rows, its first columns to the left and the others to the right."""
+def plain_table(
+    title: str, columns: Sequence[str], num_left: int = 0, rows: Iterable[Sequence[Any]] = ()
+) -> Table:
+    """Return a table, its first columns to the left and the others to the right."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < num_left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
     return table
 
 

@@ -21,7 +21,7 @@ from megatron_offload.errors import require
 from megatron_offload.files.text import read_text, replace_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.report import plots
-from megatron_offload.report.plan_tables import plan_rows
+from megatron_offload.report.tables import plan_rows
 from megatron_offload.report.tradeoff import TradeOff
 
 NEEDED = ("jinja2", *plots.NEEDED)
@@ -113,7 +113,7 @@ class Report:
     """What was measured, the one that counts most first."""
     ranks: Sequence[Mapping[str, Any]]
     """What each rank moved in the last step: its ``rank``, ``pp_rank``, ``dp_rank``, ``kept_bytes``
-    and what `megatron_offload.report.summary.rank_table` takes."""
+    and what `megatron_offload.report.tables.rank_table` takes."""
     groups: Sequence[GroupRow]
     step_time_s: Pair
     """Median over the steps."""

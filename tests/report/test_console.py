@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megatron_offload.fine_grained_activation_offload import print_offload_summary_table
 from megatron_offload.report.console import console, plain_table, printable
-from megatron_offload.report.summary import compare_table, group_table
+from megatron_offload.report.tables import compare_table, group_table
 
 HOSTILE = "[/x]\x1b[31m:bell:\x07\u202e"
 SHOWN = r"[/x]\x1b[31m:bell:\x07\u202e"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.report.console import console
-from megatron_offload.report.plan_tables import PlanRow, plan_list, plan_rows, plan_table
+from megatron_offload.report.tables import PlanRow, plan_list, plan_rows, plan_table
 
 
 def plan_of(*ranks):

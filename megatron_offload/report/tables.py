@@ -1,0 +1,199 @@
+"""Tables of what moved, of two runs side by side, and of a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from megatron_offload.core.units import format_bytes
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan
+from megatron_offload.report.console import console, plain_table
+
+_RANK = {
+    "rank": "rank",
+    "pp": "pp_rank",
+    "dp": "dp_rank",
+    "offloaded": "offloaded_bytes",
+    "reloaded": "reloaded_bytes",
+    "late": "num_late_reloads",
+    "peak live saved": "peak_live_activation_bytes",
+    "host": "peak_host_bytes",
+}
+_GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
+_GROUP = {
+    "rank": "rank",
+    "group": "name",
+    "groups": "num_groups",
+    "offloaded": "offloaded_bytes",
+    "reloaded": "reloaded_bytes",
+    "kept": "kept_bytes",
+    "late": "num_late_reloads",
+}
+_CHOICE = {True: "moves", False: "stays"}
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ms")
+
+
+def print_offload_summary_table(
+    total_offload_bytes: Mapping[str, int],
+    local_duplicate_summary: Mapping[str, int] | None = None,
+    process_group: Any = None,
+) -> None:
+    """Print one line for each rank and one column for each group name, on the first rank.
+
+    Collective over ``process_group`` where torch.distributed runs; without it this process stands
+    alone.
+
+    Args:
+        total_offload_bytes: this rank's bytes for each group name.
+        local_duplicate_summary: this rank's bytes for each group name that were not moved a second
+            time because another group had saved the same memory; a second table.
+        process_group: who takes part; None is everybody.
+    """
+    from megatron_offload.machine.job_ranks import JobRanks  # imports torch
+
+    job = JobRanks(process_group)
+    moved = job.gather(dict(total_offload_bytes))
+    shared = job.gather(dict(local_duplicate_summary or {}))
+    if job.rank == 0:
+        console().print(_bytes_table("Activations offloaded", moved))
+        if any(shared):
+            console().print(_bytes_table("Shared with another group, moved once", shared))
+
+
+def _bytes_table(title: str, ranks: Sequence[Mapping[str, int]]) -> Table:
+    names = sorted({name for rank in ranks for name in rank})
+    sums = {name: sum(rank.get(name, 0) for rank in ranks) for name in names}
+    rows = []
+    for label, row in [*((str(i), rank) for i, rank in enumerate(ranks)), ("all", sums)]:
+        sizes = [*(row.get(name, 0) for name in names), sum(row.values())]
+        rows.append([label, *(format_bytes(size, 2) for size in sizes)])
+    return plain_table(title, ["rank", *names, "total"], 1, rows)
+
+
+def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """Return one line for each rank.
+
+    Args:
+        ranks: mappings with the keys of `_RANK`, and on a GPU of `_GPU`.
+        title: stands above the table.
+    """
+    on_gpu = any(rank.get("peak_reserved_bytes") is not None for rank in ranks)
+    columns = _RANK | _GPU if on_gpu else _RANK
+    return plain_table(title, list(columns), 0, (_cells(rank, columns) for rank in ranks))
+
+
+def group_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """Return one line for each group name on each rank.
+
+    Args:
+        ranks: mappings with ``rank`` and ``groups``: a sequence of mappings with the keys of
+            `_GROUP` but the rank.
+        title: stands above the table.
+    """
+    groups = ({**group, "rank": rank["rank"]} for rank in ranks for group in rank["groups"])
+    return plain_table(title, list(_GROUP), 2, (_cells(group, _GROUP) for group in groups))
+
+
+def _cells(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
+    keys = columns.values()
+    return [format_bytes(row[key]) if key.endswith("_bytes") else row[key] for key in keys]
+
+
+def compare_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Return one line for each step of two runs.
+
+    Args:
+        rows: mappings with ``step``, ``loss`` and ``grad_norm`` (pairs: without, with offload) and
+            ``equal``.
+    """
+    columns = ["step", "loss", "loss, offload", "grad norm", "grad norm, offload", "equal"]
+    words = {True: Text("yes", "green"), False: Text("no", "bold red")}
+    cells = (
+        [row["step"], *(f"{x:.9g}" for x in (*row["loss"], *row["grad_norm"])), words[row["equal"]]]
+        for row in rows
+    )
+    return plain_table("Every step without and with offload", columns, 0, cells)
+
+
+def memory_table(
+    without: Sequence[Mapping[str, Any]], offloaded: Sequence[Mapping[str, Any]]
+) -> Table:
+    """Return each rank's peaks of device memory in two runs, and their ratio.
+
+    Args:
+        without: one mapping per rank as in `rank_table`, of the run without offload.
+        offloaded: the same of the run with offload, in the same order.
+    """
+    kinds = {"live saved": "peak_live_activation_bytes", "reserved": "peak_reserved_bytes"}
+    kinds = {name: key for name, key in kinds.items() if without[0].get(key) is not None}
+    columns, rows = ["rank"], [[plain["rank"]] for plain in without]
+    for name, key in kinds.items():
+        columns += [f"peak {name}", "with offload", "ratio"]
+        for row, plain, moved in zip(rows, without, offloaded, strict=True):
+            ratio = f"{moved[key] / plain[key]:.2f}" if plain[key] else "-"
+            row += [format_bytes(plain[key]), format_bytes(moved[key]), ratio]
+    return plain_table("Device memory per rank, most over usual steps", columns, 0, rows)
+
+
+class PlanRow(NamedTuple):
+    """Groups of one name that a plan treats alike, over all pipeline ranks."""
+
+    name: str
+    moves: bool
+    reason: str
+    """Of all of them; times that differ as their range."""
+    num_groups: int
+    num_bytes: int
+
+
+def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
+    """Return what a plan says by group name and reason; every group is in exactly one row.
+
+    Names come in the order of its groups, and of one name first what moves.
+    """
+    found: dict[tuple[str, bool, str], list[GroupChoice]] = {}
+    for rank in plan.ranks:
+        for choice in rank.choices:
+            key = (choice.name, choice.moves, _TIME.sub("ms", choice.reason))
+            found.setdefault(key, []).append(choice)
+    names = list(dict.fromkeys(name for name, _, _ in found))
+    rows = []
+    for (name, moves, _), choices in found.items():
+        size = sum(choice.num_bytes for choice in choices)
+        reason = _folded([choice.reason for choice in choices])
+        rows.append(PlanRow(name, moves, reason, len(choices), size))
+    return sorted(rows, key=lambda row: (names.index(row.name), not row.moves))
+
+
+def _folded(reasons: Sequence[str]) -> str:
+    """Return reasons that differ in their times alone as one."""
+    times = (
+        sorted(set(found), key=float) for found in zip(*map(_TIME.findall, reasons), strict=True)
+    )
+    ranges = (found[:: max(1, len(found) - 1)] for found in times)
+    return _TIME.sub(lambda _: f"{' to '.join(next(ranges))} ms", reasons[0])
+
+
+def plan_table(plan: OffloadPlan) -> Table:
+    """Return one line for all groups that the plan treats alike."""
+    rows = (
+        [row.name, _CHOICE[row.moves], row.reason, row.num_groups, format_bytes(row.num_bytes)]
+        for row in plan_rows(plan)
+    )
+    columns = ["group", "choice", "reason", "groups", "bytes"]
+    return plain_table("Groups of all pipeline ranks, and why", columns, 3, rows)
+
+
+def plan_list(plan: OffloadPlan) -> Table:
+    """Return one line for each group of each rank, in the order of their commits."""
+    rows = (
+        (rank, *one.key, one.name, _CHOICE[one.moves], one.reason, format_bytes(one.num_bytes))
+        for rank, part in enumerate(plan.ranks)
+        for one in part.choices
+    )
+    columns = ["rank", "chunk", "place", "group", "choice", "reason", "bytes"]
+    return plain_table("Every group, and why", columns, 6, rows)
