@@ -24,8 +24,7 @@ from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import StateError
 from megatron_offload.frontends.megatron_call_forms import read_arguments
-from megatron_offload.memory.host_tensor_pool import HostTensorPool
-from megatron_offload.memory.tensor_pool import GPUTensorPool
+from megatron_offload.memory.tensor_pool import GPUTensorPool, HostTensorPool
 from megatron_offload.report.tables import print_offload_summary_table
 
 Engine = engine_manager.PipelineOffloadManager

@@ -17,8 +17,7 @@ The pool serves one thread.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -43,9 +42,13 @@ class Ledger:
     __slots__ = ("by_name", "peak_by_name", "peak_bytes", "total_bytes")
 
     def __init__(self) -> None:
+        self.clear()
+        self.restart_peak()
+
+    def clear(self) -> None:
+        """Count from zero; the peak stays."""
         self.by_name: Counter[str] = Counter()
         self.total_bytes = 0
-        self.restart_peak()
 
     def restart_peak(self) -> None:
         """Let the peak begin with what there is now."""
@@ -63,97 +66,47 @@ class Ledger:
         if self.total_bytes > self.peak_bytes:
             self.restart_peak()
 
-    def recount(self, by_name: Counter[str]) -> None:
-        """Count these alone."""
-        self.by_name = by_name
-        self.total_bytes = by_name.total()
-
 
 @dataclass(slots=True)
 class HostPoolStats:
-    """What a `HostPool` holds and what it refused. Sizes are rounded up to `ALIGNMENT_BYTES`."""
+    """What a `HostPool` holds, each region rounded up to `ALIGNMENT_BYTES`."""
 
     in_use_bytes: int = 0
     """Bytes of live regions."""
-
     slab_bytes_total: int = 0
     """Bytes that are pinned now."""
-
     peak_slab_bytes: int = 0
-    """High-water mark of `slab_bytes_total`."""
-
-    num_slabs: int = 0
-    """Slabs that are pinned now."""
-
-    num_refused: int = 0
-    """Requests answered with None."""
-
-    refused_bytes: int = 0
-    """Bytes of those requests."""
-
+    """The most that were."""
     num_unpinnable: int = 0
-    """Those of them for which the cap had room, but whose memory could not be pinned."""
-
-    num_pin_failures: int = 0
-    """Attempts to pin a slab that the backend answered with an error."""
-
-
-class _Slab:
-    """One pinned allocation; ``first`` starts the chain of its pieces."""
-
-    __slots__ = ("first", "num_bytes")
-
-    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.first = _Piece(tensor, 0, num_bytes)
-
-    def __iter__(self) -> Iterator[_Piece]:
-        piece: _Piece | None = self.first
-        while piece is not None:
-            yield piece
-            piece = piece.next
-
-    def rebuild(self, lent: list[_Piece]) -> None:
-        """Tile the slab anew: these pieces, in this order, and what is free between them."""
-        pieces = []
-        free_from = 0
-        for piece in lent:
-            if piece.offset > free_from:
-                pieces.append(_Piece(self.first.base, free_from, piece.offset - free_from))
-            piece.is_free = False
-            assert piece.region is not None
-            piece.num_bytes = piece.region.size_bytes
-            pieces.append(piece)
-            free_from = piece.offset + piece.num_bytes
-        if free_from < self.num_bytes:
-            pieces.append(_Piece(self.first.base, free_from, self.num_bytes - free_from))
-        for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
-            piece.next = following
-        self.first = pieces[0]
+    """Requests for which the cap had room, but whose memory could not be pinned."""
 
 
 class _Piece:
-    """A stretch of a slab, free or in use; ``views`` are those of its last region.
+    """A stretch of a slab, free without a ``region``; ``views`` are those of its last one.
 
-    It knows the slab's tensor but not the slab: with no cycle, a dropped slab is unpinned at once.
+    It knows the slab's tensor and the piece after it: with no cycle, a dropped slab is unpinned at
+    once. What is cut and joined is right after each line, but for ``num_bytes``.
     """
 
-    __slots__ = (
-        *("base", "event", "is_free", "next", "num_bytes", "offset", "parts", "region"),
-        *("sequence", "views"),
-    )
+    __slots__ = ("base", "event", "next", "num_bytes", "offset", "parts", "region", "turn", "views")
 
     def __init__(self, base: torch.Tensor, offset: int, num_bytes: int) -> None:
         self.base = base
         self.offset = offset
         self.num_bytes = num_bytes
-        self.is_free = True
         self.next: _Piece | None = None
         self.event: Event | None = None
-        self.sequence = 0
+        self.turn = 0
+        """Which of the pool's events that is: a later one stands for those before it."""
         self.region: HostRegion | None = None
         self.parts: list[Part] = []
         self.views: list[torch.Tensor] = []
+
+    def __iter__(self) -> Iterator[_Piece]:
+        piece: _Piece | None = self
+        while piece is not None:
+            yield piece
+            piece = piece.next
 
     def show(self, parts: list[Part]) -> list[torch.Tensor]:
         """Return a tensor for each part; most regions have the parts of the one before."""
@@ -166,6 +119,24 @@ class _Piece:
                 start += _aligned(num_bytes)
             self.views, self.parts = views, parts
         return self.views
+
+    def cut(self, num_bytes: int) -> _Piece:
+        """Keep so many bytes; return the rest."""
+        rest = _Piece(self.base, self.offset + num_bytes, self.num_bytes - num_bytes)
+        rest.event, rest.turn = self.event, self.turn
+        rest.next = self.next
+        self.next = rest
+        self.num_bytes = num_bytes
+        self.parts = []
+        return rest
+
+    def join(self, other: _Piece) -> None:
+        """Take over the bytes of the next piece; the newer of both events counts."""
+        self.num_bytes += other.num_bytes
+        self.next = other.next
+        self.parts = []
+        if other.turn > self.turn:
+            self.event, self.turn = other.event, other.turn
 
 
 class HostRegion:
@@ -183,14 +154,11 @@ class HostRegion:
     """
 
     __slots__ = (
-        *("_piece", "_pool", "alone_bytes", "name", "num_bytes", "num_users", "owners"),
-        *("ready_event", "size_bytes", "views"),
+        *("_piece", "alone_bytes", "name", "num_bytes", "num_users", "owners", "ready_event"),
+        *("size_bytes", "views"),
     )
 
-    def __init__(
-        self, pool: HostPool, piece: _Piece, parts: list[Part], num_bytes: int, name: str
-    ) -> None:
-        self._pool = pool
+    def __init__(self, piece: _Piece, parts: list[Part], num_bytes: int, name: str) -> None:
         self._piece: _Piece | None = piece
         self.views = piece.show(parts)
         self.num_bytes = num_bytes
@@ -206,10 +174,6 @@ class HostRegion:
         """The first part; all of a region that was asked for by its bytes."""
         return self.views[0]
 
-    def __repr__(self) -> str:
-        state = "live" if self._piece is not None else "freed"
-        return f"<HostRegion of {self.num_bytes} bytes, {state}>"
-
 
 class HostPool:
     """Lends pinned host memory by bytes.
@@ -218,50 +182,41 @@ class HostPool:
         backend: pins the slabs and answers whether events are done.
         slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned;
             where the machine has less, a warning says so.
-        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes`.
+        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes`, 0 lends nothing.
         share: what part of the free memory that is, for all local ranks together.
 
     Attributes:
         in_use: the bytes that are lent, by name.
         alone: the part of them that are nowhere else, likewise.
+        last_pin_error: why the last slab could not be pinned. Text, because an exception keeps the
+            frames that it went through, and what they hold.
+        is_closed: whether all was given back for good.
 
     Raises:
-        ValueError: a size that is not positive (the cap may be 0: nothing is ever lent), or a share
-            that is not in (0, 1].
         ConfigError: the cap is None and ``LOCAL_WORLD_SIZE`` is not a positive integer.
     """
 
     def __init__(
         self, backend: Backend, *, slab_bytes: int, cap_bytes: int | None, share: float = 0.5
     ) -> None:
-        if slab_bytes < 1:
-            raise ValueError(f"slab_bytes must be positive, got {slab_bytes}")
-        if cap_bytes is not None and cap_bytes < 0:
-            raise ValueError(f"cap_bytes can't be negative, got {cap_bytes}")
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be in (0, 1], got {share}")
         self.cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
+        self.slab_bytes = _aligned(slab_bytes)
         self.in_use = Ledger()
         self.alone = Ledger()
         self.stats = HostPoolStats()
         self.last_pin_error = ""
-        """Why the last slab could not be pinned. Text, because an exception keeps the frames that
-        it went through, and what they hold."""
+        self.is_closed = False
         self._backend = backend
-        self.slab_bytes = _aligned(slab_bytes)
-        self._slabs: list[_Slab] = []
+        self._slabs: list[_Piece] = []  # the first piece of each
         # Free pieces by exact size, the longest free first: its last H2D copy is likeliest to be
-        # over, so that the next D2H copy needn't wait for it. `_sizes` are the sizes that have any.
-        self._free: dict[int, deque[_Piece]] = {}
-        self._sizes: list[int] = []
+        # over, so that the next D2H copy needn't wait for it.
+        self._free: defaultdict[int, deque[_Piece]] = defaultdict(deque)
         self._may_coalesce = False
         self._num_reads = 0
         self._recent_peak_bytes = 0
         # The smallest slab that could not be pinned: nothing as large is tried again.
         self._unpinnable_bytes: int | None = None
         self._warned_of: set[str] = set()
-        self.is_closed = False
-        """Whether all was given back for good."""
         if cap_bytes is None and self.slab_bytes > self.cap_bytes:
             self._warn_once(
                 "host_slab_bytes is %s and this process may pin %s (host_memory_share %g of what "
@@ -305,21 +260,14 @@ class HostPool:
         if self.is_closed:
             raise ValueError("the host pool is closed")
         same_size = self._free.get(size_bytes)
-        if same_size:
-            piece = same_size.popleft()
-            if not same_size:
-                self._forget_size(size_bytes)
-        else:
-            found = self._find(size_bytes)
-            if found is None:
-                return None
-            piece = found
-        piece.is_free = False
+        piece = same_size.popleft() if same_size else self._find(size_bytes)
+        if piece is None:
+            return None
         stats = self.stats
         stats.in_use_bytes += size_bytes
         if stats.in_use_bytes > self._recent_peak_bytes:
             self._recent_peak_bytes = stats.in_use_bytes
-        region = piece.region = HostRegion(self, piece, parts, num_bytes, name)
+        region = piece.region = HostRegion(piece, parts, num_bytes, name)
         self.in_use.add(name, num_bytes)
         return region
 
@@ -339,16 +287,14 @@ class HostPool:
             num_parts: how many parts.
 
         Raises:
-            ValueError: the region is another pool's, or was freed before.
+            ValueError: the region was freed before.
         """
         piece = region._piece
-        if region._pool is not self:
-            raise ValueError(f"{region!r} belongs to another host pool")
         if piece is None:
-            raise ValueError(f"{region!r} was freed before")
+            raise ValueError(f"a region of {region.num_bytes} bytes was freed before")
         if after is not None:
             self._num_reads += 1
-            piece.event, piece.sequence = after, self._num_reads
+            piece.event, piece.turn = after, self._num_reads
         region.num_users -= num_parts
         if region.num_users > 0:
             return
@@ -357,11 +303,9 @@ class HostPool:
         self.in_use.add(region.name, -region.num_bytes)
         if region.alone_bytes:
             self.alone.add(region.name, -region.alone_bytes)
-        if self.is_closed:
-            return
-        piece.is_free = True
-        self._may_coalesce = True
-        self._keep(piece)
+        if not self.is_closed:
+            self._may_coalesce = True
+            self._free[piece.num_bytes].append(piece)
 
     def regions(self) -> Iterator[HostRegion]:
         """Yield what is lent."""
@@ -387,25 +331,17 @@ class HostPool:
             The number of bytes given back.
         """
         self._coalesce()
-        kept = []
-        given_back_bytes = 0
-        for slab in self._slabs:
-            piece = slab.first
-            is_surplus = (
-                self.stats.slab_bytes_total - given_back_bytes - slab.num_bytes >= keep_bytes
-            )
-            is_free = piece.is_free and piece.next is None
-            if is_surplus and is_free and self._is_over(piece.event):
-                given_back_bytes += slab.num_bytes
-            else:
-                kept.append(slab)
-        if given_back_bytes:
-            self._slabs = kept
-            self._index_free_pieces()
-            self.stats.slab_bytes_total -= given_back_bytes
-            self.stats.num_slabs = len(kept)
+        before_bytes = self.stats.slab_bytes_total
+        for slab in list(self._slabs):
+            left_bytes = self.stats.slab_bytes_total - slab.num_bytes
+            is_free = slab.region is None and slab.next is None
+            is_over = slab.event is None or self._backend.is_done(slab.event)
+            if is_free and is_over and left_bytes >= keep_bytes:
+                self._free[slab.num_bytes].remove(slab)
+                self._slabs.remove(slab)
+                self.stats.slab_bytes_total = left_bytes
         self._unpinnable_bytes = None
-        return given_back_bytes
+        return before_bytes - self.stats.slab_bytes_total
 
     def recover(self, count_users: Callable[[HostRegion], int]) -> None:
         """Put the books right after a call that an exception cut short.
@@ -414,30 +350,27 @@ class HostPool:
             count_users: how many parts of a region stay lent; what nobody knows of, or only the
                 frames of the failed call, doesn't. No copy may be under way.
         """
-        in_use: Counter[str] = Counter()
-        alone: Counter[str] = Counter()
-        self.stats.in_use_bytes = 0
+        stats = self.stats
+        stats.in_use_bytes = stats.slab_bytes_total = 0
+        self.in_use.clear()
+        self.alone.clear()
         for slab in self._slabs:
-            kept = []
+            stats.slab_bytes_total += slab.base.nbytes
             for piece in slab:
+                end = piece.base.nbytes if piece.next is None else piece.next.offset
+                piece.num_bytes = end - piece.offset
                 region = piece.region
                 if region is None:
                     continue
                 region.num_users = count_users(region)
                 if region.num_users:
-                    kept.append(piece)
-                    self.stats.in_use_bytes += region.size_bytes
-                    in_use[region.name] += region.num_bytes
-                    alone[region.name] += region.alone_bytes
+                    stats.in_use_bytes += region.size_bytes
+                    self.in_use.add(region.name, region.num_bytes)
+                    self.alone.add(region.name, region.alone_bytes)
                 else:
-                    region._piece = None  # whoever frees it late is told
-            slab.rebuild(kept)
-        self.in_use.recount(in_use)
-        self.alone.recount(alone)
-        self._index_free_pieces()
+                    region._piece = piece.region = None  # whoever frees it late is told
         self._may_coalesce = True
-        self.stats.num_slabs = len(self._slabs)
-        self.stats.slab_bytes_total = sum(slab.num_bytes for slab in self._slabs)
+        self._coalesce()
 
     def close(self) -> None:
         """Wait for the copies under way and give all slabs back. Twice is fine.
@@ -450,9 +383,7 @@ class HostPool:
         self._backend.sync_copies()
         self._slabs.clear()
         self._free.clear()
-        self._sizes.clear()
         self.stats.slab_bytes_total = 0
-        self.stats.num_slabs = 0
 
     # Where a piece comes from when none of its exact size is free.
 
@@ -467,60 +398,28 @@ class HostPool:
         return piece
 
     def _cut_best_fit(self, size_bytes: int) -> _Piece | None:
-        at = bisect_left(self._sizes, size_bytes)
-        if at == len(self._sizes):
+        sizes = (size for size, pieces in self._free.items() if pieces and size >= size_bytes)
+        found_bytes = min(sizes, default=None)
+        if found_bytes is None:
             return None
-        found_bytes = self._sizes[at]
-        same_size = self._free[found_bytes]
-        piece = same_size.popleft()
-        if not same_size:
-            self._forget_size(found_bytes)
+        piece = self._free[found_bytes].popleft()
         if found_bytes > size_bytes:
-            rest = _Piece(piece.base, piece.offset + size_bytes, found_bytes - size_bytes)
-            rest.event, rest.sequence = piece.event, piece.sequence
-            rest.next, piece.next = piece.next, rest
-            piece.num_bytes = size_bytes
-            piece.parts = []
-            self._keep(rest)
+            rest = piece.cut(size_bytes)
+            self._free[rest.num_bytes].append(rest)
         return piece
 
-    def _keep(self, piece: _Piece) -> None:
-        same_size = self._free.get(piece.num_bytes)
-        if same_size is None:
-            self._free[piece.num_bytes] = same_size = deque()
-        if not same_size:
-            insort(self._sizes, piece.num_bytes)
-        same_size.append(piece)
-
-    def _forget_size(self, size_bytes: int) -> None:
-        del self._sizes[bisect_left(self._sizes, size_bytes)]
-
     def _coalesce(self) -> None:
-        """Join free neighbours; the joined piece has the newest of their events."""
+        """Join free neighbours, and list anew what is free."""
         if not self._may_coalesce:
             return
         self._may_coalesce = False
-        for slab in self._slabs:
-            piece: _Piece | None = slab.first
-            while piece is not None:
-                neighbour = piece.next
-                if neighbour is None or not (piece.is_free and neighbour.is_free):
-                    piece = neighbour
-                    continue
-                piece.num_bytes += neighbour.num_bytes
-                piece.next = neighbour.next
-                piece.parts = []
-                if neighbour.sequence > piece.sequence:
-                    piece.event, piece.sequence = neighbour.event, neighbour.sequence
-        self._index_free_pieces()
-
-    def _index_free_pieces(self) -> None:
         self._free.clear()
         for slab in self._slabs:
             for piece in slab:
-                if piece.is_free:
-                    self._free.setdefault(piece.num_bytes, deque()).append(piece)
-        self._sizes = sorted(self._free)
+                if piece.region is None:
+                    while piece.next is not None and piece.next.region is None:
+                        piece.join(piece.next)
+                    self._free[piece.num_bytes].append(piece)
 
     def _add_slab(self, size_bytes: int) -> bool:
         """Pin a slab that holds ``size_bytes``: a full one, else just what was asked."""
@@ -548,25 +447,19 @@ class HostPool:
             tensor = self._backend.empty_host(num_bytes)
         except (RuntimeError, MemoryError) as error:
             self.last_pin_error = str(error) or type(error).__name__
-            self.stats.num_pin_failures += 1
             self._unpinnable_bytes = num_bytes
             return False
-        slab = _Slab(tensor, num_bytes)
+        slab = _Piece(tensor, 0, num_bytes)
         self._slabs.append(slab)
-        self._keep(slab.first)
+        self._free[num_bytes].append(slab)
         stats = self.stats
-        stats.num_slabs += 1
         stats.slab_bytes_total += num_bytes
         stats.peak_slab_bytes = max(stats.peak_slab_bytes, stats.slab_bytes_total)
         return True
 
     def _refuse(self, num_bytes: int) -> None:
         stats = self.stats
-        is_over_cap = stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes
-        stats.num_refused += 1
-        stats.refused_bytes += num_bytes
-        stats.num_unpinnable += not is_over_cap
-        if is_over_cap:
+        if stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes:
             self._warn_once(
                 "host pool is full: asked %s, %s in use, %s of %s pinned; the tensors stay on the "
                 "device (raise host_memory_bytes or lower the fraction)",
@@ -575,22 +468,20 @@ class HostPool:
                 format_bytes(stats.slab_bytes_total),
                 format_bytes(self.cap_bytes),
             )
-        else:
-            self._warn_once(
-                "host memory can't be pinned: asked %s, %s pinned, error: %s; the tensors stay on "
-                "the device (lower host_memory_bytes or host_slab_bytes)",
-                format_bytes(num_bytes),
-                format_bytes(stats.slab_bytes_total),
-                self.last_pin_error,
-            )
+            return
+        stats.num_unpinnable += 1
+        self._warn_once(
+            "host memory can't be pinned: asked %s, %s pinned, error: %s; the tensors stay on "
+            "the device (lower host_memory_bytes or host_slab_bytes)",
+            format_bytes(num_bytes),
+            format_bytes(stats.slab_bytes_total),
+            self.last_pin_error,
+        )
 
     def _warn_once(self, message: str, *numbers: object) -> None:
         if message not in self._warned_of:
             self._warned_of.add(message)
             _logger.warning(message, *numbers)
-
-    def _is_over(self, event: Event | None) -> bool:
-        return event is None or self._backend.is_done(event)
 
 
 def _aligned(num_bytes: int) -> int:

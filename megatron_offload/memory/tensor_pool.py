@@ -1,4 +1,4 @@
-"""Device memory for reloaded tensors, and the documented `GPUTensorPool`.
+"""Device memory for reloaded tensors, and the documented pools by shape and dtype.
 
 The event of a kept tensor's last consumer protects it (W6); the engine makes the wait. The pools
 serve one thread.
@@ -7,67 +7,16 @@ serve one thread.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from megatron_offload.backends.base import Backend, Event
+from megatron_offload.core.units import format_bytes
+from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.storage import num_owners
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
-
-class FreeList(Generic[K, V]):
-    """Free items by key, first in first out, bounded by bytes.
-
-    Args:
-        limit_bytes: most bytes that may lie here; None sets no bound.
-
-    Raises:
-        ValueError: the bound is negative.
-    """
-
-    __slots__ = ("_items", "limit_bytes", "num_bytes")
-
-    def __init__(self, limit_bytes: int | None) -> None:
-        if limit_bytes is not None and limit_bytes < 0:
-            raise ValueError(f"a bound can't be negative, got {limit_bytes} bytes")
-        self.limit_bytes = limit_bytes
-        self.num_bytes = 0
-        self._items: dict[K, deque[tuple[V, int]]] = {}
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether an item of ``num_bytes`` may be put here now."""
-        return self.limit_bytes is None or self.num_bytes + num_bytes <= self.limit_bytes
-
-    def put(self, key: K, item: V, num_bytes: int) -> bool:
-        """Keep ``item`` if the bound allows it; return whether it was kept."""
-        if not self.has_room(num_bytes):
-            return False
-        self._items.setdefault(key, deque()).append((item, num_bytes))
-        self.num_bytes += num_bytes
-        return True
-
-    def take(self, key: K) -> V | None:
-        """Return the item of ``key`` that has lain here longest, or None."""
-        items = self._items.get(key)
-        if not items:
-            return None
-        item, num_bytes = items.popleft()
-        self.num_bytes -= num_bytes
-        return item
-
-    def count(self, key: K) -> int:
-        """Return how many items of ``key`` lie here."""
-        return len(self._items.get(key, ()))
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._items.clear()
-        self.num_bytes = 0
 
 
 class TensorPool:
@@ -79,19 +28,14 @@ class TensorPool:
     Args:
         backend: allocates the memory and records the events.
         retained_bytes: most bytes of freed tensors to keep; 0 hands all back to the allocator.
-
-    Raises:
-        ValueError: ``retained_bytes`` is negative.
     """
 
     def __init__(self, backend: Backend, *, retained_bytes: int) -> None:
         self._backend = backend
-        self._kept: FreeList[int, tuple[torch.Tensor, Event]] = FreeList(retained_bytes)
-
-    @property
-    def retained_bytes(self) -> int:
+        self._limit_bytes = retained_bytes
+        self._kept: defaultdict[int, deque[tuple[torch.Tensor, Event]]] = defaultdict(deque)
+        self.retained_bytes = 0
         """Bytes that are kept for reuse."""
-        return self._kept.num_bytes
 
     def allocate(
         self, num_bytes: int, like: tuple[Sequence[int], torch.dtype] | None = None
@@ -111,27 +55,33 @@ class TensorPool:
         Raises:
             RuntimeError: the device is out of memory.
         """
-        if not self._kept.limit_bytes and like is not None:
+        if not self._limit_bytes and like is not None:
             return self._backend.empty_device_like(*like), None
-        kept = self._kept.take(num_bytes)
-        return (self._backend.empty_device(num_bytes), None) if kept is None else kept
+        kept = self._kept.get(num_bytes)
+        if not kept:
+            return self._backend.empty_device(num_bytes), None
+        found = kept.popleft()
+        self.retained_bytes -= num_bytes
+        return found
 
     def free(self, tensor: torch.Tensor) -> None:
         """Take a tensor back after its last consumer was queued on the compute stream.
 
         Where it is not kept, whoever holds it decides how long it lives.
         """
-        if not self._kept.limit_bytes:
+        if not self._limit_bytes:
             return
         num_bytes = tensor.nbytes
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
-        if is_lone and self._kept.has_room(num_bytes):
-            backend = self._backend
-            self._kept.put(num_bytes, (tensor, backend.record(backend.compute_stream())), num_bytes)
+        if is_lone and self.retained_bytes + num_bytes <= self._limit_bytes:
+            last_use = self._backend.record(self._backend.compute_stream())
+            self._kept[num_bytes].append((tensor, last_use))
+            self.retained_bytes += num_bytes
 
     def clear(self) -> None:
         """Hand all kept tensors back to the allocator."""
         self._kept.clear()
+        self.retained_bytes = 0
 
 
 class GPUTensorPool:
@@ -140,23 +90,15 @@ class GPUTensorPool:
     Args:
         device: where tensors are made.
         pin_memory: make page-locked CPU tensors.
-        retained_bytes: most bytes of free tensors to keep; what is freed beyond is dropped. None,
-            the documented behaviour, keeps them all until `clear`.
 
-    Reuse is ordered by the stream that allocates and frees; for use across streams there is
-    `TensorPool`.
+    Free tensors are kept until `clear`. Reuse is ordered by the stream that allocates and frees;
+    for use across streams there is `TensorPool`.
     """
 
-    def __init__(
-        self,
-        device: str | torch.device = "cuda",
-        pin_memory: bool = False,
-        *,
-        retained_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, device: str | torch.device = "cuda", pin_memory: bool = False) -> None:
         self.device = torch.device(device)
         self.pin_memory = pin_memory
-        self._free: FreeList[PoolKey, torch.Tensor] = FreeList(retained_bytes)
+        self._free: defaultdict[PoolKey, deque[torch.Tensor]] = defaultdict(deque)
         # Lent tensors by identity, for each key that was ever asked for.
         self._lent: dict[PoolKey, dict[int, torch.Tensor]] = {}
         self._stats = dict.fromkeys(_STATS, 0)
@@ -169,13 +111,13 @@ class GPUTensorPool:
         """
         key = self._get_pool_key(shape, dtype)
         self._stats["allocation_requests"] += 1
-        tensor = self._free.take(key)
-        if tensor is None:
+        if self._free[key]:
+            tensor = self._free[key].popleft()
+            self._stats["pool_hits"] += 1
+        else:
             tensor = self._make(*key)
             self._stats["pool_misses"] += 1
             self._stats["total_allocated"] += 1
-        else:
-            self._stats["pool_hits"] += 1
         self._lent.setdefault(key, {})[id(tensor)] = tensor
         return tensor
 
@@ -224,7 +166,7 @@ class GPUTensorPool:
         key = self._get_pool_key(shape, dtype)
         if key not in lent:
             raise ValueError(f"no pool exists for shape {key[0]} and dtype {dtype}")
-        num_lent, num_free = lent[key], self._free.count(key)
+        num_lent, num_free = lent[key], len(self._free[key])
         total = num_lent + num_free
         return {
             "shape": key[0],
@@ -265,10 +207,58 @@ class GPUTensorPool:
         return torch.empty(shape, dtype=dtype, device=self.device, pin_memory=self.pin_memory)
 
     def _keep(self, key: PoolKey, tensor: torch.Tensor) -> None:
-        self._free.put(key, tensor, tensor.nbytes)
+        self._free[key].append(tensor)
 
     def _num_lent(self) -> Mapping[PoolKey, int]:
         return {key: len(lent) for key, lent in self._lent.items()}
+
+
+class HostTensorPool(GPUTensorPool):
+    """Lends host tensors out of a `HostPool`; its status counts all that is lent there.
+
+    What is freed, here or by the engine, is one memory: the next of either may have it. So nothing
+    is kept by shape, and ``free_count`` is 0. `allocate` blocks the host until the last copy out
+    of the same bytes is over.
+
+    Args:
+        host_pool: where the memory is.
+        backend: whose copies those are.
+    """
+
+    def __init__(self, host_pool: HostPool, backend: Backend) -> None:
+        super().__init__("cpu", pin_memory=backend.name == "cuda")
+        self.host_pool = host_pool
+        self._backend = backend
+        self._regions: dict[int, HostRegion] = {}
+
+    def clear(self) -> None:
+        """Take back all that this pool has lent, as `reset`; the engine's stays lent."""
+        self.reset()
+
+    def _make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = self._calculate_memory_size(shape, dtype)
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        region = self.host_pool.allocate(num_bytes, like=(torch.Size(shape), dtype))
+        if region is None:
+            raise RuntimeError(
+                f"the host pool has no {format_bytes(num_bytes)} left of "
+                f"{format_bytes(self.host_pool.cap_bytes)} (raise host_memory_bytes)"
+            )
+        if region.ready_event is not None and not self._backend.is_done(region.ready_event):
+            self._backend.sync_copies()
+        self._regions[id(region.tensor)] = region
+        return region.tensor
+
+    def _keep(self, key: PoolKey, tensor: torch.Tensor) -> None:
+        region = self._regions.pop(id(tensor), None)
+        if region is not None:
+            self.host_pool.free(region, self._backend.record(self._backend.h2d_stream))
+
+    def _num_lent(self) -> Mapping[PoolKey, int]:
+        lent = (tensor for region in self.host_pool.regions() for tensor in region.views)
+        counts = Counter(self._get_pool_key(tensor.shape, tensor.dtype) for tensor in lent)
+        return dict.fromkeys(self._lent, 0) | counts
 
 
 OffloadTensorPool = GPUTensorPool

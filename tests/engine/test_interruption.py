@@ -274,12 +274,11 @@ def test_a_graph_may_die_between_any_two_lines(timing, offset):
 
 def check_tiling(pool):
     for slab in pool._slabs:
-        at, piece = 0, slab.first
-        while piece is not None:
+        at = 0
+        for piece in slab:
             assert piece.offset == at
             at += piece.num_bytes
-            piece = piece.next
-        assert at == slab.num_bytes
+        assert at == slab.base.nbytes
     free = [piece for same_size in pool._free.values() for piece in same_size]
     stats = pool.stats
     assert sum(piece.num_bytes for piece in free) == stats.slab_bytes_total - stats.in_use_bytes

@@ -56,20 +56,16 @@ def span(region):
 # Lending.
 
 
-def test_a_region_is_a_flat_view_of_exactly_what_was_asked(backend):
-    region = make(backend).allocate(1000)
-    assert region.num_bytes == 1000
-    assert region.tensor.shape == (1000,)
-    assert region.tensor.dtype is torch.uint8
-    assert region.ready_event is None
-
-
-def test_regions_are_aligned_within_one_slab(backend):
+def test_regions_are_flat_views_of_what_was_asked_aligned_within_one_slab(backend):
     pool = make(backend)
-    regions = [pool.allocate(size) for size in (1, 513, 1024, 7)]
+    sizes = (1, 513, 1024, 7)
+    regions = [pool.allocate(size) for size in sizes]
+    assert [region.num_bytes for region in regions] == list(sizes)
+    assert all(region.tensor.dtype is torch.uint8 for region in regions)
+    assert all(region.ready_event is None for region in regions)
     first = span(regions[0])[0]
     assert [span(region)[0] - first for region in regions] == [0, 512, 1536, 2560]
-    assert pool.stats.num_slabs == 1
+    assert pool.stats.slab_bytes_total == 64 * KIB
     assert pool.stats.in_use_bytes == 512 + 1024 + 1024 + 512
 
 
@@ -77,21 +73,15 @@ def test_a_request_larger_than_a_slab_gets_one_of_its_own(backend):
     pool = make(backend)
     pool.allocate(100 * KIB + 1)
     assert pool.stats.slab_bytes_total == 100 * KIB + ALIGNMENT_BYTES
-    assert pool.stats.num_slabs == 1
 
 
-def test_freed_bytes_of_the_same_size_are_lent_again(backend):
+@pytest.mark.parametrize("num_bytes", [1000, 600])
+def test_freed_bytes_of_the_same_aligned_size_are_lent_again(backend, num_bytes):
     pool = make(backend)
     region, _ = pool.allocate(1000), pool.allocate(5000)
-    place = span(region)
+    start, _ = span(region)
     pool.free(region, None)
-    assert span(pool.allocate(1000)) == place
-
-
-def test_a_reused_region_of_another_length_has_that_length(backend):
-    pool = make(backend)
-    pool.free(pool.allocate(1000), None)
-    assert pool.allocate(600).tensor.nbytes == 600
+    assert span(pool.allocate(num_bytes)) == (start, start + num_bytes)
 
 
 def test_the_smallest_piece_that_is_large_enough_is_cut(backend):
@@ -110,22 +100,18 @@ def test_free_neighbours_are_joined_before_a_slab_is_added(backend):
     for index in (2, 0, 1):
         pool.free(regions[index], None)
     assert pool.allocate(48 * KIB) is not None
-    assert pool.stats.num_slabs == 1
+    assert pool.stats.slab_bytes_total == 64 * KIB
 
 
 # W5: behind which event bytes may be overwritten.
 
 
-def test_the_next_user_gets_the_event_of_the_last(backend):
+@pytest.mark.parametrize("num_unused", [0, 1])
+def test_the_next_user_gets_the_event_of_the_last_who_read(backend, num_unused):
     pool, event = make(backend), h2d_event(backend)
     pool.free(pool.allocate(1000), event)
-    assert pool.allocate(1000).ready_event is event
-
-
-def test_an_unused_region_passes_on_the_event_it_came_with(backend):
-    pool, event = make(backend), h2d_event(backend)
-    pool.free(pool.allocate(1000), event)
-    pool.free(pool.allocate(1000), None)
+    for _ in range(num_unused):
+        pool.free(pool.allocate(1000), None)
     assert pool.allocate(1000).ready_event is event
 
 
@@ -167,25 +153,14 @@ def test_waiting_for_the_ready_event_satisfies_the_simulation():
 # The cap, and pinning that fails.
 
 
-def test_over_the_cap_the_answer_is_none_and_counted(backend):
-    pool = make(backend, slab=4 * KIB, cap=8 * KIB)
-    assert pool.allocate(4 * KIB) is not None
-    assert pool.allocate(4 * KIB) is not None
+@pytest.mark.parametrize(("cap", "last"), [(8 * KIB, 4 * KIB), (6 * KIB + 100, 2 * KIB), (0, 0)])
+def test_slabs_are_as_large_as_the_cap_allows_and_over_it_the_answer_is_none(backend, cap, last):
+    pool = make(backend, slab=4 * KIB, cap=cap)
+    for size in (4 * KIB, last) if cap else ():
+        assert pool.allocate(size) is not None
     assert pool.allocate(1000) is None
     assert pool.allocate(100 * KIB) is None
-    assert (pool.stats.num_refused, pool.stats.refused_bytes) == (2, 1000 + 100 * KIB)
-    assert pool.stats.slab_bytes_total == 8 * KIB
-
-
-def test_the_last_slab_is_as_large_as_the_cap_allows(backend):
-    pool = make(backend, slab=4 * KIB, cap=6 * KIB + 100)
-    assert pool.allocate(4 * KIB) is not None
-    assert pool.allocate(2 * KIB) is not None
-    assert pool.stats.slab_bytes_total == 6 * KIB
-
-
-def test_a_cap_of_nothing_lends_nothing(backend):
-    assert make(backend, cap=0).allocate(1) is None
+    assert pool.stats.slab_bytes_total == cap // KIB * KIB
 
 
 def test_a_full_pool_warns_once_with_its_numbers(backend, caplog):
@@ -207,7 +182,6 @@ def test_memory_that_can_t_be_pinned_is_an_answer_not_an_error(error, caplog):
     pool = make(backend)
     assert pool.allocate(1000) is None
     assert "cannot pin" in pool.last_pin_error
-    assert pool.stats.num_refused == 1
     (record,) = caplog.records
     assert "can't be pinned" in record.getMessage()
     assert "cannot pin" in record.getMessage()
@@ -216,11 +190,10 @@ def test_memory_that_can_t_be_pinned_is_an_answer_not_an_error(error, caplog):
 def test_counters_and_warnings_tell_the_cap_from_memory_that_can_t_be_pinned(caplog):
     backend = Unpinnable(4 * KIB)
     pool = make(backend, slab=4 * KIB, cap=16 * KIB)
-    for size in (4, 8, 8, 20, 20):
-        pool.allocate(size * KIB)
-    assert pool.stats.num_refused == 4
+    regions = [pool.allocate(size * KIB) for size in (4, 8, 8, 20, 20)]
+    assert [region is None for region in regions] == [False, True, True, True, True]
     assert pool.stats.num_unpinnable == 2
-    assert pool.stats.num_pin_failures == 1
+    assert backend.asked == [4 * KIB, 8 * KIB]
     unpinnable, full = [record.getMessage() for record in caplog.records]
     assert unpinnable.startswith("host memory can't be pinned: asked 8.0 KiB")
     assert full.startswith("host pool is full: asked 20.0 KiB")
@@ -259,7 +232,6 @@ def test_a_slab_larger_than_the_machine_is_told_with_its_numbers(backend, caplog
     assert pool.allocate(1000) is not None
     assert pool.stats.slab_bytes_total == 8192
     assert pool.allocate(8000) is None
-    assert (pool.stats.num_refused, pool.stats.refused_bytes) == (1, 8000)
     told, full = [record.getMessage() for record in caplog.records]
     assert told.startswith("host_slab_bytes is 4.0 TiB and this process may pin 8.0 KiB (")
     assert full.startswith("host pool is full")
@@ -297,8 +269,6 @@ def test_a_smaller_slab_is_tried_when_a_full_one_can_t_be_pinned():
     pool = make(backend)
     assert pool.allocate(6 * KIB) is not None
     assert backend.asked == [64 * KIB, 6 * KIB]
-    assert pool.stats.num_pin_failures == 1
-    assert pool.stats.num_refused == 0
 
 
 # Giving back.
@@ -310,10 +280,9 @@ def test_shrink_gives_back_slabs_that_are_wholly_free(backend):
     for region in regions[:3]:
         pool.free(region, None)
     assert pool.shrink() == 4 * KIB
-    assert (pool.stats.slab_bytes_total, pool.stats.num_slabs) == (4 * KIB, 1)
-    assert pool.stats.peak_slab_bytes == 8 * KIB
+    assert (pool.stats.slab_bytes_total, pool.stats.peak_slab_bytes) == (4 * KIB, 8 * KIB)
     assert pool.allocate(2 * KIB) is not None
-    assert pool.stats.num_slabs == 1
+    assert pool.stats.slab_bytes_total == 4 * KIB
 
 
 def test_shrink_keeps_a_slab_whose_last_copy_is_under_way(backend):
@@ -378,20 +347,6 @@ def test_a_second_free_is_an_error_and_changes_nothing(backend):
     assert span(first) != span(second)
 
 
-def test_a_stranger_s_region_is_an_error(backend):
-    pool, other = make(backend), make(backend)
-    region = other.allocate(1000)
-    with pytest.raises(ValueError, match="another host pool"):
-        pool.free(region, None)
-    other.free(region, None)
-
-
-@pytest.mark.parametrize(("slab", "cap"), [(0, 10), (-1, 10), (10, -1)])
-def test_impossible_sizes_are_refused(backend, slab, cap):
-    with pytest.raises(ValueError, match="_bytes"):
-        make(backend, slab, cap)
-
-
 @pytest.mark.parametrize("num_bytes", [0, -1])
 def test_an_empty_region_is_refused(backend, num_bytes):
     with pytest.raises(ValueError, match="at least one byte"):
@@ -410,12 +365,6 @@ def test_without_a_cap_the_pool_takes_a_share_of_what_is_free(backend, monkeypat
     assert HostPool(backend, slab_bytes=KIB, cap_bytes=7, share=0.25).cap_bytes == 7
 
 
-@pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
-def test_an_impossible_share_is_refused(backend, share):
-    with pytest.raises(ValueError, match="share"):
-        HostPool(backend, slab_bytes=KIB, cap_bytes=None, share=share)
-
-
 # Everything at once.
 
 
@@ -428,6 +377,7 @@ def test_live_regions_never_overlap_whatever_is_asked(seed):
     event = backend.record(backend.h2d_stream)
     common = [rng.randint(1, 20 * KIB) for _ in range(5)]
     live = {}
+    num_refused = 0
     for step in range(1500):
         if live and rng.random() < 0.48:
             mark = rng.choice(list(live))
@@ -437,6 +387,7 @@ def test_live_regions_never_overlap_whatever_is_asked(seed):
         elif len(live) < 250:
             size = rng.choice(common) if rng.random() < 0.7 else rng.randint(1, 40 * KIB)
             region = pool.allocate(size)
+            num_refused += region is None
             if region is not None:
                 mark = next(value for value in range(256) if value not in live)
                 region.tensor.fill_(mark)
@@ -452,8 +403,8 @@ def test_live_regions_never_overlap_whatever_is_asked(seed):
         pool.free(region, None)
     assert pool.stats.in_use_bytes == 0
     assert pool.shrink() > 0
-    assert (pool.stats.slab_bytes_total, pool.stats.num_slabs) == (0, 0)
-    assert pool.stats.num_refused > 0
+    assert pool.stats.slab_bytes_total == 0
+    assert num_refused > 0
 
 
 def test_a_region_of_several_parts_shows_each_as_it_was_asked_for(backend):
@@ -509,4 +460,4 @@ def test_a_recovery_keeps_what_is_owned_and_frees_the_rest(backend):
         pool.free(region, None)
     assert pool.stats.in_use_bytes == 0
     assert pool.allocate(64 * KIB) is not None, "all free pieces are one again"
-    assert pool.stats.num_slabs == 1
+    assert pool.stats.slab_bytes_total == 64 * KIB
