@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_offload.cli.plan import make, policy_config, write
+from megatron_offload.cli.report import write_page
+from megatron_offload.cli.source import SourceOptions, find_profiles, load_source
 from megatron_offload.cli.train import RunOptions, read_config
+from megatron_offload.core.policy_config import PlanFileConfig
+from megatron_offload.errors import ConfigError
+from megatron_offload.report.console import console
+from megatron_offload.report.tables import compare_table, group_table, memory_table, rank_table
+from megatron_offload.train.comparison import FOLDERS, Comparison, compare_reports, write_comparison
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.launch import launch
+from megatron_offload.train.records import RunReport
+from megatron_offload.train.run_folder import plan_path, write_config
 
 ABOUT = """\
 Train twice from the same seed, without and then with offload, and compare every step's bits.
@@ -11,10 +26,11 @@ reads    --config, a YAML file (or the name of one in configs/); flags win over 
          whether offload is enabled there makes no difference
 prints   losses and gradient norms of every step, what moved, peak memory, and in the end
          'bitwise identical: yes' or 'no'
-writes   run.output: both runs in without_offload/ and with_offload/, compare.json, compare.png
-         and report.html (extra 'report'); where the runs have left profiles, plan.json
-         and tradeoff.json (extra 'plan'; see 'megatron-offload plan'). An earlier comparison in the
-         same folder is replaced; one that holds another run is refused
+writes   run.output: both runs in without_offload/ and with_offload/, compare.json and report.html
+         (extra 'report'); where the runs have left profiles, plan.json, which is the plan that the
+         run followed or else a new one, and tradeoff.json (extra 'plan'; see 'megatron-offload
+         plan'). An earlier comparison in the same folder is replaced; one that holds another run is
+         refused
 
 exit status: 0 the same bits, 1 they differ or a rank failed, 2 bad input (nothing was started), 143
 or 130 stopped by SIGTERM or SIGINT
@@ -24,10 +40,102 @@ example: megatron-offload compare --config quickstart
 
 Given = RunOptions
 
+_NUM_TARGETS = 3
+"""Points of the predicted trade-off curve, which a comparison should not wait long for."""
+
 
 def run(given: RunOptions) -> int:
-    """Compare two runs; return 0 where their bits are the same, else 1."""
-    config = read_config(given)
-    from megatron_offload.cli.compare_runs import compare  # imports torch
+    """Run without and with offload, print and write the comparison.
 
-    return compare(config)
+    Returns:
+        0 where the runs are bitwise identical, else 1; 0 on torchrun's ranks other than 0.
+    """
+    config = read_config(given)
+    folder = config.run.output
+    plain, offloaded = (_variant(config, name) for name in FOLDERS)
+    runs = [("without offload", plain), ("with offload", offloaded)]
+    with launch(runs, comparison=folder) as reports:
+        if reports is None:
+            return 0
+        result = compare_reports(*reports)
+        _print(config, reports, result)
+        write_config(config, folder)
+        out = console()
+        out.print(f"numbers: {write_comparison(config, reports, result, folder)}")
+        for line in (*_plan(folder), _report(folder)):
+            out.print(line)
+    return 0 if result.identical else 1
+
+
+def _variant(config: TrainConfig, folder: str) -> TrainConfig:
+    """Return the same run with or without offload, whole, writing into a folder of its own."""
+    is_offloaded = folder == FOLDERS[1]
+    run = {
+        "output": config.run.output / folder,
+        "resume": False,
+        "checkpoint_interval": 0,
+        "max_restarts": 0,
+    }
+    if not is_offloaded:  # there are no groups to look at
+        run |= {"trace_step": 0, "profile_step": 0}
+    # Copies and not new objects: which offload settings were given must not change.
+    return config.model_copy(
+        update={
+            "offload": config.offload.model_copy(update={"enabled": is_offloaded}),
+            "run": config.run.model_copy(update=run),
+        }
+    )
+
+
+def _print(config: TrainConfig, reports: Sequence[RunReport], result: Comparison) -> None:
+    out = console()
+    without, offloaded = reports
+    equal = zip(result.losses_equal, result.grad_norms_equal, strict=True)
+    steps = zip(without.steps, offloaded.steps, equal, strict=True)
+    rows = [(a.step, a.loss, b.loss, a.grad_norm, b.grad_norm, all(same)) for a, b, same in steps]
+    out.print(compare_table(rows))
+    ranks = offloaded.peaks()
+    out.print(rank_table(ranks, "With offload: bytes of the last step, peaks over usual steps"))
+    out.print(group_table(ranks, "Groups of the last step"))
+    if ranks[0]["peak_live_activation_bytes"] is not None:
+        out.print(memory_table(without.peaks(), ranks))
+    on_gpu = ranks[0]["peak_reserved_bytes"] is not None
+    times = [report.median_step_time_s(without=config.traced_step) for report in reports]
+    if times[0] and times[1]:
+        out.print(
+            f"median step time: {1e3 * times[0]:.1f} ms without, {1e3 * times[1]:.1f} ms with "
+            f"offload ({100 * (times[1] / times[0] - 1):+.1f} %)"
+            + ("" if on_gpu else "; on a CPU the device is simulated and its speed means nothing")
+        )
+    for name, is_equal in result.findings.items():
+        out.print(f"{name}: {'equal' if is_equal else 'DIFFERENT'}")
+    out.print(f"bitwise identical: {'yes' if result.identical else 'no'}", style="bold")
+
+
+def _plan(folder: Path) -> list[str]:
+    """Plan from the profiles that the run has left, or predict the plan that it followed.
+
+    Returns:
+        What became of it, line by line.
+    """
+    try:
+        if not find_profiles(folder):
+            return []
+        source = load_source(SourceOptions(folder=folder))
+        config = source.recorded.offload.policy if source.recorded else None
+        if source.recorded and source.recorded.own_plan:
+            config = PlanFileConfig(kind="plan_file", path=str(source.recorded.own_plan))
+        elif not isinstance(config, PlanFileConfig):
+            config = policy_config(source)
+        curve = write(make(source, config, _NUM_TARGETS), plan_path(folder))
+    except ConfigError as error:  # the extra ``plan`` may be missing
+        return [f"plan: left out: {error}"]
+    return [f"plan: {plan_path(folder)}", f"predicted trade-off: {curve}"]
+
+
+def _report(folder: Path) -> str:
+    """Write the HTML page; return where it is, or why there is none: the comparison stands."""
+    try:
+        return f"report, for a browser: {write_page(folder)}"
+    except ConfigError as error:
+        return f"report: left out: {error}"

@@ -206,7 +206,7 @@ def make(
     return Outcome(source, plan, prediction, without, tuple(points))
 
 
-def write(outcome: Outcome, path: Path, *, only_curve: bool = False) -> Path | None:
+def write(outcome: Outcome, path: Path) -> Path | None:
     """Write a plan with what is predicted of it, and the trade-off curve beside it.
 
     Returns:
@@ -215,9 +215,8 @@ def write(outcome: Outcome, path: Path, *, only_curve: bool = False) -> Path | N
     Raises:
         ConfigError: a file can't be written.
     """
-    if not only_curve:
-        with writing(path):
-            save_plan(outcome.plan, path)
+    with writing(path):
+        save_plan(outcome.plan, path)
     if not outcome.points:
         return None
     curve = path.parent / "tradeoff.json"

@@ -73,35 +73,6 @@ _COLUMNS = 2000
 _CHUNK = re.compile(r"\[chunk (\d+),")
 
 
-def plot_comparison(
-    path: Path,
-    losses: tuple[Sequence[float], Sequence[float]],
-    memory_bytes: tuple[Sequence[int], Sequence[int]],
-    memory_title: str,
-) -> None:
-    """Draw the losses of every step, and the peaks of every rank, without and with offload.
-
-    Raises:
-        ConfigError: Altair is not installed.
-    """
-    alt = _altair()
-    rows = [
-        {"step": step, "loss": loss, "run": run}
-        for run, values in zip(_RUNS, losses, strict=True)
-        for step, loss in enumerate(values, start=1)
-    ]
-    lines = _chart(rows, title="Loss", width=420, height=260).encode(
-        x=alt.X("step:O", axis=alt.Axis(labelAngle=0, labelOverlap="greedy")),
-        y=alt.Y("loss:Q", scale=alt.Scale(zero=False)),
-        color=_colors(_RUNS, "run"),
-    )
-    plain, offloaded = (lines.transform_filter(f"datum.run == '{run}'") for run in _RUNS)
-    both = plain.mark_line(strokeWidth=5, opacity=0.5)
-    both += offloaded.mark_line(strokeWidth=1.5, strokeDash=[5, 3])
-    pairs = list(zip(*memory_bytes, strict=True))
-    _write_png(both | memory_chart(pairs, memory_title).properties(width=420), path)
-
-
 def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> None:
     """Draw the step on each rank, as `timeline_chart` does, into a PNG file.
 

@@ -103,20 +103,17 @@ def _cells(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
     return [format_bytes(row[key]) if key.endswith("_bytes") else row[key] for key in keys]
 
 
-def compare_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+def compare_table(steps: Iterable[tuple[int, float, float, float, float, bool]]) -> Table:
     """Return one line for each step of two runs.
 
     Args:
-        rows: mappings with ``step``, ``loss`` and ``grad_norm`` (pairs: without, with offload) and
-            ``equal``.
+        steps: each its number, the losses and the gradient norms without and with offload, and
+            whether they are equal.
     """
     columns = ["step", "loss", "loss, offload", "grad norm", "grad norm, offload", "equal"]
     words = {True: Text("yes", "green"), False: Text("no", "bold red")}
-    cells = (
-        [row["step"], *(f"{x:.9g}" for x in (*row["loss"], *row["grad_norm"])), words[row["equal"]]]
-        for row in rows
-    )
-    return plain_table("Every step without and with offload", columns, 0, cells)
+    rows = ([step, *(f"{x:.9g}" for x in values), words[equal]] for step, *values, equal in steps)
+    return plain_table("Every step without and with offload", columns, 0, rows)
 
 
 def memory_table(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cli.jobs import SMALL, load_run, ran
+from cli.jobs import load_run, ran
 
-from megatron_offload.cli.compare_runs import _plan
+from megatron_offload.cli.compare import _plan
 from megatron_offload.planning.plan_file import load_plan, save_plan
 from megatron_offload.planning.policy import RatioPolicy
 from megatron_offload.report.tradeoff import read_tradeoff
@@ -27,25 +27,22 @@ def test_profiles_of_the_run_make_a_plan_and_a_curve(tmp_path):
     assert sum(point.is_plan for point in read_tradeoff(curve).points) == 1
 
 
-def test_a_plan_that_the_run_may_have_followed_stays_and_one_of_others_does_not(tmp_path):
-    path = tmp_path / "plan.json"
+@pytest.mark.parametrize("kind", ["auto", "plan_file"])
+def test_the_plan_that_the_run_followed_stays_and_another_does_not(tmp_path, kind):
     folder = ran(tmp_path / "with_offload")
-    save_plan(RatioPolicy(0.5).make_plan(load_run(folder).profiles), path)
-    before = path.read_bytes()
-    _plan(tmp_path)
-    assert path.read_bytes() == before
+    path = (folder if kind == "auto" else tmp_path) / "plan.json"
+    plan = RatioPolicy(0.5).make_plan(load_run(folder).profiles)
+    save_plan(plan, path)
+    given = f", path: {path}" if kind == "plan_file" else ""
+    (folder / "config.yaml").write_text(f"offload: {{policy: {{kind: {kind}{given}}}}}")
+    assert _plan(tmp_path)[0] == f"plan: {tmp_path / 'plan.json'}"
+    found = load_plan(tmp_path / "plan.json")
+    assert [rank.choices for rank in found.ranks] == [rank.choices for rank in plan.ranks]
     (marked,) = (p for p in read_tradeoff(tmp_path / "tradeoff.json").points if p.is_plan)
     assert marked.label == "the plan (ratio)"
-    ran(folder, SMALL.replace("microbatches: 4", "microbatches: 6"))
+    (folder / "config.yaml").unlink()
     _plan(tmp_path)
-    assert load_plan(path).policy == "auto"
-
-
-def test_the_plan_that_the_run_has_made_is_the_one_that_counts(tmp_path):
-    folder = ran(tmp_path / "with_offload")
-    save_plan(RatioPolicy(0.5).make_plan(load_run(folder).profiles), folder / "plan.json")
-    assert _plan(tmp_path)[0] == f"plan: {folder / 'plan.json'}"
-    assert not (tmp_path / "plan.json").exists()
+    assert load_plan(tmp_path / "plan.json").policy == "auto"
 
 
 def test_what_is_wrong_with_profiles_is_said_in_a_line(tmp_path):

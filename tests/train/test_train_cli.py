@@ -10,7 +10,7 @@ import torch
 
 from megatron_offload.cli import main as cli
 from megatron_offload.cli import train as train_command
-from megatron_offload.cli.compare_runs import _variant
+from megatron_offload.cli.compare import _variant
 from megatron_offload.errors import ConfigError
 from megatron_offload.train import launch
 from megatron_offload.train.config import check_ranks

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY
 
-from megatron_offload.cli import compare_runs as compare
-from megatron_offload.cli import report
+from megatron_offload.cli import compare, report
 from megatron_offload.cli import trace as trace_command
 from megatron_offload.config import load_yaml
 from megatron_offload.core.profile import GroupKey
