@@ -20,7 +20,7 @@ class FakeGpu(HostTimedBackend):
         self.cached_bytes = 1000
 
     def describe(self):
-        return DeviceInfo("Fake GPU", self.address, 80 << 30, 2)
+        return DeviceInfo("Fake GPU", self.address)
 
     def empty_device(self, num_bytes):
         self.cached_bytes += num_bytes

@@ -43,8 +43,7 @@ TORCHLESS = (
     "files/",
     "planning/",
     *(f"backends/{name}.py" for name in ("host_limit", "numa")),
-    *(f"machine/{name}.py" for name in ("checks_host", "checks_software", "finding", "pci")),
-    "machine/profile.py",
+    *(f"machine/{name}.py" for name in ("checks", "pci", "profile")),
     "report/tables.py",
     *(f"train/{name}.py" for name in ("checkpoint_folder", "config")),
 )

@@ -56,10 +56,6 @@ class DeviceInfo(NamedTuple):
     name: str
     pci_address: str | None
     """Such as ``0000:dc:02.0``."""
-    total_bytes: int
-    """Its memory."""
-    num_copy_engines: int | None
-    """How many copies run beside kernels and beside each other; None where it can't be told."""
 
 
 class DeviceMemory(NamedTuple):

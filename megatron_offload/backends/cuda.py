@@ -6,7 +6,6 @@ The compute stream is asked for at every use, and never while a copy stream is c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 import mmap
@@ -246,8 +245,7 @@ def _reporting(
 
 
 def _describe(index: int) -> DeviceInfo:
-    found = torch.cuda.get_device_properties(index)
-    return DeviceInfo(found.name, _address_of(index), found.total_memory, _num_copy_engines(index))
+    return DeviceInfo(torch.cuda.get_device_properties(index).name, _address_of(index))
 
 
 def _address_of(index: int) -> str | None:
@@ -256,24 +254,6 @@ def _address_of(index: int) -> str | None:
         return pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
     except AttributeError:  # torch is older than these
         return None
-
-
-_ASYNC_ENGINE_COUNT = 40
-"""CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, which PyTorch doesn't tell."""
-
-
-def _num_copy_engines(index: int) -> int | None:
-    device, count = ctypes.c_int(), ctypes.c_int()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    failed = (
-        driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(device), index)
-        or driver.cuDeviceGetAttribute(ctypes.byref(count), _ASYNC_ENGINE_COUNT, device)
-    )
-    return None if failed else count.value
 
 
 class _PinnedPages(mmap.mmap):

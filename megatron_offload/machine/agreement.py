@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron_offload.backends.base import Backend, DeviceInfo
 from megatron_offload.errors import ConfigError
-from megatron_offload.machine.bandwidth import BLOCK_BYTES, measure_gpu
-from megatron_offload.machine.examine import identify_gpu, identify_machine
+from megatron_offload.machine.bandwidth import BLOCK_BYTES, measure_copies
+from megatron_offload.machine.examine import identify_machine
 from megatron_offload.machine.job_ranks import JobRanks
 from megatron_offload.machine.profile import (
     MachineProfile,
@@ -69,35 +69,29 @@ def agree_on_machines(
         BandwidthError: a rank can't measure; on all ranks.
     """
     ranks = JobRanks(group, root=root)
-    gpus = ranks.of_my_machine(ranks.gather(identify_gpu(device)))
+    gpus = ranks.of_my_machine(ranks.gather(device))
     # The first rank of each machine reads and writes its file.
     identity = identify_machine(gpus, root=root) if ranks.turn == 0 else None
-    kept = None if identity is None else load_profile(identity, cache)
-    path = None if identity is None else profile_path(identity, cache)
-    profiles, paths = _known(ranks, kept, path)
-    is_new = len(profiles) < len(set(ranks.machines))
+    profile = load_profile(identity, cache) if identity is not None else None
+    path = profile_path(identity, cache) if identity is not None else None
+    known = [each for each in ranks.gather((profile, path)) if each[0] is not None]
+    is_new = len(known) < len(set(ranks.machines))
     if is_new:
         before_bytes = backend.reserved_bytes()
         try:
-            mine = measure_gpu(backend, device.pci_address, block_bytes=_BLOCK_BYTES, ranks=ranks)
+            mine = measure_copies(backend, block_bytes=_BLOCK_BYTES, ranks=ranks)
         finally:
             if backend.reserved_bytes() != before_bytes:
                 backend.trim_device()
         measured = tuple(ranks.of_my_machine(ranks.gather(mine)))
         if identity is not None:
-            kept = MachineProfile(identity=identity, measured_at=datetime.now(UTC), gpus=measured)
+            now = datetime.now(UTC)
+            profile = MachineProfile(identity=identity, measured_at=now, gpus=measured)
             try:
-                path = save_profile(kept, cache)
+                save_profile(profile, cache)
             except ConfigError as error:
                 _logger.warning("what was measured on this machine is not kept: %s", error)
                 path = None
-        profiles, paths = _known(ranks, kept, path)
-    return JobMachines(tuple(profiles), is_new, paths[0])
-
-
-def _known(
-    ranks: JobRanks, profile: MachineProfile | None, path: Path | None
-) -> tuple[list[MachineProfile], list[Path | None]]:
-    """Return the profiles that first ranks have, and where they lie; collective."""
-    kept = [each for each in ranks.gather((profile, path)) if each[0] is not None]
-    return [profile for profile, _ in kept if profile is not None], [path for _, path in kept]
+        known = [each for each in ranks.gather((profile, path)) if each[0] is not None]
+    profiles = tuple(profile for profile, _ in known if profile is not None)
+    return JobMachines(profiles, is_new, known[0][1])

@@ -9,13 +9,23 @@ are measured copy.
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
+import tempfile
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
+from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend, Wait
+from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.machine.job_ranks import JobRanks
 from megatron_offload.machine.pci import PciPath, read_pci_path
@@ -31,6 +41,9 @@ _NUM_COPIES = 6
 
 _NUM_ROUNDS = 3
 
+_KILL_TIMEOUT_S = 5.0
+"""A process that is stuck in the driver may not end; it is left to the system then."""
+
 _WAITS = {"d2h": Wait.W1, "h2d": Wait.W6}
 """What the first copy of a round waits for: whatever used its device memory before."""
 
@@ -39,49 +52,87 @@ class BandwidthError(OffloadError, RuntimeError):
     """Bandwidth can't be measured: memory is short or can't be pinned, or a process failed."""
 
 
-def measure_gpu(
-    backend: Backend,
-    pci_address: str | None,
+def measure_gpus(
+    num_gpus: int,
     *,
+    config: OffloadConfig | None = None,
     block_bytes: int = BLOCK_BYTES,
-    ranks: JobRanks | None = None,
-) -> GpuProfile:
-    """Measure a GPU as `measure_copies` does, and read its links meanwhile; collective.
+    timeout_s: float = 120.0,
+) -> tuple[GpuProfile, ...]:
+    """Measure GPUs, each alone and all at once; most of the time goes into starting processes.
+
+    Each GPU gets a process of its own; this one opens no device, and none outlives the call.
 
     Args:
-        backend: the GPU's.
-        pci_address: the GPU's place on the bus; None where it isn't known.
-        block_bytes: as for `measure_copies`.
-        ranks: likewise.
+        num_gpus: all that this process can use.
+        config: which backend; None takes CUDA.
+        block_bytes: what each copy moves.
+        timeout_s: after so many seconds whatever still runs is killed.
 
     Raises:
-        BandwidthError: as for `measure_copies`.
+        BandwidthError: a process failed or took too long.
     """
-    seen: list[PciPath | None] = []
-    rates = measure_copies(
-        backend,
-        block_bytes=block_bytes,
-        while_copying=lambda: seen.append(read_pci_path(pci_address)),
-        ranks=ranks,
-    )
-    return GpuProfile(rates=rates, pci=seen[-1])
+    config = config if config is not None else OffloadConfig(backend="cuda")
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (num_gpus, config, block_bytes, timeout_s, folder, results)
+        context = mp.start_processes(
+            _measure_one, arguments, num_gpus, join=False, daemon=True, start_method="spawn"
+        )
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not context.join(timeout=max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    raise BandwidthError(f"the copies were not done within {timeout_s:g} s")
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            last_line = str(error).strip().splitlines()[-1]
+            raise BandwidthError(
+                f"measuring GPU {error.error_index} failed: {last_line}"
+            ) from error
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join(_KILL_TIMEOUT_S)
+    profiles = dict(results.get() for _ in range(num_gpus))
+    return tuple(profiles[rank] for rank in range(num_gpus))
+
+
+def _measure_one(
+    rank: int,
+    num_ranks: int,
+    config: OffloadConfig,
+    block_bytes: int,
+    timeout_s: float,
+    folder: str,
+    results: Any,
+) -> None:
+    """Be one rank: measure one GPU, in turn and together with the others."""
+    os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks))  # all of them share the host's memory
+    backend = create_backend(config, rank)
+    if num_ranks > 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine
+        store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+        )
+    profile = measure_copies(backend, block_bytes=block_bytes)
+    if num_ranks > 1:
+        dist.destroy_process_group()
+    results.put((rank, profile))
 
 
 def measure_copies(
-    backend: Backend,
-    *,
-    block_bytes: int = BLOCK_BYTES,
-    while_copying: Callable[[], None] | None = None,
-    ranks: JobRanks | None = None,
-) -> CopyRates:
+    backend: Backend, *, block_bytes: int = BLOCK_BYTES, ranks: JobRanks | None = None
+) -> GpuProfile:
     """Measure what the backend's device gets, each number the median of a few rounds; collective.
 
-    Memory is given back: the host's to the system, the device's to the backend's allocator.
+    Its link is read meanwhile, for idle GPUs run it slower. Memory is given back: the host's to the
+    system, the device's to the backend's allocator.
 
     Args:
         backend: takes the memory and makes the copies.
         block_bytes: what each copy moves; twice that is pinned, and taken on the device.
-        while_copying: called once in each round, with copies under way.
         ranks: all that measure together; None for all there are.
 
     Raises:
@@ -93,7 +144,7 @@ def measure_copies(
         try:
             pool = HostPool(backend, slab_bytes=block_bytes, cap_bytes=None)
             stack.enter_context(contextlib.closing(pool))
-            link = _Link(backend, pool, block_bytes, while_copying)
+            link = _Link(backend, pool, block_bytes)
         except (BandwidthError, ConfigError) as error:
             problem = str(error)
         # Whoever gave up now would leave the others waiting for the next turn.
@@ -111,22 +162,23 @@ def measure_copies(
         node = alone[2:]
         if ranks.num_turns > 1:
             node = link.median("d2h", "h2d", before_each=ranks.meet)
-    return CopyRates.model_validate(dict(zip(CopyRates.model_fields, [*alone, *node], strict=True)))
+    rates = dict(zip(CopyRates.model_fields, [*alone, *node], strict=True))
+    return GpuProfile(rates=CopyRates.model_validate(rates), pci=link.path)
 
 
 class _Link:
-    """Blocks of memory on both sides of a device's link."""
+    """Blocks of memory on both sides of a device's link.
 
-    def __init__(
-        self,
-        backend: Backend,
-        pool: HostPool,
-        block_bytes: int,
-        while_copying: Callable[[], None] | None,
-    ) -> None:
+    Attributes:
+        path: the link itself as it was in the last round.
+    """
+
+    def __init__(self, backend: Backend, pool: HostPool, block_bytes: int) -> None:
+        device = backend.describe()
+        self.path: PciPath | None = None
+        self._address = device.pci_address if device is not None else None
         self._backend = backend
         self._block_bytes = block_bytes
-        self._while_copying = while_copying
         self._streams = {"d2h": backend.d2h_stream, "h2d": backend.h2d_stream}
         self._pairs = {}
         for name in self._streams:
@@ -134,14 +186,13 @@ class _Link:
             if region is None:
                 why = pool.last_pin_error or f"{pool.cap_bytes} may be used"
                 raise BandwidthError(f"{2 * block_bytes} bytes of host memory can't be had: {why}")
-            region.tensor.fill_(0)
+            host = region.tensor.fill_(0)
             try:
-                device = backend.empty_device(block_bytes).fill_(0)
+                block = backend.empty_device(block_bytes).fill_(0)
             except torch.OutOfMemoryError as error:
                 why = str(error).split("\n")[0]
                 raise BandwidthError(f"device memory can't be had: {why}") from error
-            ends = (region.tensor, device)
-            self._pairs[name] = ends if name == "d2h" else ends[::-1]
+            self._pairs[name] = (host, block) if name == "d2h" else (block, host)
 
     def median(self, *names: str, before_each: Callable[[], None] = lambda: None) -> list[float]:
         """Return the median bandwidth of each direction over the rounds, in GB/s."""
@@ -162,8 +213,7 @@ class _Link:
             for name in names:
                 backend.copy([self._pairs[name]], self._streams[name], "bandwidth")
                 ends[name].append(backend.timestamp(self._streams[name]))
-        if self._while_copying is not None:
-            self._while_copying()
+        self.path = read_pci_path(self._address)
         backend.sync_copies()
         first = ends[names[0]][0]
         ends_us = [[backend.sync_elapsed_us(first, end) for end in ends[name]] for name in names]

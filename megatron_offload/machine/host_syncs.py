@@ -22,8 +22,7 @@ import torch
 from megatron_offload import backends
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
-
-_MAX_CALL_LENGTH = 60
+from megatron_offload.errors import shorten
 
 _PASSED_OVER = (
     *(str(Path(str(module.__file__)).parent) + "/" for module in (torch, backends)),
@@ -41,7 +40,7 @@ class HostSync(NamedTuple):
     line: int
     """From 1."""
     call: str
-    """The source of the call; empty where it isn't there."""
+    """The line's source, shortened; empty where it isn't there."""
     kind: str
     """What the backend calls it."""
 
@@ -55,15 +54,20 @@ class HostSyncs:
         """How often the host waited at each place, in all steps together."""
         self._lock = threading.Lock()  # backward has threads of its own
 
-    def add(self, kind: str) -> None:
-        """Count a wait of the calling thread."""
-        sync = _place_of(sys._getframe(1), kind)
-        with self._lock:
-            self.counts[sync] += 1
-
     def per_step(self) -> list[tuple[HostSync, float]]:
         """Return each place and how often the host waits there in a step, most often first."""
         return [(sync, count / self.num_steps) for sync, count in self.counts.most_common()]
+
+    def _add(self, kind: str) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
+            frame = frame.f_back
+        sync = HostSync("", 0, "", kind)
+        if frame is not None:
+            file, line = frame.f_code.co_filename, frame.f_lineno
+            sync = HostSync(file, line, shorten(linecache.getline(file, line).strip(), 60), kind)
+        with self._lock:
+            self.counts[sync] += 1
 
 
 @contextlib.contextmanager
@@ -84,25 +88,5 @@ def find_host_syncs(backend: Backend | None = None, *, num_steps: int = 1) -> It
         raise ValueError(f"num_steps is at least 1, got {num_steps}")
     backend = backend if backend is not None else backends.create_backend(OffloadConfig())
     syncs = HostSyncs(num_steps)
-    with backend.watch_syncs(syncs.add):
+    with backend.watch_syncs(syncs._add):
         yield syncs
-
-
-def _place_of(frame: FrameType | None, kind: str) -> HostSync:
-    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
-        frame = frame.f_back
-    if frame is None:
-        return HostSync("", 0, "", kind)
-    return HostSync(frame.f_code.co_filename, frame.f_lineno, _source_of_call(frame), kind)
-
-
-def _source_of_call(frame: FrameType) -> str:
-    """Return what the frame is just calling: ``loss.item()`` out of a longer line."""
-    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    line, end_line, start, end = positions
-    if line is None or start is None or end is None:
-        return ""
-    # Columns count bytes of UTF-8.
-    text = linecache.getline(frame.f_code.co_filename, line).encode()
-    call = text[start : end if end_line == line else None].decode(errors="replace").strip()
-    return call if len(call) <= _MAX_CALL_LENGTH else call[: _MAX_CALL_LENGTH - 3] + "..."

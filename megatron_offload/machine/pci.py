@@ -6,12 +6,14 @@ An idle GPU runs its link slower than it can, so links are read while copies run
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import pynvml
 from pydantic import Field
 
 from megatron_offload.files.strict_model import StrictModel
+
+_Answer = TypeVar("_Answer")
 
 _LANE_GBPS = (0.25, 0.5, 0.985, 1.969, 3.938, 7.563)
 """What a lane carries each way at most, by generation, packet headers included, in 10^9 bytes a
@@ -19,7 +21,7 @@ second: the transfers of the PCI Express Base Specification, chapter 4, less the
 
 
 class PciLink(StrictModel):
-    """One link: its generation, and its number of lanes."""
+    """One link."""
 
     generation: int = Field(ge=1, le=len(_LANE_GBPS))
     width: int = Field(ge=1, le=32)
@@ -43,6 +45,8 @@ class PciPath(StrictModel):
 
 def read_pci_path(address: str | None) -> PciPath | None:
     """Return the link of the GPU at a PCI address; None where it is unknown or makes no sense."""
+    if address is None:
+        return None
 
     def path() -> PciPath:
         gpu = pynvml.nvmlDeviceGetHandleByPciBusId(address)
@@ -57,22 +61,20 @@ def read_pci_path(address: str | None) -> PciPath | None:
             ),
         )
 
-    found: PciPath | None = _ask(path) if address is not None else None
-    return found
+    return _ask(path)
 
 
 def driver_version() -> str | None:
     """Return the version of NVIDIA's driver; None without one."""
-    version = _ask(pynvml.nvmlSystemGetDriverVersion)
-    return str(version)[:200] if version else None
+    return _ask(lambda: str(pynvml.nvmlSystemGetDriverVersion())[:200])
 
 
 def num_nvidia_gpus() -> int:
     """Return how many NVIDIA GPUs the driver shows, whether or not CUDA can use them."""
-    return int(_ask(pynvml.nvmlDeviceGetCount) or 0)
+    return _ask(lambda: int(pynvml.nvmlDeviceGetCount())) or 0
 
 
-def _ask(question: Callable[[], Any]) -> Any:
+def _ask(question: Callable[[], _Answer]) -> _Answer | None:
     """Return what the driver answers; None where it doesn't, or where the answer makes no sense."""
     try:
         pynvml.nvmlInit()

@@ -116,7 +116,7 @@ def load_profile(identity: MachineIdentity, folder: Path | None = None) -> Machi
     if not os.path.exists(path):
         return None
     try:
-        profile = read_profile(path)
+        profile = read_model(MachineProfile, path, limit_bytes=_MAX_PROFILE_BYTES)
     except ConfigError as error:
         _logger.warning("what was measured on this machine can't be read: %s", error)
         return None
@@ -124,11 +124,6 @@ def load_profile(identity: MachineIdentity, folder: Path | None = None) -> Machi
         _logger.warning("%s is of another machine, and is not taken", path)
         return None
     return profile
-
-
-def read_profile(path: Path) -> MachineProfile:
-    """Read a profile; ConfigError where it is missing, or is not one."""
-    return read_model(MachineProfile, path, limit_bytes=_MAX_PROFILE_BYTES)
 
 
 def save_profile(profile: MachineProfile, folder: Path | None = None) -> Path:

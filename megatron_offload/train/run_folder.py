@@ -26,7 +26,7 @@ from pydantic import Field
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.files.text import replace_text
-from megatron_offload.machine.checks_software import found_version
+from megatron_offload.machine.checks import found_version
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.checkpoint_folder import CheckpointFolder, read_checkpoint
 from megatron_offload.train.comparison import COMPARISON_NAME, FOLDERS

@@ -110,13 +110,10 @@ def test_an_error_is_cleared_by_a_kernel_that_goes_through(monkeypatch, num_fail
 
 
 def test_a_device_says_what_it_is_and_an_old_torch_not_where(monkeypatch):
-    properties = SimpleNamespace(
-        name="GPU", total_memory=7, pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=2
-    )
+    properties = SimpleNamespace(name="GPU", pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "_num_copy_engines", lambda index: 3)
-    assert cuda.visible_devices() == (("GPU", "0001:dc:02.0", 7, 3),)
+    assert cuda.visible_devices() == (("GPU", "0001:dc:02.0"),)
     del properties.pci_domain_id
-    assert cuda.visible_devices() == (("GPU", None, 7, 3),)
+    assert cuda.visible_devices() == (("GPU", None),)

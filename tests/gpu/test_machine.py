@@ -20,7 +20,7 @@ from megatron_offload.backends.cuda import CudaBackend
 from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.profile import RunShape
 from megatron_offload.machine.bandwidth import measure_copies
-from megatron_offload.machine.examine import examine, identify_gpu, identify_machine
+from megatron_offload.machine.examine import examine, identify_machine
 from megatron_offload.machine.host_syncs import find_host_syncs
 from megatron_offload.machine.profile import load_profile
 
@@ -42,7 +42,7 @@ def test_measured_bandwidth_is_that_of_plain_copies():
     host = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
     before = time.monotonic()
-    rates = measure_copies(CudaBackend())
+    rates = measure_copies(CudaBackend()).rates
     seconds = time.monotonic() - before
     plain = {"d2h": plain_gbps(host, device), "h2d": plain_gbps(device, host)}
     print(f"\n{rates}\nplain {plain}, {seconds:.2f} s")  # noqa: T201 - for whoever runs it with -s
@@ -58,8 +58,6 @@ def test_devices_describe_themselves():
     assert len(devices) == torch.cuda.device_count()
     for index, device in enumerate(devices):
         assert device.name == torch.cuda.get_device_name(index)
-        assert device.total_bytes == torch.cuda.get_device_properties(index).total_memory
-        assert device.num_copy_engines is None or device.num_copy_engines >= 1
     addresses = [device.pci_address for device in devices if device.pci_address]
     assert len(set(addresses)) == len(addresses)
 
@@ -114,7 +112,7 @@ def test_a_run_measures_its_gpu_once_and_plans_with_it(tmp_path, monkeypatch):
     assert found.origin.startswith("measured now, one GPU, kept in ")
     this = visible_devices()[torch.cuda.current_device()]
     assert manager.backend.describe() == this
-    assert load_profile(identify_machine([identify_gpu(this)])) is not None
+    assert load_profile(identify_machine([this])) is not None
     run = RunShape(num_microbatches=6)
     plan = plan_run(manager, lambda: run_step(model, manager, inputs), run, policy=policy)
     assert not plan.bandwidths.startswith("measured now")
@@ -153,17 +151,17 @@ def test_lines_that_make_the_host_wait_are_found():
     assert torch.cuda.get_sync_debug_mode() == found_mode
     found = {sync.call: (sync, times) for sync, times in syncs.per_step()}
     assert {call: times for call, (_, times) in found.items()} == {
-        "y.detach().sum().item()": 1,
-        "gradient.sum().item()": 1,
+        "total = y.detach().sum().item() + 1": 1,
+        "assert gradient.sum().item() >= 0": 1,
         "torch.cuda.synchronize()": 1,
         "torch.cuda.current_stream().synchronize()": 0.5,
         "torch.cuda.Event().synchronize()": 0.5,
     }
     assert {sync.file for sync, _ in found.values()} == {__file__}
     first_line = this.__code__.co_firstlineno
-    assert found["y.detach().sum().item()"][0].line == first_line + 8
+    assert found["total = y.detach().sum().item() + 1"][0].line == first_line + 8
     backward_line = WaitsInBackward.backward.__code__.co_firstlineno
-    assert found["gradient.sum().item()"][0].line == backward_line + 2
+    assert found["assert gradient.sum().item() >= 0"][0].line == backward_line + 2
 
 
 def test_an_offloaded_step_never_makes_the_host_wait():

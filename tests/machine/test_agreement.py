@@ -12,7 +12,7 @@ from fake_gpus import FakeGpu, copy_little
 from megatron_offload.machine import examine
 from megatron_offload.machine.agreement import agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
-from megatron_offload.machine.profile import read_profile
+from megatron_offload.machine.profile import MachineProfile
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_machine_is_measured_once(agree):
     assert (first.is_new, second.is_new) == (True, False)
     assert second.profiles == first.profiles
     assert second.path == first.path
-    assert read_profile(first.path) == first.profiles[0]
+    assert MachineProfile.model_validate_json(first.path.read_text()) == first.profiles[0]
     (profile,) = first.profiles
     assert profile.gpus[0].rates.d2h_gbps == pytest.approx(25)
     assert profile.gpus[0].rates.node_h2d_gbps == pytest.approx(50)
@@ -86,7 +86,9 @@ def test_a_file_that_is_no_good_is_measured_anew_with_a_warning(agree, caplog, s
     again = agree(FakeGpu(gbps=7))
     assert again.is_new
     assert warning in caplog.text
-    assert read_profile(path).gpus[0].rates.d2h_gbps == pytest.approx(7)
+    assert MachineProfile.model_validate_json(path.read_text()).gpus[
+        0
+    ].rates.d2h_gbps == pytest.approx(7)
 
 
 def test_a_file_that_can_t_be_written_costs_a_warning(agree, caplog, tmp_path):

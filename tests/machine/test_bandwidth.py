@@ -1,21 +1,35 @@
-"""Bandwidths on the simulated device's virtual clock, and the turns that ranks take."""
+"""Bandwidths on the simulated device's virtual clock, the turns that ranks take, and processes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import weakref
 
 import pytest
 import torch
 
-from megatron_offload.backends.base import Wait
+from megatron_offload.backends.base import DeviceInfo, Wait
 from megatron_offload.backends.simulated import SimulatedBackend
-from megatron_offload.config import SimulatedConfig
+from megatron_offload.config import OffloadConfig, SimulatedConfig
 from megatron_offload.errors import HazardError
 from megatron_offload.machine import bandwidth
-from megatron_offload.machine.bandwidth import BandwidthError, gbps_while_all_copy, measure_copies
+from megatron_offload.machine.bandwidth import (
+    BandwidthError,
+    gbps_while_all_copy,
+    measure_copies,
+    measure_gpus,
+)
 from megatron_offload.machine.job_ranks import JobRanks
+from megatron_offload.machine.pci import PciLink, PciPath
+from megatron_offload.machine.profile import CopyRates, GpuProfile
 
 KIB = 1024
+
+
+def measured_rates(*args, **settings):
+    """Return what is measured with small blocks."""
+    return measure_copies(make_backend(*args, **settings), block_bytes=64 * KIB).rates
 
 
 def make_backend(timing="late", kind=SimulatedBackend, **settings):
@@ -24,7 +38,7 @@ def make_backend(timing="late", kind=SimulatedBackend, **settings):
 
 @pytest.mark.parametrize("timing", ["eager", "late", "random"])
 def test_each_direction_gets_what_its_stream_carries(timing):
-    rates = measure_copies(make_backend(timing), block_bytes=64 * KIB)
+    rates = measured_rates(timing)
     values = rates.model_dump()
     assert {name: values[name] for name in values if "d2h" in name} == pytest.approx(
         {"d2h_gbps": 25, "both_d2h_gbps": 25, "node_d2h_gbps": 25}
@@ -37,7 +51,7 @@ def test_each_direction_gets_what_its_stream_carries(timing):
 @pytest.mark.parametrize("wait", [Wait.W1, Wait.W6])
 def test_copies_are_ordered_after_what_used_their_memory(wait):
     with pytest.raises(HazardError, match=wait.name):
-        measure_copies(make_backend(removed_waits=frozenset({wait})), block_bytes=64 * KIB)
+        measured_rates(removed_waits=frozenset({wait}))
 
 
 class OneEngine(SimulatedBackend):
@@ -50,7 +64,7 @@ class OneEngine(SimulatedBackend):
 
 
 def test_directions_that_share_an_engine_are_slower_together():
-    rates = measure_copies(make_backend(kind=OneEngine), block_bytes=64 * KIB)
+    rates = measured_rates(kind=OneEngine)
     assert rates.d2h_gbps == pytest.approx(25)
     assert rates.h2d_gbps == pytest.approx(50)
     # A block each way takes 1/25 + 1/50: both get 16.7 GB/s.
@@ -71,16 +85,22 @@ class SlowStart(SimulatedBackend):
 
 
 def test_a_link_that_wakes_slowly_is_measured_awake():
-    rates = measure_copies(make_backend(kind=SlowStart), block_bytes=64 * KIB)
+    rates = measured_rates(kind=SlowStart)
     assert rates.d2h_gbps == pytest.approx(25)
 
 
-def test_links_are_looked_at_while_copies_are_under_way():
+def test_links_are_looked_at_while_copies_are_under_way(monkeypatch):
     backend = make_backend("late")
-    pending = []
-    measure_copies(
-        backend, block_bytes=64 * KIB, while_copying=lambda: pending.append(backend.num_pending)
-    )
+    backend.describe = lambda: DeviceInfo("a GPU", "0000:3b:00.0")
+    link, pending = PciLink(generation=5, width=16), []
+
+    def look(address):
+        assert address == "0000:3b:00.0"
+        pending.append(backend.num_pending)
+        return PciPath(now=link, most=link)
+
+    monkeypatch.setattr(bandwidth, "read_pci_path", look)
+    assert measure_copies(backend, block_bytes=64 * KIB).pci.now == link
     assert pending
     assert all(pending)
 
@@ -94,7 +114,7 @@ def test_host_memory_is_given_back(monkeypatch):
             pools.append(self)
 
     monkeypatch.setattr(bandwidth, "HostPool", Pool)
-    measure_copies(make_backend(), block_bytes=64 * KIB)
+    measured_rates()
     (pool,) = pools
     assert pool.stats.peak_slab_bytes == 2 * 64 * KIB
     assert pool.stats.slab_bytes_total == 0
@@ -107,13 +127,13 @@ class Unpinnable(SimulatedBackend):
 
 def test_memory_that_can_t_be_pinned_is_named():
     with pytest.raises(BandwidthError, match=r"131072 bytes.*pinning failed: out of memory"):
-        measure_copies(make_backend(kind=Unpinnable), block_bytes=64 * KIB)
+        measured_rates(kind=Unpinnable)
 
 
 def test_too_little_host_memory_is_named(monkeypatch):
     monkeypatch.setattr("megatron_offload.memory.host_pool.default_cap_bytes", lambda share: 70_000)
     with pytest.raises(BandwidthError, match=r"131072 bytes.*can't be had: 70000 may be used"):
-        measure_copies(make_backend(), block_bytes=64 * KIB)
+        measured_rates()
 
 
 # The arithmetic.
@@ -148,6 +168,7 @@ class Group:
         names = ("is_initialized", "get_world_size", "get_rank", "all_gather_object", "barrier")
         for name in names:
             monkeypatch.setattr(torch.distributed, name, getattr(self, name))
+        monkeypatch.setattr(bandwidth, "read_pci_path", lambda address: self.log.append("copies"))
 
     def is_initialized(self):
         return True
@@ -172,12 +193,7 @@ class Group:
 
 
 def measure_as(group, kind=SimulatedBackend):
-    measure_copies(
-        make_backend(kind=kind),
-        block_bytes=64 * KIB,
-        while_copying=lambda: group.log.append("copies"),
-        ranks=JobRanks(group),
-    )
+    measure_copies(make_backend(kind=kind), block_bytes=64 * KIB, ranks=JobRanks(group))
     return group.log
 
 
@@ -223,7 +239,7 @@ class Full(SimulatedBackend):
 
 def test_device_memory_that_can_t_be_had_is_named():
     with pytest.raises(BandwidthError, match=r"device memory can't be had: CUDA out of memory\.$"):
-        measure_copies(make_backend(kind=Full), block_bytes=64 * KIB)
+        measured_rates(kind=Full)
 
 
 def test_the_error_of_a_measurement_holds_no_memory(monkeypatch):
@@ -239,3 +255,74 @@ def test_the_error_of_a_measurement_holds_no_memory(monkeypatch):
         measure_as(Group(monkeypatch, 0, ["a", "a"], ["", "too little"]), Watched)
     assert caught.value.__traceback__ is not None
     assert [block() for block in blocks] == [None, None]
+
+
+# Processes.
+
+
+SIMULATED = OffloadConfig(backend="simulated", simulated=SimulatedConfig(d2h_gbps=25, h2d_gbps=50))
+
+
+def children():
+    """Return the processes that this one has started and that are not gone."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return set(file.read().split())
+
+
+@pytest.mark.slow
+def test_every_gpu_has_a_process_and_a_result():
+    gpus = measure_gpus(2, config=SIMULATED, block_bytes=1 << 16)
+    assert len(gpus) == 2
+    for gpu in gpus:
+        assert gpu.rates.d2h_gbps == pytest.approx(25)
+        assert gpu.rates.node_h2d_gbps == pytest.approx(50)
+        assert gpu.pci is None
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_told_with_its_reason():
+    with pytest.raises(BandwidthError, match=r"measuring GPU 0 failed: .*must be positive, got 0"):
+        measure_gpus(1, config=SIMULATED, block_bytes=0)
+
+
+class Finished:
+    """Stands in for processes that are done."""
+
+    processes = ()
+
+    def join(self, timeout):
+        return True
+
+
+def test_results_stand_in_the_order_of_the_gpus_whoever_was_first(monkeypatch):
+    first, second = (
+        GpuProfile(rates=dict.fromkeys(CopyRates.model_fields, rate), pci=None) for rate in (1, 2)
+    )
+
+    def start(function, arguments, num_processes, **settings):
+        assert num_processes == 2
+        arguments[-1].put((1, second))
+        arguments[-1].put((0, first))
+        return Finished()
+
+    monkeypatch.setattr(bandwidth.mp, "start_processes", start)
+    assert measure_gpus(2) == (first, second)
+
+
+def wait_forever(*arguments):
+    signal.pause()
+
+
+def test_processes_that_take_too_long_are_killed(monkeypatch):
+    monkeypatch.setattr(bandwidth, "_measure_one", wait_forever)
+    before = children()
+    with pytest.raises(BandwidthError, match=r"not done within 0\.1 s"):
+        measure_gpus(1, config=SIMULATED, timeout_s=0.1)
+    assert children() <= before | children_of_tracker()
+
+
+def children_of_tracker():
+    """Return Python's own helper of spawned processes, which stays."""
+    from multiprocessing import resource_tracker
+
+    return {str(resource_tracker._resource_tracker._pid)}

@@ -24,28 +24,19 @@ def wait_twice(backend):
     return 1 + (backend.sync_copies() or backend.num_pending)
 
 
-def test_each_wait_is_counted_at_its_line_with_its_call():
+def test_each_wait_is_counted_at_its_line_and_what_comes_most_often_comes_first():
     backend = SimulatedBackend()
     with find_host_syncs(backend, num_steps=2) as syncs:
+        backend.sync_copies()
         for _ in range(4):
             wait_twice(backend)
-        backend.sync_copies()
-    per_step = {(sync.line, sync.call, sync.kind): times for sync, times in syncs.per_step()}
     first, second = line_of(wait_twice, 1), line_of(wait_twice, 2)
-    for line in (first, second):
-        assert per_step[line, "backend.sync_copies()", "sync_copies"] == 2
-    assert sorted(per_step.values()) == [0.5, 2, 2]
-    assert {sync.file for sync in syncs.counts} == {__file__}
-
-
-def test_what_comes_most_often_comes_first():
-    backend = SimulatedBackend()
-    with find_host_syncs(backend) as syncs:
-        backend.sync_copies()
-        for _ in range(3):
-            wait_twice(backend)
-    counts = [times for _, times in syncs.per_step()]
-    assert counts == sorted(counts, reverse=True) == [3, 3, 1]
+    source = "return 1 + (backend.sync_copies() or backend.num_pending)"
+    assert syncs.per_step()[:2] == [
+        (HostSync(__file__, first, "backend.sync_copies()", "sync_copies"), 2),
+        (HostSync(__file__, second, source, "sync_copies"), 2),
+    ]
+    assert [times for _, times in syncs.per_step()] == [2, 2, 0.5]
 
 
 def test_frames_of_torch_and_of_backends_are_passed_over():
@@ -82,31 +73,16 @@ def test_a_wait_on_another_thread_is_counted_too():
     ]
 
 
-def test_a_call_without_source_or_of_many_lines_still_has_its_line():
+def test_a_line_without_source_or_a_long_one_is_told_too():
     backend = SimulatedBackend()
     program = "\n\nbackend.sync_copies()"
     with find_host_syncs(backend) as syncs:
         exec(compile(program, "<made up>", "exec"), {"backend": backend})  # noqa: S102 - our own
-        backend.sync_copies(
-            # of both
-        )
-    first, second = sorted(syncs.counts, key=lambda sync: sync.file)
-    if first.file != "<made up>":
-        first, second = second, first
-    assert first == HostSync("<made up>", 3, "", "sync_copies")
-    assert second.call == "backend.sync_copies("
-
-
-def test_a_long_call_and_letters_of_several_bytes_are_shown_well():
-    backend = SimulatedBackend()
-    with find_host_syncs(backend) as syncs:
-        größe = "é", backend.sync_copies()
         (backend if backend.name == "simulated" else SimulatedBackend(None)).sync_copies()
-    assert größe == ("é", None)
-    short, long = sorted((sync.call for sync in syncs.counts), key=len)
-    assert short == "backend.sync_copies()"
-    assert len(long) == 60
-    assert long.endswith("...")
+    made_up, long = syncs.counts
+    assert made_up == HostSync("<made up>", 3, "", "sync_copies")
+    assert len(long.call) == 60
+    assert long.call.endswith("...")
 
 
 def test_nothing_is_counted_before_and_after_nor_once_the_program_failed():

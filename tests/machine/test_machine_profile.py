@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import stat
 from datetime import UTC, datetime
 
@@ -20,7 +21,6 @@ from megatron_offload.machine.profile import (
     MachineProfile,
     load_profile,
     profile_path,
-    read_profile,
     save_profile,
 )
 
@@ -52,7 +52,6 @@ def test_a_profile_comes_back_as_it_was_kept(tmp_path, caplog):
     assert not caplog.records, "what was never measured is no news"
     path = save_profile(profile, tmp_path / "a/b")
     assert load_profile(identity, tmp_path / "a/b") == profile
-    assert read_profile(path) == profile
     save_profile(make_profile(identity, d2h_gbps=1.0), tmp_path / "a/b")
     assert load_profile(identity, tmp_path / "a/b").gpus[0].rates.d2h_gbps == 1.0
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -115,11 +114,7 @@ def test_the_host_s_name_is_not_in_the_file(tmp_path, monkeypatch):
 
 
 def changed(**changes):
-    def change(data):
-        data.update(changes)
-        return json.dumps(data)
-
-    return change
+    return lambda data: json.dumps(data | changes)
 
 
 def with_rate(value):
@@ -152,9 +147,8 @@ def test_a_broken_file_is_named_and_counts_as_absent(tmp_path, caplog, spoil, me
     identity = make_identity(tmp_path)
     path = save_profile(make_profile(identity), tmp_path)
     path.write_text(spoil(json.loads(path.read_text())))
-    with pytest.raises(ConfigError, match=message):
-        read_profile(path)
     assert load_profile(identity, tmp_path) is None
+    assert re.search(message, caplog.text)
     assert f"can't be read: {path}" in caplog.text or f"can't read {path}" in caplog.text
     save_profile(make_profile(identity), tmp_path)
     assert load_profile(identity, tmp_path) is not None
@@ -169,12 +163,6 @@ def test_a_folder_in_the_place_of_the_file_is_told(tmp_path):
     with pytest.raises(ConfigError, match="can't write"):
         save_profile(make_profile(identity), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_cache_that_can_t_be_made_is_told(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="can't write"):
-        save_profile(make_profile(make_identity(tmp_path)), tmp_path / "file/cache")
 
 
 def keep_saving(folder, identity, d2h_gbps, times):

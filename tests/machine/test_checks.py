@@ -1,0 +1,375 @@
+"""Machines, made up: what is said of their GPUs, memory, settings and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from megatron_offload.files.kernel import read_members
+from megatron_offload.machine import checks
+from megatron_offload.machine.checks import NEWEST_SEEN
+from megatron_offload.machine.pci import PciLink, PciPath
+from megatron_offload.machine.profile import CopyRates
+
+GPU = "0000:3b:00.0"
+GIB_IN_KIB = 1 << 20
+GEN5, GEN3 = PciLink(generation=5, width=16), PciLink(generation=3, width=16)
+GEN5_X4 = PciLink(generation=5, width=4)
+
+
+def make_path(now=GEN5, most=GEN5):
+    return PciPath(now=now, most=most)
+
+
+def make_rates(alone=55.0, both=50.0, node=50.0):
+    values = (alone, alone, both, both, node, node)
+    return CopyRates(**dict(zip(CopyRates.model_fields, values, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("names", "num_shown", "level", "said"),
+    [
+        (["H200", "H100", "H200"], 3, "ok", "3 of H100, H200"),
+        ([], 0, "note", "the simulated device"),
+        ([], 8, "warning", "the driver shows 8, and PyTorch can use none"),
+    ],
+)
+def test_gpus_are_counted_by_kind(names, num_shown, level, said):
+    finding = checks.check_devices(names, num_shown)
+    assert finding.level == level
+    assert said in finding.found
+    assert ("CUDA_VISIBLE_DEVICES" in finding.advice) == (level == "warning")
+
+
+@pytest.mark.parametrize(
+    ("path", "rates", "level", "said"),
+    [
+        (make_path(), make_rates(), "ok", "55.0 GB/s to the host, 55.0 back, of PCIe 5.0 x16"),
+        (make_path(), make_rates(alone=44.2), "ok", "of PCIe 5.0 x16"),
+        (make_path(), make_rates(alone=44.0), "warning", "44.0 GB/s to the host, 44.0 back, of"),
+        (make_path(now=GEN3), make_rates(alone=12), "warning", "runs as PCIe 3.0 x16"),
+        (make_path(now=GEN5_X4), make_rates(alone=12), "warning", "runs as PCIe 5.0 x4"),
+        # What a virtual bus claims is less than what was measured.
+        (make_path(now=GEN3), make_rates(), "ok", "55.0 GB/s"),
+        (make_path(), make_rates().model_copy(update={"h2d_gbps": 20.0}), "warning", "20.0 back"),
+        (None, make_rates(), "ok", "the driver doesn't show it"),
+        (None, None, "note", "unknown"),
+        (make_path(), None, "ok", "PCIe 5.0 x16"),
+        (make_path(now=GEN3, most=GEN5), None, "note", "while idle"),
+    ],
+)
+def test_copies_are_held_against_their_link(path, rates, level, said):
+    finding = checks.check_link(0, path, rates)
+    assert finding.level == level
+    assert said in finding.found
+    assert bool(finding.advice) == (level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("rates", "num_gpus", "level", "said", "advised"),
+    [
+        (make_rates(55, 53, 52), 4, "ok", "52.0 and 52.0 while all 4 GPUs copy", ""),
+        (make_rates(55, 51, 25.6), 4, "note", "25.6 and 25.6 while all 4", "resident_delta"),
+        (make_rates(55, 28, 28), 4, "note", "28.0 GB/s to the host", "copies go both ways"),
+        (make_rates(55, 28, 28), 1, "note", "28.0 back at once", "copies go both ways"),
+        (make_rates(55, 54, 54), 1, "ok", "54.0 back at once", ""),
+    ],
+)
+def test_what_is_left_when_others_copy_too_is_told(rates, num_gpus, level, said, advised):
+    finding = checks.check_node_rates(0, rates, num_gpus)
+    assert finding.level == level
+    assert said in finding.found
+    assert advised in finding.advice
+    assert ("while all" in finding.found) == (num_gpus > 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "level", "said"),
+    [
+        (b"DMA-FQ\n", "note", "translates this GPU's addresses (domain type 'DMA-FQ')"),
+        (b"identity\n", "ok", "pass through"),
+        (None, "ok", "none is shown"),
+        (b"\xff", "ok", "none is shown"),
+    ],
+)
+def test_an_iommu_that_translates_is_noted(tmp_path, content, level, said):
+    folder = tmp_path / f"sys/bus/pci/devices/{GPU}/iommu_group"
+    folder.mkdir(parents=True)
+    if content is not None:
+        (folder / "type").write_bytes(content)
+    finding = checks.check_iommu(0, GPU, root=tmp_path)
+    assert finding.level == level
+    assert said in finding.found
+    assert checks.check_iommu(0, None, root=tmp_path).found == "unknown"
+
+
+# Memory of the host
+
+
+class Machine:
+    """A made-up ``/`` with two memory nodes, a GPU at the second, and eight CPUs."""
+
+    def __init__(self, root, monkeypatch):
+        self.root = root
+        self.cpus, self.swap_bytes, self.memlock = [], 0, psutil.RLIM_INFINITY
+        process = SimpleNamespace(
+            cpu_affinity=lambda: self.cpus, rlimit=lambda what: (self.memlock, -1)
+        )
+        monkeypatch.setattr(psutil, "Process", lambda: process)
+        monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=self.swap_bytes))
+        self.write("sys/devices/system/node/online", "0-1\n")
+        self.write("sys/devices/system/node/node0/cpulist", "0-3\n")
+        self.write("sys/devices/system/node/node1/cpulist", "4-7\n")
+        self.write(f"sys/bus/pci/devices/{GPU}/numa_node", "1\n")
+        self.allow(cpus="0-7", nodes="0-1")
+        self.free(100 * GIB_IN_KIB)
+
+    def write(self, path, content):
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    def allow(self, cpus, nodes):
+        self.cpus = sorted(read_members(cpus))
+        self.write("proc/self/status", f"Name:\tpython\nMems_allowed_list:\t{nodes}\n")
+
+    def free(self, available_kib):
+        self.write("proc/meminfo", f"MemAvailable: {available_kib} kB\n")
+
+    def node(self, *, may_place=True, address=GPU):
+        asked = []
+        finding = checks.check_memory_node(
+            0, address, root=self.root, may_place=lambda node: asked.append(node) or may_place
+        )
+        assert set(asked) <= {1}
+        return finding
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_one_node_is_no_question(machine):
+    machine.write("sys/devices/system/node/online", "0\n")
+    assert machine.node(may_place=False).level == "ok"
+
+
+@pytest.mark.parametrize("content", ["-1\n", "7\n", "x", b"\xff", b"9" * (5 << 20)])
+def test_an_unknown_node_is_a_note(machine, content):
+    machine.write(f"sys/bus/pci/devices/{GPU}/numa_node", content)
+    finding = machine.node()
+    assert finding.level == "note"
+    assert finding.found.startswith("unknown; the machine has 2")
+    assert machine.node(address=None).level == "note"
+    nothing = checks.check_memory_node(0, GPU, root=machine.root / "empty")
+    assert nothing.found == "unknown; the machine has an unknown number"
+
+
+def test_a_cpuset_without_the_near_node_is_a_warning(machine):
+    machine.allow(cpus="0-3", nodes="0")
+    finding = machine.node()
+    assert finding.level == "warning"
+    assert "may only use [0]" in finding.found
+    assert "--cpuset-mems" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("cpus", "may_place", "level", "said"),
+    [
+        ("0-7", True, "ok", "1, where pinned memory comes from"),
+        ("0-3", True, "note", "no CPU of this process is there"),
+        ("4-5", False, "ok", "1, where pinned memory comes from"),
+        ("0-7", False, "note", "refuses mbind(2)"),
+        ("0-3", False, "warning", "refuses mbind(2)"),
+    ],
+)
+def test_where_pages_can_t_be_placed_the_process_s_cpus_decide(
+    machine, cpus, may_place, level, said
+):
+    machine.allow(cpus=cpus, nodes="0-1")
+    finding = machine.node(may_place=may_place)
+    assert finding.level == level
+    assert said in finding.found
+    assert ("--cpunodebind=1" in finding.advice) == ("mbind" in said)
+
+
+@pytest.mark.parametrize("content", ["", "garbage", b"\xff\x00", "Mems_allowed_list:\tall\n"])
+def test_a_status_that_can_t_be_read_restricts_nothing(machine, content):
+    machine.write("proc/self/status", content)
+    assert machine.node().level == "ok"
+
+
+def test_this_kernel_answers_whether_pages_may_be_placed():
+    assert checks.may_place_pages(0) in (True, False)
+    assert checks.may_place_pages(1 << 20) is False
+
+
+def test_what_each_rank_may_pin_is_told(machine, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "garbage")  # the user's own plays no part
+
+    def check(num_ranks):
+        return checks.check_host_memory(num_ranks, 256 << 20, root=machine.root)
+
+    assert check(4).found.startswith("12.5 GiB may be pinned by each of 4 ranks (50%")
+    assert check(1).found.startswith("50.0 GiB")
+    machine.free(GIB_IN_KIB)
+    assert check(2).level == "ok"
+    assert check(4).level == "warning"
+    assert "less than one slab of 256.0 MiB" in check(4).found
+    machine.free(100 * GIB_IN_KIB)
+    machine.write("proc/self/cgroup", "0::/job\n")
+    machine.write("sys/fs/cgroup/job/memory.max", str(8 << 30))
+    machine.write("sys/fs/cgroup/job/memory.current", "0")
+    assert check(1).found.startswith("4.0 GiB")
+
+
+def test_swap_in_use_and_a_limit_of_locked_memory_are_notes(machine):
+    assert (checks.check_swap().level, checks.check_memlock().level) == ("ok", "ok")
+    machine.swap_bytes, machine.memlock = 1 << 30, 8 << 20
+    assert (checks.check_swap().level, checks.check_memlock().level) == ("ok", "note")
+    machine.swap_bytes, machine.memlock = 6 << 30, 0
+    assert (checks.check_swap().level, checks.check_memlock().level) == ("note", "note")
+    assert checks.check_swap().found == "6.0 GiB in use"
+
+
+# Versions
+
+
+REQUIREMENTS = [
+    "numpy>=1.26",
+    "torch>=2.6",
+    "megatron-core>=0.16.1; extra == 'megatron'",
+    "megatron-core>=0.16.1; extra == 'dev'",
+    "transformer-engine[pytorch]>=2.9; extra == 'te'",
+    "pytest>=8.3; extra == 'dev'",
+]
+FINE = {
+    "python": "3.11.7",
+    "torch": "2.11.0+cu130",
+    "megatron-core": "0.19.2",
+    "transformer-engine": "2.20.2",
+}
+
+
+def versions(**changed):
+    installed = {**FINE, **{name.replace("_", "-"): text for name, text in changed.items()}}
+
+    def version_of(name):
+        if installed.get(name) is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    return {finding.title: finding for finding in checks.check_versions(REQUIREMENTS, version_of)}
+
+
+def test_versions_that_were_run_with_are_fine():
+    found = versions()
+    assert {name: finding.found for name, finding in found.items()} == FINE
+    assert {finding.level for finding in found.values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "advised"),
+    [
+        ({"torch": "2.5.1"}, "error", "pip install 'torch>=2.6'"),
+        ({"torch": None}, "error", "pip install 'torch>=2.6'"),
+        ({"torch": "2.12.0a0+nv26.1"}, "ok", ""),
+        ({"torch": "2.99"}, "note", "compare"),
+        ({"torch": "3.0"}, "note", "compare"),
+        ({"torch": "of my own"}, "note", "wanted: torch>=2.6"),
+        ({"python": NEWEST_SEEN["python"]}, "ok", ""),
+        ({"python": "3.99.0rc1"}, "note", "compare"),
+        ({"megatron_core": "0.16.0"}, "warning", "pip install 'megatron-core>=0.16.1'"),
+        ({"megatron_core": "0.16.1"}, "ok", ""),
+        ({"megatron_core": None}, "ok", ""),
+        ({"megatron_core": "0.20.0rc1"}, "note", "compare"),
+        ({"transformer_engine": "2.8"}, "warning", "pip install 'transformer-engine>=2.9'"),
+    ],
+)
+def test_versions_outside_are_told(changed, level, advised):
+    (name,) = (key.replace("_", "-") for key in changed)
+    finding = versions(**changed)[name]
+    assert finding.level == level
+    assert advised in finding.advice
+    assert bool(finding.advice) == (level != "ok")
+
+
+def test_the_package_s_own_requirements_name_all_that_was_seen_once():
+    found = checks.check_versions(checks.own_requirements())
+    assert sorted(finding.title for finding in found) == sorted(NEWEST_SEEN)
+    assert "error" not in {finding.level for finding in found}
+    python, versions = checks.check_versions(None)
+    assert (python.title, versions.level) == ("python", "note")
+
+
+@pytest.fixture
+def another_megatron(tmp_path, monkeypatch):
+    """A megatron-core that comes first on the path, as sources do that pip knows nothing of."""
+    folder = tmp_path / "megatron/core"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "package_info.py").write_text(
+        "MAJOR = 0\nMINOR = 23\nPATCH = 4\nPRE_RELEASE = 'rc1'\n"
+        "VERSION = (MAJOR, MINOR, PATCH, PRE_RELEASE)\n"
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    sys.modules.pop("megatron", None)
+
+
+def test_the_version_is_of_the_megatron_core_that_is_imported(another_megatron):
+    assert checks.found_version("megatron-core") == "0.23.4rc1"
+    assert "0.23.4rc1" in checks.check_versions(["megatron-core>=0.16.1"])[1].found
+    assert checks.found_version("numpy") == importlib.metadata.version("numpy")
+    (another_megatron / "package_info.py").write_text("MAJOR = input()")
+    assert checks.found_version("megatron-core") == importlib.metadata.version("megatron-core")
+
+
+# The environment
+
+
+@pytest.mark.parametrize(
+    ("environ", "level", "said"),
+    [
+        ({}, "note", "not set"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, "note", "not set"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok", "expandable"),
+        ({"PYTORCH_ALLOC_CONF": "a:[1:2,3:4], expandable_segments:True"}, "ok", "expandable"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "note", "False"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "note", "not PyTorch's own"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "note", "native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ":,,::\x1b[31m"}, "note", r"\x1b[31m"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x" * 9999}, "note", "..."),
+        (dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "x:1"), "note", "x:1"),
+        ({"PYTORCH_ALLOC_CONF": "x:2", "PYTORCH_CUDA_ALLOC_CONF": "x:1"}, "warning", "both are"),
+    ],
+)
+def test_the_allocator_s_settings_are_told(environ, level, said):
+    (finding,) = checks.check_environment(environ)
+    assert finding.level == level
+    assert said in finding.found
+    assert len(finding.found) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", "warning"),
+        ("CUDA_LAUNCH_BLOCKING", "0", None),
+        ("CUDA_LAUNCH_BLOCKING", "", None),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "warning"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "note"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", None),
+        ("NVTE_CPU_OFFLOAD_V1", "1", "note"),
+    ],
+)
+def test_variables_that_matter_are_told(name, value, level):
+    found = {finding.title: finding for finding in checks.check_environment({name: value})}
+    assert (found[name].level if name in found else None) == level
