@@ -82,22 +82,17 @@ def leaks_of(groups: Iterable[OffloadGroup]) -> tuple[str, ...]:
 
 def checksum(region: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a flat uint8 tensor, an int64 of shape [] on its device."""
-    head = -int(region.storage_offset()) % _WORD_BYTES
-    words_end = head + (region.numel() - head) // _WORD_BYTES * _WORD_BYTES
     total = torch.zeros((), dtype=torch.int64, device=region.device)
-    if words_end > head:
-        words = region[head:words_end].view(torch.int64)
-        for start in range(0, words.numel(), _CHUNK_WORDS):
-            chunk = words[start : start + _CHUNK_WORDS]
-            end = start + chunk.numel()
-            weights = torch.arange(2 * start + 1, 2 * end + 1, 2, device=region.device)
-            total += (chunk * weights).sum()
-    else:
-        words_end = head = 0
-    for rest, weight in ((region[:head], 3), (region[words_end:], 5)):
-        if rest.numel():
-            weights = torch.arange(rest.numel(), dtype=torch.int64, device=region.device)
-            total += ((rest.to(torch.int64) + 1) * (256 * weights + weight)).sum()
+    for first in range(0, -(-region.numel() // _WORD_BYTES), _CHUNK_WORDS):
+        part = region[first * _WORD_BYTES : (first + _CHUNK_WORDS) * _WORD_BYTES]
+        if part.numel() % _WORD_BYTES or part.storage_offset() % _WORD_BYTES:
+            words = total.new_zeros(-(-part.numel() // _WORD_BYTES))
+            words.view(torch.uint8)[: part.numel()] = part
+        else:
+            words = part.view(torch.int64)
+        end = first + words.numel()
+        weights = torch.arange(2 * first + 1, 2 * end + 1, 2, device=region.device)
+        total += (words * weights).sum()
     return total
 
 

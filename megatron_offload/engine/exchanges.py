@@ -12,6 +12,8 @@ class Exchanges:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
+        self.on_undo = self._undo.append
+        """Call something when all that comes after it is put back."""
 
     def __bool__(self) -> bool:
         return bool(self._undo)
@@ -20,12 +22,8 @@ class Exchanges:
         """Set an attribute of a module, class or object."""
         own = vars(owner)
         put_back = partial(setattr, owner, name, own[name]) if name in own else None
-        self._undo.append(put_back or partial(delattr, owner, name))
+        self.on_undo(put_back or partial(delattr, owner, name))
         setattr(owner, name, value)
-
-    def on_undo(self, call: Callable[[], object]) -> None:
-        """Call something when all is put back."""
-        self._undo.append(call)
 
     def undo(self) -> None:
         """Put everything back, the last first; a second call does nothing."""

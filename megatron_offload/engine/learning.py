@@ -7,11 +7,10 @@ be, and learned from in turn.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.policy_config import (
     AutoConfig,
@@ -23,7 +22,6 @@ from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import ConfigError
-from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.planning.host_need import HostNeed
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
@@ -35,6 +33,17 @@ _NUM_FITS = 3
 than the one before. Later `HostNeed` looks at more steps."""
 
 _logger = logging.getLogger(__name__)
+
+_rank_source: Callable[[], int] | None = None
+
+
+def tell_pipeline_rank(source: Callable[[], int] | None) -> None:
+    """Say who knows this process's pipeline rank, for callers that begin a chunk without theirs.
+
+    It is asked at every chunk. None, as at first: the rank is 0.
+    """
+    global _rank_source
+    _rank_source = source
 
 
 def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
@@ -71,8 +80,6 @@ class Learner:
         self,
         config: OffloadConfig,
         policy: OffloadPlan | RatioPolicy | None,
-        backend: Backend,
-        host_pool: HostPool,
         transfers: Transfers,
     ) -> None:
         self.policy = ModulesPolicy(fraction=config.fraction)
@@ -84,21 +91,20 @@ class Learner:
         self._config = config
         self._listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
-        self._backend = backend
-        self._host_pool = host_pool
+        self._backend = transfers.backend
+        self._host_pool = transfers.host_pool
         self._budget = transfers.budget
         self._owners = transfers.owners
         self._search: BudgetSearch | None = None
         if config.device_target_bytes is not None:
-            self._search = BudgetSearch(int(config.device_target_bytes), self._budget, backend)
+            target_bytes = int(config.device_target_bytes)
+            self._search = BudgetSearch(target_bytes, self._budget, self._backend)
         self._num_fits_left = _NUM_FITS
         self._host_need = HostNeed(int(config.host_slab_bytes))
-        self._planned_for: StepProfile | None = None
-        self._planned_with: ModulesPolicy | None = None
+        self._planned: tuple[StepProfile, ModulesPolicy] | None = None
         self._largest_bytes = 0
         self._ratio = policy if isinstance(policy, RatioPolicy) else None
         self._plan: OffloadPlan | None = None
-        self._is_plan_confirmed = self._is_other_run_said = False
         if isinstance(policy, OffloadPlan):
             self.follow_plan(policy)
 
@@ -106,7 +112,7 @@ class Learner:
 
     def follow(
         self,
-        pp_rank: int = 0,
+        pp_rank: int | None = None,
         fraction: float | None = None,
         delta_bytes_across_pp_ranks: int | None = None,
     ) -> None:
@@ -117,6 +123,8 @@ class Learner:
         Raises:
             ConfigError: the plan has no such rank.
         """
+        if pp_rank is None:
+            pp_rank = 0 if _rank_source is None else _rank_source()
         config, given = self._config, self._config.model_fields_set
         if fraction is None or "fraction" in given:
             fraction = config.fraction
@@ -190,11 +198,8 @@ class Learner:
         """Learn from a step that is over."""
         if self._listed:
             profile = self._without_unlisted(profile)
-        before = self.profile
-        if profile == before:
-            profile = before  # whoever planned with it needn't plan again
-        self.profile = profile
-        self.is_steady = before is not None and (profile is before or before.has_groups_of(profile))
+        before, self.profile = self.profile, profile
+        self.is_steady = before is not None and before.has_groups_of(profile)
         self._fit_host_pool()
         if self.is_steady:
             self._fit()
@@ -205,8 +210,8 @@ class Learner:
         policy = self.policy
         if self._search is not None and self._config.resident_bytes is None:
             policy = policy.with_residents(self._budget.resident_room_bytes())
-        if self._planned_for is not profile or self._planned_with != policy:
-            self._planned_for, self._planned_with = profile, policy
+        if self._planned != (profile, policy):
+            self._planned = profile, policy
             self._choose(profile, policy)
             moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
             self._largest_bytes = max(moving, default=0)
@@ -223,7 +228,7 @@ class Learner:
 
     def restart(self) -> None:
         """Learn anew what the step looks like; what the memory target has found stays."""
-        self.profile = self._planned_for = self._planned_with = None
+        self.profile = self._planned = None
         self.is_steady = False
         if self._plan is None:
             self.kept, self.residents = {}, frozenset()
@@ -231,10 +236,8 @@ class Learner:
 
     def keeps_because(self, key: GroupKey) -> str:
         """Return why the policy leaves a group on the device; empty where it moves."""
-        reason = self.kept.get(key)
-        if reason is None:
-            return "beyond the fraction 0 of its chunk" if self._keeps_everything() else ""
-        return reason
+        default = "beyond the fraction 0 of its chunk" if self._keeps_everything() else ""
+        return self.kept.get(key, default)
 
     def unlisted_because(self, name: str) -> str:
         """Return why a group of this name stays, whatever is planned; empty where it may move."""
@@ -262,7 +265,7 @@ class Learner:
 
     def _keeps_everything(self) -> bool:
         has_rules = self._ratio is None and self._plan is None
-        return has_rules and self.policy.keeps_everything()
+        return has_rules and self.policy.fraction == 0.0
 
     def bytes_away(self, last_step: StepStats) -> dict[str, int]:
         """Return the bytes off the device at the peak, per group name."""
@@ -270,7 +273,7 @@ class Learner:
             return {k: v for k, v in last_step.peak_away_bytes_by_name.items() if v}
         if self._keeps_everything():
             return {}
-        staying: Collection[GroupKey] = self.residents.union(self.kept)
+        staying = self.residents.union(self.kept)
         return self.profile.bytes_away(staying, self._budget.total_bytes)
 
     # Memory
@@ -294,8 +297,8 @@ class Learner:
         """Unpin what the last steps didn't need; blocks the host where there is such."""
         pool, need = self._host_pool, self._host_need
         at_once = self.is_steady and self._num_fits_left > 0
-        need.note(pool.take_peak_bytes(), pool.stats.slab_bytes_total)
-        keep_bytes = need.keep_bytes(at_once=at_once)
+        peak_bytes, pinned_bytes = pool.take_peak_bytes(), pool.stats.slab_bytes_total
+        keep_bytes = need.keep_bytes(peak_bytes, pinned_bytes, at_once=at_once)
         if keep_bytes is not None:
             self._backend.sync_copies()
             pool.shrink(keep_bytes)

@@ -1,11 +1,7 @@
 """The one manager of a process: all that a program asks of the engine, one call at a time.
 
 Every entry point works in any order. Backwards that never come, resets in the middle and exceptions
-leave a manager whose next step is right. Who does what:
-
-    boundary -> manager -> step -> learner     what the last step has taught
-                                -> decisions   keep, offload, release or reload this group?
-                                -> transfers   copies and waits
+leave a manager whose next step is right.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -41,7 +36,6 @@ from megatron_offload.engine.hooks import (
 from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
-from megatron_offload.engine.pipeline_rank import pipeline_rank
 from megatron_offload.engine.quantised_weights import keep_quantised_weights
 from megatron_offload.engine.release import Sources
 from megatron_offload.engine.stats import StepStats
@@ -50,7 +44,7 @@ from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
+from megatron_offload.planning.policy import RatioPolicy
 
 _logger = logging.getLogger(__name__)
 
@@ -117,11 +111,7 @@ class PipelineOffloadManager:
 
     @graph_break
     def configure(self, config: OffloadConfig, *, backend: Backend | None = None) -> None:
-        """Start anew with other settings; between steps only.
-
-        Args:
-            config: the new settings.
-            backend: where tensors live; by default what ``config.backend`` names.
+        """Start anew with other settings, as in the constructor; between steps only.
 
         Raises:
             ConfigError: its policy can't be followed; nothing has changed.
@@ -163,7 +153,7 @@ class PipelineOffloadManager:
         self.decisions: StepDecisions[OffloadGroup] = StepDecisions(
             self.transfers, self.window, self.budget
         )
-        self.learner = Learner(config, policy, self.backend, self.host_pool, self.transfers)
+        self.learner = Learner(config, policy, self.transfers)
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
         if config.checking:
             self.observers.append(Checker())
@@ -193,25 +183,23 @@ class PipelineOffloadManager:
     ) -> ChunkOffloadHandler:
         """Begin the forward of one microbatch on one virtual pipeline stage.
 
-        A key that was set in the configuration wins over what the caller says for the same thing
-        here, and that over the configuration's default.
+        What is said here wins over the configuration's defaults, and what was set there over it.
 
         Args:
             vp_stage: virtual pipeline stage; None is 0.
             pp_rank: pipeline rank, whose part of a plan and whose ``delta_bytes_across_pp_ranks``
-                count; None is what `pipeline_rank` says.
-            min_tensor_elements: a caller's own smallest tensor, in elements, against
-                ``min_tensor_elements`` and ``min_tensor_bytes``.
-            fraction: a caller's own ``fraction``.
-            delta_bytes_across_pp_ranks: a caller's own, likewise.
+                count; None is what `tell_pipeline_rank` was told.
+            min_tensor_elements: smallest tensor that moves, in elements; against
+                ``min_tensor_bytes`` too.
+            fraction: as in the configuration.
+            delta_bytes_across_pp_ranks: likewise.
             max_inflight_groups: most groups of one name whose device memory is held for their
                 copies, beside ``max_inflight_bytes``: both hold. 0 makes the compute stream wait at
                 every commit. None sets no such bound.
 
         Raises:
             ConfigError: a plan is followed that has no such pipeline rank.
-            StateError: another thread is not done with this manager, or what is saved here may be
-                changed in place.
+            StateError: as `claim`.
         """
         self.claim()
         if self.guard.has_failed:
@@ -221,8 +209,7 @@ class PipelineOffloadManager:
         config = self.config
         if config.enabled:
             keep_quantised_weights()
-            place = pipeline_rank() if pp_rank is None else pp_rank
-            self.learner.follow(place, fraction, delta_bytes_across_pp_ranks)
+            self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
         smallest = config.smallest_tensor
         if min_tensor_elements is not None and not _SMALLEST & config.model_fields_set:
             smallest = (0, min_tensor_elements)
@@ -238,7 +225,8 @@ class PipelineOffloadManager:
             is_inside: whether the thread that has it is in a forward, as far as the caller knows.
 
         Raises:
-            StateError: another thread is not done with it, or what is saved may be changed.
+            StateError: another thread is not done with it, or what is saved may be changed in
+                place.
         """
         refuse_mutable_saves()
         if is_in_backward():
@@ -516,13 +504,6 @@ class PipelineOffloadManager:
         self.decisions.bring_back(group)
 
     @guarded
-    def offload(self, group: OffloadGroup) -> None:
-        """Issue the copies of a group that belongs to no step."""
-        if self.config.enabled:
-            self.transfers.measure(group)
-            self.transfers.offload(group)
-
-    @guarded
     def join_offloads(self) -> None:
         """Make the compute stream wait for all copies to the host, and release their sources."""
         self.window.drain()
@@ -542,12 +523,7 @@ class PipelineOffloadManager:
         return self
 
     @graph_break
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._hooks.pop()
 
     # Switches and marks
@@ -599,11 +575,9 @@ class PipelineOffloadManager:
     def follow_plan(self, plan: OffloadPlan) -> None:
         """Do what a plan of all pipeline ranks says from the next step on; between steps only.
 
-        The plan is compared with the run when that step is over: if it was made for another, the
-        step's `reset` raises `ConfigError`.
-
         Raises:
-            ConfigError: the plan has no such pipeline rank as this.
+            ConfigError: the plan has no such pipeline rank as this, or was made for another run.
+                The step's `reset` raises it where only the step shows that.
         """
         self.learner.follow_plan(plan)
 
@@ -611,11 +585,6 @@ class PipelineOffloadManager:
     def last_profile(self) -> StepProfile | None:
         """Groups and backward order of the last finished step."""
         return self.learner.profile
-
-    @property
-    def policy(self) -> ModulesPolicy:
-        """Megatron's rules for what stays on the device."""
-        return self.learner.policy
 
     @property
     def kept(self) -> dict[GroupKey, str]:

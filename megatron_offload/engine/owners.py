@@ -25,17 +25,16 @@ class ForeignOwners:
     def learn(self, group: OffloadGroup) -> None:
         """See, now that backward is here, which blocks something else has kept on the device.
 
-        There is nothing to gain from moving those in the next step. One that stayed for that reason
-        and has no other owner any more moves again.
+        Those stay in the next step: nothing is gained by moving them. One that stayed for that
+        reason and has no other owner any more moves again.
         """
         for block in group.blocks():
-            if block.d2h is None and not self.knows(block):
-                continue
-            is_held = is_held_elsewhere(block)
-            if is_held:
-                self._known.add(block.identity)
-            elif is_held is not None:
-                self._known.discard(block.identity)
+            if block.d2h is not None or self.knows(block):
+                is_held = is_held_elsewhere(block)
+                if is_held:
+                    self._known.add(block.identity)
+                elif is_held is not None:
+                    self._known.discard(block.identity)
 
     def forget(self) -> None:
         """Learn anew: the program has changed."""
@@ -43,9 +42,9 @@ class ForeignOwners:
 
 
 def is_held_elsewhere(block: Block) -> bool | None:
-    """Whether something else keeps a block on the device; None where it left, or may have.
+    """Whether something else keeps a block on the device, when backward has come to it.
 
-    Tells right when backward has come to the block.
+    None where it left, or may have.
     """
     if block.d2h is None:
         own = block.aliases
@@ -53,5 +52,4 @@ def is_held_elsewhere(block: Block) -> bool | None:
         own = [block.target]  # it was to leave, and its source was still there
     else:
         return None
-    # One more is the Python handle of this line.
-    return num_owners(own[0].untyped_storage()) > len(own) + 1
+    return num_owners(own[0].untyped_storage()) > len(own) + 1  # and this line's handle

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -59,29 +58,23 @@ def keep_quantised_weights() -> None:
     modules = [sys.modules[name] for name in _MODULES if name in sys.modules]
     if len(modules) < len(_MODULES) or not hasattr(modules[-1], "GroupedLinear"):
         return  # it is being imported
-    for module in modules:
-        _wrap(module, "quantize_weight")
-    _wrap(
-        getattr(modules[-1], "_GroupedLinear", None),
-        "_prepare_weights_for_grouped_tensor_gemm",
-        is_static=True,
-    )
-    # In earlier versions a method of all modules does it.
+    grouped = getattr(modules[-1], "_GroupedLinear", None)
     base = getattr(sys.modules[_BASE], "TransformerEngineBaseModule", None)
-    _wrap(base, "get_weight_workspace")
+    for owner, name in (
+        *((module, "quantize_weight") for module in modules),
+        (grouped, "_prepare_weights_for_grouped_tensor_gemm"),
+        (base, "get_weight_workspace"),  # in earlier versions a method of all modules
+    ):
+        found = vars(owner).get(name) if owner is not None else None
+        if isinstance(found, staticmethod):
+            _exchanged.replace(owner, name, staticmethod(_marking(found.__func__)))
+        elif found is not None:
+            _exchanged.replace(owner, name, _marking(found))
 
 
 def uninstall() -> None:
     """Put back what `keep_quantised_weights` found; the next chunk exchanges it again."""
     _exchanged.undo()
-
-
-def _wrap(owner: ModuleType | type | None, name: str, *, is_static: bool = False) -> None:
-    found = vars(owner).get(name) if owner is not None else None
-    if found is None:
-        return
-    wrapped = _marking(found.__func__ if is_static else found)
-    _exchanged.replace(owner, name, staticmethod(wrapped) if is_static else wrapped)
 
 
 def _marking(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -130,7 +130,7 @@ def offload_modules(
             within one part and ``**`` for any number of parts.
         manager: by default the process's.
         pp_rank: pipeline rank, for what is said by rank; None is what
-            `megatron_offload.engine.pipeline_rank` says.
+            `megatron_offload.engine.learning.tell_pipeline_rank` was told.
 
     Raises:
         ConfigError: a name that only Megatron's call sites serve, or that matches no module.

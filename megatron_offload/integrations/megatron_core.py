@@ -21,7 +21,7 @@ import torch
 
 import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.engine.exchanges import Exchanges
-from megatron_offload.engine.pipeline_rank import tell_pipeline_rank
+from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.errors import IntegrationError
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"

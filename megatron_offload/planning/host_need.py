@@ -30,8 +30,27 @@ class HostNeed:
         self._has_cut = False
         self._vain_keep_bytes: int | None = None
 
-    def note(self, peak_bytes: int, pinned_bytes: int) -> None:
-        """Take note of what a step had in use at most, and of what is pinned after it."""
+    def keep_bytes(
+        self, peak_bytes: int, pinned_bytes: int, *, at_once: bool = False
+    ) -> int | None:
+        """Return how much to keep pinned after a step; None where nothing is worth giving back.
+
+        Args:
+            peak_bytes: what the step had in use at most.
+            pinned_bytes: what is pinned after it.
+            at_once: look at this step alone: those before it are no guide.
+        """
+        self._note(peak_bytes, pinned_bytes)
+        if not at_once and len(self._peaks) < self.num_steps:
+            return None
+        needed_bytes = peak_bytes if at_once else self._needed_bytes()
+        keep_bytes = math.ceil(needed_bytes * self._overhead)
+        surplus_bytes = pinned_bytes - keep_bytes
+        is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * pinned_bytes
+        is_vain = self._vain_keep_bytes is not None and keep_bytes >= self._vain_keep_bytes
+        return keep_bytes if surplus_bytes >= self._slab_bytes and is_much and not is_vain else None
+
+    def _note(self, peak_bytes: int, pinned_bytes: int) -> None:
         before_bytes, self._pinned_bytes = self._pinned_bytes, pinned_bytes
         self._peaks.append(peak_bytes)
         if pinned_bytes == before_bytes:
@@ -43,26 +62,6 @@ class HostNeed:
         needed_bytes = self._needed_bytes()
         if pinned_bytes > before_bytes >= needed_bytes > 0:
             self._overhead = max(self._overhead, pinned_bytes / needed_bytes)
-
-    def keep_bytes(self, *, at_once: bool = False) -> int | None:
-        """Return how much to keep pinned; None where nothing is worth giving back.
-
-        ``at_once`` looks at the last step alone: those before it are no guide.
-        """
-        if at_once:
-            needed_bytes = self._peaks[-1]
-        elif len(self._peaks) >= self.num_steps:
-            needed_bytes = self._needed_bytes()
-        else:
-            return None
-        keep_bytes = math.ceil(needed_bytes * self._overhead)
-        surplus_bytes = self._pinned_bytes - keep_bytes
-        is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * self._pinned_bytes
-        if surplus_bytes < self._slab_bytes or not is_much:
-            return None
-        if self._vain_keep_bytes is not None and keep_bytes >= self._vain_keep_bytes:
-            return None
-        return keep_bytes
 
     def note_cut(self, keep_bytes: int, pinned_bytes: int, *, at_once: bool = False) -> None:
         """Take note of what is left after an attempt to come down to ``keep_bytes``."""

@@ -48,10 +48,6 @@ class ModulesPolicy:
         """Return the same policy with other room for groups that never move."""
         return replace(self, resident_bytes=self.resident_bytes + resident_bytes)
 
-    def keeps_everything(self) -> bool:
-        """Whether nothing moves, which is known before any step was seen."""
-        return self.fraction == 0.0
-
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
         """Return the groups that stay on the device, each with the reason."""
         kept: dict[GroupKey, str] = {}

@@ -189,7 +189,7 @@ def test_later_ranks_may_keep_more():
     manager = make_manager(resident_delta_bytes_across_pp_ranks=8 * KIB)
     for rank in range(3):
         manager.begin_chunk(pp_rank=rank)
-        assert manager.policy.resident_bytes == rank * 8 * KIB
+        assert manager.learner.policy.resident_bytes == rank * 8 * KIB
 
 
 def test_the_summary_of_the_first_step_is_that_of_the_next():

@@ -15,7 +15,7 @@ from programs import (
 
 from megatron_offload import CPUOffload, OffloadActivations, offload_modules
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine.pipeline_rank import tell_pipeline_rank
+from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 
@@ -46,16 +46,6 @@ def test_what_is_not_enabled_records_and_moves_nothing_until_it_is_configured_ag
     manager.configure(make_config(), backend=manager.backend)
     assert_same(expected, run_step(model, manager, ORDER))
     assert manager.last_step.offloaded_bytes > 0
-
-
-def test_an_explicit_copy_is_not_made_where_offload_is_not_enabled():
-    manager = make_manager(enabled=False)
-    chunk = manager.new_chunk()
-    group = chunk.open_group("by hand")
-    record = chunk.pack(group, torch.ones(64))
-    manager.offload(group)
-    assert manager.host_pool.stats.in_use_bytes == 0
-    assert torch.equal(record.unpack(), torch.ones(64))
 
 
 @pytest.mark.parametrize(
@@ -219,8 +209,8 @@ def chunk_of(config, **said):
     manager.configure(OffloadConfig(backend="simulated", **config), backend=manager.backend)
     chunk = manager.begin_chunk(pp_rank=2, **said)
     return (
-        manager.policy.fraction,
-        manager.policy.keep_bytes,
+        manager.learner.policy.fraction,
+        manager.learner.policy.keep_bytes,
         chunk.rules.min_tensor_bytes,
         chunk.rules.min_tensor_elements,
     )

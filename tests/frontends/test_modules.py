@@ -7,7 +7,7 @@ import torch
 from programs import TIMINGS, assert_nothing_left, assert_same, make_manager
 from torch import nn
 
-from megatron_offload.engine.pipeline_rank import tell_pipeline_rank
+from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.modules import _expression, offload_modules
 

@@ -27,8 +27,7 @@ class Pool:
             self.num_steps += 1
             wanted = -(-int(peak * self.overhead) // self.slab) * self.slab
             self.pinned = max(self.pinned, wanted)
-            self.need.note(peak, self.pinned)
-            keep = self.need.keep_bytes(at_once=at_once)
+            keep = self.need.keep_bytes(peak, self.pinned, at_once=at_once)
             if keep is None:
                 continue
             self.cuts.append(self.num_steps)
