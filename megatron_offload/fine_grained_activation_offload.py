@@ -68,12 +68,8 @@ _manager = PipelineOffloadManager.get_instance
 class OffloadTensorGroup:
     """Tensors by tag, with an event for their way out and one for their way back.
 
-    For callers that move tensors themselves; the engine's own groups are `OffloadGroup`.
-
-    Attributes:
-        offload: whether the group is to move; the caller's to set.
-        total_offload_bytes: bytes noted by `update_offload_info`.
-        total_tensor_count: tensors noted by it.
+    For callers that move tensors themselves. ``offload``, whether the group is to move, is theirs;
+    ``total_offload_bytes`` and ``total_tensor_count`` are what `update_offload_info` has noted.
     """
 
     def __init__(self, name: str) -> None:
@@ -90,11 +86,7 @@ class OffloadTensorGroup:
         self._tensors[tag] = tensor
 
     def pop_tensor(self, tag: Any) -> Any:
-        """Hand back what was kept under ``tag`` and forget it.
-
-        Raises:
-            KeyError: nothing is kept under this tag.
-        """
+        """Hand back what was kept under ``tag`` and forget it; `KeyError` if that is nothing."""
         return self._tensors.pop(tag)
 
     def record_offload_event(self, stream: Stream) -> None:
@@ -197,16 +189,15 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Record the event, and make the compute stream wait for the copies to the device."""
-        _manager().record_backward(ctx.event)
+        _manager().record_event(ctx.event)
+        _engine().join_reloads()
         return grads[0], None
 
 
 def fine_grained_offloading_group_start(tensor: Tensors, name: str | None = None) -> Tensors:
     """Mark the start of a layer group; outside a chunk this is the identity.
 
-    Args:
-        tensor: one tensor, or a tuple or list; the first that needs a gradient is marked.
-        name: the group's name.
+    Of a tuple or list, the first tensor that needs a gradient is marked.
     """
     if DEBUG:
         debug_rank(f"start of group {name}")
@@ -261,7 +252,8 @@ def fine_grained_offloading_enable_offload() -> None:
 
 def fine_grained_offloading_forward_record(event: Event | None = None) -> None:
     """Record ``event`` (by default the manager's own), then wait for the copies to the host."""
-    _manager().record_forward(event)
+    _manager().record_event(event)
+    _engine().join_offloads()
 
 
 def fine_grained_offloading_backward_record(
@@ -269,9 +261,7 @@ def fine_grained_offloading_backward_record(
 ) -> torch.Tensor:
     """Return ``tensor`` with a backward that records ``event`` and waits for the reloads.
 
-    Args:
-        tensor: any tensor of the graph.
-        event: by default the manager's own.
+    The event is the manager's own by default.
     """
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
 

@@ -6,11 +6,9 @@ read as the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
-
-Arguments = dict[str, Any]
 
 
 def _form(*required: str, **optional: Any) -> Signature:
@@ -19,23 +17,20 @@ def _form(*required: str, **optional: Any) -> Signature:
     return Signature([Parameter(name, kind, default=value) for name, value in defaults.items()])
 
 
-_SMALLEST = 1024 * 1024
-_CHUNK = (
-    _form("vp_size", "vp_stage", min_offloaded_tensor_size=_SMALLEST),
-    _form(
-        "pp_rank",
-        "vp_size",
-        "vp_stage",
-        min_offloaded_tensor_size=_SMALLEST,
-        delta_offload_bytes_across_pp_ranks=0,
-        activation_offload_fraction=1.0,
-        max_inflight_offloads=None,
-    ),
-)
 _COMMIT = (_form("forced_released_tensors"), _form("name", "forced_released_tensors"))
-_FORMS = {
-    "init_model_chunk_offload_handler": _CHUNK,
-    "init_chunk_handler": _CHUNK,
+FORMS = {
+    "init_model_chunk_offload_handler": (
+        _form("vp_size", "vp_stage", min_offloaded_tensor_size=1024 * 1024),
+        _form(
+            "pp_rank",
+            "vp_size",
+            "vp_stage",
+            min_offloaded_tensor_size=1024 * 1024,
+            delta_offload_bytes_across_pp_ranks=0,
+            activation_offload_fraction=1.0,
+            max_inflight_offloads=None,
+        ),
+    ),
     "on_group_commit_forward": _COMMIT,
     "bulk_offload": _COMMIT,
     "push_offload_groups": (
@@ -47,22 +42,17 @@ _FORMS = {
 """By callable the form of megatron-core 0.16, then that of 0.17 to 0.19."""
 
 
-def read_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """Return the arguments of a call by their names.
+def read_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, by position and by name, by their names.
 
     Where they fit both forms, that one counts in which a stage lies within its size and a name is a
     text, and the first where both do.
-
-    Args:
-        function: the callable's name.
-        args: what it was given by position.
-        kwargs: what it was given by name.
 
     Raises:
         TypeError: the arguments fit neither form.
     """
     readings = []
-    for form in _FORMS[function]:
+    for form in FORMS[function]:
         try:
             bound = form.bind(*args, **kwargs)
         except TypeError:
@@ -71,21 +61,14 @@ def read_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         readings.append(bound.arguments)
     if not readings:
         given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
-        known = " or ".join(f"{function}{form}" for form in _FORMS[function])
+        known = " or ".join(f"{function}{form}" for form in FORMS[function])
         raise TypeError(f"{function}({given}) fits none of its call forms; write {known}")
-    plausible: Callable[[Arguments], bool] = _PLAUSIBLE.get(function, bool)
-    return next(filter(plausible, readings), readings[0])
+    return next(filter(_is_plausible, readings), readings[0])
 
 
-def _has_stage_within_size(arguments: Arguments) -> bool:
-    size, stage = arguments["vp_size"], arguments["vp_stage"]
+def _is_plausible(arguments: Mapping[str, Any]) -> bool:
+    size, stage = arguments.get("vp_size"), arguments.get("vp_stage")
     if size is not None and size < 1:
         return False
-    return stage is None or 0 <= stage < (size or 1)
-
-
-_PLAUSIBLE: dict[str, Callable[[Arguments], bool]] = {
-    "init_model_chunk_offload_handler": _has_stage_within_size,
-    "init_chunk_handler": _has_stage_within_size,
-    "find_group_with_name": lambda arguments: isinstance(arguments["name"], str),
-}
+    is_within = stage is None or 0 <= stage < (size or 1)
+    return is_within and isinstance(arguments.get("name", ""), str)

@@ -1,7 +1,7 @@
 """Megatron's manager and chunk handler: documented objects that hold the engine's.
 
-Owns what only callers by hand need: the order in which they take chunks and groups back. What the
-engine does by itself needs none of it, and nothing here is asked while it runs.
+Owns what only callers by hand need: the order in which they take chunks and groups back. The engine
+needs none of it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from megatron_offload.report.tables import print_offload_summary_table
 Engine = engine_manager.PipelineOffloadManager
 HostState = tuple[torch.device, torch.Tensor, bool]
 
+_AWAY = (GroupState.OFFLOADING, GroupState.ON_HOST)
 _MOST_CHUNKS = 1024
 """Chunks that are kept for callers by hand: as many as a step of the engine has."""
 
 
-def _reached(path: str, doc: str = "") -> Any:
+def _reached(path: str, doc: str) -> Any:
     """Return a property that is what lies at a dotted path."""
-    return property(attrgetter(path), doc=doc or f"See `{path}`.")
+    return property(attrgetter(path), doc=doc)
 
 
 class ChunkOffloadHandler:
@@ -53,10 +54,17 @@ class ChunkOffloadHandler:
             None sets no such bound.
     """
 
-    # Questions about tensors are answered without ``__init__`` too, as by the original.
-    _manager: PipelineOffloadManager | None = None
-    _chunk: engine_chunk.ChunkOffloadHandler | None = None
-    _pool: GPUTensorPool | None = None
+    manager: PipelineOffloadManager
+    chunk: engine_chunk.ChunkOffloadHandler
+    _pool: GPUTensorPool | None
+    _in_backward: list[OffloadGroup]
+    _last_pass: list[OffloadGroup]
+    _first: int
+
+    def __new__(cls, *_: Any, **__: Any) -> ChunkOffloadHandler:
+        """Make what answers questions about tensors without ``__init__`` too, as the original."""
+        manager = PipelineOffloadManager.get_instance()
+        return cls._of(manager, manager.engine.new_chunk())
 
     def __init__(
         self,
@@ -64,37 +72,18 @@ class ChunkOffloadHandler:
         cpu_tensor_pool: GPUTensorPool | None = None,
         max_inflight_offloads: int | None = None,
     ) -> None:
-        self._manager = PipelineOffloadManager.get_instance()
         self._pool = cpu_tensor_pool
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.chunk.rules.max_inflight_groups = max_inflight_offloads
-        self._begin()
 
     @classmethod
     def _of(
         cls, manager: PipelineOffloadManager, chunk: engine_chunk.ChunkOffloadHandler
     ) -> ChunkOffloadHandler:
-        handler = cls.__new__(cls)
-        handler._manager, handler._chunk = manager, chunk
-        handler._begin()
+        handler = object.__new__(cls)
+        handler.manager, handler.chunk, handler._pool = manager, chunk, None
+        handler._in_backward, handler._last_pass, handler._first = [], [], 0
         return handler
-
-    def _begin(self) -> None:
-        self._in_backward: list[OffloadGroup] = []
-        self._last_pass: list[OffloadGroup] = []
-        self._first = 0
-
-    @property
-    def chunk(self) -> engine_chunk.ChunkOffloadHandler:
-        """The engine's chunk."""
-        if self._chunk is None:
-            self._chunk = self.manager.engine.new_chunk()
-        return self._chunk
-
-    @property
-    def manager(self) -> PipelineOffloadManager:
-        """The manager whose streams and pools are used."""
-        return self._manager or PipelineOffloadManager.get_instance()
 
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:
@@ -246,12 +235,11 @@ class ChunkOffloadHandler:
 
     def on_group_commit_backward(self, name: str) -> None:
         """Backward needs a group's data: of the groups of this name that wait, the newest."""
-        for group in self._waiting():
-            if group.name == name:
-                self._in_backward.append(group)
-                self.enter_backward(group)
-                return
-        raise StateError(f"no group {name!r} of this chunk waits for its backward")
+        group = self.find_group_with_name(self._waiting(), name)
+        if group is None:
+            raise StateError(f"no group {name!r} of this chunk waits for its backward")
+        self._in_backward.append(group)
+        self.enter_backward(group)
 
     def on_group_start_backward(self) -> None:
         """Backward has left the group that `on_group_commit_backward` entered last."""
@@ -270,38 +258,31 @@ class ChunkOffloadHandler:
 
     def _waiting(self) -> list[OffloadGroup]:
         """Return the groups whose forward is over and whose backward isn't begun, newest first."""
-        return [
-            group
-            for group in reversed(self.chunk.groups)
-            if group.state is not GroupState.DONE
-            and group not in self._in_backward
-            and group not in self.chunk.open_groups
-        ]
+        busy = (*self._in_backward, *self.chunk.open_groups)
+        done = GroupState.DONE
+        return [g for g in reversed(self.chunk.groups) if g.state is not done and g not in busy]
 
-    def _next_to_reload(self) -> OffloadGroup | None:
-        away = (GroupState.OFFLOADING, GroupState.ON_HOST)
-        return next((group for group in self._waiting() if group.state in away), None)
+    def _reload_next(self) -> bool:
+        group = next((group for group in self._waiting() if group.state in _AWAY), None)
+        if group is not None:
+            self.manager.engine.reload(group)
+        return group is not None
 
     def bulk_reload_group(self) -> None:
         """Bring back the group of this chunk that backward needs next: the newest that is away."""
-        group = self._next_to_reload()
-        if group is None:
+        if not self._reload_next():
             raise StateError("no group of this chunk is on the host")
-        self.manager.engine.reload(group)
 
     def pre_reload_last_layer(self) -> None:
         """Bring back what backward needs first of this chunk, if it is away."""
-        if self._next_to_reload() is not None:
-            self.bulk_reload_group()
+        self._reload_next()
 
     def bulk_reload(self) -> None:
         """Bring back the next group of this chunk, else of the next one whose forward is over."""
-        if self._next_to_reload() is not None:
-            self.bulk_reload_group()
-            return
-        following = self.manager.front_backward_chunk()
-        if following is not None and not following.chunk.open_groups:
-            following.pre_reload_last_layer()
+        if not self._reload_next():
+            following = self.manager.front_backward_chunk()
+            if following is not None and not following.chunk.open_groups:
+                following.pre_reload_last_layer()
 
     # The chunk's groups
 
@@ -317,7 +298,7 @@ class ChunkOffloadHandler:
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
         """Whether the chunk has no group, or none of this name."""
-        return not any(name is None or group.name == name for group in self.chunk.groups)
+        return not any(name in (None, group.name) for group in self.chunk.groups)
 
     def get_max_deduplicated_groups(self) -> int:
         """Return how many different group names the chunk has."""
@@ -354,7 +335,7 @@ class ChunkOffloadHandler:
 
         The name may be left out where nothing is open or away.
         """
-        is_busy = bool(self.chunk.open_groups) or self._next_to_reload() is not None
+        is_busy = self.chunk.open_groups or any(g.state in _AWAY for g in self._waiting())
         return (bool(self._this_pass()) and not is_busy) or self.find_next_group(name) is None
 
 
@@ -383,13 +364,10 @@ class _OneInProcess(type):
 
         May be set: to another, or to None for a new one of the same configuration.
         """
-        engine = Engine.instance
-        if engine is None:
-            return None
-        last = _OneInProcess._last
-        if last is None or last.engine is not engine:
+        engine, last = Engine.instance, _OneInProcess._last
+        if engine is not None and (last is None or last.engine is not engine):
             last = _OneInProcess._last = PipelineOffloadManager(engine=engine)
-        return last
+        return None if engine is None else last
 
     @OFFLOAD_MGR.setter
     def OFFLOAD_MGR(cls, manager: PipelineOffloadManager | None) -> None:  # noqa: N802
@@ -444,32 +422,19 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         return type(self), (self.config,)
 
     def __getattr__(self, name: str) -> Any:
-        engine = vars(self).get("engine")
-        if not name.startswith("_") and hasattr(engine, name):
-            raise AttributeError(f"{name!r} is the engine's own: write manager.engine.{name}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        """Return what the engine's manager has under a name that Megatron doesn't document."""
+        if name.startswith("_") or name == "engine":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.engine, name)
 
-    abort = _reached("engine.abort")
-    backend = _reached("engine.backend")
-    begin_chunk = _reached("engine.begin_chunk")
-    close = _reached("engine.close")
-    config = _reached("engine.config")
-    configure = _reached("engine.configure")
-    do_offload = _reached("engine.do_offload")
-    follow_plan = _reached("engine.follow_plan")
-    kept = _reached("engine.kept")
-    last_profile = _reached("engine.last_profile")
-    last_step = _reached("engine.last_step")
-    offload_summary_bytes = _reached("engine.offload_summary_bytes")
-    offload_summary_total_bytes = _reached("engine.offload_summary_total_bytes")
-    policy = _reached("engine.learner.policy")
-    records = _reached("engine.records")
-    state_of = _reached("engine.state_of")
-    step = _reached("engine.step")
-    trim = _reached("engine.trim")
-
-    d2h_stream = _reached("backend.d2h_stream", "The stream that copies to the host.")
-    h2d_stream = _reached("backend.h2d_stream", "The stream that copies to the device.")
+    offload_summary_bytes = _reached(
+        "engine.offload_summary_bytes", "Most bytes on the host at a time, by group name."
+    )
+    offload_summary_total_bytes = _reached(
+        "engine.offload_summary_total_bytes", "Most bytes on the host at a time."
+    )
+    d2h_stream = _reached("engine.backend.d2h_stream", "The stream that copies to the host.")
+    h2d_stream = _reached("engine.backend.h2d_stream", "The stream that copies to the device.")
 
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:
@@ -502,13 +467,9 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
 
         Three bare positions fit both; the form is taken whose stage lies within its size, the first
         where both do. The first form doesn't say the pipeline rank: `megatron_core.install` does.
-
-        Args:
-            *args: see the forms.
-            **kwargs: see the forms. ``min_offloaded_tensor_size`` is in elements;
-                ``max_inflight_offloads`` bounds the groups of one name in flight (0: the compute
-                stream waits at every commit). What was set in this package's own configuration
-                wins: see `begin_chunk`.
+        The smallest size is in elements; ``max_inflight_offloads`` bounds the groups of one name in
+        flight (0: the compute stream waits at every commit). What was set in this package's own
+        configuration wins: see the engine's `begin_chunk`.
 
         Raises:
             TypeError: the arguments fit neither form.
@@ -528,7 +489,10 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
         chunk = self.engine.cur_forward_chunk()
-        return None if chunk is None else self._handler_of(chunk)
+        if chunk is None:
+            return None
+        known = (handler for handler in reversed(self._order.handlers) if handler.chunk is chunk)
+        return next(known, None) or self._new_handler(chunk)
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs; it is never used up, so nothing is taken away."""
@@ -545,10 +509,6 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
                     self._by_hand.handlers.append(handler)
                     self.push(handler)
         return self._by_hand
-
-    def _handler_of(self, chunk: engine_chunk.ChunkOffloadHandler) -> ChunkOffloadHandler:
-        known = (handler for handler in reversed(self._order.handlers) if handler.chunk is chunk)
-        return next(known, None) or self._new_handler(chunk)
 
     def _new_handler(self, chunk: engine_chunk.ChunkOffloadHandler) -> ChunkOffloadHandler:
         handler = ChunkOffloadHandler._of(self, chunk)
@@ -669,11 +629,8 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     def reset(self, process_group: Any = None) -> None:
         """End the training step: release what is in flight, learn, and count from zero.
 
-        What `cpu_tensor_pool` has lent and not got back is free again.
-
-        Args:
-            process_group: has no effect, this holds no collective; see
-                `print_offload_summary_table` for the table.
+        What `cpu_tensor_pool` has lent and not got back is free again. ``process_group`` has no
+        effect: this holds no collective.
         """
         self.engine.reset()
         if self._pool is not None:
@@ -702,19 +659,8 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
 
     mark_not_offloadable = mark_not_offload
 
-    # CUDA graphs
-
-    def record_forward(self, event: Event | None = None) -> None:
-        """Record ``event`` on the compute stream, then join the copies to the host into it."""
-        self._record(event)
-        self.engine.join_offloads()
-
-    def record_backward(self, event: Event | None = None) -> None:
-        """Record ``event`` on the compute stream, then join the copies to the device into it."""
-        self._record(event)
-        self.engine.join_reloads()
-
-    def _record(self, event: Event | None) -> None:
+    def record_event(self, event: Event | None = None) -> None:
+        """Record ``event``, by default `cuda_graph_event`, on the compute stream."""
         event = event or self.cuda_graph_event
         if event is not None:
             event.record(self.engine.backend.compute_stream())

@@ -50,7 +50,7 @@ DOCUMENTED = {
         disable_offload enable_offload enter_replay exit_replay""",
 }
 
-READERS = frozenset(forms._FORMS)
+READERS = frozenset(forms.FORMS)
 
 VALUES = {
     "pp_rank": 0,  # so that three bare positions are a form of their own
@@ -204,7 +204,7 @@ def test_two_era_callables_read_every_argument_by_its_right_name(version):
     ],
 )
 def test_three_positions_in_the_documented_form(args, expected):
-    found = forms.read_arguments("init_chunk_handler", args, {})
+    found = forms.read_arguments("init_model_chunk_offload_handler", args, {})
     names = ("vp_size", "vp_stage", "min_offloaded_tensor_size")
     assert tuple(found[name] for name in names) == expected
     assert "pp_rank" not in found
@@ -212,16 +212,14 @@ def test_three_positions_in_the_documented_form(args, expected):
 
 @pytest.mark.parametrize("args", [(0, 1, 0), (1, 1, 0), (1, 2, 1), (3, 4, 3), (0, None, 0)])
 def test_three_positions_that_only_the_later_form_allows(args):
-    found = forms.read_arguments("init_chunk_handler", args, {})
+    found = forms.read_arguments("init_model_chunk_offload_handler", args, {})
     assert tuple(found[name] for name in ("pp_rank", "vp_size", "vp_stage")) == args
     assert found["min_offloaded_tensor_size"] == 1024 * 1024
 
 
 def test_arguments_of_no_form_name_both():
-    with pytest.raises(
-        TypeError, match=r"init_chunk_handler\(1, size=2\) fits none.*\(vp_size.* or \w+\(pp_rank"
-    ):
-        forms.read_arguments("init_chunk_handler", (1,), {"size": 2})
+    with pytest.raises(TypeError, match=r"\(1, size=2\) fits none.*\(vp_size.* or \w+\(pp_rank"):
+        forms.read_arguments("init_model_chunk_offload_handler", (1,), {"size": 2})
 
 
 def test_later_spellings_beyond_0_19_bind():
