@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -21,18 +20,10 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.frontends.settings import engine_of
+from megatron_offload.frontends.around import engine_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Modules:
-    """Whatever matches one of the patterns is a group."""
-
-    patterns: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """Between two children of whatever matches the pattern is a group."""
 
     pattern: str
@@ -40,15 +31,21 @@ class _Span:
     before: str
 
 
-_NAMED: dict[str, _Modules | _Span] = {
-    "mlp_fc1": _Modules(("**.mlp.linear_fc1",)),
+_Kind = _Span | list[str]
+"""What a name stands for: a span, or whatever matches one of the patterns."""
+
+_NAMED: dict[str, _Kind] = {
+    "mlp_fc1": ["**.mlp.linear_fc1"],
     "mlp_act": _Span("**.mlp", after="linear_fc1", before="linear_fc2"),
-    "mlp_fc2": _Modules(("**.mlp.linear_fc2",)),
-    "expert_fc2": _Modules(("**.experts.linear_fc2", "**.local_experts.*.linear_fc2")),
-    "shared_experts": _Modules(("**.shared_experts",)),
-    "router": _Modules(("**.mlp.router",)),
-    "layer": _Modules(("**.layers.*",)),
+    "mlp_fc2": ["**.mlp.linear_fc2"],
+    "expert_fc2": ["**.experts.linear_fc2", "**.local_experts.*.linear_fc2"],
+    "shared_experts": ["**.shared_experts"],
+    "router": ["**.mlp.router"],
+    "layer": ["**.layers.*"],
 }
+
+_GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
+"""What stands for something else in a pattern over dotted names."""
 
 _marked: WeakKeyDictionary[nn.Module, dict[str, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
 """By module and group name, the hooks of the last call that marked it."""
@@ -57,9 +54,8 @@ _marked: WeakKeyDictionary[nn.Module, dict[str, tuple[RemovableHandle, ...]]] = 
 class ModuleHook:
     """A forward hook of one module; its copies, and what is loaded from a file, do nothing.
 
-    A manager and its memory can neither be copied nor saved, and a copy that shared them would be
-    a second model on them that nobody marked. So a copied or saved model has no groups: mark it as
-    any other. Such a file needs nothing of this package to be loaded.
+    So a copied or saved model has no groups: mark it as any other. Its file needs nothing of this
+    package to be loaded.
     """
 
     __slots__ = ("_hook",)
@@ -153,14 +149,9 @@ def offload_modules(
     return result
 
 
-def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]]) -> _Modules | _Span:
-    """Return what a name stands for in these model chunks; a child's own name counts last.
-
-    Raises:
-        ConfigError: no module is meant by it.
-    """
-    own = _Modules((name,))
-    for kind in (_NAMED.get(name, own), own):
+def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]]) -> _Kind:
+    """Return what a name stands for in these model chunks; a child's own name counts last."""
+    for kind in (_NAMED.get(name, [name]), [name]):
         if any(_find(found, kind) for found in modules):
             return kind
     if name in MEGATRON_MODULES:
@@ -202,19 +193,19 @@ def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: 
     result._handles.append(chunk.register_forward_pre_hook(ModuleHook(begin), prepend=True))
 
 
-def _find(modules: Mapping[str, nn.Module], kind: _Modules | _Span) -> list[str]:
+def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:
     """Return the names of the modules that are groups, or that groups lie in."""
-    if isinstance(kind, _Modules):
-        return _matching(kind.patterns, modules)
-    return [
-        path
-        for path in _matching((kind.pattern,), modules)
-        if {f"{path}.{kind.after}", f"{path}.{kind.before}"} <= modules.keys()
-    ]
+    patterns = [kind.pattern] if isinstance(kind, _Span) else kind
+    expressions = [_expression(pattern) for pattern in patterns]
+    found = [path for path in modules if path and any(e.fullmatch(path) for e in expressions)]
+    if isinstance(kind, _Span):
+        ends = kind.after, kind.before
+        found = [path for path in found if all(f"{path}.{end}" in modules for end in ends)]
+    return found
 
 
 def _mark(
-    result: ModuleOffload, modules: Mapping[str, nn.Module], name: str, kind: _Modules | _Span
+    result: ModuleOffload, modules: Mapping[str, nn.Module], name: str, kind: _Kind
 ) -> list[str]:
     found = _find(modules, kind)
     for path in found:
@@ -257,7 +248,7 @@ def _mark_span(
         manager.__enter__()
         num_open += 1
 
-    def commit(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def commit(module: nn.Module | None, args: Any, kwargs: Any) -> None:
         nonlocal num_open
         if num_open:
             num_open -= 1
@@ -265,11 +256,8 @@ def _mark_span(
             commit_group(manager, (*args, *kwargs.values()), name)
 
     def close(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal num_open
         while num_open:  # the forward ended without calling the last module, or raised
-            num_open -= 1
-            manager.__exit__()
-            commit_group(manager, (), name)
+            commit(None, (), {})
 
     result._hold(
         parent,
@@ -287,21 +275,8 @@ def _values(output: Any) -> Sequence[Any]:
     return output if isinstance(output, (tuple, list)) else (output,)
 
 
-def _matching(patterns: Sequence[str], modules: Iterable[str]) -> list[str]:
-    expressions = [_expression(pattern) for pattern in patterns]
-    return [path for path in modules if path and any(e.fullmatch(path) for e in expressions)]
-
-
 def _expression(pattern: str) -> re.Pattern[str]:
-    """Translate a pattern over dotted names: ``*`` stays within a part, ``**`` crosses parts."""
-    regex = ""
-    for index, part in enumerate(pattern.split(".")):
-        if part == "**":
-            regex += r"(?:[^.]+\.)*" if index == 0 else r"(?:\.[^.]+)*"
-            continue
-        if index and not (index == 1 and pattern.startswith("**.")):
-            regex += r"\."
-        regex += "".join(
-            "[^.]*" if c == "*" else "[^.]" if c == "?" else re.escape(c) for c in part
-        )
+    regex = re.escape(pattern)
+    for glob, meaning in _GLOBS.items():
+        regex = regex.replace(re.escape(glob), meaning)
     return re.compile(regex)

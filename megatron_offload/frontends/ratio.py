@@ -14,8 +14,7 @@ import torch
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.frontends.around import AroundForwards
-from megatron_offload.frontends.settings import refuse_unfollowed
+from megatron_offload.frontends.around import AroundForwards, refuse_unfollowed
 
 
 def get_tensor_memory(tensor: torch.Tensor) -> int:
@@ -27,16 +26,13 @@ class _Tag:
     """What is known of one tag, and what moves its tensors."""
 
     def __init__(self, name: str, manager: PipelineOffloadManager) -> None:
-        self.manager = manager
         self.ratio = 0.0
-        self.seen_bytes = self.chosen_bytes = 0
-        self.total_bytes: int | None = None
+        self.seen_bytes = self.chosen_bytes = self.total_bytes = 0
         is_size_set = {"min_tensor_bytes", "min_tensor_elements"} & manager.config.model_fields_set
-        min_tensor_bytes = None if is_size_set else 0
         self.groups = AutomaticGroups(
             manager,
             name,
-            min_tensor_bytes=min_tensor_bytes,
+            min_tensor_bytes=None if is_size_set else 0,
             should_offload=self.should_offload,
             on_step=self.begin_step,
         )
@@ -44,9 +40,7 @@ class _Tag:
     def should_offload(self, num_bytes: int) -> bool:
         """Whether the next block, of this many bytes, moves."""
         self.seen_bytes += num_bytes
-        known_bytes = self.seen_bytes
-        if self.total_bytes is not None:
-            known_bytes = max(known_bytes, self.total_bytes)
+        known_bytes = max(self.seen_bytes, self.total_bytes)
         moves = self.chosen_bytes + num_bytes <= self.ratio * known_bytes
         if moves:
             self.chosen_bytes += num_bytes
@@ -100,10 +94,11 @@ class CPUOffload(AroundForwards):
             config = config or OffloadConfig()
             refuse_unfollowed("CPUOffload", config)
             self._tags[tag] = _Tag(tag, PipelineOffloadManager(config))
-        super().__init__()
+        self._tag = self._tags[tag]
+        super().__init__(self._tag.groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._of_tag, (self.offload_ratio, self.tag, self._tags[self.tag].manager.config)
+        return self._of_tag, (self.offload_ratio, self.tag, self._tag.groups.manager.config)
 
     @classmethod
     def _of_tag(cls, offload_ratio: float, tag: str, config: OffloadConfig) -> Self:
@@ -114,14 +109,10 @@ class CPUOffload(AroundForwards):
         """Give a tag's memory back and count it anew; does nothing where there is no such tag."""
         known = cls._tags.pop(tag, None)
         if known is not None:
-            known.manager.close()
+            known.groups.manager.close()
 
     get_tensor_memory = staticmethod(get_tensor_memory)
 
-    @property
-    def _groups(self) -> AutomaticGroups:
-        return self._tags[self.tag].groups
-
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
-        self._tags[self.tag].ratio = self.offload_ratio
+        self._tag.ratio = self.offload_ratio
         return super().__enter__()

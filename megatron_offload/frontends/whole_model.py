@@ -24,9 +24,9 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.frontends.around import AroundForwards
+from megatron_offload.errors import ConfigError
+from megatron_offload.frontends.around import AroundForwards, engine_of, refuse_unfollowed
 from megatron_offload.frontends.modules import ModuleHook
-from megatron_offload.frontends.settings import engine_of, refuse_unfollowed, settle
 from megatron_offload.memory.host_pool import HostPool
 
 _HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
@@ -91,35 +91,35 @@ class OffloadActivations(AroundForwards):
         manager = engine_of(manager)
         settings = (manager.config if manager is not None else config) or OffloadConfig()
         refuse_unfollowed("OffloadActivations", settings)
-        is_fixed = manager is not None
-        use_pin_memory = settle(
-            "use_pin_memory", use_pin_memory, True, "pin_memory", settings, is_fixed=is_fixed
-        )
-        use_streams = settle(
-            "use_streams", use_streams, True, "copy_streams", settings, is_fixed=is_fixed
-        )
-        min_offload_size = int(
-            settle("min_offload_size", min_offload_size, 1024, "min_tensor_bytes", settings)
-        )
-        self.use_pin_memory = use_pin_memory
-        self.use_streams = use_streams
+
+        def settle(argument: str, value: Any, default: Any, key: str) -> Any:
+            is_fixed = manager is not None and key != "min_tensor_bytes"
+            if not is_fixed and key not in settings.model_fields_set:
+                return value
+            found = getattr(settings, key)
+            if value not in (default, found):
+                raise ConfigError(
+                    f"{argument} is {value!r}, and OffloadConfig.{key} is {found!r}, which means "
+                    "the same; give one of them"
+                )
+            return found
+
+        self.use_pin_memory = settle("use_pin_memory", use_pin_memory, True, "pin_memory")
+        self.use_streams = settle("use_streams", use_streams, True, "copy_streams")
         self.max_fwd_stash_size = max_fwd_stash_size
-        self.min_tensor_size_bytes = min_offload_size
+        self.min_tensor_size_bytes = int(
+            settle("min_offload_size", min_offload_size, 1024, "min_tensor_bytes")
+        )
         # On the compute stream a copy is done before what comes next, so that nothing need be held.
-        most_tensors = max_fwd_stash_size if use_streams else 0
+        sizes = self.min_tensor_size_bytes, max_fwd_stash_size if self.use_streams else 0
         if manager is not None:
-            self._automatic = _make(manager, min_offload_size, most_tensors)
+            groups = _make(manager, *sizes)
         else:
             given = settings.model_dump(exclude_unset=True)
-            given |= {"pin_memory": use_pin_memory, "copy_streams": use_streams}
-            config = OffloadConfig.model_validate(given)
-            self._automatic = _lend(self, config, min_offload_size, most_tensors)
-        self.manager = self._automatic.manager
-        super().__init__()
-
-    @property
-    def _groups(self) -> AutomaticGroups:
-        return self._automatic
+            given |= {"pin_memory": self.use_pin_memory, "copy_streams": self.use_streams}
+            groups = _lend(self, OffloadConfig.model_validate(given), *sizes)
+        self.manager = groups.manager
+        super().__init__(groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, of a module that has one or out of a file, has memory of its own and no marks.

@@ -15,7 +15,7 @@ from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
-from megatron_offload.frontends.settings import engine_of, refuse_unfollowed
+from megatron_offload.frontends.around import engine_of, refuse_unfollowed
 
 
 class PipelineOffload(AbstractContextManager["PipelineOffload", None]):

@@ -22,7 +22,7 @@ from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import take_back
 from megatron_offload.engine.quantised_weights import mark_not_offload, plain_parts
-from megatron_offload.frontends.settings import engine_of, refuse_unfollowed
+from megatron_offload.frontends.around import engine_of, refuse_unfollowed
 from megatron_offload.frontends.whole_model import NoOpManager
 from megatron_offload.integrations import transformer_engine_fuser
 from megatron_offload.integrations.transformer_engine_fuser import FusedSettings

@@ -141,7 +141,7 @@ def test_a_ratio_of_what_nobody_marks_frees_memory(ratio):
 def run_net(net, x, offload):
     net.zero_grad()
     meter = LiveActivationMeter(net.parameters())
-    manager = CPUOffload._tags[offload.tag].manager if offload is not None else None
+    manager = CPUOffload._tags[offload.tag].groups.manager if offload is not None else None
     with meter, manager.observed_by(meter) if manager else nullcontext():
         if offload is None:
             y = net(x)

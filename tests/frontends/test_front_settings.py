@@ -8,7 +8,7 @@ from programs import make_config, make_manager
 
 from megatron_offload import CPUOffload, OffloadActivations, OffloadConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.settings import _UNFOLLOWED, refuse_unfollowed
+from megatron_offload.frontends.around import _UNFOLLOWED, refuse_unfollowed
 from megatron_offload.integrations.transformer_engine import (
     operation_groups,
     reset_operation_groups,

@@ -28,7 +28,7 @@ def end_step(tag):
 
 
 def manager_of(tag):
-    return CPUOffload._tags[tag].manager
+    return CPUOffload._tags[tag].groups.manager
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
