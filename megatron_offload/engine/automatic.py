@@ -1,14 +1,9 @@
 """Layer groups that nobody marks: what autograd saves, in the order of saving, cut by size.
 
-Owns the pack and unpack hooks of programs without boundaries, and what stands for boundaries there:
-a group ends when it is large enough, backward has reached it with the first of its tensors that is
-asked for, and has left it when the last of them is dropped.
-
-Steps are found too, where nobody ends them: one ends when a new forward begins and no graph is
-left. So accumulated microbatches, each with its backward, are a step each, and those of a pipeline
-are one together.
-
-Invariant: as with marked groups, order is only a hint. A tensor finds its data through its record.
+A group ends when it is large enough, backward has reached it with the first of its tensors that is
+asked for, and has left it when the last of them is dropped. A step, where nobody ends it, ends when
+a new forward begins and no graph is left: accumulated microbatches, each with its backward, are a
+step each, and those of a pipeline are one together.
 """
 
 from __future__ import annotations
@@ -37,11 +32,10 @@ released as soon as its copy is done; what is smaller travels together."""
 
 @dataclass(slots=True)
 class _Forward:
-    """What lies between one `AutomaticGroups.begin` and its `end`."""
+    """What lies between one `AutomaticGroups.begin` and its `end`; no hooks: no records."""
 
     chunk: ChunkOffloadHandler
     hooks: saved_tensors_hooks | None
-    """None where the manager records nothing: what surrounds this goes on as without it."""
     name: str
     group: OffloadGroup | None = None
     num_tensors: int = 0
@@ -75,7 +69,7 @@ class AutomaticGroups:
         max_inflight_tensors: most tensors whose device memory is held for their copies; None leaves
             that to the manager's budgets.
         should_offload: is asked for each block of memory in turn, with its bytes, whether it
-            moves; by default all do.
+            moves; None: all do.
         finds_steps: end steps; False where the program takes each in `step`.
         on_step: called when a step was found to be over.
     """
@@ -92,10 +86,10 @@ class AutomaticGroups:
         on_step: Callable[[], None] | None = None,
     ) -> None:
         self.manager = manager
+        self.should_offload = should_offload
         self._name = name
         self._min_tensor_bytes = min_tensor_bytes
         self._max_inflight_tensors = max_inflight_tensors
-        self._should_offload = should_offload
         self._finds_steps = finds_steps
         self._on_step = on_step
         self._forwards: list[_Forward] = []
@@ -121,7 +115,7 @@ class AutomaticGroups:
         if self._min_tensor_bytes is not None:
             chunk.rules.min_tensor_bytes = self._min_tensor_bytes
         chunk.rules.max_inflight_blocks = self._max_inflight_tensors
-        chunk.rules.should_offload = self._should_offload
+        chunk.rules.should_offload = self.should_offload
         hooks = saved_tensors_hooks(self.pack, unpack) if self.manager.do_offload else None
         if hooks is not None:
             hooks.__enter__()
@@ -164,19 +158,13 @@ class AutomaticGroups:
             self._on_step()
         return is_over
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether not all that is saved moves."""
-        return self._should_offload is not None
-
     @graph_break
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Record a tensor that autograd saves; the pack hook, only between `begin` and `end`."""
-        if not self._forwards or is_in_backward() or torch.compiler.is_compiling():
-            # Between two lines of `begin`; or a recompute inside a backward, needed at once.
+        """Record a tensor that autograd saves; the pack hook."""
+        forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
+        if forward is None or forward.hooks is None:
             return SavedTensor(tensor, None, self._name)
-        forward = self._forwards[-1]
-        if forward.hooks is None:  # called by who runs operations as one, not by autograd
+        if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
             return SavedTensor(tensor, None, self._name)
         if is_wrapper(tensor) and not is_opted_out(tensor):
             return SavedWrapper(tensor, self.pack)

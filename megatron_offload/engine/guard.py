@@ -65,13 +65,10 @@ class Guard:
             put_off.popleft()
 
     def claim(self, is_busy: Callable[[], bool]) -> None:
-        """Give the engine to the calling thread; forwards of two threads can't share it.
-
-        Args:
-            is_busy: whether the thread that has it is not done; not asked of one that has ended.
+        """Give the engine to the calling thread, unless one that has it ``is_busy`` in a forward.
 
         Raises:
-            StateError: another thread has it; nothing has changed.
+            StateError: that is so; nothing has changed.
         """
         me = threading.get_ident()
         if self._thread == me:
@@ -93,11 +90,7 @@ class Guard:
             )
 
     def refuse_nesting(self, name: str) -> None:
-        """Raise `StateError` where this thread is inside a call already: it would wait for itself.
-
-        Args:
-            name: what was called.
-        """
+        """Raise `StateError` where this thread is in a call already: it would wait for itself."""
         if self.is_mine():
             raise StateError(
                 f"{name} was called from inside a call of the engine, by an observer or a wrapper "

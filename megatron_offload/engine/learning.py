@@ -198,7 +198,8 @@ class Learner:
         """Learn from a step that is over."""
         if self._listed:
             profile = self._without_unlisted(profile)
-        before, self.profile = self.profile, profile
+        before = self.profile
+        self.profile = before if profile == before else profile  # who went by it goes on
         self.is_steady = before is not None and before.has_groups_of(profile)
         self._fit_host_pool()
         if self.is_steady:

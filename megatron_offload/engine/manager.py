@@ -44,14 +44,11 @@ from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.policy import RatioPolicy
 
 _logger = logging.getLogger(__name__)
 
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
-
-_SMALLEST = {"min_tensor_bytes", "min_tensor_elements"}
 
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it moves: take the step inside "
@@ -99,15 +96,14 @@ class PipelineOffloadManager:
     def __init__(
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
     ) -> None:
-        self._last_step: StepStats | None = None
-        self._stays_because = ""
         self.observers: list[Observer] = []
         """Who is told what happens."""
         self.marks = Marks()
         self.step_number = 0
         """Steps begun so far."""
-        config = config or OffloadConfig()
-        self._build(config, read_policy(config), backend)
+        self._last_step: StepStats | None = None
+        self._stays_because = ""
+        self.configure(config or OffloadConfig(), backend=backend)
 
     @graph_break
     def configure(self, config: OffloadConfig, *, backend: Backend | None = None) -> None:
@@ -117,15 +113,8 @@ class PipelineOffloadManager:
             ConfigError: its policy can't be followed; nothing has changed.
         """
         policy = read_policy(config)
-        self.close()
-        self._build(config, policy, backend)
-
-    def _build(
-        self,
-        config: OffloadConfig,
-        policy: OffloadPlan | RatioPolicy | None,
-        backend: Backend | None,
-    ) -> None:
+        if hasattr(self, "config"):
+            self.close()
         self.config = config
         self.backend = backend or create_backend(config)
         self.host_pool = HostPool(
@@ -211,7 +200,8 @@ class PipelineOffloadManager:
             keep_quantised_weights()
             self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
         smallest = config.smallest_tensor
-        if min_tensor_elements is not None and not _SMALLEST & config.model_fields_set:
+        is_set = {"min_tensor_bytes", "min_tensor_elements"} & config.model_fields_set
+        if min_tensor_elements is not None and not is_set:
             smallest = (0, min_tensor_elements)
         self._chunk = self.new_chunk(vp_stage or 0, *smallest)
         self._chunk.rules.max_inflight_groups = max_inflight_groups
@@ -554,11 +544,7 @@ class PipelineOffloadManager:
 
     @contextmanager
     def staying(self, because: str) -> Iterator[None]:
-        """Move nothing of the steps inside, and learn nothing from them.
-
-        Args:
-            because: why, for the counters of what stayed.
-        """
+        """Move nothing of the steps inside, ``because`` of what, and learn nothing from them."""
         outer, self._stays_because = self._stays_because, because
         try:
             yield

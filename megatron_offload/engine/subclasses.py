@@ -1,10 +1,7 @@
 """Saved tensors that are made of others: distributed, quantised and nested ones.
 
-They are taken apart and put together again by the protocol that PyTorch's own compiler uses
-(``__tensor_flatten__``), whatever they are called.
-
-A wrapper has no memory of its own, so its parts move, and a wrapper of the same type, size and
-meaning is made of them again.
+A wrapper has no memory of its own. Its parts move, and a wrapper of the same type, size and meaning
+is made of them again, by the protocol of PyTorch's own compiler (``__tensor_flatten__``).
 """
 
 from __future__ import annotations

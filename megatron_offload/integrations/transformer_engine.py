@@ -177,7 +177,7 @@ def _moves_all() -> bool:
     """Whether what surrounds this moves all that is saved anyway."""
     owner = owner_of_hooks()
     return isinstance(owner, ChunkOffloadHandler) or (
-        isinstance(owner, AutomaticGroups) and not owner.is_partial
+        isinstance(owner, AutomaticGroups) and owner.should_offload is None
     )
 
 

@@ -35,13 +35,11 @@ class MemoryTarget:
 
     def __init__(self, target_bytes: int) -> None:
         self.target_bytes = target_bytes
-        self.is_settled = False
-        self.is_met = False
+        self.is_settled = self.is_met = False
         self._tolerance_bytes = target_bytes // _TOLERANCE_SHARE
         self._most_kept: int | None = None
         self._least_missed: int | None = None
-        self._num_changes = 0
-        self._num_corrections = 0
+        self._num_changes = self._num_corrections = 0
 
     def propose(
         self, reserved_bytes: int, budget_bytes: int, least_bytes: int, most_bytes: int
@@ -52,13 +50,11 @@ class MemoryTarget:
         on.
         """
         room_bytes = self.target_bytes - reserved_bytes
-        is_kept = room_bytes >= 0
-        if is_kept:
+        if room_bytes >= 0:
             self._most_kept = max(budget_bytes, self._most_kept or 0)
-        else:
-            missed = self._least_missed
-            self._least_missed = budget_bytes if missed is None else min(budget_bytes, missed)
-        if is_kept and room_bytes <= self._tolerance_bytes:
+        elif self._least_missed is None or budget_bytes < self._least_missed:
+            self._least_missed = budget_bytes
+        if 0 <= room_bytes <= self._tolerance_bytes:
             return self._settle(budget_bytes)
         # Aim into the middle of what is close enough, between what is known to be too much or not.
         proposal = budget_bytes + room_bytes - self._tolerance_bytes // 2
@@ -99,8 +95,7 @@ class BudgetSearch:
         self._device = device
         self._at_start_bytes: int | None = None
         self._at_backward_bytes: int | None = None
-        self._is_trimmed = False
-        self._is_over = False
+        self._is_trimmed = self._is_over = False
 
     def note_start(self) -> None:
         """A step begins."""
@@ -166,11 +161,10 @@ class BudgetSearch:
         if reserved_bytes > self._warmup.target_bytes:
             at_backward_bytes = reserved_bytes
         most_bytes = max(0, budget.bounds_bytes()[1] - budget.total_bytes)
-        before_bytes = budget.warmup_extra_bytes
-        budget.warmup_extra_bytes = self._warmup.propose(
-            at_backward_bytes, before_bytes, 0, most_bytes
-        )
-        if budget.warmup_extra_bytes != before_bytes:
+        extra_bytes = budget.warmup_extra_bytes
+        proposal = self._warmup.propose(at_backward_bytes, extra_bytes, 0, most_bytes)
+        budget.warmup_extra_bytes = proposal
+        if proposal != extra_bytes:
             self._trim()
 
     def _keep(self, reserved_bytes: int) -> None:
