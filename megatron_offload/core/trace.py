@@ -7,14 +7,17 @@ microseconds since the trace began; spans of one stream don't overlap.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, StrictInt, TypeAdapter, ValidationError
 
 from megatron_offload.core.units import format_bytes, format_us
+from megatron_offload.errors import shorten
 from megatron_offload.files.text import read_json, replace_text
 
 STREAMS = ("compute", "d2h", "h2d")
@@ -38,9 +41,11 @@ HELD_BYTES = "bytes saved, on the device"
 """The part of `LIVE_BYTES` that takes device memory; an upper bound while a copy that was called
 off is still in flight."""
 
-
 _MAX_TRACE_BYTES = 1024**3
 """Larger files are no trace of a few steps."""
+
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Time = Annotated[_Number, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,9 @@ class Span:
     else the stream's name."""
     label: str
     """The group; empty outside any."""
-    start_us: float
-    duration_us: float
-    num_bytes: int = 0
+    start_us: _Time
+    duration_us: _Time
+    num_bytes: StrictInt = 0
     """What a copy moved."""
     wait: str = ""
     """Which of the six waits a stall is, or `PIPELINE_WAIT`."""
@@ -77,8 +82,8 @@ class Counter:
     """A number that holds from a moment on."""
 
     name: str
-    time_us: float
-    value: float
+    time_us: _Time
+    value: _Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +106,9 @@ class TraceSummary:
     backward was there first."""
 
     @property
-    def total_stall_us(self) -> float:
-        """What the compute stream lost in all waits."""
-        return sum(self.stall_us.values())
-
-    @property
     def copy_stall_us(self) -> float:
-        """The part of it that it lost to copies."""
-        return self.total_stall_us - self.stall_us.get(PIPELINE_WAIT, 0.0)
+        """What the compute stream lost in waits for copies."""
+        return sum(us for wait, us in self.stall_us.items() if wait != PIPELINE_WAIT)
 
     def gbps(self, stream: str) -> float | None:
         """Return the bandwidth while copying, in 10^9 bytes a second; None without copies."""
@@ -220,47 +220,34 @@ def read_traces(path: str | Path) -> list[StepTrace]:
     data = read_json(path, limit_bytes=_MAX_TRACE_BYTES)
     try:
         for event in data["traceEvents"]:
-            rank = _typed(event["pid"], int)
+            rank = _RANK.validate_python(event["pid"])
             _read_event(event, traces.setdefault(rank, StepTrace(rank)))
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a trace of this package: {error!r}") from error
+    except (AttributeError, KeyError, TypeError, ValidationError) as error:
+        why = shorten(repr(error), 300)
+        raise ValueError(f"{path} is not a trace of this package: {why}") from error
     return [traces[rank] for rank in sorted(traces)]
+
+
+_RANK, _SPAN, _COUNTER = TypeAdapter(StrictInt), TypeAdapter(Span), TypeAdapter(Counter)
 
 
 def _read_event(event: dict[str, Any], trace: StepTrace) -> None:
     """Add what one event says; those that only name things say nothing."""
     args = event["args"]
     if event["ph"] == "X":
-        trace.spans.append(
-            Span(
-                stream=dict(enumerate(STREAMS))[event["tid"]],
-                kind=_typed(event["cat"], str),
-                label=_typed(args["group"], str),
-                start_us=_time_us(event["ts"]),
-                duration_us=_time_us(event["dur"]),
-                num_bytes=_typed(args.get("bytes", 0), int),
-                wait=_typed(args.get("wait", ""), str),
-            )
-        )
+        fields = {
+            "stream": dict(enumerate(STREAMS))[event["tid"]],
+            "kind": event["cat"],
+            "label": args["group"],
+            "start_us": event["ts"],
+            "duration_us": event["dur"],
+            "num_bytes": args.get("bytes", 0),
+            "wait": args.get("wait", ""),
+        }
+        trace.spans.append(_SPAN.validate_python(fields))
     elif event["ph"] == "C":
-        name, time_us = _typed(event["name"], str), _time_us(event["ts"])
-        trace.counters.append(Counter(name, time_us, _typed(args["bytes"], int, float)))
-
-
-def _time_us(value: Any) -> float:
-    time_us: float = _typed(value, int, float)
-    if time_us < 0:
-        raise TypeError(f"{time_us!r} is before the trace began")
-    return time_us
-
-
-def _typed(value: Any, *kinds: type) -> Any:
-    """Return ``value`` if it is of one of these types, finite, and no truth value."""
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(f"{value!r:.40} is of another type")
-    if isinstance(value, float) and not math.isfinite(value):  # JSON's 1e999
-        raise TypeError(f"{value!r} is not finite")
-    return value
+        fields = {"name": event["name"], "time_us": event["ts"], "value": args["bytes"]}
+        trace.counters.append(_COUNTER.validate_python(fields))
 
 
 def _events(trace: StepTrace) -> Iterable[dict[str, Any]]:
@@ -300,14 +287,10 @@ def _events(trace: StepTrace) -> Iterable[dict[str, Any]]:
 
 def _overlap_us(left: Sequence[Span], right: Sequence[Span]) -> float:
     """Return how long two streams, each in the order of time, were in a span at once."""
-    total_us = 0.0
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start_us = max(left[i].start_us, right[j].start_us)
-        end_us = min(left[i].end_us, right[j].end_us)
-        total_us += max(0.0, end_us - start_us)
-        if left[i].end_us <= right[j].end_us:
-            i += 1
-        else:
-            j += 1
-    return total_us
+    if not right:
+        return 0.0
+    edges_us = [us for span in right for us in (span.start_us, span.end_us)]
+    spent_us = np.cumsum([us for span in right for us in (0.0, span.duration_us)])
+    begins = np.interp([span.start_us for span in left], edges_us, spent_us)
+    ends = np.interp([span.end_us for span in left], edges_us, spent_us)
+    return float((ends - begins).sum())

@@ -5,7 +5,6 @@ Nothing blocks the host while it is recorded: times are read when the block is l
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from megatron_offload.core.trace import (
     INFLIGHT_BYTES,
     LIVE_BYTES,
     PREFETCHED_BYTES,
+    STREAMS,
     Counter,
     Span,
     StepTrace,
@@ -49,25 +49,20 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
         tracer.finish(trace)
 
 
-class _Copy(NamedTuple):
-    stream: Direction
-    label: str
-    num_bytes: int
-    start: Any
-    end: Any
+class _Stretch(NamedTuple):
+    """A span whose times are still to be read."""
 
-
-class _Mark(NamedTuple):
-    """What the compute stream does from here on."""
-
-    time: Any
+    stream: str
     kind: str
     label: str
+    start: Any
+    end: Any
+    num_bytes: int = 0
     wait: str = ""
 
 
 class _Tracer(Observer):
-    """What the program has passed, as marks on the compute stream, and the copies beside it."""
+    """What the streams did between the points that the program has passed."""
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
         self._backend = manager.backend
@@ -75,13 +70,11 @@ class _Tracer(Observer):
         self._budget = manager.budget
         # Groups that the program is in, innermost last.
         self._open: list[tuple[str, OffloadGroup]] = []
-        self._live: dict[GroupKey, int] = {}
-        self._live_bytes = 0
+        self._live_bytes: dict[GroupKey, int] = {}
         self._inflight: Tally[OffloadGroup] = Tally()
-        self._inflight_bytes = 0
-        self._origin = self._time = self._now()
-        self._marks = [_Mark(self._origin, "other", "")]
-        self._copies: list[_Copy] = []
+        self._origin = self._time = self._since = self._now()
+        self._kind, self._label = "other", ""  # what compute does since then
+        self._stretches: list[_Stretch] = []
         self._samples: list[tuple[str, Any, float]] = []
         self._last_values: dict[str, float] = {}
         self._sample()
@@ -95,10 +88,9 @@ class _Tracer(Observer):
 
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
         self._close("forward", group)
-        if group.key not in self._live:  # a commit that is put off comes twice
+        if group.key not in self._live_bytes:  # a commit that is put off comes twice
             num_bytes = sum(block.num_bytes for block in group.blocks() if block.d2h is None)
-            self._live[group.key] = num_bytes
-            self._live_bytes += num_bytes
+            self._live_bytes[group.key] = num_bytes
 
     def group_committed(self, group: OffloadGroup) -> None:
         self._sample()
@@ -108,25 +100,18 @@ class _Tracer(Observer):
         self._open.append(("backward", group))
         self._mark()
 
-    def backward_entered(self, group: OffloadGroup) -> None:
-        self._sample()
-
     def backward_leaves(self, group: OffloadGroup) -> None:
         self._close("backward", group)
-        self._forget(group)
+        self._live_bytes.pop(group.key, None)
 
-    def backward_left(self, group: OffloadGroup) -> None:
-        self._sample()
+    backward_entered = backward_left = group_committed
 
     def _leave_backwards(self, is_left: Callable[[OffloadGroup], bool]) -> None:
         """Close groups whose start has no backward of its own, for want of a gradient."""
         for kind, group in list(self._open):
             if kind == "backward" and is_left(group):
                 self._open.remove((kind, group))
-                self._forget(group)
-
-    def _forget(self, group: OffloadGroup) -> None:
-        self._live_bytes -= self._live.pop(group.key, 0)
+                self._live_bytes.pop(group.key, None)
 
     def _close(self, kind: str, group: OffloadGroup) -> None:
         if (kind, group) in self._open:
@@ -134,8 +119,13 @@ class _Tracer(Observer):
             self._mark()
 
     def _mark(self) -> None:
+        self._pass(self._now())
         kind, group = self._open[-1] if self._open else ("other", None)
-        self._marks.append(_Mark(self._now(), kind, group.label if group else ""))
+        self._kind, self._label = kind, group.label if group else ""
+
+    def _pass(self, time: Any) -> None:
+        self._stretches.append(_Stretch("compute", self._kind, self._label, self._since, time))
+        self._since = time
 
     # Copies and waits
 
@@ -147,21 +137,24 @@ class _Tracer(Observer):
     def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
         num_bytes = sum(destination.nbytes for destination, _ in pairs)
         end = self._timestamp(direction)
-        self._copies.append(_Copy(direction, group.label, num_bytes, self._time, end))
+        self._stretches.append(
+            _Stretch(direction, direction, group.label, self._time, end, num_bytes)
+        )
         if direction == "d2h":
             self._inflight[group] += num_bytes
-            self._inflight_bytes += num_bytes
 
     def wait_starts(self) -> None:
         self._time = self._now()
         self._sample(self._time)
 
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
-        after, current = self._now(), self._marks[-1]
-        self._marks.append(_Mark(self._time, "stall", current.label, why.name))
-        self._marks.append(current._replace(time=after))
+        self._pass(self._time)
+        self._since = after = self._now()
+        self._stretches.append(
+            _Stretch("compute", "stall", self._label, self._time, after, wait=why.name)
+        )
         if why is Wait.W2:
-            self._inflight_bytes -= self._inflight.pop(group, 0)
+            self._inflight.pop(group, None)
         self._sample(after)
 
     def _timestamp(self, direction: Direction) -> Any:
@@ -180,13 +173,14 @@ class _Tracer(Observer):
         What lies on the host and in flight is held twice. A group that came back before its release
         is no longer on the host and still in flight, hence the bounds.
         """
-        on_host, live_bytes = self._host_pool.in_use.total_bytes, self._live_bytes
+        on_host, in_flight = self._host_pool.in_use.total_bytes, self._inflight.total()
+        live_bytes = sum(self._live_bytes.values())
         values: dict[str, float] = {
-            INFLIGHT_BYTES: self._inflight_bytes,
+            INFLIGHT_BYTES: in_flight,
             HOST_BYTES: on_host,
             PREFETCHED_BYTES: self._budget.held_bytes,
             LIVE_BYTES: live_bytes,
-            HELD_BYTES: min(max(live_bytes - on_host + self._inflight_bytes, 0), live_bytes),
+            HELD_BYTES: min(max(live_bytes - on_host + in_flight, 0), live_bytes),
         }
         changed = [name for name in values if values[name] != self._last_values.get(name)]
         if changed:
@@ -198,35 +192,24 @@ class _Tracer(Observer):
 
     def finish(self, trace: StepTrace) -> None:
         """Wait for what was recorded and fill a trace with it; spans of a stream don't overlap."""
-        marks, copies, samples = self._marks, self._copies, self._samples
-        marks.append(_Mark(self._now(), "end", ""))
-        at_us = self._read_times(
-            [mark.time for mark in marks]
-            + [time for _, time, _ in samples]
-            + [time for copy in copies for time in (copy.start, copy.end)]
-        )
-        reached_us = 0.0
-        for mark, until in itertools.pairwise(marks):
-            start_us = max(reached_us, at_us[id(mark.time)])
-            reached_us = max(start_us, at_us[id(until.time)])
-            if reached_us > start_us or mark.kind == "stall":
-                duration_us = reached_us - start_us
-                trace.spans.append(
-                    Span("compute", mark.kind, mark.label, start_us, duration_us, 0, mark.wait)
-                )
-        reached = {"d2h": 0.0, "h2d": 0.0}
-        for stream, label, num_bytes, start, end in copies:
-            start_us = max(reached[stream], at_us[id(start)])
-            reached[stream] = max(start_us, at_us[id(end)])
-            duration_us = reached[stream] - start_us
-            trace.spans.append(Span(stream, stream, label, start_us, duration_us, num_bytes))
-        trace.counters = [Counter(name, at_us[id(time)], value) for name, time, value in samples]
-
-    def _read_times(self, times: Sequence[Any]) -> dict[int, float]:
-        """Return each time since the first of all; the record keeps the keys' objects alive."""
+        self._mark()
+        times = [time for one in self._stretches for time in (one.start, one.end)]
+        times += [time for _, time, _ in self._samples]
+        # The record keeps the keys' objects alive.
         at_us = {id(time): self._backend.sync_elapsed_us(self._origin, time) for time in times}
         first_us = min(0.0, *at_us.values())  # a copy stream may have been ahead at the start
-        return {key: value - first_us for key, value in at_us.items()}
+        reached_us = dict.fromkeys(STREAMS, 0.0)
+        for stream, kind, label, start, end, num_bytes, wait in self._stretches:
+            start_us = max(reached_us[stream], at_us[id(start)] - first_us)
+            reached_us[stream] = max(start_us, at_us[id(end)] - first_us)
+            duration_us = reached_us[stream] - start_us
+            if duration_us > 0 or num_bytes or wait:
+                trace.spans.append(
+                    Span(stream, kind, label, start_us, duration_us, num_bytes, wait)
+                )
+        trace.counters = [
+            Counter(name, at_us[id(time)] - first_us, value) for name, time, value in self._samples
+        ]
 
 
 def surrounds(outer: OffloadGroup, inner: OffloadGroup) -> bool:

@@ -76,7 +76,7 @@ def test_the_sums_are_those_of_the_spans():
     assert summary.duration_us == 30
     assert summary.compute_us == 20
     assert summary.stall_us == {"W2": 4}
-    assert summary.total_stall_us == 4
+    assert summary.copy_stall_us == 4
     assert summary.busy_us == {"d2h": 6, "h2d": 2}
     assert summary.overlap_us == {"d2h": 2, "h2d": 0}
     assert summary.num_bytes == {"d2h": 12000, "h2d": 8000}
@@ -334,7 +334,7 @@ def test_hidden_copies_stall_nothing():
     with trace_step(manager) as trace:
         two_groups(manager, backend)
     summary = trace.summary()
-    assert summary.total_stall_us == 0
+    assert summary.copy_stall_us == 0
     assert summary.compute_us == 600
 
 
