@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_offload.backends.base import Backend, DeviceInfo, DeviceMemory, Pair, Wait
-from megatron_offload.backends.numa import node_of_device, pci_address, prefer_node
+from megatron_offload.backends.numa import node_of_device, prefer_node
 from megatron_offload.errors import IntegrationError
 
 _logger = logging.getLogger(__name__)
@@ -249,9 +249,10 @@ def _describe(index: int) -> DeviceInfo:
 
 
 def _address_of(index: int) -> str | None:
+    """Return a device's PCI address as the kernel writes it."""
     found: Any = torch.cuda.get_device_properties(index)
     try:
-        return pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     except AttributeError:  # torch is older than these
         return None
 

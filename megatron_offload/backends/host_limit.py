@@ -63,20 +63,15 @@ def default_cap_bytes(
         ConfigError: ``LOCAL_WORLD_SIZE`` is not a positive integer.
     """
     num_ranks = environment_int("LOCAL_WORLD_SIZE", 1, least=1, environ=environ)
-    free_bytes = _machine_free_bytes(root)
-    for version in _VERSIONS:
-        for folder in _group_folders(root, version):
-            room_bytes = _room_bytes(folder, version)
-            if room_bytes is not None:
-                free_bytes = min(free_bytes, room_bytes)
-    return int(free_bytes * share) // num_ranks
-
-
-def _machine_free_bytes(root: Path) -> int:
     available_kib = read_field(root / "proc/meminfo", "MemAvailable:")
     if available_kib is not None:
-        return available_kib * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free_bytes = available_kib * 1024
+    else:
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for version in _VERSIONS:
+        for folder in _group_folders(root, version):
+            free_bytes = min(free_bytes, _room_bytes(folder, version, free_bytes))
+    return int(free_bytes * share) // num_ranks
 
 
 def _group_folders(root: Path, version: _Version) -> Iterator[Path]:
@@ -117,11 +112,15 @@ def _mounts(root: Path, version: _Version) -> list[tuple[str, PurePosixPath]]:
     """Return where this version is mounted, each with the group that the mount shows."""
     found = []
     for line in read_kernel_text(root / "proc/self/mountinfo").splitlines():
-        left, separator, right = line.partition(" - ")
+        left, _, right = line.partition(" - ")
         fields, source = left.split(" "), right.split(" ")
-        if not separator or len(fields) < 6 or len(source) < 3:
+        if len(fields) < 6 or len(source) < 3:
             continue
-        shown, mount = _unescaped(fields[3]), _unescaped(fields[4])
+        # A space is written as "\040".
+        shown, mount = (
+            re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), field)
+            for field in fields[3:5]
+        )
         is_ours = source[0] == version.filesystem and (
             version.filesystem == "cgroup2" or "memory" in source[2].split(",")
         )
@@ -130,17 +129,12 @@ def _mounts(root: Path, version: _Version) -> list[tuple[str, PurePosixPath]]:
     return found or [(version.default_mount, PurePosixPath("/"))]
 
 
-def _unescaped(text: str) -> str:
-    r"""Return a path of ``mountinfo``, where a space is written as ``\040``."""
-    return re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), text)
-
-
-def _room_bytes(folder: Path, version: _Version) -> int | None:
-    """Return what a group may still take; None where it has no limit."""
+def _room_bytes(folder: Path, version: _Version, no_limit_bytes: int) -> int:
+    """Return what a group may still take."""
     limits = [read_int(folder / name) for name in version.limits]
     limit_bytes = min((limit for limit in limits if limit is not None), default=None)
     if limit_bytes is None:
-        return None
+        return no_limit_bytes
     used_bytes = read_int(folder / version.usage) or 0
     droppable_bytes = read_field(folder / "memory.stat", version.droppable) or 0
     return max(limit_bytes - max(used_bytes - droppable_bytes, 0), 0)

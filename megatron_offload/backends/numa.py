@@ -25,16 +25,11 @@ _MAX_NODES = 1024
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
-def pci_address(domain: int, bus: int, device: int) -> str:
-    """Return a PCI device's address as the kernel writes it, such as ``0000:dc:02.0``."""
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
-
-
 def node_of_device(address: str | None, *, sysfs: Path = Path("/sys")) -> int | None:
     """Return the memory node next to a PCI device; None where there is no choice.
 
     Args:
-        address: as `pci_address` writes it; None where it is unknown.
+        address: as the kernel writes it, such as ``0000:dc:02.0``; None where it is unknown.
         sysfs: where the kernel shows devices and nodes.
     """
     nodes = online_nodes(sysfs=sysfs)

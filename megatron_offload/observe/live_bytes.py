@@ -10,10 +10,10 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 
 import torch
 
+from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 
@@ -45,7 +45,7 @@ class LiveActivationMeter(Observer):
     @property
     def live_bytes(self) -> int:
         """Bytes that are alive now."""
-        self._measure_again(list(self._seen))
+        self._measure(self._seen)
         return self._live_bytes
 
     @property
@@ -53,9 +53,16 @@ class LiveActivationMeter(Observer):
         """Most bytes that were alive at one time since the last `reset_peak`."""
         return self._peak_bytes
 
+    def memory(self) -> DeviceMemory:
+        """Return what a device would tell of a memory that holds nothing else."""
+        live_bytes = self.live_bytes
+        return DeviceMemory(live_bytes, live_bytes, self._peak_bytes, self._peak_bytes)
+
     def reset_peak(self) -> None:
         """Start a new peak at what is alive now."""
         self._peak_bytes = self.live_bytes
+
+    reset_memory_peaks = reset_peak
 
     def restore_peak(self, num_bytes: int) -> None:
         """Count a peak that came by before someone called `reset_peak` for a look of his own."""
@@ -72,52 +79,37 @@ class LiveActivationMeter(Observer):
             # C++ holds it, so this fires when the memory is given back and not before.
             weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
             self._seen[key] = (weakref.ref(storage), 0)
-            self._set_size(key, storage.nbytes())
+            self._measure([key])
         if self._emptied:
-            self._measure_again(list(self._emptied))
+            self._measure(self._emptied)
         if self._live_bytes > self._peak_bytes:
             # Sizes can only have shrunk unseen, so the exact sum is taken just where it matters.
-            self._measure_again(list(self._seen))
+            self._measure(self._seen)
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
 
     tensor_saved = tensor_reloaded = observe
 
     def __enter__(self) -> LiveActivationMeter:
-        self._hooks.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(
-                functools.partial(_pack, weakref.ref(self)), _unpack
-            )
-        )
+        pack = functools.partial(_pack, weakref.ref(self))
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        self._hooks.enter_context(hooks)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
-    def _measure_again(self, keys: list[int]) -> None:
-        for key in keys:
-            entry = self._seen.get(key)
-            storage = entry[0]() if entry is not None else None
-            if storage is not None:
-                self._set_size(key, storage.nbytes())
-
-    def _set_size(self, key: int, size: int) -> None:
-        reference, before = self._seen[key]
-        self._seen[key] = (reference, size)
-        self._live_bytes += size - before
-        if size:
-            self._emptied.discard(key)
-        else:
-            self._emptied.add(key)
-
-    def _drop(self, key: int) -> None:
-        _, size = self._seen.pop(key)
-        self._live_bytes -= size
-        self._emptied.discard(key)
+    def _measure(self, keys: Iterable[int]) -> None:
+        for key in list(keys):
+            reference, before = self._seen.get(key, (None, 0))
+            storage = reference() if reference is not None else None
+            if reference is not None and storage is not None:
+                size = storage.nbytes()
+                self._seen[key] = (reference, size)
+                self._live_bytes += size - before
+                if size:
+                    self._emptied.discard(key)
+                else:
+                    self._emptied.add(key)
 
 
 def _pack(meter: weakref.ref[LiveActivationMeter], tensor: torch.Tensor) -> torch.Tensor:
@@ -128,11 +120,9 @@ def _pack(meter: weakref.ref[LiveActivationMeter], tensor: torch.Tensor) -> torc
     return tensor.detach()
 
 
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _forget(meter: weakref.ref[LiveActivationMeter], key: int) -> None:
     alive = meter()
     if alive is not None:
-        alive._drop(key)
+        _, size = alive._seen.pop(key)
+        alive._live_bytes -= size
+        alive._emptied.discard(key)

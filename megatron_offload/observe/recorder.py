@@ -10,19 +10,17 @@ and where a reload is late; so between two looks the larger count is added to th
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_offload.backends.base import DeviceMemory
+from megatron_offload.backends.base import Backend, DeviceMemory
 from megatron_offload.core.profile import (
     GroupKey,
-    GroupProfile,
     GroupTimes,
     MemorySample,
     RunShape,
@@ -32,7 +30,7 @@ from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
-from megatron_offload.observe.live_bytes import meter_of
+from megatron_offload.observe.live_bytes import LiveActivationMeter, meter_of
 from megatron_offload.observe.saved_bytes import SavedBytes
 from megatron_offload.observe.trace_step import surrounds
 
@@ -104,24 +102,19 @@ def profile_step(
     if any(isinstance(observer, _Recorder) for observer in manager.observers):
         raise StateError("a step is being profiled already: one profile_step at a time")
     recorded = RecordedStep()
-    memory = _Memory(manager, takes_peaks=peaks)
-    saved = SavedBytes(is_pipeline=run.pp_size > 1)
-    recorder = _Recorder(manager, memory, saved, moves=moves)
+    recorder = _Recorder(manager, run, moves=moves, peaks=peaks)
     with ExitStack() as undo:
         undo.enter_context(manager.observed_by(recorder))
-        undo.callback(memory.finish, recorded)
+        undo.callback(recorder.tell_peaks, recorded)
         if not moves:
             undo.callback(manager.backend.trim_device)
             undo.enter_context(manager.staying("the step is profiled without offload"))
         recorder.look()
         yield recorded
-        recorded._profile = recorder.finish(run)
+        recorded._profile = recorder.finish()
 
 
-_Boundary = enum.Enum("_Boundary", "START COMMIT BACKWARD DONE")
-
-
-_WHOLE_FORWARD = {_Boundary.START, _Boundary.COMMIT}
+_Boundary: TypeAlias = Literal["start", "commit", "backward", "done"]
 
 
 class _Look(NamedTuple):
@@ -141,14 +134,20 @@ class _Recorder(Observer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
     def __init__(
-        self, manager: PipelineOffloadManager, memory: _Memory, saved: SavedBytes, *, moves: bool
+        self, manager: PipelineOffloadManager, run: RunShape, *, moves: bool, peaks: bool
     ) -> None:
         self._manager = manager
         self._host_pool = manager.host_pool
         self._backend = manager.backend
-        self._memory = memory
-        self._saved = saved
-        self._moves = moves
+        self._run, self._moves, self._peaks = run, moves, peaks
+        self._saved = SavedBytes(is_pipeline=run.pp_size > 1)
+        self._meter = meter_of(manager)
+        # Where the device doesn't tell its memory, what the manager's meter counts.
+        self._is_of_device = manager.backend.memory() is not None
+        self._source: Backend | LiveActivationMeter | None = self._meter
+        if self._is_of_device:
+            self._source = manager.backend
+        self._most_allocated_bytes = self._most_reserved_bytes = 0
         self._looks: list[_Look] = []
         self._marks: dict[OffloadGroup, dict[_Boundary, int]] = {}
         # Groups that backward is in.
@@ -157,12 +156,14 @@ class _Recorder(Observer):
         self._offloaded_bytes = 0
         self._settled_away_bytes = 0
 
+    # Clock and memory
+
     def look(self) -> None:
         """Look at clock and memory."""
         backend = self._backend
         with backend.uncounted():
             passed = backend.timestamp(backend.compute_stream())
-            now_us, found, away_bytes = time.perf_counter() * 1e6, self._memory.look(), self._away()
+            now_us, found, away_bytes = time.perf_counter() * 1e6, self._memory(), self._away()
             most_bytes = max(away_bytes, self._settled_away_bytes)
             self._looks.append(_Look(passed, now_us, found, away_bytes, most_bytes))
             self._settled_away_bytes = away_bytes
@@ -174,8 +175,30 @@ class _Recorder(Observer):
         """Forget the peak of what the engine does at a boundary, which counts at either end."""
         away_bytes = self._away()
         if away_bytes != self._settled_away_bytes:
-            self._memory.look()
+            self._memory()
             self._settled_away_bytes = away_bytes
+
+    def _memory(self) -> DeviceMemory | None:
+        """Return what there is now, with the peak since the last look; None if nothing is known."""
+        found = self._source.memory() if self._source is not None else None
+        if found is None or self._source is None:
+            return None
+        self._most_allocated_bytes = max(self._most_allocated_bytes, found.peak_allocated_bytes)
+        self._most_reserved_bytes = max(self._most_reserved_bytes, found.peak_reserved_bytes)
+        if not self._peaks:
+            return found._replace(peak_allocated_bytes=0)
+        self._source.reset_memory_peaks()
+        return found
+
+    def tell_peaks(self, recorded: RecordedStep) -> None:
+        """Tell the peaks, and put back the one that can be."""
+        self._peaks = False  # what came since the last look stays with the device
+        self._memory()
+        if self._is_of_device:
+            recorded.peak_allocated_bytes = self._most_allocated_bytes
+            recorded.peak_reserved_bytes = self._most_reserved_bytes
+        elif self._meter is not None:
+            self._meter.restore_peak(self._most_allocated_bytes)
 
     # Boundaries
 
@@ -183,11 +206,11 @@ class _Recorder(Observer):
         if group.key == (0, 0) and self._learned is None:
             self._restart()
         self._leave_all()
-        self._mark(_Boundary.START, group)
+        self._mark("start", group)
 
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
-        if _Boundary.COMMIT not in self._marks.get(group, ()):
-            self._mark(_Boundary.COMMIT, group)
+        if "commit" not in self._marks.get(group, ()):
+            self._mark("commit", group)
         if not is_delayed and self._learned is None:
             with self._backend.uncounted():
                 self._saved.commit(group)
@@ -198,14 +221,14 @@ class _Recorder(Observer):
     def backward_enters(self, group: OffloadGroup) -> None:
         for left in [left for left in self._open if not surrounds(left, group)]:
             self._leave(left)
-        if _Boundary.BACKWARD not in self._marks.get(group, ()):
-            self._mark(_Boundary.BACKWARD, group)
+        if "backward" not in self._marks.get(group, ()):
+            self._mark("backward", group)
         self._open.append(group)
 
     def backward_entered(self, group: OffloadGroup) -> None:
         self._settle()
         # A graph of an earlier step may have groups of the same keys.
-        if self._learned is None and _Boundary.START in self._marks.get(group, ()):
+        if self._learned is None and "start" in self._marks.get(group, ()):
             with self._backend.uncounted():
                 self._saved.enter_backward(group)
 
@@ -240,7 +263,7 @@ class _Recorder(Observer):
 
     def _leave(self, group: OffloadGroup) -> None:
         self._open.remove(group)
-        self._mark(_Boundary.DONE, group)
+        self._mark("done", group)
 
     def _mark(self, boundary: _Boundary, group: OffloadGroup) -> None:
         if self._learned is None:
@@ -249,7 +272,7 @@ class _Recorder(Observer):
 
     # The profile
 
-    def finish(self, run: RunShape) -> StepProfile:
+    def finish(self) -> StepProfile:
         """Wait for the step's end on the device; return what was seen.
 
         Raises:
@@ -261,7 +284,8 @@ class _Recorder(Observer):
                 "or the front door's end_step, before the block ends"
             )
         learned = self._learned
-        marks = {g.key: mark for g, mark in self._marks.items() if mark.keys() >= _WHOLE_FORWARD}
+        forward = {"start", "commit"}
+        marks = {group.key: mark for group, mark in self._marks.items() if mark.keys() >= forward}
         if not marks.keys() >= {group.key for group in learned.groups}:
             raise StateError("profile_step was entered in the middle of a step: enter it before")
         # A graph that is kept may be gone through twice.
@@ -271,21 +295,15 @@ class _Recorder(Observer):
         at_us = self._read_times()
         return replace(
             learned,
-            groups=tuple(self._group(group) for group in learned.groups),
+            groups=tuple(map(self._saved.fill, learned.groups)),
             backward_order=tuple(backwards),
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
             step_us=at_us[-1],
             memory=self._samples([marks[group.key] for group in learned.groups], at_us),
-            run=run,
+            run=self._run,
             offloaded_bytes=self._offloaded_bytes,
             counts_what_moved=self._moves,
-        )
-
-    def _group(self, group: GroupProfile) -> GroupProfile:
-        num_bytes, elsewhere_bytes, keeper = self._saved.of(group.key)
-        return group._replace(
-            num_bytes=num_bytes, elsewhere_bytes=elsewhere_bytes, keeper=keeper, shared_bytes=0
         )
 
     def _read_times(self) -> list[float]:
@@ -317,7 +335,7 @@ class _Recorder(Observer):
             if place in counts:
                 samples.append(
                     MemorySample(
-                        look.host_us - began_us if self._memory.is_of_device else at_us[place],
+                        look.host_us - began_us if self._is_of_device else at_us[place],
                         allocated_bytes,
                         look.memory.reserved_bytes,
                         peak_bytes,
@@ -336,54 +354,6 @@ class _Recorder(Observer):
 
 def _times_of(mark: Mapping[_Boundary, int], at_us: Sequence[float]) -> GroupTimes:
     """Return when a group was passed; one that backward never came to counts as left at once."""
-    started_us, committed_us = at_us[mark[_Boundary.START]], at_us[mark[_Boundary.COMMIT]]
-    if _Boundary.BACKWARD not in mark:
-        return GroupTimes(started_us, committed_us, committed_us, committed_us)
-    return GroupTimes(
-        started_us, committed_us, at_us[mark[_Boundary.BACKWARD]], at_us[mark[_Boundary.DONE]]
-    )
-
-
-class _Memory:
-    """The device's memory; where it doesn't tell, what the manager's meter counts."""
-
-    def __init__(self, manager: PipelineOffloadManager, *, takes_peaks: bool) -> None:
-        self._backend = manager.backend
-        self.is_of_device = self._backend.memory() is not None
-        self._meter = meter_of(manager)
-        self._takes_peaks = takes_peaks
-        self._most_allocated_bytes = 0
-        self._most_reserved_bytes = 0
-
-    def look(self) -> DeviceMemory | None:
-        """Return what there is now, with the peak since the last look; None if nothing is known."""
-        found = self._read()
-        if found is None:
-            return None
-        if not self._takes_peaks:
-            return found._replace(peak_allocated_bytes=0)
-        if self.is_of_device:
-            self._backend.reset_memory_peaks()
-        elif self._meter is not None:
-            self._meter.reset_peak()
-        return found
-
-    def finish(self, recorded: RecordedStep) -> None:
-        """Tell the peaks, and put back the one that can be."""
-        if self._read() is None:
-            return
-        if self.is_of_device:
-            recorded.peak_allocated_bytes = self._most_allocated_bytes
-            recorded.peak_reserved_bytes = self._most_reserved_bytes
-        elif self._meter is not None:
-            self._meter.restore_peak(self._most_allocated_bytes)
-
-    def _read(self) -> DeviceMemory | None:
-        found = self._backend.memory()
-        if found is None and self._meter is not None:
-            live_bytes, peak_bytes = self._meter.live_bytes, self._meter.peak_bytes
-            found = DeviceMemory(live_bytes, live_bytes, peak_bytes, peak_bytes)
-        if found is not None:
-            self._most_allocated_bytes = max(self._most_allocated_bytes, found.peak_allocated_bytes)
-            self._most_reserved_bytes = max(self._most_reserved_bytes, found.peak_reserved_bytes)
-        return found
+    committed = mark["commit"]
+    backward, done = mark.get("backward", committed), mark.get("done", committed)
+    return GroupTimes(at_us[mark["start"]], at_us[committed], at_us[backward], at_us[done])

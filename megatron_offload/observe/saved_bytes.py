@@ -12,7 +12,7 @@ from collections import Counter
 
 import torch
 
-from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.profile import GroupKey, GroupProfile
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.owners import is_held_elsewhere
 
@@ -70,19 +70,24 @@ class SavedBytes:
             elif is_held is not None:
                 self._keepers.pop(block.identity, None)
 
-    def of(self, key: GroupKey) -> tuple[int, int, str]:
-        """Return a group's bytes that can move, those kept elsewhere, and what keeps most of them.
+    def fill(self, group: GroupProfile) -> GroupProfile:
+        """Return the group with its bytes that can move, those kept, and what keeps most of them.
 
         One of ``parameter/buffer`` of some module, ``pipeline schedule`` and ``the program``, which
         is all the rest, with the part of its graph that is in no group; empty where nothing does.
         """
-        saved = self._saved.get(key, {})
+        saved = self._saved.get(group.key, {})
         kept: Counter[str] = Counter()
         for identity, num_bytes in saved.items():
             if identity in self._keepers:
                 kept[self._keepers[identity]] += num_bytes
         keeper = kept.most_common(1)[0][0] if kept else ""
-        return sum(saved.values()) - kept.total(), kept.total(), keeper
+        return group._replace(
+            num_bytes=sum(saved.values()) - kept.total(),
+            elsewhere_bytes=kept.total(),
+            keeper=keeper,
+            shared_bytes=0,
+        )
 
     def _keeper_of(self, block: Block) -> str:
         if block.storage_key in self._module_storages:

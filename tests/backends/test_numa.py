@@ -10,7 +10,7 @@ import platform
 import pytest
 import torch
 
-from megatron_offload.backends.numa import node_of_device, online_nodes, pci_address, prefer_node
+from megatron_offload.backends.numa import node_of_device, online_nodes, prefer_node
 
 MIB = 1 << 20
 MPOL_PREFERRED = 1
@@ -32,7 +32,7 @@ class Machine:
 
     def node(self):
         """Return the node that the device is found at."""
-        return node_of_device(pci_address(0, 0xDC, 2), sysfs=self.root)
+        return node_of_device("0000:dc:02.0", sysfs=self.root)
 
 
 @pytest.fixture
@@ -57,14 +57,14 @@ def test_nodes_are_read_or_unknown(machine, text, nodes):
 
 def test_a_machine_that_says_nothing_has_no_nodes_to_choose_from(tmp_path):
     assert online_nodes(sysfs=tmp_path) == frozenset()
-    assert node_of_device(pci_address(0, 0, 0), sysfs=tmp_path) is None
+    assert node_of_device("0000:00:00.0", sysfs=tmp_path) is None
 
 
 def test_a_device_is_found_by_its_address(machine):
     assert machine.node() == 1
     machine.write("bus/pci/devices/10000:01:1f.0/numa_node", "0\n")
-    assert node_of_device(pci_address(0x10000, 1, 0x1F), sysfs=machine.root) == 0
-    assert node_of_device(pci_address(0, 1, 2), sysfs=machine.root) is None
+    assert node_of_device("10000:01:1f.0", sysfs=machine.root) == 0
+    assert node_of_device("0000:01:02.0", sysfs=machine.root) is None
     assert node_of_device(None, sysfs=machine.root) is None
 
 
