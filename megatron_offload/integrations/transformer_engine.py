@@ -2,35 +2,49 @@
 
 An operation is any ``nn.Module`` that is called, fused or not. Its setting holds for what autograd
 saves while its forward runs; the innermost wins. What is recomputed is left to the checkpoint.
+
+A run that TransformerEngine's fuser makes of several saves the tensors of all at its end, in one
+list. No hook can tell whose they are, but the fuser knows: each operation has a context with its
+place in that list.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.chunk import READY_MARK, ChunkOffloadHandler
+from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import take_back
 from megatron_offload.engine.quantised_weights import mark_not_offload, plain_parts
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.around import engine_of, refuse_unfollowed
 from megatron_offload.frontends.whole_model import NoOpManager
-from megatron_offload.integrations import transformer_engine_fuser
-from megatron_offload.integrations.transformer_engine_fuser import FusedSettings
 
+_FUSER = "transformer_engine.pytorch.ops.fuser"
+_OPERATION = "transformer_engine.pytorch.ops.op"
 _SETTING = "_activation_offloading"
 _OUTER_SETTING = "_activation_offloading_of_whole"
 
 _groups: AutomaticGroups | None = None
+_exchanged = Exchanges()
 
 
 def operation_groups(
@@ -86,7 +100,8 @@ def set_activation_offloading(module_or_op: nn.Module, enabled: bool | None) -> 
     if _SETTING not in vars(module_or_op):
         module_or_op.register_forward_pre_hook(_enter)
         module_or_op.register_forward_hook(_leave, always_call=True)
-    if transformer_engine_fuser.is_fusible(module_or_op):
+    fusible = getattr(sys.modules.get(_OPERATION), "FusibleOperation", None)
+    if fusible is not None and isinstance(module_or_op, fusible):
         install()
         # The fuser looks through an operation that is made of others, such as `te.ops.Linear`.
         for operation in getattr(module_or_op, "basic_ops", ()):
@@ -104,20 +119,60 @@ def install() -> None:
     """Give TransformerEngine's fusible operations these two names, as a method and an attribute.
 
     ``operation.set_activation_offloading(True)``, and ``operation.activation_offloading`` to read
-    and to set. The first setting of such an operation does it too;
-    `megatron_offload.integrations.transformer_engine_fuser.uninstall` takes it back.
+    and to set. The first setting of such an operation does it too; a second call changes nothing.
 
     Raises:
         IntegrationError: TransformerEngine is absent, or its fuser not the one that is known.
     """
+    if _exchanged:
+        return
+    try:
+        fuser = importlib.import_module(_FUSER)
+        operation = importlib.import_module(_OPERATION).FusibleOperation
+    except ImportError as error:
+        raise IntegrationError(f"TransformerEngine has no fusible operations: {error}") from error
+    names = ("OperationContext", "prepare_for_saving", "OperationFuser")
+    missing = [name for name in names if not hasattr(fuser, name)]
+    if missing:
+        raise IntegrationError(
+            f"{_FUSER} has no {', '.join(missing)}: settings of fused operations are known to work "
+            "with TransformerEngine 2.20"
+        )
+    new_context, prepare = fuser.OperationContext, fuser.prepare_for_saving
+    run = fuser.OperationFuser.__call__
+
+    def noted_context(*args: Any, **kwargs: Any) -> Any:
+        context = new_context(*args, **kwargs)
+        if (settings := _in_thread.fused_run()) is not None:
+            settings.contexts.append(context)
+        return context
+
+    def decided_prepare(*tensors: Any) -> Any:
+        settings = _in_thread.fused_run()
+        return prepare(*tensors) if settings is None else settings.prepare(prepare, tensors)
+
+    def settled_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = _settings_of(self._basic_ops)
+        _in_thread.runs.append(settings)
+        try:
+            with settings or nullcontext():
+                return run(self, *args, **kwargs)
+        finally:
+            _in_thread.runs.pop()
+
+    _exchanged.replace(fuser, "OperationContext", noted_context)
+    _exchanged.replace(fuser, "prepare_for_saving", decided_prepare)
+    _exchanged.replace(fuser.OperationFuser, "__call__", settled_run)
     attribute = property(activation_offloading, set_activation_offloading)
-    transformer_engine_fuser.install(
-        _settings_of,
-        {
-            "set_activation_offloading": set_activation_offloading,
-            "activation_offloading": attribute,
-        },
-    )
+    members = {"set_activation_offloading": set_activation_offloading}
+    for name, member in {**members, "activation_offloading": attribute}.items():
+        if not hasattr(operation, name):
+            _exchanged.replace(operation, name, member)
+
+
+def uninstall() -> None:
+    """Put back what `install` found; does nothing where it was not called."""
+    _exchanged.undo()
 
 
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
@@ -166,7 +221,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
 
 def _surrounding_backend() -> Backend | None:
     owner = owner_of_hooks()
-    if isinstance(owner, FusedSettings):
+    if isinstance(owner, _FusedRun):
         owner = owner_of(owner.moves)
     if isinstance(owner, AutomaticGroups):
         return owner.manager.backend
@@ -184,49 +239,91 @@ def _moves_all() -> bool:
 # The hooks are plain functions, so that a module with a setting can be copied and pickled.
 
 
-class _Entered(threading.local):
-    """Which settings are in force in this thread: the module, and how to leave it."""
+class _InThread(threading.local):
+    """What this thread is in."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[nn.Module, Callable[[], None] | None]] = []
+        self.entered: list[tuple[nn.Module, Callable[[], None] | None]] = []
+        """Which settings are in force: the module, and how to leave it."""
+        self.runs: list[_FusedRun | None] = []
+        """Fused runs; None for one without settings."""
+
+    def fused_run(self) -> _FusedRun | None:
+        return self.runs[-1] if self.runs else None
 
 
-_entered = _Entered()
+_in_thread = _InThread()
 
 
-class _OwnSettings(FusedSettings):
-    """A fused run, some of whose operations go where nothing around the run moves."""
+class _FusedRun:
+    """Saved-tensor hooks for one fused run, in which each operation has its own setting.
+
+    Args:
+        settings: of each operation: True to move, False to stay, None for what surrounds the run.
+    """
 
     def __init__(self, settings: list[bool | None]) -> None:
-        self._groups = operation_groups()
-        super().__init__(settings, self._groups.pack)
+        self._settings = settings
+        self._surrounding = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._own = operation_groups() if True in settings and not _moves_all() else None
+        self.moves: Any = self._own.pack if self._own else (self._surrounding or [None])[0]
+        self.contexts: list[Any] = []
+        self._decisions: list[tuple[torch.Tensor, bool | None]] = []
 
     def __enter__(self) -> Self:
-        self._groups.begin()
-        return super().__enter__()
+        if self._own is not None:
+            self._own.begin()
+        saved_tensors_hooks(self._pack, unpack).__enter__()  # to keep it would be a cycle
+        return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        super().__exit__()
-        self._groups.end(has_failed=kind is not None)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self.contexts.clear()
+        self._decisions.clear()
+        if self._own is not None:
+            self._own.end(has_failed=kind is not None)
+
+    def prepare(self, original: Callable[..., Any], tensors: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Do what the fuser's ``prepare_for_saving`` does, and decide about each part."""
+        if len(self.contexts) != len(self._settings):
+            raise IntegrationError(
+                f"the fuser made {len(self.contexts)} contexts for {len(self._settings)} "
+                "operations; this version of TransformerEngine is not known"
+            )
+        settings: list[bool | None] = [None] * len(tensors)
+        for context, setting in zip(self.contexts, self._settings, strict=True):
+            begin, end = context._saved_tensors_range
+            settings[begin:end] = [setting] * (end - begin)
+        parts: list[Any] = []
+        objects: list[Any] = []
+        for tensor, setting in zip(tensors, settings, strict=True):
+            of_tensor, of_object = original(tensor)
+            parts += of_tensor
+            objects += of_object
+            self._decisions += [(part, setting) for part in of_tensor if part is not None]
+        return parts, objects
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        found = (i for i, (part, _) in enumerate(self._decisions) if part is tensor)
+        index = next(found, None)
+        setting = None if index is None else self._decisions.pop(index)[1]
+        if setting is True:
+            return self.moves(tensor)
+        if setting is None and self._surrounding is not None:
+            pack, unpack = self._surrounding
+            return SimpleNamespace(unpack=partial(unpack, pack(tensor)))
+        return SavedTensor(tensor, None, "kept")
 
 
-def _settings_of(operations: list[nn.Module]) -> FusedSettings | None:
+def _settings_of(operations: list[nn.Module]) -> _FusedRun | None:
     """Return the context of a fused run; None where no operation has a setting."""
     settings = [
         own if own is not None else getattr(operation, _OUTER_SETTING, None)
         for operation in operations
         for own in (activation_offloading(operation),)
     ]
-    if not is_recording() or all(setting is None for setting in settings):
-        return None
-    if True not in settings:
-        return FusedSettings(settings, _never)
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return FusedSettings(settings, hooks[0]) if _moves_all() else _OwnSettings(settings)
-
-
-def _never(tensor: torch.Tensor) -> Any:
-    raise AssertionError("no operation of this run moves")
+    has_one = is_recording() and any(setting is not None for setting in settings)
+    return _FusedRun(settings) if has_one else None
 
 
 @graph_break
@@ -242,12 +339,12 @@ def _enter(module: nn.Module, args: Any) -> None:
         groups = operation_groups()
         groups.begin()
         left = groups.end
-    _entered.stack.append((module, left))
+    _in_thread.entered.append((module, left))
 
 
 @graph_break
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    stack = _entered.stack
+    stack = _in_thread.entered
     if stack and stack[-1][0] is module:  # else another hook raised before ours ran
         _, left = stack.pop()
         if left is not None:

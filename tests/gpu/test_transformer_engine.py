@@ -22,7 +22,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.quantised_weights import plain_parts
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
-from megatron_offload.integrations import transformer_engine_fuser
 
 # Read by TransformerEngine where it chooses attention's backward.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -338,7 +337,7 @@ def test_each_operation_of_a_fused_mlp_moves_exactly_its_own(precision):
             moved[chosen] = groups.manager.last_step.offloaded_bytes
     finally:
         policy.reset_operation_groups()
-        transformer_engine_fuser.uninstall()
+        policy.uninstall()
     if recipe is None:
         unit = 2 * TOKENS * WIDTH * 2  # two layers, two bytes an element
         assert moved == dict(zip(CHOICES, (0, unit, 8 * unit, 4 * unit, 13 * unit), strict=True))

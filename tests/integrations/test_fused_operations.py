@@ -16,7 +16,6 @@ from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.ratio import CPUOffload
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
-from megatron_offload.integrations import transformer_engine_fuser
 
 ROWS, WIDTH = 24, 32
 BYTES = 4 * ROWS * WIDTH
@@ -24,7 +23,7 @@ BYTES = 4 * ROWS * WIDTH
 
 @pytest.fixture(autouse=True)
 def _fuser(monkeypatch):
-    for name in (transformer_engine_fuser._FUSER, transformer_engine_fuser._OPERATION):
+    for name in (policy._FUSER, policy._OPERATION):
         monkeypatch.setitem(sys.modules, name, small_fuser)
     found = {
         **{name: getattr(small_fuser, name) for name in ("OperationContext", "prepare_for_saving")},
@@ -33,8 +32,8 @@ def _fuser(monkeypatch):
     policy.reset_operation_groups()
     yield
     policy.reset_operation_groups()
-    transformer_engine_fuser.uninstall()
-    transformer_engine_fuser.uninstall()
+    policy.uninstall()
+    policy.uninstall()
     assert small_fuser.OperationContext is found["OperationContext"]
     assert small_fuser.prepare_for_saving is found["prepare_for_saving"]
     assert OperationFuser.__call__ is found["__call__"]
@@ -195,7 +194,7 @@ def test_an_error_in_a_run_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="must match"):
         gradient(model)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not transformer_engine_fuser._runs.stack
+    assert not policy._in_thread.runs
     model.operations[2].width = WIDTH
     assert torch.equal(gradient(model), expected)
     assert groups.end_step_if_over()
@@ -270,11 +269,11 @@ def test_operations_have_the_method_and_the_attribute():
     assert torch.equal(gradient(model), expected)
     assert policy.operation_groups().end_step_if_over()
     assert manager.last_step.offloaded_bytes == BYTES
-    transformer_engine_fuser.uninstall()
+    policy.uninstall()
     assert not hasattr(fc1, "set_activation_offloading")
 
 
 def test_without_transformer_engine_there_is_nothing_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, transformer_engine_fuser._FUSER, None)
+    monkeypatch.setitem(sys.modules, policy._FUSER, None)
     with pytest.raises(IntegrationError, match="no fusible operations"):
         policy.install()
