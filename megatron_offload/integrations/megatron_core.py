@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import importlib.metadata
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -25,7 +23,6 @@ from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.errors import IntegrationError
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-_OLDEST = (0, 16)
 _GET_IT = "pip install 'megatron-offload[megatron]'"
 
 _exchanged = Exchanges()
@@ -38,11 +35,16 @@ def install() -> None:
     own ``TransformerConfig`` fields say which groups are marked, as ever.
 
     Raises:
-        IntegrationError: megatron-core is absent, older than 0.16, or without the module.
+        IntegrationError: megatron-core is absent, or older than 0.16.
     """
     if _exchanged:
         return
-    target = _import_target()
+    target = import_from_megatron(_MODULE)
+    if target is None:
+        raise IntegrationError(
+            f"megatron-core {megatron_version()} has no module {_MODULE}, 0.16 is the first that "
+            f"has; {_GET_IT}"
+        )
     theirs = {name: value for name, value in _definitions(target) if hasattr(facade, name)}
     ours = {id(value): getattr(facade, name) for name, value in theirs.items()}
     # The first to be noted is the last to be undone.
@@ -115,26 +117,20 @@ def _pipeline_rank() -> int:
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
-def _import_target() -> types.ModuleType:
-    if import_if_present("megatron.core") is None:
+def import_from_megatron(name: str) -> types.ModuleType | None:
+    """Import a module of megatron-core; None where it does not exist.
+
+    Raises:
+        IntegrationError: there is no megatron-core at all.
+    """
+    if _import_if_present("megatron.core") is None:
         raise IntegrationError(
             f"megatron-core is not installed, so there is nothing to install into; {_GET_IT}"
         )
-    version = megatron_version()
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if numbers and numbers < _OLDEST:
-        raise IntegrationError(
-            f"megatron-core {version} has no fine-grained activation offload, 0.16 is the first "
-            f"that has; {_GET_IT}"
-        )
-    target = import_if_present(_MODULE)
-    if target is None:
-        raise IntegrationError(f"megatron-core {version} has no module {_MODULE}; {_GET_IT}")
-    return target
+    return _import_if_present(name)
 
 
-def import_if_present(name: str) -> types.ModuleType | None:
-    """Import a module; None where it, or a package around it, does not exist."""
+def _import_if_present(name: str) -> types.ModuleType | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -145,13 +141,7 @@ def import_if_present(name: str) -> types.ModuleType | None:
 
 def megatron_version() -> str:
     """Return the version of the megatron-core that is loaded, or words for the lack of one."""
-    version = getattr(sys.modules["megatron.core"], "__version__", None)
-    if version is None:
-        try:
-            version = importlib.metadata.version("megatron-core")
-        except importlib.metadata.PackageNotFoundError:
-            version = "of unknown version"
-    return str(version)
+    return str(getattr(sys.modules["megatron.core"], "__version__", "of unknown version"))
 
 
 def _definitions(module: types.ModuleType) -> Iterator[tuple[str, Any]]:

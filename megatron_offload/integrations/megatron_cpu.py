@@ -49,7 +49,7 @@ def cpu_bridges() -> Iterator[None]:
         exchanged.replace(
             optimizer_module, "clip_grad_by_total_norm_fp32", _clip_grad_by_total_norm
         )
-        exchanged.replace(torch.Tensor, "cuda", _stay)
+        exchanged.replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
         yield
 
 
@@ -67,12 +67,8 @@ def recompute_without_transformer_engine() -> Iterator[None]:
             exchanged.replace(module, "FP8GlobalStateManager", answer)
         for name in ("activation_recompute_forward", "fp8_autocast"):
             if not hasattr(module, name):
-                exchanged.replace(module, name, _nothing)
+                exchanged.replace(module, name, lambda *_, **__: contextlib.nullcontext())
         yield
-
-
-def _nothing(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 class _View(types.ModuleType):
@@ -94,29 +90,24 @@ def _cpu_view_of_torch() -> _View:
     The CPU's generator plays the GPU's. What megatron-core takes for the CPU's own stands still, so
     that it neither warns that the one moved under the other nor restores it over the other.
     """
-    cuda_random = _View(
-        torch.cuda.random, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state
-    )
+    states = {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}
     cuda = _View(
         torch.cuda,
-        random=cuda_random,
+        **states,
+        random=_View(torch.cuda.random, **states),
         current_device=lambda: _CPU,
-        get_rng_state=_get_rng_state,
-        set_rng_state=_set_rng_state,
         manual_seed=torch.manual_seed,
         # Asked for, but waited on only where a CUDA graph left an event.
         current_stream=lambda device=None: None,
         synchronize=lambda device=None: None,
     )
-    distributed = _View(torch.distributed, isend=_isend)
-    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
     return _View(
         torch,
         cuda=cuda,
-        distributed=distributed,
+        distributed=_View(torch.distributed, isend=_isend),
         get_rng_state=lambda: torch.empty(0, dtype=torch.uint8),
         set_rng_state=lambda new_state: None,
-        **factories,
+        **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES},
     )
 
 
@@ -131,10 +122,6 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return make
-
-
-def _stay(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor
 
 
 def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Any:

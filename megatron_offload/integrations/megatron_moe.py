@@ -17,7 +17,7 @@ import torch
 
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.errors import IntegrationError
-from megatron_offload.integrations.megatron_core import import_if_present, megatron_version
+from megatron_offload.integrations.megatron_core import import_from_megatron, megatron_version
 
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
 _CLASS = "_DeepepManager"
@@ -53,11 +53,6 @@ def install() -> None:
 def uninstall() -> None:
     """Put megatron-core's own step back; without `install` this does nothing."""
     _exchanged.undo()
-
-
-def is_installed() -> bool:
-    """Whether `install` is in effect."""
-    return bool(_exchanged)
 
 
 def indices_to_multihot(
@@ -118,12 +113,7 @@ class _IndicesToMultihot(torch.autograd.Function):
 
 
 def _find_manager() -> type:
-    if import_if_present("megatron.core") is None:
-        raise IntegrationError(
-            "megatron-core is not installed, so there is no dispatcher to install into; "
-            "pip install 'megatron-core>=0.12'"
-        )
-    manager = getattr(import_if_present(_MODULE), _CLASS, None)
+    manager = getattr(import_from_megatron(_MODULE), _CLASS, None)
     if not isinstance(manager, type) or not callable(vars(manager).get(_METHOD)):
         raise IntegrationError(
             f"megatron-core {megatron_version()} has no {_CLASS}.{_METHOD} in {_MODULE}; versions "

@@ -58,12 +58,12 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
                 return forward(*args, **kwargs)
             name = f"stage {stage.stage_index}"
             self._groups.begin(name, vp_stage=place, pp_rank=stage.group_rank)
-            has_failed = True
             try:
                 output = forward(*args, **kwargs)
-                has_failed = False
-            finally:
-                self._groups.end(has_failed=has_failed)
+            except BaseException:
+                self._groups.end(has_failed=True)
+                raise
+            self._groups.end()
             return output
 
         return forward_one_chunk

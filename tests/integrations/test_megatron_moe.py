@@ -221,11 +221,9 @@ def test_uninstall_puts_back_what_was_found():
     before = dict(vars(DeepepManager))
     for _ in range(2):
         megatron_moe.install()
-        assert megatron_moe.is_installed()
         assert DeepepManager._indices_to_multihot is not MEGATRONS
     for _ in range(2):
         megatron_moe.uninstall()
-        assert not megatron_moe.is_installed()
         assert dict(vars(DeepepManager)) == before
 
 
@@ -282,7 +280,6 @@ def test_a_step_that_is_not_megatrons_known_one_is_refused(changed, monkeypatch)
     monkeypatch.setattr(DeepepManager, "_indices_to_multihot", changed)
     with pytest.raises(IntegrationError, match=r"not the one that this stands in for.*0\.12 to 0"):
         megatron_moe.install()
-    assert not megatron_moe.is_installed()
     assert DeepepManager._indices_to_multihot is changed
 
 
@@ -295,7 +292,6 @@ def test_a_megatron_core_without_the_step_is_named(missing, monkeypatch):
         monkeypatch.delattr(DeepepManager, "_indices_to_multihot")
     with pytest.raises(IntegrationError, match=r"0\.11\.0 has no _DeepepManager.*0\.12 to 0\.19"):
         megatron_moe.install()
-    assert not megatron_moe.is_installed()
 
 
 def test_without_megatron_core_the_error_says_how_to_get_it(monkeypatch):
@@ -303,7 +299,7 @@ def test_without_megatron_core_the_error_says_how_to_get_it(monkeypatch):
         raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(IntegrationError, match=r"not installed.*pip install 'megatron-core>=0\.12"):
+    with pytest.raises(IntegrationError, match=r"not installed.*pip install 'megatron-offload"):
         megatron_moe.install()
 
 
