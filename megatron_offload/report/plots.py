@@ -1,16 +1,15 @@
-"""Charts of a run: its losses and memory, timelines of one step, and the trade-off curve.
+"""Charts of a run: memory, the timeline of one step, and the trade-off curve.
 
-A chart is drawn into a PNG file, or by the page of a report, where it can be zoomed. Needs Altair
-and vl-convert (extra ``report``). Text of a run is text in a chart: no markup, no formulas.
+A chart is drawn into a PNG file, or by the page of a report. Needs Altair and vl-convert (extra
+``report``). Text of a run is text in a chart: no markup, no formulas.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-import textwrap
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,9 +60,6 @@ _RUNS = {"without offload": "#6b7178", "with offload": "#0072b2"}
 _PLAN = "a plan"
 _POINTS = {"measured": "#0072b2", "predicted": "#e69f00", _PLAN: "#d55e00"}
 
-_MOST_LABELS = 20
-"""Points that are named in the picture of a trade-off curve, those of the least memory first."""
-
 MOST_TIMELINES = 16
 """Ranks in one picture; hundreds would help nobody."""
 
@@ -74,47 +70,32 @@ _CHUNK = re.compile(r"\[chunk (\d+),")
 
 
 def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> None:
-    """Draw the step on each rank, as `timeline_chart` does, into a PNG file.
+    """Draw the step on each of at most `MOST_TIMELINES` ranks into a PNG file.
 
     Raises:
-        ValueError: there is no trace, or more than `MOST_TIMELINES`.
+        ValueError: there is no trace, or too many.
         ConfigError: Altair is not installed.
     """
     if not 1 <= len(traces) <= MOST_TIMELINES:
         raise ValueError(f"a timeline shows 1 to {MOST_TIMELINES} ranks, got {len(traces)}")
-    alt = _altair()
     end_us = last_us(traces)
     charts = []
     for trace in traces:
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
         facts = trace.summary().facts()
         lines = [", ".join(facts[:3]), ", ".join(facts[3:])]
-        heading = alt.Title(_safe(f"{title}{rank}"), subtitle=lines, anchor="start")
-        charts.append(timeline_chart(trace, end_us).properties(title=heading))
-    _write_png(alt.vconcat(*charts), path)
+        charts.append(_titled(timeline_chart(trace, end_us), f"{title}{rank}", lines))
+    _write_png(_altair().vconcat(*charts), path)
 
 
 def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against time") -> None:
-    """Draw what settings cost in memory and in time, as `tradeoff_chart` does, into a PNG file.
+    """Draw what settings cost in memory and in time, and their names, into a PNG file.
 
     Raises:
         ConfigError: Altair is not installed.
     """
-    alt = _altair()
-    # Labels beside their points would lie on one another: numbers there, a list at the side.
-    named = list(enumerate(tradeoff.by_memory, start=1))[:_MOST_LABELS]
-    rows = [
-        {"number": n, "text": f"{n}  {textwrap.shorten(point.label, 60, placeholder=' ...')}"}
-        for n, point in named
-    ]
-    names = _chart(rows, width=380, height=380).mark_text(align="left", fontSize=12)
-    names = names.encode(
-        x=alt.value(0),
-        y=alt.Y("number:Q", axis=None, scale=alt.Scale(domain=[_MOST_LABELS, 1])),
-        text="text:N",
-    )
-    chart = tradeoff_chart(tradeoff).properties(title=_safe(title), width=640)
-    _write_png((chart | names).configure_view(stroke=None), path)
+    names = [f"{number}  {point.label}" for number, point in enumerate(tradeoff.by_memory, start=1)]
+    _write_png(_titled(tradeoff_chart(tradeoff), title, names), path)
 
 
 def memory_chart(
@@ -135,14 +116,13 @@ def memory_chart(
         for run, value, more in zip(_RUNS, pair, ("", _change(*pair)), strict=True)
         if value is not None
     ]
-    used = {row["run"] for row in rows}
     base = _chart(rows, title=title, height=alt.Step(18)).encode(
         x=alt.X("size:Q", title=unit),
         y=alt.Y("rank:O", title="rank"),
         yOffset=alt.YOffset("run:N", sort=list(_RUNS)),
         tooltip=["rank:O", "run:N", "label:N"],
     )
-    bars = base.mark_bar().encode(color=_colors(_RUNS, "run", used))
+    bars = base.mark_bar().encode(color=_colors(_RUNS, "run", rows))
     return bars + base.mark_text(align="left", dx=4).encode(text="label:N")
 
 
@@ -155,9 +135,9 @@ def timeline_chart(trace: StepTrace, end_us: float) -> altair.VConcatChart:
     """
     alt = _altair()
     end_us = end_us or 1.0
+    column_us = end_us / _COLUMNS
     scale, unit = (1e3, "ms") if end_us >= 2000 else (1.0, "µs")
     domain = alt.Scale(domain=[0, end_us / scale], nice=False)
-    zoom = alt.selection_interval(name=f"zoom{trace.rank}", bind="scales", encodings=["x"])
     spans = [
         {
             "start": span.start_us / scale,
@@ -169,15 +149,14 @@ def timeline_chart(trace: StepTrace, end_us: float) -> altair.VConcatChart:
             "bytes": format_bytes(span.num_bytes or None),
         }
         for stream in STREAMS
-        for span in _joined(trace.of(stream), end_us / _COLUMNS)
+        for span in _joined(trace.of(stream), column_us)
     ]
-    used = {row["what"] for row in spans}
     lanes = _chart(spans).mark_bar()
     lanes = lanes.encode(
         x=alt.X("start:Q", scale=domain, axis=alt.Axis(labels=False, title=None)),
         x2="end:Q",
         y=alt.Y("stream:N", title=None, scale=alt.Scale(domain=["pass", *STREAMS])),
-        color=_colors({name: color for color, name in _KINDS.values()}, "what", used),
+        color=_colors({name: color for color, name in _KINDS.values()}, "what", spans),
         tooltip=["group:N", "what:N", "time:N", "bytes:N"],
     )
     passes = [
@@ -187,7 +166,7 @@ def timeline_chart(trace: StepTrace, end_us: float) -> altair.VConcatChart:
     ]
     names = _chart(passes).mark_text(fontSize=10, color="#777777")
     names = names.encode(x=alt.X("at:Q", scale=domain), y=alt.datum("pass"), text="name:N")
-    counters = list(_thinned(trace.counters, last_us([trace]), end_us / _COLUMNS))
+    counters = list(_thinned(trace.counters, last_us([trace]), column_us))
     size, size_unit = byte_unit(max((counter.value for counter in counters), default=0.0))
     values = [
         {
@@ -203,10 +182,11 @@ def timeline_chart(trace: StepTrace, end_us: float) -> altair.VConcatChart:
     memory = memory.encode(
         x=alt.X("time:Q", scale=domain, title=f"time ({unit})"),
         y=alt.Y("size:Q", title=size_unit),
-        color=_colors(_COUNTERS, "what", {row["what"] for row in values}),
+        color=_colors(_COUNTERS, "what", values),
         tooltip=["what:N", "bytes:N"],
     )
     above = alt.layer(lanes, names, name=f"lanes{trace.rank}", width=900, height=110)
+    zoom = alt.selection_interval(name=f"zoom{trace.rank}", bind="scales", encodings=["x"])
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that both zoom as one
         both = alt.vconcat(above, memory).add_params(zoom)
     return both.resolve_scale(x="shared", color="independent")
@@ -239,7 +219,7 @@ def tradeoff_chart(tradeoff: TradeOff) -> altair.LayerChart:
     ]
     timed = [row for row in rows if row["percent"] is not None]
     plans = [row for row in timed if row["is_plan"]]
-    color = _colors(_POINTS, "how", {row["how"] for row in rows} | ({_PLAN} if plans else set()))
+    color = _colors(_POINTS, "how", [*rows, *({"how": _PLAN} for _ in plans)])
     room = alt.Scale(zero=False, padding=20)
     memory = f"peak {tradeoff.memory} of the rank that needs most ({unit})"
     # A title of the channel would become part of an expression, with its quotes and backslashes.
@@ -285,12 +265,18 @@ def _safe(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def _colors(colors: Mapping[str, str], name: str, used: Collection[Any] = ()) -> Any:
-    """Return the colour of each value of a field, with a legend of the used ones below."""
-    found = {key: colors[key] for key in colors if not used or key in used}
+def _colors(colors: Mapping[str, str], name: str, rows: Iterable[Mapping[str, Any]]) -> Any:
+    """Return the colour of each value that rows have in a field, with a legend of them below."""
+    used = {row[name] for row in rows}
+    found = {key: color for key, color in colors.items() if key in used}
     scale = _altair().Scale(domain=list(found), range=list(found.values()))
     legend = _altair().Legend(orient="bottom", title=None, columns=3, labelLimit=400)
     return _altair().Color(f"{name}:N", scale=scale, legend=legend)
+
+
+def _titled(chart: Any, title: str, lines: Iterable[str]) -> Any:
+    subtitle = [_safe(line) for line in lines]
+    return chart.properties(title=_altair().Title(_safe(title), subtitle=subtitle, anchor="start"))
 
 
 def _change(without: float | None, offloaded: float | None) -> str:
@@ -310,35 +296,28 @@ def _kind(span: Span) -> str:
     return kind if kind in _KINDS else "other"
 
 
-def _joined(spans: Iterable[Span], least_us: float) -> Iterator[Span]:
-    """Yield spans; those of one kind of which a screen would make one are one."""
-    last: Span | None = None
-    for span in spans:
-        if span.duration_us <= 0:
-            continue
-        if last is not None:
-            is_near = span.start_us - last.end_us < least_us and _kind(span) == _kind(last)
-            if is_near and min(span.duration_us, last.duration_us) < least_us:
-                size = last.num_bytes + span.num_bytes
-                last = replace(last, duration_us=span.end_us - last.start_us, num_bytes=size)
-                continue
-            yield last
-        last = span
-    if last is not None:
-        yield last
+def _joined(spans: Iterable[Span], column_us: float) -> Iterator[Span]:
+    """Yield spans; of one kind, those that begin in one column of the screen are one."""
+    lasting = (span for span in spans if span.duration_us > 0)
+    for _, same in itertools.groupby(lasting, lambda x: (_kind(x), x.start_us // column_us)):
+        first, *more = same
+        last = more[-1] if more else first
+        size = sum(span.num_bytes for span in (first, *more))
+        yield replace(first, duration_us=last.end_us - first.start_us, num_bytes=size)
 
 
 def _thinned(counters: Iterable[Counter], end_us: float, column_us: float) -> Iterator[Counter]:
     """Yield the lowest, highest and last value of each column; the last holds to the end."""
-    by_name: dict[str, list[Counter]] = {}
-    for counter in sorted(counters, key=lambda counter: counter.time_us):
-        by_name.setdefault(counter.name, []).append(counter)
-    for name in (name for name in _COUNTERS if name in by_name):
-        for _, column in itertools.groupby(by_name[name], lambda c: int(c.time_us // column_us)):
-            found = sorted(column, key=lambda counter: counter.value)
-            kept = {found[0], found[-1], max(found, key=lambda counter: counter.time_us)}
+    in_time = sorted(counters, key=lambda counter: counter.time_us)
+    for name in _COUNTERS:
+        mine = [counter for counter in in_time if counter.name == name]
+        for _, column in itertools.groupby(mine, lambda counter: counter.time_us // column_us):
+            found = list(column)
+            by_value = sorted(found, key=lambda counter: counter.value)
+            kept = {by_value[0], by_value[-1], found[-1]}
             yield from sorted(kept, key=lambda counter: counter.time_us)
-        yield Counter(name, end_us, by_name[name][-1].value)
+        if mine:
+            yield replace(mine[-1], time_us=end_us)
 
 
 def _passes(compute: Iterable[Span]) -> Iterator[tuple[str, float, float]]:
@@ -350,5 +329,5 @@ def _passes(compute: Iterable[Span]) -> Iterator[tuple[str, float, float]]:
 
     working = (span for span in compute if span.kind in ("forward", "backward"))
     for key, spans in itertools.groupby(filter(name, working), name):
-        found = list(spans)
-        yield key, found[0].start_us, found[-1].end_us
+        first, *more = spans
+        yield key, first.start_us, (more[-1] if more else first).end_us
