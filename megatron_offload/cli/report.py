@@ -7,14 +7,10 @@ the page names.
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pydantic
 from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options
@@ -23,22 +19,13 @@ from megatron_offload.cli.trace import read_run_traces
 from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.core.units import format_bytes
-from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.strict_model import validate
-from megatron_offload.files.text import read_text
+from megatron_offload.files.text import read_text, replace_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.report.console import console
-from megatron_offload.report.report import (
-    NEEDED,
-    Comparison,
-    GroupRow,
-    MemoryKind,
-    Pair,
-    Report,
-    write_report,
-)
+from megatron_offload.report.report import NEEDED, MemoryKind, Pair, Report, render_report
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, read_tradeoff
 from megatron_offload.train.comparison import FOLDERS, read_comparison
 from megatron_offload.train.config import TrainConfig
@@ -59,9 +46,6 @@ exit status: 0 written, 2 bad input (the last page stays)
 example: megatron-offload report runs/quickstart
 """
 
-
-_MOST_NAMED = 5
-"""Steps that are named one by one."""
 
 _MEMORY = (
     ("reserved memory", "peak_reserved_bytes"),
@@ -97,9 +81,9 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
     path = output or folder / "report.html"
     require(*NEEDED)
     check_place("--output", output)
-    report = read_report(folder)
+    page = render_report(read_report(folder))
     with writing(path):
-        write_report(report, path)
+        replace_text(path, page)
     return path
 
 
@@ -117,10 +101,10 @@ def read_report(folder: Path) -> Report:
     offloaded = RunReport(read_steps(main)[0])
     if not offloaded.steps:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
-    last, plain = offloaded.steps[-1], None
+    plain = None
     if is_comparison:
-        without = folder / FOLDERS[0]
-        plain = RunReport(read_steps(without, last.step, len(last.ranks))[0])
+        last = offloaded.steps[-1]
+        plain = RunReport(read_steps(folder / FOLDERS[0], last.step, len(last.ranks))[0])
     path = folder / CONFIG_NAME
     config = validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
     commands = [f"megatron-offload report {shlex.quote(str(folder))}"]
@@ -138,9 +122,7 @@ def read_report(folder: Path) -> Report:
         plain.median_step_time_s(without=traced_step) if plain else None,
         offloaded.median_step_time_s(without=traced_step),
     )
-    groups = _group_stats(offloaded, main)
     plan, is_followed = _plan(main, folder, config)
-    found = read_comparison(folder) if is_comparison else None
     return Report(
         title=folder.resolve().name,
         num_steps=len(offloaded.steps),
@@ -148,13 +130,12 @@ def read_report(folder: Path) -> Report:
         is_simulated=is_simulated,
         date=f"{facts.date:%Y-%m-%d %H:%M} UTC" if facts else "date not known",
         memory=memory,
-        ranks=_ranks(offloaded, groups),
-        groups=_groups(groups),
+        ranks=offloaded.peaks(),
         step_time_s=times,
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
         commands=commands,
-        comparison=Comparison(found.identical, tuple(found.findings.items())) if found else None,
+        findings=read_comparison(folder).findings if is_comparison else None,
         traces=read_run_traces(folder),
         plan=plan,
         plan_is_followed=is_followed,
@@ -178,18 +159,12 @@ def _left_out(report: RunReport, memory: Sequence[MemoryKind]) -> str:
     steps = [step for step in report.steps if not step.is_usual]
     if not memory or not steps or len(steps) == len(report.steps):
         return ""
-    key = next(key for name, key in _MEMORY if name == memory[0].name)
-    found = (getattr(rank, key) for step in steps for rank in step.ranks)
-    peak = max((value for value in found if value is not None), default=None)
-    names = ", ".join(str(step.step) for step in steps[:_MOST_NAMED])
-    more = f" and {len(steps) - _MOST_NAMED} more" if len(steps) > _MOST_NAMED else ""
-    what = (
-        "was profiled or measured a plan and counts"
-        if len(steps) == 1
-        else ("were profiled or measured a plan and count")
+    key = dict(_MEMORY)[memory[0].name]
+    peak = max((getattr(rank, key) or 0 for step in steps for rank in step.ranks), default=0)
+    return (
+        f"Profiled, or measuring a plan, and so in no peak: {len(steps)} of {len(report.steps)} "
+        f"steps, first step {steps[0].step}; the fullest rank took {format_bytes(peak)} there."
     )
-    took = f"; the fullest rank took {format_bytes(peak)} there" if peak is not None else ""
-    return f"Step{'s' if len(steps) > 1 else ''} {names}{more} {what} in no peak{took}."
 
 
 def _memory(plain: RunReport | None, offloaded: RunReport) -> list[MemoryKind]:
@@ -202,46 +177,6 @@ def _memory(plain: RunReport | None, offloaded: RunReport) -> list[MemoryKind]:
         )
         for name, key in _MEMORY
         if any(rank[key] is not None for rank in after)
-    ]
-
-
-_GROUPS = pydantic.TypeAdapter(tuple[GroupStats, ...])
-
-
-def _group_stats(report: RunReport, folder: Path) -> list[tuple[GroupStats, ...]]:
-    """Return the counters by group name of the last step, for each rank."""
-    try:
-        return [_GROUPS.validate_python(rank.groups) for rank in report.steps[-1].ranks]
-    except pydantic.ValidationError as error:
-        issue = error.errors()[0]
-        where = ".".join(str(part) for part in issue["loc"])
-        raise ConfigError(
-            f"{folder}: groups of the last step: {where!r}: {issue['msg']}"
-        ) from error
-
-
-def _ranks(report: RunReport, groups: Sequence[Sequence[GroupStats]]) -> list[dict[str, Any]]:
-    return [
-        {**rank, "kept_bytes": sum(group.kept_bytes for group in mine)}
-        for rank, mine in zip(report.peaks(), groups, strict=True)
-    ]
-
-
-def _groups(by_rank: Sequence[Sequence[GroupStats]]) -> list[GroupRow]:
-    """Add up the groups of one name over all ranks."""
-    by_name: dict[str, list[GroupStats]] = {}
-    for group in chain.from_iterable(by_rank):
-        by_name.setdefault(group.name, []).append(group)
-    names = {field.name for field in fields(GroupRow)} - {"name", "kept_bytes_by_reason"}
-    return [
-        GroupRow(
-            name=name,
-            **{key: sum(getattr(group, key) for group in groups) for key in names},
-            kept_bytes_by_reason=sum(
-                (Counter(group.kept_bytes_by_reason) for group in groups), Counter()
-            ),
-        )
-        for name, groups in by_name.items()
     ]
 
 
@@ -259,15 +194,13 @@ def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) 
         return None
     kinds = {kind.name: kind for kind in memory}
     name = given.memory if given else next(iter(kinds), "")
-    without, offloaded = kinds[name].highest if name in kinds else (None, None)
-    percent = None if change is None else 100 * change
-    measured = (("no offload", without, 0.0), ("this run", offloaded, percent))
-    points = [
-        *(given.points if given else ()),
-        *(
-            TradeOffPoint(label=label, peak_bytes=int(peak), step_time_percent=time)
-            for label, peak, time in measured
-            if peak is not None
-        ),
-    ]
+    points = [*given.points] if given else []
+    if name in kinds:
+        times = (0.0, None if change is None else 100 * change)
+        for label, peak, percent in zip(
+            ("no offload", "this run"), kinds[name].highest, times, strict=True
+        ):
+            if peak is not None:
+                point = TradeOffPoint(label=label, peak_bytes=int(peak), step_time_percent=percent)
+                points.append(point)
     return TradeOff(memory=name, points=tuple(points)) if points else None

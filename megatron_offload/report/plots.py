@@ -268,7 +268,7 @@ def _safe(value: Any) -> Any:
 def _colors(colors: Mapping[str, str], name: str, rows: Iterable[Mapping[str, Any]]) -> Any:
     """Return the colour of each value that rows have in a field, with a legend of them below."""
     used = {row[name] for row in rows}
-    found = {key: color for key, color in colors.items() if key in used}
+    found = {key: color for key, color in colors.items() if not used or key in used}
     scale = _altair().Scale(domain=list(found), range=list(found.values()))
     legend = _altair().Legend(orient="bottom", title=None, columns=3, labelLimit=400)
     return _altair().Color(f"{name}:N", scale=scale, legend=legend)

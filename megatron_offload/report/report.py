@@ -1,4 +1,4 @@
-"""All that a report of one run shows, as plain data, and the HTML page made of it.
+"""All that a report of one run shows, and the HTML page made of it.
 
 Nothing is guessed: what was not measured is None, and the page says so. The page loads nothing and
 runs its own charts alone, and says so to the browser: its content security policy names that one
@@ -10,15 +10,16 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_offload.core.trace import StepTrace
 from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.errors import require
-from megatron_offload.files.text import read_text, replace_text
+from megatron_offload.files.text import read_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.report import plots
 from megatron_offload.report.tables import plan_rows
@@ -46,10 +47,9 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryKind:
-    """A way to measure device memory, and the peaks on every rank. Sizes in bytes."""
+    """A way to measure device memory, such as "reserved memory", and each rank's peak in bytes."""
 
     name: str
-    """Such as "reserved memory"."""
     by_rank: tuple[Pair, ...]
 
     @property
@@ -58,45 +58,6 @@ class MemoryKind:
         without = [pair.without for pair in self.by_rank if pair.without is not None]
         offloaded = [pair.offloaded for pair in self.by_rank if pair.offloaded is not None]
         return Pair(max(without, default=None), max(offloaded, default=None))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    """All groups of one name, over all ranks of the last step. Sizes in bytes."""
-
-    name: str
-    num_groups: int
-    offloaded_bytes: int
-    reloaded_bytes: int
-    kept_bytes: int
-    num_late_reloads: int
-    kept_bytes_by_reason: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def reasons(self) -> list[str]:
-        """Return why the bytes moved, and why they stayed, in sentences."""
-        found = []
-        if self.offloaded_bytes:
-            found.append(f"{format_bytes(self.offloaded_bytes)} moved: named in offload.modules")
-        found += [
-            f"{format_bytes(num_bytes)} kept: {reason}"
-            for reason, num_bytes in sorted(
-                self.kept_bytes_by_reason.items(), key=lambda item: -item[1]
-            )
-        ]
-        unexplained = self.kept_bytes - sum(self.kept_bytes_by_reason.values())
-        if unexplained > 0:
-            found.append(f"{format_bytes(unexplained)} kept: the run did not note why")
-        return found or ["nothing in it to move: too small, or kept alive by something else"]
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Whether a run with offload is the same bits as one without."""
-
-    identical: bool
-    findings: tuple[tuple[str, bool], ...]
-    """What was compared, and whether it was equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +73,7 @@ class Report:
     memory: Sequence[MemoryKind]
     """What was measured, the one that counts most first."""
     ranks: Sequence[Mapping[str, Any]]
-    """What each rank moved in the last step: its ``rank``, ``pp_rank``, ``dp_rank``, ``kept_bytes``
-    and what `megatron_offload.report.tables.rank_table` takes."""
-    groups: Sequence[GroupRow]
+    """What each rank moved in the last step, in all and in its ``groups``: numbers by name."""
     step_time_s: Pair
     """Median over the steps."""
     config: str | None
@@ -123,8 +82,8 @@ class Report:
     """Empty where the run has left none."""
     commands: Sequence[str]
     """What does the same again."""
-    comparison: Comparison | None = None
-    """None where there was one run only."""
+    findings: Mapping[str, bool] | None = None
+    """What was compared, and whether it was equal; None where there was one run only."""
     traces: Sequence[StepTrace] = ()
     tradeoff: TradeOff | None = None
     plan: OffloadPlan | None = None
@@ -134,53 +93,41 @@ class Report:
     """A sentence on the steps whose peaks count in no number here; "" without such."""
 
     @property
+    def status(self) -> tuple[str, str]:
+        """Return whether the bits are the same: the kind of verdict, and its word."""
+        if self.findings is None:
+            return "neutral", "not compared"
+        return ("good", "identical") if all(self.findings.values()) else ("bad", "different")
+
+    @property
     def verdict(self) -> str:
-        """Return the one line at the top: the same bits? how much memory saved? at what cost?"""
-        return "; ".join([self._bits(), *self._memory(), self._time()]) + "."
+        """Return the one line at the top: what ran, and whether it is the same bits."""
+        kind, _ = self.status
+        wrong = [name for name, is_equal in (self.findings or {}).items() if not is_equal]
+        words = {
+            "neutral": "Not compared with a run without offload",
+            "good": "Bitwise identical",
+            "bad": f"NOT the same bits ({', '.join(wrong)} differ)",
+        }
+        ran = f"{_count(self.num_steps, 'step')} on {_count(len(self.ranks), 'rank')}"
+        return f"{words[kind]} over {ran}."
 
-    def _bits(self) -> str:
-        where = f"over {_count(self.num_steps, 'step')} on {_count(len(self.ranks), 'rank')}"
-        if self.comparison is None:
-            return f"Not compared with a run without offload, {where}"
-        if self.comparison.identical:
-            return f"Bitwise identical {where}"
-        wrong = [name for name, is_equal in self.comparison.findings if not is_equal]
-        return f"NOT the same bits {where}: {', '.join(wrong) or 'see below'} differ"
-
-    def _memory(self) -> list[str]:
-        if not self.memory:
-            return ["memory was not measured"]
-        kind = self.memory[0]
-        without, offloaded = kind.highest
-        change = kind.highest.change
-        if change is None:
-            return [f"peak {kind.name} {format_bytes(offloaded)}"]
-        way = "up" if change > 0 else "down"
-        return [
-            f"peak {kind.name} {way} from {format_bytes(without)} to {format_bytes(offloaded)} "
-            f"({_format_percent(change)})"
-        ]
-
-    def _time(self) -> str:
-        if self.is_simulated:
-            return "speed is not judged, as the device is simulated"
-        change = self.step_time_s.change
-        if change is not None:
-            return f"step time {_format_percent(change)}"
-        return "step time has nothing to be held against"
-
-
-def write_report(report: Report, path: str | Path) -> None:
-    """Write a report's page to a file, whole or not at all.
-
-    Raises:
-        ConfigError: jinja2 or Altair is not installed.
-        OSError: the file can't be written.
-    """
-    text = render_report(report)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, text)
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Add up the groups of one name over all ranks; say why their bytes moved, or stayed."""
+        found: dict[str, tuple[Counter[str], Counter[str]]] = {}
+        for group in (group for rank in self.ranks for group in rank["groups"]):
+            sums, kept = found.setdefault(group["name"], (Counter(), Counter()))
+            sums.update({key: value for key, value in group.items() if isinstance(value, int)})
+            kept.update(group["kept_bytes_by_reason"])
+        rows = []
+        for name, (sums, kept) in found.items():
+            moved = sums["offloaded_bytes"]
+            reasons = [f"{format_bytes(moved)} moved: named in offload.modules"] if moved else []
+            reasons += [f"{format_bytes(size)} kept: {why}" for why, size in kept.most_common()]
+            nothing = "nothing in it to move: too small, or kept alive by something else"
+            rows.append({**sums, "name": name, "reasons": reasons or [nothing]})
+        return rows
 
 
 def render_report(report: Report) -> str:
@@ -210,12 +157,10 @@ def render_report(report: Report) -> str:
     page = environment.get_template("report.html").render(
         report=report,
         headline=headline,
-        moved=sum(rank["offloaded_bytes"] for rank in report.ranks),
         memory=headline and plots.memory_chart(headline.by_rank, f"peak {headline.name}", ranks),
         plan_rows=plan_rows(report.plan) if report.plan else [],
         timelines=[(trace, plots.timeline_chart(trace, end_us)) for trace in traces],
         tradeoff=report.tradeoff and plots.tradeoff_chart(report.tradeoff),
-        status=_status(report),
         script=script,
         digest=digest,
     )
@@ -230,20 +175,10 @@ def _script() -> str:
     return vl_convert.javascript_bundle(read_text(_TEMPLATES / "report.js"))
 
 
-def _status(report: Report) -> tuple[str, str]:
-    """Return the kind of verdict and its word."""
-    if report.comparison is None:
-        return "neutral", "not compared"
-    return ("good", "identical") if report.comparison.identical else ("bad", "different")
-
-
 def _format_percent(share: float | None) -> str:
     """Return a change in percent with its sign; ``-`` for None."""
-    if share is None:
-        return "-"
-    percent = 100 * share
-    return f"{percent:+.1f} %".replace("-", "\N{MINUS SIGN}")
+    return "-" if share is None else f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}")
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -40,25 +40,19 @@ class Comparison(StrictModel):
     @property
     def identical(self) -> bool:
         """Whether nothing differs by a single bit."""
-        parts = (
-            self.losses_equal,
-            self.grad_norms_equal,
-            self.gradients_equal_by_rank,
-            self.parameters_equal_by_rank,
-        )
-        return self.evaluations_equal and all(part and all(part) for part in parts)
+        return all(self.findings.values())
 
     @property
     def findings(self) -> dict[str, bool]:
         """Return what was compared, in words, and whether it was equal."""
-        gradients, parameters = self.gradients_equal_by_rank, self.parameters_equal_by_rank
-        return {
-            f"losses of {len(self.losses_equal)} steps": all(self.losses_equal),
-            f"gradient norms of {len(self.grad_norms_equal)} steps": all(self.grad_norms_equal),
-            f"gradients of {len(gradients)} ranks": all(gradients),
-            f"final parameters of {len(parameters)} ranks": all(parameters),
-            **({} if self.evaluations_equal else {"evaluation losses": False}),
+        parts = {
+            "losses of {} steps": self.losses_equal,
+            "gradient norms of {} steps": self.grad_norms_equal,
+            "gradients of {} ranks": self.gradients_equal_by_rank,
+            "final parameters of {} ranks": self.parameters_equal_by_rank,
         }
+        found = {words.format(len(part)): bool(part) and all(part) for words, part in parts.items()}
+        return found | ({} if self.evaluations_equal else {"evaluation losses": False})
 
 
 def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:

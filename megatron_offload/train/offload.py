@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize
@@ -101,7 +101,7 @@ class OffloadSession:
         return {
             **{x.name: getattr(stats, x.name) for x in fields(RankStep) if hasattr(stats, x.name)},
             "pinned_host_bytes": self._manager.host_pool.stats.slab_bytes_total,
-            "groups": tuple(asdict(group) for group in stats.by_name.values()),
+            "groups": tuple(stats.by_name.values()),
         }
 
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 import pydantic
 
+from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.text import open_regular, parse_json
 
@@ -55,8 +56,7 @@ class RankStep:
     peak_reserved_bytes: int | None = None
     gradients: str | None = None
     """Digest of this rank's gradients before clipping."""
-    groups: tuple[dict[str, Any], ...] = ()
-    """Counters by group name, as in `megatron_offload.engine.stats.GroupStats`."""
+    groups: tuple[GroupStats, ...] = ()
     is_profiled: bool = False
     """Whether it was taken for a profile, so that its peaks and its time are not like others'."""
     measured_step_us: float | None = None

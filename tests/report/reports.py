@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import (
@@ -14,8 +14,9 @@ from megatron_offload.core.trace import (
     Span,
     StepTrace,
 )
+from megatron_offload.engine.stats import GroupStats
 from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
-from megatron_offload.report.report import Comparison, GroupRow, MemoryKind, Pair, Report
+from megatron_offload.report.report import MemoryKind, Pair, Report
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
 
 GIB = 1024**3
@@ -39,9 +40,11 @@ def trace(rank):
 
 def gpu_report(**changes):
     """Return a comparison on two GPUs in which every part is there."""
+    moved = GroupStats(HOSTILE, 2, 3 * GIB, 3 * GIB, GIB // 2, {HOSTILE: GIB // 2}, 1)
+    groups = [asdict(moved), asdict(GroupStats("layers.*.mlp", 2))]
     ranks = [
-        {"rank": rank, "pp_rank": rank, "dp_rank": 0}
-        | {"offloaded_bytes": 6 * GIB, "reloaded_bytes": 6 * GIB, "kept_bytes": GIB}
+        {"rank": rank, "pp_rank": rank, "dp_rank": 0, "groups": groups}
+        | {"offloaded_bytes": 6 * GIB, "reloaded_bytes": 6 * GIB}
         | {"num_late_reloads": 2, "num_early_returns": 1}
         | {"peak_host_bytes": 5 * GIB, "pinned_host_bytes": 7 * GIB}
         for rank in range(2)
@@ -67,15 +70,11 @@ def gpu_report(**changes):
         date="2026-11-21 20:00 UTC",
         memory=memory,
         ranks=ranks,
-        groups=[
-            GroupRow(HOSTILE, 4, 3 * GIB, 3 * GIB, GIB, 2, {HOSTILE: GIB}),
-            GroupRow("layers.*.mlp", 4, 0, 0, 0, 0),
-        ],
         step_time_s=Pair(1.4844, 1.4903),
         config=HOSTILE,
         versions={"torch": HOSTILE},
         commands=(HOSTILE,),
-        comparison=Comparison(True, (("losses of 5 steps", True),)),
+        findings={"losses of 5 steps": True},
         traces=[trace(0), trace(1)],
         tradeoff=TradeOff(memory="reserved memory", points=points),
         plan=OffloadPlan(
@@ -92,16 +91,15 @@ def gpu_report(**changes):
 
 def bare_report():
     """Return a run on a CPU that measured nothing and moved nothing."""
-    ranks = [dict.fromkeys(gpu_report().ranks[0], 0)]
+    ranks = [dict.fromkeys(gpu_report().ranks[0], 0) | {"groups": ()}]
     return gpu_report(
         title="bare",
         device="simulated on 2 CPU cores",
         is_simulated=True,
         memory=(),
         ranks=ranks,
-        groups=(),
         step_time_s=Pair(None, None),
-        comparison=None,
+        findings=None,
         traces=(),
         tradeoff=None,
         plan=None,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.report.report import write_report
+from megatron_offload.report.report import render_report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "report"))
 from reports import bare_report, gpu_report
@@ -78,7 +78,7 @@ def page(request, tmp_path_factory):
     if request.param == "real":
         return request.getfixturevalue("compared")[0] / "report.html"
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_report({"whole": gpu_report, "bare": bare_report}[request.param](), path)
+    path.write_text(render_report({"whole": gpu_report, "bare": bare_report}[request.param]()))
     return path
 
 

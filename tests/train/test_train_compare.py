@@ -59,7 +59,6 @@ def test_compare_finds_every_step_equal_and_memory_lower(compared):
         for plain, moved in zip(a["ranks"], b["ranks"], strict=True):
             assert moved["peak_live_activation_bytes"] < plain["peak_live_activation_bytes"]
     assert json.loads((folder / "compare.json").read_text())["identical"] is True
-    assert "plot:" in out
 
 
 @pytest.mark.slow

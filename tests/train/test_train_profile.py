@@ -41,7 +41,7 @@ def test_a_profiled_step_changes_no_bit_and_moves_nothing(train, tmp_path):
     assert steps[2].offloaded_bytes == 0
     assert steps[3].offloaded_bytes == steps[4].offloaded_bytes > 0
     profile = load_profile(tmp_path / "profiled/profile_0.json")
-    kept_bytes = sum(group["kept_bytes"] for group in steps[4].groups)
+    kept_bytes = sum(group.kept_bytes for group in steps[4].groups)
     movable_bytes = sum(group.num_bytes for group in profile.groups)
     assert movable_bytes == steps[4].offloaded_bytes + kept_bytes
     assert (profile.run.num_microbatches, profile.run.pp_size, profile.run.vp_size) == (2, 1, 1)

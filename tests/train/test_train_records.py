@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.records import RankStep, RunReport, StepRecord, merge, read_steps
 
 
 def record(step=1, loss=0.1, grad_norm=2.0):
-    group = {"name": "mlp", "offloaded_bytes": 3}
+    group = GroupStats("mlp", offloaded_bytes=3)
     ranks = [
         RankStep(0, 0, 0, None, grad_norm, 0.5, peak_live_activation_bytes=7, gradients="ab"),
         RankStep(1, 1, 0, loss, grad_norm, 0.25, offloaded_bytes=3, groups=(group,)),
