@@ -30,13 +30,20 @@ _EXTRAS = {
 class OffloadError(Exception):
     """Base of all errors of this package."""
 
+    exit_status = 1
+    """Of a command that ends with it."""
+
 
 class ConfigError(OffloadError, ValueError):
     """A user's input (YAML, flag, argument) is wrong; nothing was started."""
 
+    exit_status = 2
+
 
 class TargetError(ConfigError):
     """A memory target that no choice of groups keeps; the text says by how much it is missed."""
+
+    exit_status = 1
 
 
 class StateError(OffloadError, RuntimeError):

@@ -57,11 +57,11 @@ def run(given: RunOptions) -> int:
     with launch(runs, comparison=folder) as reports:
         if reports is None:
             return 0
-        result = compare_reports(*reports)
+        result = compare_reports(config, *reports)
         _print(config, reports, result)
         write_config(config, folder)
         out = console()
-        out.print(f"numbers: {write_comparison(config, reports, result, folder)}")
+        out.print(f"numbers: {write_comparison(result, folder)}")
         for line in (*_plan(folder), _report(folder)):
             out.print(line)
     return 0 if result.identical else 1

@@ -67,9 +67,8 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
 
 def _run(words: list[str]) -> int:
     # Inside, as an interrupt may come while they are imported.
-    from megatron_offload.errors import ConfigError, OffloadError, TargetError
+    from megatron_offload.errors import OffloadError
     from megatron_offload.report.console import console
-    from megatron_offload.train.stopping import StoppedError, exit_status
 
     try:
         if words and not words[0].startswith("-"):
@@ -80,13 +79,9 @@ def _run(words: list[str]) -> int:
         shell = parser.parse_args(words).print_completion
         sys.stdout.write(_completion(shell) if shell else parser.format_help())
         return 0
-    except StoppedError as error:
-        console(stderr=True).print(f"megatron-offload: {error}")
-        return exit_status(error.number)
     except OffloadError as error:
         console(stderr=True).print(f"megatron-offload: {error}")
-        is_input = isinstance(error, ConfigError) and not isinstance(error, TargetError)
-        return 2 if is_input else 1
+        return error.exit_status
 
 
 def _module(name: str) -> Any:

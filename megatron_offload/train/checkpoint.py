@@ -27,7 +27,7 @@ from megatron_offload.train.checkpoint_folder import (
     read_checkpoint,
 )
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.parallel import Device, Parallel
+from megatron_offload.train.parallel import Parallel
 from megatron_offload.train.random_state import random_states, restore_random_states
 from megatron_offload.train.run_folder import found_versions
 
@@ -48,7 +48,7 @@ class Checkpoints:
     def __init__(
         self,
         config: TrainConfig,
-        device: Device,
+        device: torch.device,
         parallel: Parallel,
         chunks: Sequence[torch.nn.Module],
         optimizer: Any,
@@ -74,7 +74,7 @@ class Checkpoints:
         """
         try:
             self._parallel.on_owner(lambda: self._folder.begin(step))
-            self._device.synchronize()
+            torch.get_device_module(self._device).synchronize()
             mine = self._parallel.agreed(lambda: self._write(self._folder.part_of(step)))
             files = {k: v for each in self._parallel.gather(mine) for k, v in each.items()}
             self._parallel.on_owner(lambda: self._publish(step, evaluations, files))
@@ -112,10 +112,9 @@ class Checkpoints:
 
     def _examined(self, path: Path) -> Manifest:
         manifest = read_checkpoint(path, self._config, self._parallel.world_size)
-        if manifest.device != self._device.device.type:
+        if manifest.device != self._device.type:
             raise ConfigError(
-                f"{path}: run.device was {manifest.device}, this run's is "
-                f"{self._device.device.type}"
+                f"{path}: run.device was {manifest.device}, this run's is {self._device.type}"
             )
         if manifest.data != self._data():
             raise ConfigError(
@@ -129,7 +128,7 @@ class Checkpoints:
             format=FORMAT,
             step=step,
             ranks=self._parallel.world_size,
-            device=self._device.device.type,
+            device=self._device.type,
             data=self._data(),
             evaluations=dict(evaluations),
             versions=found_versions(),
@@ -143,7 +142,7 @@ class Checkpoints:
 
         Of the ranks that hold the same stage the first data-parallel one writes it.
         """
-        parts = {f"rank_{self._parallel.rank}": random_states(self._device.device)}
+        parts = {f"rank_{self._parallel.rank}": random_states(self._device)}
         if self._parallel.dp_rank == 0:
             parts[f"stage_{self._parallel.pp_rank}"] = self._state()
         return {
@@ -154,7 +153,7 @@ class Checkpoints:
 
     def _read(self, folder: Path, manifest: Manifest) -> None:
         """Put the tensors of this rank's files back where `_write` found them."""
-        states = random_states(self._device.device)
+        states = random_states(self._device)
         state = self._state()
         parts = {f"rank_{self._parallel.rank}_": states, f"stage_{self._parallel.pp_rank}_": state}
         for prefix, targets in parts.items():
@@ -163,7 +162,7 @@ class Checkpoints:
         for group, name in _groups_with_step(self._optimizer):
             if not isinstance(group["step"], torch.Tensor):
                 group["step"] = int(state[name].item())
-        restore_random_states(states, self._device.device)
+        restore_random_states(states, self._device)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Return all tensors of this rank's stage by name, the live ones where there are such."""

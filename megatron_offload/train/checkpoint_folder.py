@@ -14,12 +14,13 @@ import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AllowInfNan, BeforeValidator, Field, PlainSerializer
+from pydantic import Field
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model, validate
 from megatron_offload.files.text import open_regular, read_json, replace_text, sync_folder
 from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.records import Bits
 
 FORMAT = 3
 """Of the files in a checkpoint; others are refused."""
@@ -30,16 +31,6 @@ _MANIFEST, _CONFIG = "checkpoint.json", "config.json"
 _MAX_MANIFEST_BYTES = 256 * 1024**2
 
 _FileName = Annotated[str, Field(pattern=r"^(stage|rank)_[0-9]{1,9}_[0-9]{1,9}\.safetensors$")]
-
-
-def _from_hex(value: Any) -> Any:
-    try:
-        return float.fromhex(value) if isinstance(value, str) else value
-    except (ValueError, OverflowError) as error:
-        raise ValueError("no number that float.hex wrote") from error
-
-
-_Bits = Annotated[float, AllowInfNan(True), BeforeValidator(_from_hex), PlainSerializer(float.hex)]
 
 
 class Manifest(StrictModel):
@@ -53,7 +44,7 @@ class Manifest(StrictModel):
     """Kind of device, ``cpu`` or ``cuda``."""
     data: str
     """Digest of the training data."""
-    evaluations: dict[int, _Bits]
+    evaluations: dict[int, Bits]
     """Evaluation losses so far, by step."""
     versions: dict[str, str]
     """What wrote it, for people."""

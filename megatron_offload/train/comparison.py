@@ -6,17 +6,16 @@ Invariant: what was not measured in both runs is no proof, and counts as differe
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, read_model
-from megatron_offload.files.text import replace_text
+from megatron_offload.files.strict_model import StrictModel, validate
+from megatron_offload.files.text import read_json, replace_text
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import RunReport
+from megatron_offload.train.records import Bits, RunReport, StepRecord
 
 COMPARISON_NAME = "compare.json"
 
@@ -25,17 +24,31 @@ FOLDERS = ("without_offload", "with_offload")
 
 _MAX_BYTES = 256 * 1024**2
 
+_Answers = Annotated[tuple[bool, ...], Field(min_length=1)]
+
+
+class _Numbers(StrictModel):
+    """What one of the two runs came to."""
+
+    losses: tuple[Bits, ...]
+    grad_norms: tuple[Bits, ...]
+    parameters: tuple[str, ...]
+    ranks: tuple[dict[str, Any], ...]
+
 
 class Comparison(StrictModel):
-    """Two runs, step by step. Each tuple holds one answer for each step, or for each rank."""
+    """Two runs, step by step. Each tuple of answers holds one for each step, or for each rank."""
 
-    losses_equal: tuple[bool, ...]
-    grad_norms_equal: tuple[bool, ...]
-    gradients_equal_by_rank: tuple[bool, ...]
+    losses_equal: _Answers
+    grad_norms_equal: _Answers
+    gradients_equal_by_rank: _Answers
     """Digests of all gradients, in every step that has them."""
-    parameters_equal_by_rank: tuple[bool, ...]
+    parameters_equal_by_rank: _Answers
     """Digests of the final parameters."""
     evaluations_equal: bool
+    config: dict[str, Any]
+    without_offload: _Numbers
+    with_offload: _Numbers
 
     @property
     def identical(self) -> bool:
@@ -55,17 +68,15 @@ class Comparison(StrictModel):
         return found | ({} if self.evaluations_equal else {"evaluation losses": False})
 
 
-def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:
+def compare_reports(config: TrainConfig, without: RunReport, offloaded: RunReport) -> Comparison:
     """Compare two runs of the same configuration bit by bit."""
+    # A repr tells every bit of a number, and the sign of zero.
     steps = list(zip(without.steps, offloaded.steps, strict=True))
     by_rank = [list(zip(a.ranks, b.ranks, strict=True)) for a, b in steps]
     return Comparison(
-        losses_equal=tuple(
-            _same(a.loss, b.loss) and all(_same(x.loss, y.loss) for x, y in ranks)
-            for (a, b), ranks in zip(steps, by_rank, strict=True)
-        ),
+        losses_equal=tuple(_losses(a) == _losses(b) for a, b in steps),
         grad_norms_equal=tuple(
-            all(_same(x.grad_norm, y.grad_norm) for x, y in ranks) for ranks in by_rank
+            all(repr(x.grad_norm) == repr(y.grad_norm) for x, y in ranks) for ranks in by_rank
         ),
         gradients_equal_by_rank=tuple(
             all(x.gradients == y.gradients for x, y in of_rank)
@@ -75,46 +86,30 @@ def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:
         parameters_equal_by_rank=tuple(
             a == b for a, b in zip(without.parameters, offloaded.parameters, strict=True)
         ),
-        evaluations_equal=without.evaluations.keys() == offloaded.evaluations.keys()
-        and all(_same(x, offloaded.evaluations[step]) for step, x in without.evaluations.items()),
+        evaluations_equal=repr(without.evaluations) == repr(offloaded.evaluations),
+        config=config.model_dump(mode="json"),
+        without_offload=_numbers(without),
+        with_offload=_numbers(offloaded),
     )
 
 
-class _RunFile(StrictModel):
-    """What the file says of one of the two runs."""
-
-    losses: tuple[str, ...]
-    grad_norms: tuple[str, ...]
-    parameters: tuple[str, ...]
-    ranks: tuple[dict[str, Any], ...]
+def _losses(step: StepRecord) -> str:
+    return repr([step.loss, *(rank.loss for rank in step.ranks)])
 
 
-class _ComparisonFile(Comparison):
-    """The file's form."""
+def _numbers(report: RunReport) -> _Numbers:
+    return _Numbers(
+        losses=tuple(step.loss for step in report.steps),
+        grad_norms=tuple(step.grad_norm for step in report.steps),
+        parameters=report.parameters,
+        ranks=tuple(report.peaks()),
+    )
 
-    is_identical: bool = Field(alias="identical")
-    config: dict[str, Any]
-    without_offload: _RunFile
-    with_offload: _RunFile
 
-
-def write_comparison(
-    config: TrainConfig, reports: Sequence[RunReport], result: Comparison, folder: Path
-) -> Path:
+def write_comparison(result: Comparison, folder: Path) -> Path:
     """Write what two runs came to; return the file's path."""
-    content: dict[str, Any] = {
-        "identical": result.identical,
-        **result.model_dump(),
-        "config": config.model_dump(mode="json"),
-    }
-    for name, report in zip(FOLDERS, reports, strict=True):
-        content[name] = {
-            "losses": [step.loss.hex() for step in report.steps],
-            "grad_norms": [step.grad_norm.hex() for step in report.steps],
-            "parameters": report.parameters,
-            "ranks": report.peaks(),
-        }
     path = folder / COMPARISON_NAME
+    content = {"identical": result.identical, **result.model_dump(mode="json")}
     replace_text(path, json.dumps(content, indent=2) + "\n")
     return path
 
@@ -122,14 +117,9 @@ def write_comparison(
 def read_comparison(folder: Path) -> Comparison:
     """Read what `write_comparison` wrote, if it doesn't contradict itself."""
     path = folder / COMPARISON_NAME
-    found = read_model(_ComparisonFile, path, limit_bytes=_MAX_BYTES)
-    if found.identical is not found.is_identical:
+    data = read_json(path, limit_bytes=_MAX_BYTES)
+    said = data.pop("identical", None) if isinstance(data, dict) else None
+    found = validate(Comparison, data, str(path))
+    if said is not found.identical:
         raise ConfigError(f"{path} contradicts itself: 'identical' is not what its parts say")
     return found
-
-
-def _same(a: float | None, b: float | None) -> bool:
-    """Compare the bits that matter: equal values of one sign, both not a number, or both None."""
-    if a is None or b is None:
-        return a is b
-    return float(a).hex() == float(b).hex()

@@ -1,18 +1,24 @@
 """Starts the ranks of a run, or joins those that torchrun started, and hands back their reports.
 
-Invariant: every `ConfigError` that needs no device is raised before the first process is started.
+Invariants: every `ConfigError` that needs no device is raised before the first process is started.
+A signal never interrupts a rank's step, and repeated ones mean to a rank the same as one: launchers
+send again what a terminal sent already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import socket
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError, require
@@ -22,21 +28,23 @@ from megatron_offload.train.comparison import COMPARISON_NAME
 from megatron_offload.train.config import TrainConfig, check_ranks
 from megatron_offload.train.records import RunReport
 from megatron_offload.train.run_folder import check_comparison, check_output, locked
-from megatron_offload.train.stopping import (
-    StoppedError,
-    children_without_sigint,
-    end_with_parent,
-    exit_status,
-    open_stop_signals,
-    second_signal_kills,
-)
 
 Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
 
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
+
 
 class RankFailedError(OffloadError, RuntimeError):
     """A training process ended with an error; its own traceback stands above."""
+
+
+class StoppedError(OffloadError, RuntimeError):
+    """A run was stopped by a signal before its last step."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + number
 
 
 @contextlib.contextmanager
@@ -60,82 +68,45 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     from megatron_offload.train.parallel import check_device
 
     first = runs[0][1]
-    place = _place()
-    ranks = first.default_ranks if place is None else place.world_size
-    owner = place is None or place.rank == 0
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    rank = environment_int("RANK") if is_rank else 0
+    ranks = environment_int("WORLD_SIZE", least=1) if is_rank else first.default_ranks
+    local_ranks = environment_int("LOCAL_WORLD_SIZE", 1, least=1) if is_rank else ranks
+    if rank >= ranks:
+        raise ConfigError(
+            f"RANK is {rank}, but WORLD_SIZE {ranks}; start the ranks with torchrun, or unset both"
+        )
     for _, config in runs:
         check_ranks(config, ranks)
     folders = [config.run.output for _, config in runs] + ([comparison] if comparison else [])
-    with locked(folders if owner else ()):
-        if comparison is not None:
-            check_comparison(comparison)
-        else:
-            is_restarted = _restarts() > 0
+    with locked(folders if rank == 0 else ()):
+        if comparison is None:
             for _, config in runs:
-                resumes = _resumes(config)
-                check_output(config, ranks, is_resumed=resumes, is_restarted=is_restarted)
-        local = ranks if place is None else place.local_world_size
-        kind = check_device(first, local, can_hide=place is None)
-        if kind == "cpu" and first.run.device == "auto" and owner:
+                check_output(config, ranks, is_restarted=_is_restarted())
+        else:
+            check_comparison(comparison)
+        kind = check_device(first, local_ranks, can_hide=not is_rank)
+        if kind == "cpu" and first.run.device == "auto" and rank == 0:
             console(stderr=True).print(
                 "megatron-offload: there is no CUDA device: training on the CPU, where the device "
                 "is simulated and a model made for GPUs takes very long; run.device: cpu says that "
                 "this is meant"
             )
-        if comparison is not None and owner and (comparison / COMPARISON_NAME).exists():
+        if comparison is not None and rank == 0 and (comparison / COMPARISON_NAME).exists():
             (comparison / COMPARISON_NAME).unlink()
             console(stderr=True).print(f"compare: replaces the comparison in {comparison}")
-        if place is None:
-            reports = _start_ranks(list(runs), kind, ranks)
-        else:
-            reports = _rank_main(list(runs), kind)
+        reports = _rank_main(runs, kind) if is_rank else _start_ranks(runs, kind, ranks)
         if isinstance(reports, ConfigError):
             raise reports
-        yield reports if owner else None
+        yield reports if rank == 0 else None
 
 
-class _Place(NamedTuple):
-    """What a launcher says of this process."""
-
-    rank: int
-    world_size: int
-    local_world_size: int
+def _is_restarted() -> bool:
+    """Return whether the launcher has started this rank again."""
+    return environment_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
 
 
-def _place() -> _Place | None:
-    """Return this rank's place where a launcher such as torchrun has started it, else None."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return None
-    place = _Place(
-        rank=environment_int("RANK"),
-        world_size=environment_int("WORLD_SIZE", least=1),
-        local_world_size=environment_int("LOCAL_WORLD_SIZE", 1, least=1),
-    )
-    if place.rank >= place.world_size:
-        raise ConfigError(
-            f"RANK is {place.rank}, but WORLD_SIZE {place.world_size}; start the ranks with "
-            f"torchrun, or unset both"
-        )
-    for name in ("LOCAL_RANK", "MASTER_PORT"):
-        environment_int(name)
-    if not os.environ.get("MASTER_ADDR"):
-        raise ConfigError("MASTER_ADDR is not set; start the ranks with torchrun")
-    return place
-
-
-def _restarts() -> int:
-    """Return how often the launcher has started this rank again."""
-    return environment_int("TORCHELASTIC_RESTART_COUNT", 0)
-
-
-def _resumes(config: TrainConfig) -> bool:
-    """Whether to go on from a checkpoint: asked for, or started again by the launcher."""
-    return config.run.resume or _restarts() > 0
-
-
-def _start_ranks(
-    runs: list[tuple[str, TrainConfig]], kind: str, ranks: int
-) -> list[RunReport] | ConfigError:
+def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigError:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -162,34 +133,23 @@ def _start_ranks(
         **shutdown,
     )
     try:
-        with second_signal_kills(), children_without_sigint():
-            results = elastic_launch(config, _rank_main)(runs, kind)
+        with second_signal_kills():
+            first: list[RunReport] | ConfigError = elastic_launch(config, _rank_main)(runs, kind)[0]
+            return first
     except ChildFailedError as error:
-        number = _stopped_by(error)
-        if number:
-            raise _stopped(number, run.output) from error
-        raise RankFailedError(f"a rank failed:\n{error}") from error
+        # Ranks may stop for a signal that the launcher hasn't got.
+        codes = {failure.exitcode for failure in error.failures.values()}
+        number = next((number for number in _STOPPING if codes == {128 + number}), None)
+        if number is None:
+            raise RankFailedError(f"a rank failed:\n{error}") from error
     except SignalException as error:
-        raise _stopped(int(error.sigval), run.output) from error
-    first: list[RunReport] | ConfigError = results[0]
-    return first
-
-
-def _stopped_by(error: Any) -> int:
-    """Return the signal that ranks stopped for though the launcher got none, else 0."""
-    codes = {failure.exitcode for failure in error.failures.values()}
-    signals = (signal.SIGTERM, signal.SIGINT)
-    return next((int(number) for number in signals if codes == {exit_status(number)}), 0)
-
-
-def _stopped(number: int, output: Path) -> StoppedError:
-    name = signal.Signals(number).name
-    latest = CheckpointFolder(output).latest()
+        number = error.sigval
+    latest = CheckpointFolder(run.output).latest()
     there = "there is no checkpoint" if latest is None else f"--resume goes on from {latest}"
-    return StoppedError(f"stopped by {name}; {there}", number)
+    raise StoppedError(f"stopped by {signal.Signals(number).name}; {there}", number)
 
 
-def _rank_main(runs: list[tuple[str, TrainConfig]], kind: str) -> list[RunReport] | ConfigError:
+def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
     """Be one rank, from the environment that the launcher set.
 
     What only a rank can find wrong (such as the contents of an indexed dataset) every rank finds
@@ -207,12 +167,81 @@ def _rank_main(runs: list[tuple[str, TrainConfig]], kind: str) -> list[RunReport
     with open_process_group(kind, run.threads, run.timeout_s) as device:
         try:
             for title, config in runs:
-                with open_stop_signals() as signals:
-                    resume = _resumes(config)
+                resume = config.run.resume or _is_restarted()
+                with collected_signals() as signals:
                     report = run_training(config, device, title, resume=resume, signals=signals)
-                if signals.received or report.stopped_by:
-                    raise SystemExit(exit_status(report.stopped_by or signals.received))
+                if number := report.stopped_by or next(iter(signals), 0):
+                    raise SystemExit(128 + number)
                 reports.append(report)
         except ConfigError as error:
             return error
     return reports
+
+
+@contextlib.contextmanager
+def collected_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT inside this context instead of ending; main thread only."""
+    received: list[int] = []
+    found = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in _STOPPING
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def second_signal_kills() -> Iterator[None]:
+    """Kill all child processes on the second SIGTERM or SIGINT inside this context.
+
+    The handlers stay whoever's they are: here torch's launcher's, which waits for its ranks after
+    the first signal and would begin to wait anew after the second. Children begin with SIGINT
+    blocked, until they call `end_with_parent`: a terminal's Ctrl-C reaches them too, and while
+    Python starts it would print a traceback. Main thread only.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    watcher = threading.Thread(target=_kill_on_second, args=(reader,), daemon=True)
+    watcher.start()  # it takes the SIGINT that this thread leaves
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    resource_tracker.ensure_running()  # where it starts, it unblocks SIGINT
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.set_wakeup_fd(wakeup)
+        writer.close()
+        watcher.join()
+        reader.close()
+
+
+def _kill_on_second(reader: socket.socket) -> None:
+    """Read signal numbers, one byte each, until the other end is closed."""
+    count = 0
+    while numbers := reader.recv(64):
+        count += sum(number in _STOPPING for number in numbers)
+        if count > 1:
+            for process in multiprocessing.active_children():
+                process.kill()
+
+
+def end_with_parent() -> None:
+    """In a child process: end at once when its parent is gone, or at a SIGINT that none collects.
+
+    Without a parent that was started by ``multiprocessing`` it does nothing.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def end() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -7,44 +7,35 @@ options in `megatron_offload.train.model`.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_offload.core.profile import RunShape
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.profile_file import save_profile
+from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint import Checkpoints
-from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.data import (
-    EVALUATION,
-    TRAINING,
-    TokenSource,
-    build_source,
-    microbatches,
-)
+from megatron_offload.train.config import RunConfig, TrainConfig
+from megatron_offload.train.data import EVALUATION, TRAINING, build_source, microbatches
 from megatron_offload.train.digest import digest
 from megatron_offload.train.offload import OffloadSession, PlannedRun, open_offload
-from megatron_offload.train.parallel import Device, Parallel, open_model_parallel
-from megatron_offload.train.progress import StepPrinter
+from megatron_offload.train.parallel import Parallel, open_model_parallel
 from megatron_offload.train.records import (
     RankStep,
     RunReport,
-    StepLog,
     StepRecord,
     merge,
+    open_log,
     read_steps,
 )
-from megatron_offload.train.run_folder import (
-    found_versions,
-    prepare_folder,
-    profile_path,
-    trace_path,
-)
-from megatron_offload.train.stopping import StopSignals
+from megatron_offload.train.run_folder import found_versions, prepare_folder
 
 if TYPE_CHECKING:
     from megatron_offload.observe.recorder import RecordedStep
@@ -54,11 +45,11 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 def run_training(
     config: TrainConfig,
-    device: Device,
+    device: torch.device,
     title: str = "train",
     *,
     resume: bool = False,
-    signals: StopSignals | None = None,
+    signals: Sequence[int] = (),
 ) -> RunReport:
     """Train as ``config`` says, on all ranks together; collective.
 
@@ -67,32 +58,75 @@ def run_training(
         device: where this rank trains.
         title: what to call the run in what it prints.
         resume: go on from the newest checkpoint, if there is one.
-        signals: what may stop the run after any step; None for nothing.
+        signals: those that have arrived so far, which stop the run after any step.
 
     Returns:
         The same report on every rank; the steps before a checkpoint that was resumed from are in
         rank 0's only.
     """
     with open_model_parallel(config, device) as parallel:
-        trainer = _Trainer(config, device, parallel)
-        is_timed = config.run.trace_step > 0 or config.profiled_step > 0
-        pp_rank = parallel.pp_rank
-        with (
-            open_offload(
-                config.offload, trainer.chunks, trainer.meter, pp_rank, is_timed=is_timed
-            ) as session,
-            StepPrinter(title, config.run, owner=parallel.is_owner) as printer,
-        ):
-            report = trainer.run(session, printer, signals or StopSignals(), resume=resume)
+        with _StepPrinter(title, config.run, owner=parallel.is_owner) as printer:
+            trainer = _Trainer(config, device, parallel, printer, signals)
+            report = trainer.run(resume=resume)
     del trainer
-    device.release_cached()
+    torch.cuda.empty_cache()  # nothing where CUDA was not used
     return report
+
+
+class _StepPrinter:
+    """Prints steps on the rank that owns the output, and draws a bar on a terminal."""
+
+    def __init__(self, title: str, run: RunConfig, *, owner: bool) -> None:
+        self._title = title
+        self._run = run
+        self._console = console(stderr=True, quiet=not owner)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not (owner and sys.stderr.isatty()),
+        )
+        self._task = self._progress.add_task(title, total=run.steps)
+
+    def say(self, text: str) -> None:
+        """Say anything; nothing where it is empty."""
+        if text:
+            self._console.print(f"{self._title}: {text}")
+
+    def step(self, record: StepRecord) -> None:
+        """Show one finished step."""
+        self._progress.update(self._task, completed=record.step)
+        if record.step % self._run.log_interval and record.step not in (1, self._run.steps):
+            return
+        self.say(
+            f"step {record.step}/{self._run.steps}  loss {record.loss:.6f}  "
+            f"grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}  "
+            f"{1e3 * record.step_time_s:.0f} ms  "
+            f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
+        )
+
+    def __enter__(self) -> _StepPrinter:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
 
 
 class _Trainer:
     """Model, optimizer, scheduler and data of one run on one rank."""
 
-    def __init__(self, config: TrainConfig, device: Device, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        parallel: Parallel,
+        printer: _StepPrinter,
+        signals: Sequence[int],
+    ) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from megatron_offload.train.model import build_chunks, build_optimizer, build_scheduler
@@ -100,41 +134,49 @@ class _Trainer:
         self._config = config
         self._device = device
         self._parallel = parallel
-        self.chunks = build_chunks(config, device.device)
-        self._optimizer = build_optimizer(config, self.chunks)
+        self._printer = printer
+        self._signals = signals
+        self._synchronize = torch.get_device_module(device).synchronize
+        self._chunks = build_chunks(config, device)
+        self._optimizer = build_optimizer(config, self._chunks)
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
-        self._source: TokenSource = build_source(config, parallel.dp_size)
+        self._source = build_source(config, parallel.dp_size)
         self._checkpoints = Checkpoints(
-            config, device, parallel, self.chunks, self._optimizer, self._source.digest
+            config, device, parallel, self._chunks, self._optimizer, self._source.digest
         )
         self._first = 1
         self._forward_backward = get_forward_backward_func()
-        self.meter: LiveActivationMeter | None = None
-        if config.run.measure_live_bytes:
-            self.meter = LiveActivationMeter(self._parameters())
+        live = config.run.measure_live_bytes
+        self._meter = LiveActivationMeter(self._parameters()) if live else None
 
-    def run(
-        self, session: OffloadSession, printer: StepPrinter, signals: StopSignals, *, resume: bool
-    ) -> RunReport:
+    def run(self, *, resume: bool) -> RunReport:
         """Take every step that is left; report what happened on all ranks."""
-        run, owner = self._config.run, self._parallel.is_owner
+        config, owner = self._config, self._parallel.is_owner
         report, keep_bytes = RunReport(), 0
         self._checkpoints.clean()
         if resume:
-            keep_bytes = self._restore(report, printer)
+            keep_bytes = self._restore(report)
         if owner:
-            ranks = self._parallel.world_size
-            prepare_folder(self._config, self._device, ranks, is_new=keep_bytes == 0)
-        with StepLog(run.output, owner=owner, keep_bytes=keep_bytes) as log:
-            self._take_steps(report, session, log, printer, signals)
+            on_gpu = self._device.type == "cuda"
+            gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
+            prepare_folder(config, gpu, self._parallel.world_size, is_new=keep_bytes == 0)
+        is_timed = config.run.trace_step > 0 or config.profiled_step > 0
+        pp_rank = self._parallel.pp_rank
+        with (
+            open_offload(
+                config.offload, self._chunks, self._meter, pp_rank, is_timed=is_timed
+            ) as session,
+            open_log(config.run.output, keep_bytes) if owner else _NOTHING as log,
+        ):
+            self._take_steps(report, session, log)
         return report
 
-    def _restore(self, report: RunReport, printer: StepPrinter) -> int:
+    def _restore(self, report: RunReport) -> int:
         """Load the newest checkpoint; return how many bytes the lines of steps before it take."""
         restored = self._checkpoints.load()
         if restored is None:
-            printer.say("no checkpoint to resume from; starting with the first step")
+            self._printer.say("no checkpoint to resume from; starting with the first step")
             return 0
         path, manifest = restored
         step, ranks = manifest.step, manifest.ranks
@@ -143,64 +185,59 @@ class _Trainer:
         report.evaluations = dict(manifest.evaluations)
         kept = self._parallel.on_owner(lambda: read_steps(self._config.run.output, step, ranks))
         report.steps, keep_bytes = kept or ([], 0)
-        printer.resume(step)
-        printer.say(f"resumed from {path}; going on after step {step}")
+        self._printer.say(f"resumed from {path}; going on after step {step}")
         return keep_bytes
 
-    def _take_steps(
-        self,
-        report: RunReport,
-        session: OffloadSession,
-        log: StepLog,
-        printer: StepPrinter,
-        signals: StopSignals,
-    ) -> None:
-        run = self._config.run
+    def _take_steps(self, report: RunReport, session: OffloadSession, log: TextIO | None) -> None:
+        run, say = self._config.run, self._printer.say
         planned = PlannedRun(self._config, self._parallel, session)
         for step in range(self._first, run.steps + 1):
-            record, number = self._train_step(step, session, planned, signals)
+            record, number = self._train_step(step, session, planned)
             report.steps.append(record)
-            log.write(record)
-            printer.step(record)
-            printer.say(planned.look_back())
+            if log is not None:
+                log.write(record.to_json() + "\n")
+            self._printer.step(record)
+            say(planned.look_back())
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
-                printer.say(f"evaluation after step {step}  loss {report.evaluations[step]:.6f}")
+                say(f"evaluation after step {step}  loss {report.evaluations[step]:.6f}")
             ends = number or step == run.steps
             if run.checkpoint_interval and (ends or step % run.checkpoint_interval == 0):
-                # The log must reach as far as the checkpoint, whatever happens.
-                log.sync()
-                printer.say(f"saved {self._checkpoints.save(step, report.evaluations)}")
+                if log is not None:  # it must reach as far as the checkpoint, whatever happens
+                    os.fsync(log.fileno())
+                say(f"saved {self._checkpoints.save(step, report.evaluations)}")
             if number and step < run.steps:
-                printer.say(f"{signal.Signals(number).name}; stopping after step {step}")
+                say(f"{signal.Signals(number).name}; stopping after step {step}")
                 report.stopped_by = number
                 return
         if planned.is_open:
-            printer.say("the run was over before its plan was settled; raise run.steps")
+            say("the run was over before its plan was settled; raise run.steps")
         report.parameters = tuple(self._parallel.gather(digest(self._parameters())))
 
     def _train_step(
-        self, step: int, session: OffloadSession, planned: PlannedRun, signals: StopSignals
+        self, step: int, session: OffloadSession, planned: PlannedRun
     ) -> tuple[StepRecord, int]:
         """Take one step; return its record, and the signal that any rank has received, else 0."""
-        self._device.synchronize()
-        self._device.reset_peaks()
-        if self.meter is not None:
-            self.meter.reset_peak()
+        config, run, rank = self._config, self._config.run, self._parallel.rank
+        on_gpu = self._device.type == "cuda"
+        self._synchronize()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._meter is not None:
+            self._meter.reset_peak()
         start = time.perf_counter()
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        run = self._config.run
-        is_traced = step == self._config.traced_step
+        is_traced = step == config.traced_step
         profiling = self._profiling(session) if step == self._profiled_step() else _NOTHING
         looking = _NOTHING if is_traced else planned.looking()
-        with session.trace(self._parallel.rank) if is_traced else _NOTHING as trace:
+        with session.trace(rank) if is_traced else _NOTHING as trace:
             with profiling as recorded, looking as timed:
-                with self.meter or _NOTHING:
+                with self._meter or _NOTHING:
                     loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
                 counters = session.end_step()
-        self._device.synchronize()
+        self._synchronize()
         step_time_s = time.perf_counter() - start
         gradients = None
         if run.hash_gradients == "every" or step == run.steps:
@@ -209,37 +246,38 @@ class _Trainer:
         _, grad_norm, _ = self._optimizer.step()
         lr = float(self._optimizer.param_groups[0]["lr"])
         self._scheduler.step(1)
-        self._device.synchronize()
+        self._synchronize()
         # Without the time of the digest in between.
         step_time_s += time.perf_counter() - start
-        peak_allocated, peak_reserved = self._device.peaks()
+        allocated = torch.cuda.max_memory_allocated(self._device) if on_gpu else None
+        reserved = torch.cuda.max_memory_reserved(self._device) if on_gpu else None
         if recorded is not None:  # it has taken the device's peaks for its own
-            peak_allocated = _most(peak_allocated, recorded.peak_allocated_bytes)
-            peak_reserved = _most(peak_reserved, recorded.peak_reserved_bytes)
+            allocated = _most(allocated, recorded.peak_allocated_bytes)
+            reserved = _most(reserved, recorded.peak_reserved_bytes)
         mine = RankStep(
-            rank=self._parallel.rank,
+            rank=rank,
             pp_rank=self._parallel.pp_rank,
             dp_rank=self._parallel.dp_rank,
             loss=loss,
             grad_norm=float(grad_norm),
             step_time_s=step_time_s,
-            peak_live_activation_bytes=None if self.meter is None else self.meter.peak_bytes,
-            peak_allocated_bytes=peak_allocated,
-            peak_reserved_bytes=peak_reserved,
+            peak_live_activation_bytes=None if self._meter is None else self._meter.peak_bytes,
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
             gradients=gradients,
             is_profiled=recorded is not None,
             measured_step_us=None if timed is None else timed.step_us,
             **counters,
         )
         # Ranks receive a signal at different steps; here all of them learn of it at the same.
-        everyone = self._parallel.gather((mine, signals.received))
+        everyone = self._parallel.gather((mine, next(iter(self._signals), 0)))
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
-            trace.write_chrome(trace_path(run.output, trace.rank))
+            trace.write_chrome(run.output / f"trace_{rank}.json")
         if recorded is not None:
-            save_profile(recorded.profile, profile_path(run.output, self._parallel.rank))
+            save_profile(recorded.profile, run.output / f"profile_{rank}.json")
             planned.take(recorded.profile)
-        sequences = self._config.sequences_per_step(self._parallel.dp_size)
-        tokens = sequences * self._config.model.sequence_length
+        sequences = config.sequences_per_step(self._parallel.dp_size)
+        tokens = sequences * config.model.sequence_length
         record = merge(step, lr, tokens, [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
 
@@ -264,11 +302,11 @@ class _Trainer:
         return session.profile(run, moves=config.run.profile_moves)
 
     def _evaluate(self, step: int) -> float:
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad():
             loss = self._pass_over_microbatches(EVALUATION, step, forward_only=True)
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             chunk.train()
         losses = [x for x in self._parallel.gather(loss) if x is not None]
         return float(sum(losses) / len(losses))
@@ -276,7 +314,7 @@ class _Trainer:
     def _pass_over_microbatches(self, kind: int, step: int, *, forward_only: bool) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
         data, virtual = self._config.data, self._config.parallel.virtual
-        place, device = self._parallel.dp_rank, self._device.device
+        place, device = self._parallel.dp_rank, self._device
         iterators = [
             microbatches(self._source, kind, step, data.microbatches, place, device)
             for _ in range(virtual)
@@ -284,7 +322,7 @@ class _Trainer:
         losses = self._forward_backward(
             forward_step_func=_forward_step,
             data_iterator=iterators if virtual > 1 else iterators[0],
-            model=self.chunks,
+            model=self._chunks,
             num_microbatches=data.microbatches,
             seq_length=self._config.model.sequence_length,
             micro_batch_size=data.micro_batch_size,
@@ -295,7 +333,7 @@ class _Trainer:
         return float(torch.stack([entry["loss"] for entry in losses]).mean())
 
     def _parameters(self) -> Iterator[Any]:
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             yield from chunk.parameters()
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed
 import torch.utils.deterministic
+from torch.distributed import DistNetworkError, DistStoreError
 
 from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError
@@ -25,49 +26,6 @@ from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Where this process trains, and what its memory peaks were."""
-
-    device: torch.device
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether this is a CUDA device."""
-        return self.device.type == "cuda"
-
-    @property
-    def name(self) -> str:
-        """What to call it in a report."""
-        if self.on_gpu:
-            return str(torch.cuda.get_device_name(self.device))
-        return f"simulated on {os.cpu_count()} CPU cores"
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
-
-    def reset_peaks(self) -> None:
-        """Start new memory peaks."""
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peaks(self) -> tuple[int | None, int | None]:
-        """Return the peak of allocated and of reserved bytes; None on a CPU."""
-        if not self.on_gpu:
-            return None, None
-        return (
-            torch.cuda.max_memory_allocated(self.device),
-            torch.cuda.max_memory_reserved(self.device),
-        )
-
-    def release_cached(self) -> None:
-        """Give memory that the allocator only caches back to the device."""
-        if self.on_gpu:
-            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,65 +91,50 @@ def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> st
 
 
 @contextlib.contextmanager
-def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Iterator[Device]:
-    """Join all ranks, from the environment that a launcher set; leaves the group at the end."""
+def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Iterator[torch.device]:
+    """Join all ranks, from the environment that a launcher set; leaves the group at the end.
+
+    Yields this rank's device.
+    """
     local_rank = environment_int("LOCAL_RANK")
     # cuBLAS and TransformerEngine read these once; without them equal runs may differ in bits.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
-    found_threads = torch.get_num_threads()
-    torch.set_num_threads(threads)
     if kind == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     try:
+        store, rank, ranks = next(torch.distributed.rendezvous("env://", timeout=timeout))
+        # A launcher may keep one store over its restarts: there the ranks of this attempt would
+        # find the addresses of those before them, and fail to connect.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         torch.distributed.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
+            store=torch.distributed.PrefixStore(f"attempt_{attempt}", store),
+            rank=rank,
+            world_size=ranks,
             timeout=timeout,
             device_id=device if kind == "cuda" else None,
-            **_store_of_this_attempt(timeout),
         )
-    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
-        torch.set_num_threads(found_threads)
+    except (ValueError, DistNetworkError, DistStoreError) as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
-            f"the ranks can't meet at {place}: {str(error).partition(chr(10))[0]}; set MASTER_ADDR "
-            f"and MASTER_PORT to a free port of the first rank's machine"
+            f"the ranks can't meet at {place}: {str(error).partition(chr(10))[0]}; start the ranks "
+            f"with torchrun, or set MASTER_ADDR and MASTER_PORT to a free port of the first rank's "
+            f"machine"
         ) from error
+    found_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
-        yield Device(device)
+        yield device
     finally:
         torch.distributed.destroy_process_group()
         torch.set_num_threads(found_threads)
 
 
-def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
-    """Return how to meet the other ranks where the launcher keeps one store over its restarts.
-
-    Ranks that were started again would find the addresses of those before them there, and fail to
-    connect; so each attempt has keys of its own. Elsewhere the environment says all.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    world_size = environment_int("WORLD_SIZE", least=1)
-    store = torch.distributed.TCPStore(
-        os.environ["MASTER_ADDR"],
-        environment_int("MASTER_PORT"),
-        world_size,
-        is_master=False,
-        timeout=timeout,
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {
-        "store": torch.distributed.PrefixStore(f"attempt_{attempt}", store),
-        "rank": environment_int("RANK"),
-        "world_size": world_size,
-    }
-
-
 @contextlib.contextmanager
-def open_model_parallel(config: TrainConfig, device: Device) -> Iterator[Parallel]:
+def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[Parallel]:
     """Split the ranks into pipelines and seed every generator; on a CPU also opens the bridges."""
     # megatron-core takes seconds to import; only processes that train should pay for it.
     from megatron.core import parallel_state
@@ -208,7 +151,7 @@ def open_model_parallel(config: TrainConfig, device: Device) -> Iterator[Paralle
     virtual = config.parallel.virtual
     with contextlib.ExitStack() as stack:
         stack.enter_context(recompute_without_transformer_engine())
-        if not device.on_gpu:
+        if device.type == "cpu":
             stack.enter_context(cpu_bridges())
         elif config.run.deterministic:
             stack.enter_context(_deterministic_kernels())

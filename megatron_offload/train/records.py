@@ -1,6 +1,7 @@
 """What a run leaves behind: numbers of every step, gathered over ranks.
 
-Invariant: a number that is compared later is written as ``float.hex`` beside its decimal form.
+Invariant: a number that is compared later is written with all its bits: as the decimal from which
+Python reads them, and as ``float.hex`` for other readers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import pydantic
 
@@ -21,6 +22,22 @@ from megatron_offload.files.text import open_regular, parse_json
 LOG_NAME = "steps.jsonl"
 _MAX_LINE_BYTES = 16 * 1024**2
 """A line has some hundred bytes for each rank and each of its groups."""
+
+
+def _from_hex(value: Any) -> Any:
+    try:
+        return float.fromhex(value) if isinstance(value, str) else value
+    except (ValueError, OverflowError) as error:
+        raise ValueError("no number that float.hex wrote") from error
+
+
+Bits = Annotated[
+    float,
+    pydantic.AllowInfNan(True),
+    pydantic.BeforeValidator(_from_hex),
+    pydantic.PlainSerializer(float.hex),
+]
+"""A number that a file holds as `float.hex` writes it."""
 
 _TOTALS = ("offloaded_bytes", "reloaded_bytes", "num_late_reloads")
 """Keys of a line that are sums over its ranks."""
@@ -89,43 +106,27 @@ class StepRecord:
 
     def to_json(self) -> str:
         """Return one line of ``steps.jsonl``."""
-        line = _with_bits(asdict(self), "loss", "grad_norm")
-        ranks = line["ranks"] = [_with_bits(rank, "loss") for rank in line["ranks"]]
-        totals = {key: sum(rank[key] for rank in ranks) for key in _TOTALS}
+        line = asdict(self)
+        line["grad_norm_hex"] = self.grad_norm.hex()
+        for part in (line, *line["ranks"]):
+            part["loss_hex"] = None if part["loss"] is None else part["loss"].hex()
+        totals = {key: sum(rank[key] for rank in line["ranks"]) for key in _TOTALS}
         return json.dumps(line | totals)
 
     @classmethod
     def from_json(cls, text: str, source: str) -> StepRecord:
         """Return the record that `to_json` made a line of, which errors call ``source``."""
-        line = parse_json(text, source, allow_nan=True)
         try:
-            ranks = [
-                {**rank, "loss": _from_hex(rank.pop("loss_hex"))} for rank in line.pop("ranks")
-            ]
-            for key in _TOTALS:
-                del line[key]
-            for key in ("loss", "grad_norm"):
-                line[key] = _from_hex(line.pop(f"{key}_hex"))
-            return _STEP_RECORD.validate_python({**line, "ranks": ranks})
+            return _STEP_RECORD.validate_python(parse_json(text, source, allow_nan=True))
         except pydantic.ValidationError as error:
             issue = error.errors()[0]
             where = ".".join(str(part) for part in issue["loc"])
-            raise ConfigError(f"{source}: {where!r}: {issue['msg']}") from error
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"{source} is not a step that training wrote: {error}") from error
+            raise ConfigError(
+                f"{source} is not a step that training wrote: {where!r}: {issue['msg']}"
+            ) from error
 
 
 _STEP_RECORD = pydantic.TypeAdapter(StepRecord)
-
-
-def _with_bits(line: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """Add what tells the bits of some numbers."""
-    values = {f"{key}_hex": line[key] for key in keys}
-    return line | {key: None if x is None else float(x).hex() for key, x in values.items()}
-
-
-def _from_hex(text: str | None) -> float | None:
-    return None if text is None else float.fromhex(text)
 
 
 @dataclass(slots=True)
@@ -210,42 +211,20 @@ def read_steps(
     return records, size
 
 
-class StepLog:
-    """Writes ``steps.jsonl``, one line a step, on the rank that owns it; silent on the others.
+def open_log(folder: Path, keep_bytes: int = 0) -> TextIO:
+    """Open ``steps.jsonl`` for more lines, each of which the operating system gets at once.
 
     Of a file that is there the first ``keep_bytes`` are kept, and the rest is cut off.
     """
-
-    def __init__(self, folder: Path, *, owner: bool, keep_bytes: int = 0) -> None:
-        self._file: TextIO | None = None
-        if owner:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / LOG_NAME
-            if not keep_bytes:
-                path.unlink(missing_ok=True)
-            # What is there by then is no file of ours: neither a link nor a pipe is opened.
-            mode = os.O_NOFOLLOW | os.O_NONBLOCK if keep_bytes else os.O_CREAT | os.O_EXCL
-            descriptor = os.open(path, mode | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            self._file = os.fdopen(descriptor, "a", encoding="utf-8")
-            self._file.truncate(keep_bytes)
-
-    def write(self, record: StepRecord) -> None:
-        """Append one line and hand it to the operating system at once."""
-        if self._file is not None:
-            self._file.write(record.to_json() + "\n")
-            self._file.flush()
-
-    def sync(self) -> None:
-        """Wait until what is written would outlive a loss of power."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-
-    def __enter__(self) -> StepLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    path = folder / LOG_NAME
+    if not keep_bytes:
+        path.unlink(missing_ok=True)
+    # What is there by then is no file of ours: neither a link nor a pipe is opened.
+    mode = os.O_NOFOLLOW | os.O_NONBLOCK if keep_bytes else os.O_CREAT | os.O_EXCL
+    descriptor = os.open(path, mode | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    file = os.fdopen(descriptor, "a", encoding="utf-8", buffering=1)
+    file.truncate(keep_bytes)
+    return file
 
 
 def merge(step: int, lr: float, tokens: int, ranks: list[RankStep]) -> StepRecord:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from filelock import FileLock, Timeout
@@ -32,9 +31,6 @@ from megatron_offload.train.checkpoint_folder import CheckpointFolder, read_chec
 from megatron_offload.train.comparison import COMPARISON_NAME, FOLDERS
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import LOG_NAME, read_steps
-
-if TYPE_CHECKING:
-    from megatron_offload.train.parallel import Device
 
 CONFIG_NAME = "config.yaml"
 
@@ -83,43 +79,35 @@ def locked(folders: Iterable[Path]) -> Iterator[None]:
         yield
 
 
-def check_output(
-    config: TrainConfig, world_size: int, *, is_resumed: bool, is_restarted: bool
-) -> None:
+def check_output(config: TrainConfig, world_size: int, *, is_restarted: bool) -> None:
     """Check that a run may write into its folder: no other run and no comparison lies there.
 
-    A run that ``is_resumed`` goes on from a checkpoint where there is one; one that
-    ``is_restarted`` was started again by its launcher.
+    With ``run.resume``, or ``is_restarted`` by its launcher, it goes on from a checkpoint where
+    there is one.
     """
     folder = config.run.output
+    other = f"choose another run.output, or remove {folder}"
     logs = [folder / name / LOG_NAME for name in FOLDERS]
     if any(os.path.lexists(path) for path in (folder / COMPARISON_NAME, *logs)):
-        raise ConfigError(
-            f"run.output {folder} holds a comparison; choose another run.output, or remove {folder}"
-        )
+        raise ConfigError(f"run.output {folder} holds a comparison; {other}")
     latest = CheckpointFolder(folder).latest()
+    is_resumed = config.run.resume or is_restarted
     if latest is not None:
         if not is_resumed:
             raise ConfigError(
                 f"run.output {folder} holds checkpoints up to {latest.name}; go on from there with "
-                f"--resume, choose another run.output, or remove {folder} to start over"
+                f"--resume, {other} to start over"
             )
         read_steps(folder, read_checkpoint(latest, config, world_size).step, world_size)
-        return
-    if is_restarted or not _has_steps(folder):
-        return
-    if not is_resumed:
-        raise ConfigError(
-            f"run.output {folder} holds an earlier run; choose another run.output, or remove "
-            f"{folder} to start over"
-        )
-    steps, _ = read_steps(folder)
-    if steps and steps[-1].step >= config.run.steps:
-        raise ConfigError(
-            f"run.output {folder} holds a run whose {steps[-1].step} steps are done, and no "
-            f"checkpoint to go on from (run.checkpoint_interval); choose another run.output, or "
-            f"remove {folder} to start over"
-        )
+    elif not is_restarted and _has_steps(folder):
+        if not is_resumed:
+            raise ConfigError(f"run.output {folder} holds an earlier run; {other} to start over")
+        steps, _ = read_steps(folder)
+        if steps and steps[-1].step >= config.run.steps:
+            raise ConfigError(
+                f"run.output {folder} holds a run whose {steps[-1].step} steps are done, and no "
+                f"checkpoint to go on from (run.checkpoint_interval); {other} to start over"
+            )
 
 
 def check_comparison(folder: Path) -> None:
@@ -147,20 +135,25 @@ def _has_steps(folder: Path) -> bool:
     return found.st_size > 0 or not stat.S_ISREG(found.st_mode)
 
 
-def prepare_folder(config: TrainConfig, device: Device, ranks: int, *, is_new: bool) -> None:
+def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: bool) -> None:
     """Write down what is about to run; for one rank of a run alone.
 
     Timelines, profiles and bandwidths of an earlier run go where this one ``is_new``.
+
+    Args:
+        config: the run.
+        gpu: what rank 0's GPU is called; None where there is none.
+        ranks: how many there are.
+        is_new: whether it goes on from no checkpoint.
     """
     folder = config.run.output
-    folder.mkdir(parents=True, exist_ok=True)
     if is_new:
         for path in list(folder.iterdir()):
             if _RANK_NAME.fullmatch(path.name) or path.name == BANDWIDTHS_NAME:
                 path.unlink()
     facts = RunFacts(
-        device=device.name,
-        is_simulated=not device.on_gpu,
+        device=gpu or f"simulated on {os.cpu_count()} CPU cores",
+        is_simulated=gpu is None,
         ranks=ranks,
         date=datetime.now(UTC).replace(microsecond=0),
         versions=found_versions(),
@@ -204,16 +197,6 @@ def main_folder(folder: Path) -> Path:
     return folder / FOLDERS[1]
 
 
-def trace_path(folder: Path, rank: int) -> Path:
-    """Return the file of one rank's timeline."""
-    return folder / f"trace_{rank}.json"
-
-
-def profile_path(folder: Path, rank: int) -> Path:
-    """Return the file of one rank's profile."""
-    return folder / f"profile_{rank}.json"
-
-
 def plan_path(folder: Path) -> Path:
     """Return the file of the plan that a run has made and follows."""
     return folder / "plan.json"
@@ -221,6 +204,5 @@ def plan_path(folder: Path) -> Path:
 
 def trace_paths(folder: Path) -> dict[int, Path]:
     """Return the timelines that a folder holds by rank, in the order of ranks."""
-    names = (_RANK_NAME.fullmatch(path.name) for path in folder.iterdir())
-    ranks = sorted(int(match[2]) for match in names if match and match[1] == "trace")
-    return {rank: trace_path(folder, rank) for rank in ranks}
+    found = ((_RANK_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return dict(sorted((int(x[2]), path) for x, path in found if x and x[1] == "trace"))

@@ -145,7 +145,7 @@ def run(name, device, *, enabled):
     _, _, virtual, _, steps, _ = CASES[name]
     results, moved, late = [], 0, 0
     with open_model_parallel(config, device) as parallel:
-        chunks = build_chunks(config, device.device)
+        chunks = build_chunks(config, device)
         with open_offload(config.offload, chunks, None, parallel.pp_rank) as session:
             for number, step in enumerate(steps):
                 count, length = step or (2, 16)

@@ -9,21 +9,22 @@ import pytest
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import RankStep, StepLog, merge
+from megatron_offload.train.records import RankStep, merge, open_log
 from megatron_offload.train.run_folder import check_comparison, check_output, locked
 
 STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
 
 
 def leave_run(folder, steps):
-    with StepLog(folder, owner=True) as log:
+    folder.mkdir(exist_ok=True)
+    with open_log(folder) as log:
         for step in range(1, steps + 1):
-            log.write(merge(step, 1e-3, 64, [STEP]))
+            log.write(merge(step, 1e-3, 64, [STEP]).to_json() + "\n")
 
 
 def check(folder, steps=4, *, is_resumed=False, is_restarted=False):
-    config = validate(TrainConfig, {"run": {"output": folder, "steps": steps}}, "test")
-    check_output(config, 1, is_resumed=is_resumed, is_restarted=is_restarted)
+    run = {"output": folder, "steps": steps, "resume": is_resumed}
+    check_output(validate(TrainConfig, {"run": run}, "test"), 1, is_restarted=is_restarted)
 
 
 def test_a_folder_is_locked_while_a_run_writes_into_it(tmp_path):
@@ -83,7 +84,7 @@ def test_a_linked_log_is_neither_followed_nor_cut(tmp_path):
         check(tmp_path / "run", is_resumed=True)
     with (
         pytest.raises(OSError, match="symbolic links"),
-        StepLog(tmp_path / "run", owner=True, keep_bytes=2),
+        open_log(tmp_path / "run", keep_bytes=2),
     ):
         pass
     leave_run(tmp_path / "run", 1)
@@ -99,8 +100,8 @@ def test_a_new_log_takes_the_place_of_a_pipe(tmp_path):
 def test_a_log_goes_on_behind_what_is_kept(tmp_path):
     leave_run(tmp_path, 2)
     line = (tmp_path / "steps.jsonl").read_text().splitlines(keepends=True)
-    with StepLog(tmp_path, owner=True, keep_bytes=len(line[0])) as log:
-        log.write(merge(2, 1e-3, 64, [STEP]))
+    with open_log(tmp_path, keep_bytes=len(line[0])) as log:
+        log.write(merge(2, 1e-3, 64, [STEP]).to_json() + "\n")
     assert (tmp_path / "steps.jsonl").read_text() == "".join(line)
 
 

@@ -12,33 +12,32 @@ from multiprocessing import resource_tracker
 
 import pytest
 
-from megatron_offload.train.stopping import (
-    children_without_sigint,
-    open_stop_signals,
+from megatron_offload.train.launch import (
+    collected_signals,
     second_signal_kills,
 )
 
 RANK = (
     "import time; time.sleep({delay}); "
-    "from megatron_offload.train.stopping import end_with_parent; end_with_parent(); "
+    "from megatron_offload.train.launch import end_with_parent; end_with_parent(); "
     "print('started', flush=True); time.sleep(60)"
 )
 
 
 def test_signals_are_collected_and_the_first_one_counts():
     found = signal.getsignal(signal.SIGTERM)
-    with open_stop_signals() as signals:
-        assert signals.received == 0
+    with collected_signals() as signals:
+        assert signals == []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
-        assert signals.received == signal.SIGINT
+        assert signals[0] == signal.SIGINT
     assert signal.getsignal(signal.SIGTERM) is found
 
 
 def test_the_second_signal_kills_children_and_the_first_does_not():
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     child.start()
-    with open_stop_signals(), second_signal_kills():
+    with collected_signals(), second_signal_kills():
         os.kill(os.getpid(), signal.SIGTERM)
         child.join(0.2)
         assert child.is_alive()
@@ -52,13 +51,13 @@ def test_a_child_that_is_interrupted_while_it_starts_ends_without_a_word(capfd):
     child = multiprocessing.get_context("spawn").Process(
         target=exec, args=(RANK.format(delay=0.6),)
     )
-    with open_stop_signals() as signals, second_signal_kills(), children_without_sigint():
+    with collected_signals() as signals, second_signal_kills():
         child.start()
         time.sleep(0.3)  # Python itself has started by then
         os.kill(child.pid, signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         child.join(30)
-        assert signals.received == signal.SIGINT, "the parent is not deaf"
+        assert signals == [signal.SIGINT], "the parent is not deaf"
     assert child.exitcode == -signal.SIGINT
     assert capfd.readouterr().err == ""
 

@@ -220,13 +220,13 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "1"}
         ({**RANK, "TORCHELASTIC_RESTART_COUNT": "abc", "MASTER_ADDR": "x"}, "RESTART_COUNT must"),
         ({**RANK, "RANK": "1"}, "RANK is 1, but WORLD_SIZE 1"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "LOCAL_RANK is not set"),
-        (RANK, "MASTER_ADDR is not set; start the ranks with torchrun"),
+        (RANK, "MASTER_ADDR expected, but not set; start the ranks with torchrun"),
     ],
 )
 def test_an_environment_that_is_no_ranks_is_refused(file, variables, expected, capsys, monkeypatch):
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
-    assert cli.main(["train", "--config", str(file)]) == 2
+    assert cli.main(["train", "--config", str(file), "--set", "run.device=cpu"]) == 2
     err = capsys.readouterr().err
     assert expected in err
     assert err.count("\n") == 1
