@@ -7,9 +7,9 @@ it. Every error is raised on all ranks, so that none waits for another.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,32 +39,22 @@ class CheckpointError(OffloadError, RuntimeError):
     """A checkpoint could not be written; those before it are untouched."""
 
 
+@dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Checkpoints of one run on this rank; all methods are collective.
+    """Checkpoints of one run on this rank; all methods are collective."""
 
-    ``data`` returns a digest of the training data; it is called once, and only if need be.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        device: torch.device,
-        parallel: Parallel,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: Any,
-        data: Callable[[], str],
-    ) -> None:
-        self._config = config
-        self._device = device
-        self._parallel = parallel
-        self._chunks = chunks
-        self._optimizer = optimizer
-        self._data = functools.cache(data)
-        self._folder = CheckpointFolder(config.run.output)
+    config: TrainConfig
+    folder: CheckpointFolder
+    device: torch.device
+    parallel: Parallel
+    chunks: Sequence[torch.nn.Module]
+    optimizer: Any
+    data: Callable[[], str]
+    """Returns a digest of the training data; it is called only if need be."""
 
     def clean(self) -> None:
         """Remove what a killed run left half written."""
-        self._parallel.on_owner(self._folder.clean)
+        self.parallel.on_owner(self.folder.clean)
 
     def save(self, step: int, evaluations: Mapping[int, float]) -> Path:
         """Write the state after ``step``, make it current, and remove what is too old.
@@ -73,32 +63,32 @@ class Checkpoints:
         for example, is a `CheckpointError`.
         """
         try:
-            self._parallel.on_owner(lambda: self._folder.begin(step))
-            torch.get_device_module(self._device).synchronize()
-            mine = self._parallel.agreed(lambda: self._write(self._folder.part_of(step)))
-            files = {k: v for each in self._parallel.gather(mine) for k, v in each.items()}
-            self._parallel.on_owner(lambda: self._publish(step, evaluations, files))
+            self.parallel.on_owner(lambda: self.folder.begin(step))
+            torch.get_device_module(self.device).synchronize()
+            mine = self.parallel.agreed(lambda: self._write(self.folder.part_of(step)))
+            files = {k: v for each in self.parallel.gather(mine) for k, v in each.items()}
+            self.parallel.on_owner(lambda: self._publish(step, evaluations, files))
         except (OSError, ConfigError) as error:
-            if self._parallel.is_owner:
+            if self.parallel.is_owner:
                 with contextlib.suppress(OSError, ConfigError):
-                    self._folder.clean()
+                    self.folder.clean()
             raise CheckpointError(
-                f"can't write the checkpoint {self._folder.path_of(step)}: {error}; those before "
+                f"can't write the checkpoint {self.folder.path_of(step)}: {error}; those before "
                 f"it are untouched"
             ) from error
-        return self._folder.path_of(step)
+        return self.folder.path_of(step)
 
     def load(self) -> tuple[Path, Manifest] | None:
         """Restore the newest whole checkpoint; return its folder and what it says, if there is one.
 
         One that is damaged or of another run is a `ConfigError`; the model may be half loaded then.
         """
-        parallel = self._parallel
-        path = parallel.agreed(self._folder.latest)
+        parallel = self.parallel
+        path = parallel.agreed(self.folder.latest)
         paths = parallel.gather(path)
         if len(set(paths)) > 1:
             raise ConfigError(
-                f"ranks see different checkpoints in {self._folder.path}: {paths}; run.output must "
+                f"ranks see different checkpoints in {self.folder.path}: {paths}; run.output must "
                 f"be a folder that all machines share"
             )
         if path is None:
@@ -106,45 +96,46 @@ class Checkpoints:
         manifest = parallel.agreed(lambda: self._examined(path))
         place, places = parallel.rank, parallel.world_size
         parallel.agreed(lambda: check_files(path, manifest, part=place, parts=places))
-        _make_optimizer_states(self._optimizer)
+        _make_optimizer_states(self.optimizer)
         parallel.agreed(lambda: self._read(path, manifest))
         return path, manifest
 
     def _examined(self, path: Path) -> Manifest:
-        manifest = read_checkpoint(path, self._config, self._parallel.world_size)
-        if manifest.device != self._device.type:
-            raise ConfigError(
-                f"{path}: run.device was {manifest.device}, this run's is {self._device.type}"
-            )
-        if manifest.data != self._data():
-            raise ConfigError(
-                f"{path}: the data that data.text or data.indexed names has digest {self._data()}, "
-                f"but {manifest.data} when the checkpoint was written; give the same data"
-            )
+        manifest = read_checkpoint(path, self.config, self.parallel.world_size)
+        data = "the digest of the data (data.text, data.indexed)"
+        for what, before, now in (
+            ("run.device", manifest.device, self.device.type),
+            (data, manifest.data, self.data()),
+        ):
+            if before != now:
+                raise ConfigError(
+                    f"{path}: {what} was {before}, this run's is {now}; give the same, or start "
+                    f"over in another run.output"
+                )
         return manifest
 
     def _publish(self, step: int, evaluations: Mapping[int, float], files: dict[str, str]) -> None:
         manifest = Manifest(
             format=FORMAT,
             step=step,
-            ranks=self._parallel.world_size,
-            device=self._device.type,
-            data=self._data(),
+            ranks=self.parallel.world_size,
+            device=self.device.type,
+            data=self.data(),
             evaluations=dict(evaluations),
             versions=found_versions(),
             files=files,
         )
-        self._folder.publish(manifest, self._config)
-        self._folder.prune(self._config.run.keep_checkpoints)
+        self.folder.publish(manifest, self.config)
+        self.folder.prune(self.config.run.keep_checkpoints)
 
     def _write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files; return their digests by name.
 
         Of the ranks that hold the same stage the first data-parallel one writes it.
         """
-        parts = {f"rank_{self._parallel.rank}": random_states(self._device)}
-        if self._parallel.dp_rank == 0:
-            parts[f"stage_{self._parallel.pp_rank}"] = self._state()
+        parts = {f"rank_{self.parallel.rank}": random_states(self.device)}
+        if self.parallel.dp_rank == 0:
+            parts[f"stage_{self.parallel.pp_rank}"] = self._state()
         return {
             path.name: digest_of_file(path)
             for name, tensors in parts.items()
@@ -153,20 +144,20 @@ class Checkpoints:
 
     def _read(self, folder: Path, manifest: Manifest) -> None:
         """Put the tensors of this rank's files back where `_write` found them."""
-        states = random_states(self._device)
+        states = random_states(self.device)
         state = self._state()
-        parts = {f"rank_{self._parallel.rank}_": states, f"stage_{self._parallel.pp_rank}_": state}
+        parts = {f"rank_{self.parallel.rank}_": states, f"stage_{self.parallel.pp_rank}_": state}
         for prefix, targets in parts.items():
             names = sorted(name for name in manifest.files if name.startswith(prefix))
             _read_tensors(folder, names, targets)
-        for group, name in _groups_with_step(self._optimizer):
+        for group, name in _groups_with_step(self.optimizer):
             if not isinstance(group["step"], torch.Tensor):
                 group["step"] = int(state[name].item())
-        restore_random_states(states, self._device)
+        restore_random_states(states, self.device)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Return all tensors of this rank's stage by name, the live ones where there are such."""
-        return _model_tensors(self._chunks) | _optimizer_tensors(self._optimizer, self._chunks)
+        return _model_tensors(self.chunks) | _optimizer_tensors(self.optimizer, self.chunks)
 
 
 def _write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Path]:
@@ -205,20 +196,17 @@ def _read_tensors(folder: Path, names: Sequence[str], targets: Mapping[str, torc
                     target = missing.pop(key, None)
                     if target is None:
                         raise ConfigError(f"{path} holds {key[:200]!r}, which this model has not")
-                    _fill(target, file.get_tensor(key), f"{path}: {key!r}")
+                    stored = file.get_tensor(key)
+                    if (stored.dtype, stored.shape) != (target.dtype, target.shape):
+                        raise ConfigError(
+                            f"{path}: {key!r} is {stored.dtype} of shape {list(stored.shape[:8])}, "
+                            f"this model's is {target.dtype} of shape {list(target.shape)}"
+                        )
+                    target.copy_(stored)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error
     if missing:
         raise ConfigError(f"{folder} holds no {next(iter(missing))!r}")
-
-
-def _fill(target: torch.Tensor, stored: torch.Tensor, source: str) -> None:
-    if (stored.dtype, stored.shape) != (target.dtype, target.shape):
-        raise ConfigError(
-            f"{source} is {stored.dtype} of shape {list(stored.shape[:8])}, this model's is "
-            f"{target.dtype} of shape {list(target.shape)}"
-        )
-    target.copy_(stored)
 
 
 def _model_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -234,23 +222,20 @@ def _optimizer_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the optimizer's tensors under the names of the parameters that they belong to."""
     names: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             names[id(parameter)] = f"optimizer.chunk{index}.{name}"
             # Half-precision parameters have a float32 one beside them.
             main = getattr(parameter, "main_param", None)
             if main is not None:
-                names[id(main)] = f"optimizer.chunk{index}.{name}"
-    own = {id(parameter) for chunk in chunks for parameter in chunk.parameters()}
-    tensors: dict[str, torch.Tensor] = {}
+                names[id(main)] = names[id(parameter)]
+                tensors[f"{names[id(main)]}.main"] = main.detach()
     for inner in _inner_optimizers(optimizer):
-        for held in _parameters(inner):
-            name = names[id(held)]
-            if id(held) not in own:
-                tensors[f"{name}.main"] = held.detach()
-            for key, value in inner.state[held].items():
+        for held, state in inner.state.items():
+            for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"{name}.{key}"] = value
+                    tensors[f"{names[id(held)]}.{key}"] = value
     for group, name in _groups_with_step(optimizer):
         tensors[name] = torch.as_tensor(group["step"])
     return tensors
@@ -273,24 +258,15 @@ def _inner_optimizers(optimizer: Any) -> list[Any]:
     return [part.optimizer for part in chained if part.optimizer is not None]
 
 
-def _parameters(inner: Any) -> list[torch.Tensor]:
-    return [parameter for group in inner.param_groups for parameter in group["params"]]
-
-
 def _make_optimizer_states(optimizer: Any) -> None:
     """Let optimizers that make their state in the first step make it now.
 
-    A step with gradients and a learning rate of zero: the optimizer itself knows best which tensors
-    it wants, and where. All that it may change is loaded afterwards.
+    A step with gradients of zero: the optimizer itself knows best which tensors it wants, and
+    where. All that it may change is loaded afterwards.
     """
     for inner in _inner_optimizers(optimizer):
-        rates = [group["lr"] for group in inner.param_groups]
         for group in inner.param_groups:
-            group["lr"] = 0.0
-        for parameter in _parameters(inner):
-            parameter.grad = torch.zeros_like(parameter)
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
         inner.step()
-        for parameter in _parameters(inner):
-            parameter.grad = None
-        for group, rate in zip(inner.param_groups, rates, strict=True):
-            group["lr"] = rate
+        inner.zero_grad()

@@ -58,29 +58,20 @@ class CheckpointFolder:
     def __init__(self, output: Path) -> None:
         self.path = output / "checkpoints"
 
-    def steps(self) -> list[int]:
-        """Return the steps of all whole checkpoints, oldest first.
+    def latest(self) -> Path | None:
+        """Return the newest whole checkpoint, or None.
 
         A folder that is none, or something that only looks like a checkpoint, is a `ConfigError`.
         """
-        found = []
-        for entry in self._entries():
-            if not entry.name.startswith("step_"):
-                continue
-            step = _step(entry.name)
-            if step is None:
+        found = [entry for entry in self._entries() if entry.name.startswith("step_")]
+        for entry in found:
+            if _step(entry.name) is None:
                 raise ConfigError(
                     f"{entry} is no name of a checkpoint (step_000010 is one); move it elsewhere"
                 )
             if entry.is_symlink() or not entry.is_dir():
                 raise ConfigError(f"{entry} is no folder; move it elsewhere")
-            found.append(step)
-        return sorted(found)
-
-    def latest(self) -> Path | None:
-        """Return the newest whole checkpoint, or None; raises as `steps` does."""
-        steps = self.steps()
-        return self.path_of(steps[-1]) if steps else None
+        return max(found, key=lambda entry: (len(entry.name), entry.name), default=None)
 
     def path_of(self, step: int) -> Path:
         """Return where the whole checkpoint of a step lies."""
@@ -91,7 +82,7 @@ class CheckpointFolder:
         return self.path / f".{_name(step)}.part"
 
     def begin(self, step: int) -> Path:
-        """Make the empty folder that a checkpoint is written into; raises as `steps` does."""
+        """Make the empty folder that a checkpoint is written into; raises as `latest` does."""
         self._entries()
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.part_of(step)
@@ -184,7 +175,7 @@ def check_files(path: Path, manifest: Manifest, *, part: int = 0, parts: int = 1
             )
 
 
-_OF_THE_NUMBERS = frozenset({"deterministic", "seed", "threads"})
+_OF_THE_NUMBERS = frozenset({"run.deterministic", "run.seed", "run.threads"})
 """What of the section ``run`` decides what a step computes."""
 
 _MAY_DIFFER = frozenset({"data.indexed", "data.text", "parallel.ranks"})
@@ -200,7 +191,12 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
     step of ``saved`` more steps extend a whole run, with the learning rates of the longer one.
     """
     before, now = _values(saved), _values(config)
-    keys = [key for key in now if key not in _MAY_DIFFER and before[key] != now[key]]
+    keys = [
+        key
+        for key in now
+        if (not key.startswith("run.") or key in _OF_THE_NUMBERS)
+        and (key not in _MAY_DIFFER and before[key] != now[key])
+    ]
     indexed = config.data.indexed is not None
     extends = step == saved.run.steps < config.run.steps
     hangs = indexed or (config.schedule.decay != "constant" and not extends)
@@ -209,7 +205,6 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
     if indexed and bool(saved.run.eval_interval) != bool(config.run.eval_interval):
         keys.append("run.eval_interval")
     if keys:
-        before, now = _values(saved, whole=True), _values(config, whole=True)
         lines = [f"{key} was {before[key]!r}, this run has {now[key]!r}" for key in keys]
         raise ConfigError(
             f"{path} is of a run with other settings, so going on would not give its numbers: "
@@ -218,13 +213,12 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
         )
 
 
-def _values(config: TrainConfig, *, whole: bool = False) -> dict[str, Any]:
-    """Return all keys but those of offload, and of the section ``run`` those that count."""
+def _values(config: TrainConfig) -> dict[str, Any]:
+    """Return all keys but those of offload."""
     return {
         f"{section}.{key}": value
         for section, values in config.model_dump(exclude={"offload"}).items()
         for key, value in values.items()
-        if whole or section != "run" or key in _OF_THE_NUMBERS
     }
 
 

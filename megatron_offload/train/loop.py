@@ -7,6 +7,7 @@ options in `megatron_offload.train.model`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint import Checkpoints
+from megatron_offload.train.checkpoint_folder import CheckpointFolder
 from megatron_offload.train.config import RunConfig, TrainConfig
 from megatron_offload.train.data import EVALUATION, TRAINING, build_source, microbatches
 from megatron_offload.train.digest import digest
@@ -143,7 +145,13 @@ class _Trainer:
         self._scheduler.step(0)
         self._source = build_source(config, parallel.dp_size)
         self._checkpoints = Checkpoints(
-            config, device, parallel, self._chunks, self._optimizer, self._source.digest
+            config,
+            CheckpointFolder(config.run.output),
+            device,
+            parallel,
+            self._chunks,
+            self._optimizer,
+            functools.cache(self._source.digest),
         )
         self._first = 1
         self._forward_backward = get_forward_backward_func()

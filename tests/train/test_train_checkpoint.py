@@ -208,7 +208,7 @@ def test_other_data_are_refused(train, stopped, tmp_path):
     (tmp_path / "text").write_bytes(b"other text " * 100)
     status, err = train(stopped, f'data.text=["{tmp_path / "text"}"]', resume=True)
     assert status == 2
-    assert "give the same data" in err
+    assert "the digest of the data" in err
 
 
 def test_more_steps_are_fine_where_the_schedule_does_not_hang_on_them(train, tmp_path):
@@ -512,7 +512,6 @@ def half_precision():
 def test_main_parameters_and_step_counts_of_groups_are_kept():
     model, optimizer = half_precision()
     checkpoint._make_optimizer_states(optimizer)
-    assert optimizer.optimizer.param_groups[0]["lr"] == 0.5
     assert all(main.grad is None for main in optimizer.optimizer.param_groups[0]["params"])
     tensors = checkpoint._optimizer_tensors(optimizer, [model])
     assert tensors.keys() == {
