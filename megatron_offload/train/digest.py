@@ -24,18 +24,14 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     by accident, not by intent.
     """
     state = hashlib.blake2b(digest_size=16)
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    places: list[tuple[torch.device, int]] = []
+    sums: list[torch.Tensor] = []
     for tensor in tensors:
         state.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-        mine = sums.setdefault(tensor.device, [])
-        for piece in _words(tensor).split(_PIECE_WORDS):
-            places.append((tensor.device, len(mine)))
-            mine.append((piece * _weights(tensor.device)[: piece.numel()]).sum())
-    # One transfer for each device, not one for each piece.
-    on_host = {device: torch.stack(mine).tolist() for device, mine in sums.items() if mine}
-    for device, index in places:
-        state.update(int(on_host[device][index]).to_bytes(8, "little", signed=True))
+        weights = _weights(tensor.device)
+        pieces = _words(tensor).split(_PIECE_WORDS)
+        sums += [(piece * weights[: piece.numel()]).sum() for piece in pieces]
+    for number in sums:
+        state.update(int(number).to_bytes(8, "little", signed=True))
     return state.hexdigest()
 
 

@@ -26,8 +26,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_offload.config import OffloadConfig, split_modules
-from megatron_offload.errors import ConfigError, UnsupportedCallError
+from megatron_offload.config import split_modules
+from megatron_offload.errors import ConfigError
 from megatron_offload.train.config import TrainConfig
 
 
@@ -35,7 +35,7 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
     """Build this rank's model chunks, in the order of their virtual stages."""
     transformer = _transformer_config(config, device)
     virtual = config.parallel.virtual
-    chunks = []
+    models = []
     for stage in range(virtual):
         vp_stage = stage if virtual > 1 else None
         model = GPTModel(
@@ -48,25 +48,28 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
             share_embeddings_and_output_weights=config.model.tied_embeddings,
             position_embedding_type=config.model.position_embedding,
             vp_stage=vp_stage,
-        ).to(device=device, dtype=transformer.params_dtype)
-        chunks.append(model)
+        )
+        models.append(model.to(device=device, dtype=transformer.params_dtype))
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    wrapped = [
+    chunks = [
         # Only the first chunk's buckets could be reduced while backward still runs.
-        DistributedDataParallel(transformer, ddp, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
+        DistributedDataParallel(transformer, ddp, model, disable_bucketing=index > 0)
+        for index, model in enumerate(models)
     ]
-    for chunk in wrapped:
+    for chunk in chunks:
         chunk.broadcast_params()
     transformer.finalize_model_grads_func = finalize_model_grads
-    return wrapped
+    return chunks
 
 
 def _transformer_config(config: TrainConfig, device: torch.device) -> TransformerConfig:
     """Translate the model and parallel sections into megatron-core's one configuration object."""
     model, parallel = config.model, config.parallel
-    dtype = _dtype(config, device)
     on_gpu = device.type == "cuda"
+    usual = "bfloat16" if on_gpu else "float32"
+    dtype = getattr(torch, usual if config.run.dtype == "auto" else config.run.dtype)
+    offloaded = split_modules(config.offload.modules)[0] if config.offload.enabled else ()
+    is_full = model.recompute == "full"
     gated = model.activation == "swiglu"
     options: dict[str, Any] = {
         "num_layers": model.layers,
@@ -99,69 +102,35 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
-        **_recompute_options(config),
-        **_offload_options(config.offload),
+        "recompute_granularity": None if model.recompute == "none" else model.recompute,
+        "recompute_method": "uniform" if is_full else None,
+        "recompute_num_layers": 1 if is_full else None,
+        "recompute_modules": list(model.recompute_modules),
+        # These make megatron-core's own call sites mark their groups.
+        "fine_grained_activation_offloading": bool(offloaded),
+        "offload_modules": list(offloaded),
+        "min_offloaded_tensor_size": config.offload.min_tensor_elements,
     }
     return TransformerConfig(**options)
 
 
-def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    usual = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, usual if config.run.dtype == "auto" else config.run.dtype)
-
-
-def _recompute_options(config: TrainConfig) -> dict[str, Any]:
-    if config.model.recompute == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    if config.model.recompute == "selective":
-        return {
-            "recompute_granularity": "selective",
-            "recompute_modules": list(config.model.recompute_modules),
-        }
-    return {}
-
-
-def _offload_options(offload: OffloadConfig) -> dict[str, Any]:
-    """Return the options that make megatron-core's own call sites mark their groups."""
-    names, _, _ = split_modules(offload.modules)
-    if not offload.enabled or not names:
-        return {}
-    return {
-        "fine_grained_activation_offloading": True,
-        "offload_modules": list(names),
-        "min_offloaded_tensor_size": offload.min_tensor_elements,
-    }
-
-
 def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
-    wanted = config.model.layer_spec
-    if wanted == "auto":
-        wanted = "transformer_engine" if device.type == "cuda" and _has_te() else "local"
-    if wanted == "local":
-        spec = get_gpt_layer_local_spec(normalization=config.model.normalization)
-        fused = config.model.attention == "scaled_dot_product" or (
-            config.model.attention == "auto" and device.type == "cuda"
-        )
-        if fused:
-            attention = spec.submodules.self_attention.submodules
-            attention.core_attention = ScaledDotProductAttention
-        return spec
-    if not _has_te():
+    from megatron.core.extensions import transformer_engine
+
+    wanted, attention = config.model.layer_spec, config.model.attention
+    has_te, on_gpu = getattr(transformer_engine, "HAVE_TE", False), device.type == "cuda"
+    if wanted == "transformer_engine" and not has_te:
         raise ConfigError(
             "model.layer_spec transformer_engine: TransformerEngine is not installed; install "
             "'megatron-offload[te]' or set model.layer_spec: local"
         )
-    return get_gpt_layer_with_transformer_engine_spec()
-
-
-def _has_te() -> bool:
-    from megatron.core.extensions import transformer_engine
-
-    return bool(getattr(transformer_engine, "HAVE_TE", False))
+    if wanted == "transformer_engine" or (wanted == "auto" and on_gpu and has_te):
+        return get_gpt_layer_with_transformer_engine_spec()
+    spec = get_gpt_layer_local_spec(normalization=config.model.normalization)
+    if attention == "scaled_dot_product" or (attention == "auto" and on_gpu):
+        submodules = spec.submodules.self_attention.submodules
+        submodules.core_attention = ScaledDotProductAttention
+    return spec
 
 
 def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:
@@ -211,39 +180,20 @@ class ScaledDotProductAttention(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        *_: Any,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **__: Any,
+        self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any
     ) -> None:
         super().__init__()
-        self.dropout = float(
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
+        self.dropout = float(config.attention_dropout)
         self.softmax_scale = softmax_scale
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        *_: Any,
-        packed_seq_params: Any = None,
-        **__: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Attend over whole sequences; masks and packed sequences are refused.
+        """Attend over whole sequences: this trainer makes neither masks nor packed sequences.
 
         Takes a query of shape [sequence, batch, heads, width of a head], key and value with as many
         heads as there are query groups; returns [sequence, batch, heads * width of a head].
         """
-        if attention_mask is not None or packed_seq_params is not None:
-            raise UnsupportedCallError(
-                "this core attention is causal over whole sequences; set model.layer_spec: "
-                "transformer_engine for masks and packed sequences"
-            )
         probability = self.dropout if self.training else 0.0
         dropping = get_cuda_rng_tracker().fork() if probability else contextlib.nullcontext()
         queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))

@@ -124,13 +124,11 @@ def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Ite
             f"with torchrun, or set MASTER_ADDR and MASTER_PORT to a free port of the first rank's "
             f"machine"
         ) from error
-    found_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         yield device
     finally:
         torch.distributed.destroy_process_group()
-        torch.set_num_threads(found_threads)
 
 
 @contextlib.contextmanager
@@ -154,7 +152,11 @@ def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[P
         if device.type == "cpu":
             stack.enter_context(cpu_bridges())
         elif config.run.deterministic:
-            stack.enter_context(_deterministic_kernels())
+            # Only kernels that give the same bits every time, where there is such a kernel.
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            # Overwriting every fresh tensor costs time and proves nothing here.
+            deterministic: Any = torch.utils.deterministic
+            deterministic.fill_uninitialized_memory = False
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=config.parallel.pipeline,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
@@ -184,20 +186,3 @@ def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[P
         finally:
             torch.distributed.destroy_process_group(host_group)
             parallel_state.destroy_model_parallel()
-
-
-@contextlib.contextmanager
-def _deterministic_kernels() -> Iterator[None]:
-    """Let only kernels run that give the same bits every time, where there is such a kernel."""
-    found = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    switch: Any = torch.utils.deterministic
-    fills = switch.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # Overwriting every fresh tensor costs time and proves nothing here.
-    switch.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(found, warn_only=warn_only)
-        switch.fill_uninitialized_memory = fills

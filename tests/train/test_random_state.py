@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.train.random_state import random_states, restore_random_states
+from megatron_offload.train.checkpoint import random_states, restore_random_states
 
 CPU = torch.device("cpu")
 
@@ -64,6 +64,7 @@ def test_every_generator_goes_on_where_it_was(before):
         ("python", -2, 625),
         ("python", 3, float("nan")),
         ("python", 0, 2**32),
+        ("python", 0, float("inf")),
         ("numpy", 0, -1),
         ("torch", slice(0, 100), 255),
         ("megatron.dropout", slice(0, 5000), 255),
