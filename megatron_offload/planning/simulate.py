@@ -19,6 +19,7 @@ from megatron_offload.core.trace import (
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
+from megatron_offload.planning.program import RankProgram
 from megatron_offload.planning.replay import replay
 from megatron_offload.planning.streams import RELEASE, RELOAD, RankStreams, run_streams
 
@@ -41,8 +42,7 @@ class RankResult:
     peak_taken_bytes: int
     """The most that is allocated, or was freed with a message and can't be used yet."""
     peak_reserved_bytes: int
-    """An estimate of what the allocator reserves: ``peak_taken_bytes`` and `Job.unused_bytes`, in
-    segments."""
+    """What the allocator reserves: ``peak_taken_bytes`` and what it can't use, see `Job`."""
     peak_host_bytes: int
     """The most that lies on the host, from the issue of an offload to that of its reload."""
     offloaded_bytes: int
@@ -95,15 +95,24 @@ def simulate(
     ranks, num_events = run_streams(job, programs, records=record)
     return Simulation(
         step_us=max(one.end_us for one in ranks),
-        ranks=tuple(_result(one, job.unused_bytes) for one in ranks),
+        ranks=tuple(_result(job, one) for one in ranks),
         num_events=num_events,
     )
 
 
-def _result(rank: RankStreams, unused_bytes: int | None) -> RankResult:
+def reserved_bytes(job: Job, program: RankProgram) -> int:
+    """Return what a rank reserves: what it takes and, where that was measured, what is unused.
+
+    Else it is an estimate, in segments of the allocator.
+    """
+    if job.unused_bytes is not None:
+        return program.peak_taken_bytes + job.unused_bytes
+    num_bytes = program.peak_taken_bytes + program.peak_temp_bytes
+    return -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+
+
+def _result(job: Job, rank: RankStreams) -> RankResult:
     program = rank.program
-    unused_bytes = program.peak_temp_bytes if unused_bytes is None else unused_bytes
-    reserved_bytes = program.peak_taken_bytes + unused_bytes
     if rank.trace is not None:
         began_us = [*rank.began_us, rank.end_us]
         for position, *counts in program.memory:
@@ -116,7 +125,7 @@ def _result(rank: RankStreams, unused_bytes: int | None) -> RankResult:
         stall_us=rank.stall_us,
         peak_device_bytes=program.peak_device_bytes,
         peak_taken_bytes=program.peak_taken_bytes,
-        peak_reserved_bytes=-(-reserved_bytes // SEGMENT_BYTES) * SEGMENT_BYTES,
+        peak_reserved_bytes=reserved_bytes(job, program),
         peak_host_bytes=program.peak_host_bytes,
         offloaded_bytes=program.offloaded_bytes,
         reloaded_bytes=program.reloaded_bytes,

@@ -1,0 +1,166 @@
+"""Which groups move: every plan keeps its targets, as simulated, and costs no more than allowed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from problems import MIB, make_job, random_job
+
+from megatron_offload.core.machine import Machine
+from megatron_offload.errors import ConfigError, TargetError
+from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
+from megatron_offload.planning.predict import profiles_of, settings_of
+from megatron_offload.planning.schedule import one_f_one_b
+from megatron_offload.planning.simulate import simulate
+
+NARROW = Machine(both_gbps=8, d2h_gbps=10, h2d_gbps=10, node_gbps=20)
+
+
+def chooser_of(job, **limits):
+    return Chooser(profiles_of(job), job, RankSettings(**limits))
+
+
+def peaks_of(plan):
+    return [rank.predicted_peak_bytes for rank in plan.ranks]
+
+
+def targets_between(chooser, num):
+    lowest, highest = chooser.lowest_bytes, chooser.highest_bytes
+    return [lowest + (highest - lowest) * index // num for index in range(num + 1)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_plan_keeps_its_targets_as_simulated(seed):
+    rng = random.Random(seed)
+    job = random_job(rng)
+    chooser = chooser_of(job)
+    for target in targets_between(chooser, 3):
+        plan = chooser.under((target,) * job.schedule.num_ranks)
+        step = simulate(job, settings_of(plan))
+        assert peaks_of(plan) == [rank.peak_reserved_bytes for rank in step.ranks]
+        assert max(peaks_of(plan)) <= target
+        assert {rank.predicted_step_us for rank in plan.ranks} == {step.step_us}
+        for rank, result in zip(plan.ranks, step.ranks, strict=True):
+            moving = {choice.key for choice in rank.choices if choice.moves}
+            assert moving >= set(result.moved)
+            assert all(choice.reason for choice in rank.choices)
+            assert (rank.max_inflight_bytes is None) == (not moving)
+    assert chooser.under((chooser.highest_bytes,) * job.schedule.num_ranks).moved_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_memory_costs_no_more_time_than_allowed(seed):
+    rng = random.Random(1000 + seed)
+    job = random_job(rng)
+    percent = rng.choice([0.0, 0.5, 5.0, 1000.0])
+    chooser = chooser_of(job)
+    plan = chooser.within(percent)
+    most_us = simulate(job).step_us * (1 + percent / 100)
+    slow = {name: SLOW_LINK_SHARE * rate for name, rate in job.machine if "gbps" in name and rate}
+    slow["p2p_gbps"] = job.machine.p2p_gbps
+    for machine in (job.machine, job.machine.model_copy(update=slow)):
+        step = simulate(replace(job, machine=machine), settings_of(plan))
+        assert step.step_us <= most_us
+    assert max(peaks_of(plan)) <= chooser.highest_bytes
+    if percent == 1000.0:
+        assert max(peaks_of(plan)) <= chooser.lowest_bytes
+
+
+def test_where_memory_is_free_something_moves():
+    """One GPU, several microbatches: only what fills the last layers' time can't be hidden."""
+    chooser = chooser_of(make_job(ranks=1, microbatches=4, layers=8))
+    plan = chooser.within(0.5)
+    assert plan.moved_bytes > 0
+    assert max(peaks_of(plan)) < 0.95 * chooser.highest_bytes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_on_small_jobs_hardly_any_choice_is_quicker(seed):
+    """Held against all choices of groups in a few rooms."""
+    rng = random.Random(seed)
+    groups = tuple(
+        GroupWork(f"part{index}", rng.randint(1, 8) * 16 * MIB, us, 2 * us)
+        for index, us in enumerate(rng.uniform(1000, 8000) for _ in range(3))
+    )
+    job = Job(one_f_one_b(1, 2), (StageWork(groups),), (0,), NARROW)
+    chooser = chooser_of(job)
+    keys = [choice.key for choice in chooser.under((chooser.lowest_bytes,)).ranks[0].choices]
+    saved_bytes = 2 * sum(group.num_bytes for group in groups)
+    rooms = [int(saved_bytes * share) for share in (0.3, 0.45, 0.7, 1.0)]
+    steps = [
+        simulate(job, RankSettings(frozenset(kept), frozenset(), room // 2, room // 2))
+        for room in rooms
+        for num_kept in range(len(keys))
+        for kept in itertools.combinations(keys, num_kept)
+    ]
+    for target in targets_between(chooser, 4)[:-1]:
+        found_us = chooser.under((target,)).ranks[0].predicted_step_us
+        fitting = [one for one in steps if one.ranks[0].peak_reserved_bytes <= target]
+        assert all(found_us <= 1.1 * one.step_us for one in fitting)
+
+
+def test_a_slower_link_decides_among_plans_that_are_alike():
+    job = make_job(ranks=2, microbatches=6, machine=Machine(node_gbps=40.0, ranks_per_node=2))
+    free, careful = (chooser_of(job).within(percent) for percent in (1000.0, 0.5))
+    assert 0 < careful.moved_bytes < free.moved_bytes
+
+
+def test_what_a_user_has_set_is_kept():
+    chooser = chooser_of(make_job(), prefetch_bytes=700 * MIB)
+    plan = chooser.under((chooser.lowest_bytes,) * 2)
+    assert {rank.prefetch_bytes for rank in plan.ranks if rank.moved_bytes} == {700 * MIB}
+    both = {"max_inflight_bytes": 900 * MIB, "prefetch_bytes": 700 * MIB}
+    chooser = chooser_of(make_job(), **both)
+    rank = chooser.under((chooser.lowest_bytes,) * 2).ranks[0]
+    assert (rank.max_inflight_bytes, rank.prefetch_bytes) == (900 * MIB, 700 * MIB)
+
+
+def test_reasons_are_plain_words_with_numbers():
+    chooser = chooser_of(make_job())
+    target = (chooser.lowest_bytes + chooser.highest_bytes) // 2
+    reasons = {True: set(), False: set()}
+    for rank in chooser.under((target, target)).ranks:
+        for choice in rank.choices:
+            reasons[choice.moves].add(choice.reason)
+    assert any(reason.endswith(" GiB is kept without it") for reason in reasons[False])
+    assert all(
+        re.fullmatch(r"not needed for \d+\.\d ms, and its copies take \d+\.\d ms", reason)
+        for reason in reasons[True]
+    )
+    kept = {choice.reason for rank in chooser.within(0.0).ranks for choice in rank.choices}
+    assert any("the least found for at most 0 % of the step's time" in reason for reason in kept)
+
+
+def test_a_target_out_of_reach_says_by_how_much():
+    chooser = chooser_of(make_job())
+    with pytest.raises(TargetError, match=r"rank 0 can't be brought under .* more; raise the tar"):
+        chooser.under((chooser.lowest_bytes // 2, 1 << 40))
+    chooser.under((chooser.lowest_bytes,) * 2)
+
+
+def test_targets_and_profiles_have_to_fit_the_job():
+    job = make_job()
+    with pytest.raises(ConfigError, match="3 memory targets are given for 2 pipeline ranks"):
+        chooser_of(job).under((1 << 40,) * 3)
+    with pytest.raises(ConfigError, match="profiles are of 1 pipeline ranks, the job has 2"):
+        Chooser(profiles_of(make_job(ranks=1)), job)
+
+
+def test_times_with_waits_for_copies_are_no_ground_for_a_promise():
+    job = make_job()
+    moved = [replace(run, offloaded_bytes=7) for run in profiles_of(job)]
+    with pytest.raises(ConfigError, match="moved 14 bytes, and its times hold what it waited"):
+        Chooser(moved, job).within(1.0)
+    assert Chooser(moved, job).under((1 << 40,) * 2).moved_bytes == 0
+
+
+def test_the_same_plan_comes_again():
+    job = make_job(ranks=2, virtual=2, microbatches=4)
+    chooser = chooser_of(job)
+    target = (chooser.lowest_bytes + chooser.highest_bytes) // 2
+    assert chooser_of(job).under((target, target)) == chooser.under((target, target))
