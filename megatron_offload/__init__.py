@@ -29,12 +29,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from megatron_offload.config import OffloadConfig
     from megatron_offload.engine.manager import PipelineOffloadManager
-    from megatron_offload.fine_grained_activation_offload import (
-        fine_grained_offloading_group_commit as group_commit,
-    )
-    from megatron_offload.fine_grained_activation_offload import (
-        fine_grained_offloading_group_start as group_start,
-    )
+    from megatron_offload.fine_grained_activation_offload import group_commit, group_start
     from megatron_offload.frontends.modules import offload_modules
     from megatron_offload.frontends.ratio import CPUOffload, get_tensor_memory
     from megatron_offload.frontends.whole_model import (
@@ -57,25 +52,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CPUOffload": ("frontends.ratio", "CPUOffload"),
-    "NoOpManager": ("frontends.whole_model", "NoOpManager"),
-    "OffloadActivations": ("frontends.whole_model", "OffloadActivations"),
-    "OffloadConfig": ("config", "OffloadConfig"),
-    "PipelineOffloadManager": ("engine.manager", "PipelineOffloadManager"),
-    "get_act_offloading_ctx_manager": ("frontends.whole_model", "get_act_offloading_ctx_manager"),
-    "get_tensor_memory": ("frontends.ratio", "get_tensor_memory"),
-    "group_commit": ("fine_grained_activation_offload", "fine_grained_offloading_group_commit"),
-    "group_start": ("fine_grained_activation_offload", "fine_grained_offloading_group_start"),
-    "offload_modules": ("frontends.modules", "offload_modules"),
+    "CPUOffload": "frontends.ratio",
+    "NoOpManager": "frontends.whole_model",
+    "OffloadActivations": "frontends.whole_model",
+    "OffloadConfig": "config",
+    "PipelineOffloadManager": "engine.manager",
+    "get_act_offloading_ctx_manager": "frontends.whole_model",
+    "get_tensor_memory": "frontends.ratio",
+    "group_commit": "fine_grained_activation_offload",
+    "group_start": "fine_grained_activation_offload",
+    "offload_modules": "frontends.modules",
 }
-"""Module and name of what is imported late."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    globals()[name] = found = getattr(import_module(f"{__name__}.{module}"), attribute)
+    globals()[name] = found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     return found
 
 

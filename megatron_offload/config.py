@@ -51,8 +51,11 @@ EXTRA_MODULES: tuple[str, ...] = (
 
 MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 
-_STAYING = ("delta_bytes_across_pp_ranks", "resident_bytes", "resident_delta_bytes_across_pp_ranks")
-"""Keys by which groups stay on the device, beside ``fraction``."""
+_STAYING = (
+    *("fraction", "delta_bytes_across_pp_ranks"),
+    *("resident_bytes", "resident_delta_bytes_across_pp_ranks"),
+)
+"""Keys by which groups stay on the device."""
 
 _LIMITS = ("max_inflight_bytes", "prefetch_bytes")
 """What a plan, or a search for ``device_target_bytes``, finds where it isn't set."""
@@ -186,46 +189,44 @@ class OffloadConfig(StrictModel):
         """Take the keys of ``policy: {kind: modules}`` for one's own; refuse what clashes."""
         policy = self.policy
         given = {key for key in self.model_fields_set if getattr(self, key) is not None}
-        limits = [key for key in _LIMITS if key in given]
-        if policy is not None and not isinstance(policy, ModulesConfig):
-            for key in ("fraction", *_STAYING):
-                if key in given:
-                    raise ConfigError(
-                        f"policy {policy.kind!r} says what stays, and so does {key!r}; give one of "
-                        "them"
-                    )
-        if isinstance(policy, SolvedConfig):
-            if "device_target_bytes" in given:
-                raise ConfigError(
-                    f"policy {policy.kind!r} plans what 'device_target_bytes' looks for; give one "
-                    "of them"
-                )
-            for key in limits:  # the plan keeps to them
-                planned = getattr(policy, key)
-                if planned is not None and planned != getattr(self, key):
-                    raise ConfigError(
-                        f"{key!r} is {getattr(self, key)!r}, and {planned!r} in policy "
-                        f"{policy.kind!r}; give one of them"
-                    )
-        if "device_target_bytes" in given and len(limits) == len(_LIMITS):
+        has_target = "device_target_bytes" in given
+        if has_target and given.issuperset(_LIMITS):
             raise ConfigError(
                 "'device_target_bytes' looks for max_inflight_bytes and prefetch_bytes, and both "
                 "are set; leave out one of the three"
             )
-        if not isinstance(policy, ModulesConfig):
-            return
-        for key in policy.model_fields_set - {"kind"}:
-            value = getattr(policy, key)
-            if key == "modules":
-                split_modules(value)
-            if key in self.model_fields_set and getattr(self, key) != value:
+        if isinstance(policy, ModulesConfig):
+            for key in policy.model_fields_set - {"kind"}:
+                value = getattr(policy, key)
+                if key == "modules":
+                    split_modules(value)
+                if key in self.model_fields_set:
+                    self._refuse_other(key, value, policy.kind)
+                if key != "modules" or value:  # no names: all that were marked
+                    self.__dict__[key] = value
+                    self.model_fields_set.add(key)
+        elif policy is not None:
+            for key in given.intersection(_STAYING):
                 raise ConfigError(
-                    f"{key!r} is {getattr(self, key)!r}, and {value!r} in policy 'modules', which "
-                    "means the same; give one of them"
+                    f"policy {policy.kind!r} says what stays, and so does {key!r}; give one of them"
                 )
-            if key != "modules" or value:  # no names: all that were marked
-                self.__dict__[key] = value
-                self.model_fields_set.add(key)
+        if isinstance(policy, SolvedConfig):
+            if has_target:
+                raise ConfigError(
+                    f"policy {policy.kind!r} plans what 'device_target_bytes' looks for; give one "
+                    "of them"
+                )
+            for key in given.intersection(_LIMITS):  # the plan keeps to them
+                if (planned := getattr(policy, key)) is not None:
+                    self._refuse_other(key, planned, policy.kind)
+
+    def _refuse_other(self, key: str, value: object, kind: str) -> None:
+        """Refuse a value of a policy's key that isn't this one's own."""
+        if getattr(self, key) != value:
+            raise ConfigError(
+                f"{key!r} is {getattr(self, key)!r}, and {value!r} in policy {kind!r}, which means "
+                "the same; give one of them"
+            )
 
     @property
     def smallest_tensor(self) -> tuple[int, int]:
@@ -239,10 +240,7 @@ class OffloadConfig(StrictModel):
 
 
 def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Sort module names by who marks them.
-
-    Returns:
-        Megatron's own call sites, names that module hooks serve, and free name patterns.
+    """Sort module names: Megatron's own call sites, names that module hooks serve, patterns.
 
     Raises:
         ConfigError: a plain word that is none of `MODULES`.
@@ -266,11 +264,8 @@ def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
 def find_config(given: str | Path, *, kind: str = "") -> Path:
     """Return the file of ``--config`` or ``--model``: a path, or a name such as ``quickstart``.
 
-    A path that exists wins over a name.
-
-    Args:
-        given: what the user wrote. With a suffix or a folder in it, it is a path.
-        kind: the folder among the package's configurations that holds such files.
+    What exists, or has a suffix or a folder in it, is a path. Names are of files in the folder
+    ``kind`` of the package's configurations.
 
     Raises:
         ConfigError: a name that neither is a file nor one of the package's.
@@ -341,13 +336,7 @@ def environment_int(
     least: int = 0,
     environ: Mapping[str, str] | None = None,
 ) -> int:
-    """Return the integer that an environment variable holds.
-
-    Args:
-        name: the variable.
-        default: what counts where it isn't set; None makes it required.
-        least: the smallest value that makes sense.
-        environ: where it stands; None takes the process's environment.
+    """Return the integer that an environment variable holds; without a default it is required.
 
     Raises:
         ConfigError: it is missing, no plain decimal integer, or out of range.

@@ -224,6 +224,10 @@ def fine_grained_offloading_group_commit(
     return commit_group(_engine(), tensor, name, forced_released_tensors, delay=delay_offload)
 
 
+group_start = fine_grained_offloading_group_start
+group_commit = fine_grained_offloading_group_commit
+
+
 def fine_grained_offloading_group_offload(
     tensor: Tensors,
     name: str,
