@@ -20,7 +20,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
-import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -142,10 +141,9 @@ class Backend(abc.ABC):
         wait for the compute stream's present point (W6).
         """
 
-    def empty_device_like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a contiguous tensor of device memory, in the order of the compute stream."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return self.empty_device(num_bytes).view(dtype).view(shape)
+    @abc.abstractmethod
+    def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Allocate what a contiguous host tensor comes back to; see `empty_device`."""
 
     def reserved_bytes(self) -> int | None:
         """Return the device memory that the process has taken and not handed back, if known."""

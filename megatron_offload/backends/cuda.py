@@ -183,8 +183,8 @@ class CudaBackend(Backend):
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def empty_device_like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+    def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(host, device=self.device)
 
     def memory(self) -> DeviceMemory:
         # `memory_stats` would flatten and sort a hundred other numbers first.

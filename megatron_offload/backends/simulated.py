@@ -194,9 +194,15 @@ class SimulatedBackend(Backend):
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         position = stream._executed + len(stream._queue)
         event = SimulatedEvent(stream, position, stream._clock, stream.time_us)
-        if self._rng is not None:
+        if self._rng:
             self._run_some()
         return event
+
+    def wait_compute(self, stream: SimulatedStream, why: Wait) -> None:
+        if self._check or self._rng or self._removed_waits:
+            super().wait_compute(stream, why)
+        elif stream.time_us < self._compute.time_us:  # whose work is done when it is queued
+            stream.time_us = self._compute.time_us
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent, why: Wait) -> None:
         """Make later work on ``stream`` run after ``event``.
@@ -205,22 +211,22 @@ class SimulatedBackend(Backend):
         """
         if self._removed_waits and why in self._removed_waits:
             return
-        lost_us = event.time_us - stream.time_us
-        if lost_us > 0 and stream._index == _COMPUTE:
-            self.stall_us[why] += lost_us
+        if stream is self._compute and event.time_us > stream.time_us:
+            self.stall_us[why] += event.time_us - stream.time_us
         self.order(stream, event)
 
     def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Do what `wait` does for a wait that is none of the engine's own."""
         if self._check:
             stream.merge(event.clock)
-        stream.time_us = max(stream.time_us, event.time_us)
+        if event.time_us > stream.time_us:
+            stream.time_us = event.time_us
         if event.stream._executed < event.position:
             if stream._is_lazy:
                 stream._queue.append((event, None, None))
             else:
                 self._run_to(event.stream, event.position)
-        if self._rng is not None:
+        if self._rng:
             self._run_some()
 
     def copy(self, pairs: Sequence[Pair], stream: SimulatedStream, label: str) -> SimulatedEvent:
@@ -239,26 +245,22 @@ class SimulatedBackend(Backend):
                     read, written = written, read
                 self._access(read, source, stream, writes=False, label=label)
                 self._access(written, destination, stream, writes=True, label=label)
-        num_bytes = 0
+        destinations, sources = zip(*pairs, strict=True)
+        num_bytes = sum([destination.nbytes for destination in destinations])
         if stream._is_lazy:
-            queue = stream._queue
-            for destination, source in pairs:
-                # The engine may empty the source's tensor, not its storage, before the copy runs.
-                queue.append((None, destination, source.detach()))
-                num_bytes += destination.nbytes
+            # The engine may empty the source's tensor, not its storage, before the copy runs.
+            stream._queue += [(None, to, source.detach()) for to, source in pairs]
         else:
-            destinations, sources = zip(*pairs, strict=True)
             torch._foreach_copy_(destinations, sources)
-            num_bytes = sum(destination.nbytes for destination in destinations)
             stream.copied_bytes += num_bytes
             stream.num_copies += len(pairs)
         stream.time_us += num_bytes * stream._us_per_byte
-        if self._rng is not None:
+        if self._rng:
             self._run_some()
         return self.record(stream)
 
     def is_done(self, event: SimulatedEvent) -> bool:
-        if self._rng is not None:
+        if self._rng:
             self._run_some()
         if event.stream._executed < event.position:
             return False
@@ -287,17 +289,19 @@ class SimulatedBackend(Backend):
         return stream.time_us
 
     def empty_device(self, num_bytes: int) -> torch.Tensor:
-        return self.empty_device_like((num_bytes,), torch.uint8)
+        return self._lend(torch.empty(num_bytes, dtype=torch.uint8))
 
-    def empty_device_like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        # Counts as used by the compute stream up to now (W6).
-        region = torch.empty(shape, dtype=dtype)
+    def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
+        return self._lend(torch.empty_like(host))
+
+    def _lend(self, region: torch.Tensor) -> torch.Tensor:
+        """Count fresh memory as used by the compute stream up to now (W6)."""
         if self._poison:
             region.view(-1).view(torch.uint8).fill_(_POISON)
         if self._check:
             label = f"empty_device({region.nbytes})"
             self._access(self._device, region, self._compute, writes=True, label=label)
-        if self._rng is not None:
+        if self._rng:
             self._run_some()
         return region
 
@@ -319,13 +323,13 @@ class SimulatedBackend(Backend):
             unordered = self._unordered(self._device, start, end, self._compute, True)
             record = self._device.add if unordered else self._device.replace
             record(start, end, self._number(self._compute, True, label))
-        if self._rng is not None:
+        if self._rng:
             self._run_some()
 
     def note_consumed(self, region: torch.Tensor, label: str) -> None:
         if self._check:
             self._access(self._device, region, self._compute, writes=False, label=label)
-        if self._rng is not None:
+        if self._rng:
             self._run_some()
 
     def note_freed(self, region: torch.Tensor, label: str, *, sole_owner: bool) -> None:
@@ -335,7 +339,7 @@ class SimulatedBackend(Backend):
             self._access(self._device, region, self._compute, writes=True, label=label)
         if self._poison and sole_owner:
             region.fill_(_POISON)
-        if self._rng is not None:
+        if self._rng:
             self._run_some()
 
     # When queued work runs.

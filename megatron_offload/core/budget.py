@@ -148,7 +148,10 @@ class DeviceBudget:
 
     def is_exceeded(self) -> bool:
         """Whether something in flight has to be released."""
-        return self.inflight_bytes + self.held_bytes + self.resident_bytes > self.limit_bytes
+        room_bytes = self.max_inflight_bytes + self.prefetch_bytes - self.inflight_bytes
+        if self.is_warming_up:
+            room_bytes += self.warmup_extra_bytes
+        return self.held_bytes + self.resident_bytes > room_bytes
 
     def may_prefetch(self, num_bytes: int) -> bool:
         """Whether a group of this size may be reloaded now; one is always allowed."""

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 
 Tensors = TypeVar("Tensors", bound=torch.Tensor | Sequence[Any] | None)
@@ -44,7 +43,7 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
     group = manager.start_group(chunk, name)
     tensor = _first_with_grad(tensors)
     if tensor is not None:
-        handle = tensor.register_hook(partial(_leave, manager, group))
+        handle = tensor.register_hook(partial(manager.leave_backward, group))
         if tensor.is_leaf:  # it may outlive its graph, and the hook must not
             group.leaf_hook = handle
     return tensors
@@ -83,18 +82,8 @@ def commit_group(
     if tensor is not None and tensor.grad_fn is not None:
         # A node's hooks run after those of its outputs: where one group ends with the tensor that
         # the next begins with, backward leaves the one before it enters the other.
-        tensor.grad_fn.register_prehook(partial(_enter, manager, group))
+        tensor.grad_fn.register_prehook(partial(manager.enter_backward, group))
     return tensors
-
-
-@graph_break
-def _enter(manager: PipelineOffloadManager, group: OffloadGroup, grads: object) -> None:
-    manager.enter_backward(group)
-
-
-@graph_break
-def _leave(manager: PipelineOffloadManager, group: OffloadGroup, grad: object) -> None:
-    manager.leave_backward(group)
 
 
 def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tensor | None:

@@ -101,7 +101,7 @@ class ChunkOffloadHandler:
         high = low + (num_bytes if is_contiguous else span_bytes(tensor))
         block = self._find_block(storage_key) if storage_key in self._blocks else None
         if block is not None:
-            if block.d2h is None:
+            if block.flight is None:
                 record = SavedTensor(tensor, block, name, offset)
                 block.add(record.alias, low, high, is_contiguous=is_contiguous)
                 block.ready = None  # told of one of them only, maybe

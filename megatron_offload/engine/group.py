@@ -38,10 +38,7 @@ alignment as its source: kernels choose their code path, and so their rounding, 
 class Store(Protocol):
     """What has the bytes of blocks, and takes them back."""
 
-    def is_ready(self, block: Block) -> bool:
-        """Whether there is nothing left for `ready_target` to do."""
-
-    def ready_target(self, block: Block) -> torch.Tensor:
+    def target_of(self, block: Block) -> torch.Tensor:
         """Return what a released block comes back to, ordered before what the program does next."""
 
     def keep_source(self, block: Block) -> None:
@@ -57,21 +54,17 @@ class Flight:
     Attributes:
         group: whose they are.
         d2h: the event behind them.
-        blocks, sources, storage_keys: of each, the block, the aliases that keep its memory even
-            where the graph is dropped before the copy ends, and its storage.
+        parts: of each, the block, the aliases that keep its memory even where the graph is dropped
+            before the copy ends, and its storage.
         num_bytes: what of it counts as in flight.
     """
 
-    __slots__ = ("blocks", "d2h", "group", "num_bytes", "sources", "storage_keys")
+    __slots__ = ("d2h", "group", "num_bytes", "parts")
 
-    def __init__(
-        self, group: OffloadGroup, blocks: list[Block], references: list[BlockRef], d2h: Event
-    ) -> None:
+    def __init__(self, group: OffloadGroup, d2h: Event) -> None:
         self.group = group
         self.d2h = d2h
-        self.blocks = references
-        self.sources = [block.aliases for block in blocks]
-        self.storage_keys = [block.storage_key for block in blocks]
+        self.parts: list[tuple[BlockRef, list[torch.Tensor], int]] = []
         self.num_bytes = 0
 
 
@@ -103,8 +96,7 @@ class Block:
         stays: whether it was chosen to stay on the device.
         counted_bytes: what of it some group's commit has counted.
         kept_bytes: what of it is counted as kept on the device.
-        d2h: the event behind the copy to the host, once issued.
-        flight: the copies that this was issued with.
+        flight: the copies to the host that its own was issued with, once it was.
         address: where the storage lay then.
         host: its bytes in host memory, which is a part of ``region``.
         cancelled: whether it stays on the device although the copy was issued.
@@ -119,7 +111,6 @@ class Block:
     num_bytes = low = high = address = counted_bytes = kept_bytes = 0
     like: tuple[torch.Size, torch.dtype] | None = None
     ready: Event | None = None
-    d2h: Event | None = None
     flight: Flight | None = None
     host: torch.Tensor | None = None
     region: HostRegion | None = None

@@ -21,12 +21,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.errors import OffloadError, StateError
 
-Ts = TypeVarTuple("Ts")
+P = ParamSpec("P")
 R = TypeVar("R")
 
 _logger = logging.getLogger(__name__)
@@ -115,12 +115,12 @@ class Guarded(Protocol):
 G = TypeVar("G", bound=Guarded)
 
 
-def guarded(method: Callable[[G, *Ts], R]) -> Callable[[G, *Ts], R]:
+def guarded(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
     """Make a method an entry of the engine; its arguments are positional, which is quicker."""
 
     @functools.wraps(method)
     @graph_break
-    def entry(self: G, *args: *Ts) -> R:
+    def entry(self: G, *args: Any) -> R:
         guard = self.guard
         if guard.is_mine():
             guard.refuse_nesting(method.__name__)
@@ -128,11 +128,11 @@ def guarded(method: Callable[[G, *Ts], R]) -> Callable[[G, *Ts], R]:
             try:
                 if guard.put_off:
                     guard.catch_up()
-                return method(self, *args)
+                return method(self, *args)  # type: ignore[call-arg]
             except OffloadError:
                 raise
             except BaseException:
                 guard.fail()
                 raise
 
-    return entry
+    return cast("Callable[Concatenate[G, P], R]", entry)

@@ -7,7 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
 
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import StateError
@@ -24,7 +28,7 @@ def is_in_checkpoint() -> bool:
     It counts what is saved inside it in forward and again in the recompute, so nothing may be
     taken from under it; and what it drops needs no offload.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_saved_tensors_default_hooks(True)
     return hooks is not None and _are_checkpoint_s(hooks)
 
 
@@ -36,7 +40,7 @@ def is_recording() -> bool:
     """Whether what is saved here and now is saved for a backward, and not recomputed."""
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_saved_tensors_default_hooks(True)
     return hooks is None or not _are_checkpoint_s(hooks)
 
 
@@ -46,7 +50,7 @@ def refuse_mutable_saves() -> None:
     It keeps each saved tensor on the device and hands backward the value at the time of saving, by
     hooks that those of a group would hide from what is saved.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_saved_tensors_default_hooks(True)
     if hooks and getattr(hooks[0], "__qualname__", "").startswith("_swap_with_cloned."):
         raise StateError(
             "offload was asked for inside allow_mutation_on_saved_tensors(), which keeps all that "
@@ -56,7 +60,7 @@ def refuse_mutable_saves() -> None:
 
 def owner_of_hooks() -> Any:
     """Return the object whose method is the pack hook in force; None where it is no method."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_saved_tensors_default_hooks(True)
     return owner_of(hooks[0]) if hooks else None
 
 
@@ -76,29 +80,27 @@ class HookStack:
 
     def __init__(self, is_mine: Callable[[Any], bool]) -> None:
         self._is_mine = is_mine
-        self._hooks: list[saved_tensors_hooks | None] = []
+        self._are_in_force: list[bool] = []
 
     def __len__(self) -> int:
-        return len(self._hooks)
+        return len(self._are_in_force)
 
     def push(self, pack: Callable[[torch.Tensor], SavedTensor] | None) -> None:
         """Let ``pack`` record what autograd saves from here on; None leaves all as it is."""
-        hooks = saved_tensors_hooks(pack, SavedTensor.unpack) if pack is not None else None
-        self._hooks.append(hooks)  # first, so that none is in force that isn't known here
-        if hooks is not None:
-            hooks.__enter__()
+        # First, so that none is in force that isn't known here.
+        self._are_in_force.append(pack is not None)
+        if pack is not None:
+            _push_saved_tensors_default_hooks(pack, SavedTensor.unpack)
 
     def pop(self) -> None:
         """Undo the last `push`; nothing where `clear` has done it."""
-        if not self._hooks:
-            return
-        hooks = self._hooks[-1]
-        if hooks is not None:
-            hooks.__exit__()
-        self._hooks.pop()
+        if self._are_in_force:
+            if self._are_in_force[-1]:
+                _pop_saved_tensors_default_hooks()
+            self._are_in_force.pop()
 
     def clear(self) -> None:
         """Take this manager's hooks off the top of autograd's, whoever was to do that."""
-        self._hooks.clear()
+        self._are_in_force.clear()
         while self._is_mine(owner_of_hooks()):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            _pop_saved_tensors_default_hooks()

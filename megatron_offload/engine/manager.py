@@ -465,8 +465,11 @@ class PipelineOffloadManager:
                 self.commit(group, forced_released_tensors)
 
     @guarded
-    def enter_backward(self, group: OffloadGroup) -> None:
-        """Backward has reached a group's end: bring it back if no one did, and look ahead."""
+    def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
+        """Backward has reached a group's end: bring it back if no one did, and look ahead.
+
+        ``grads`` are what autograd hands a hook.
+        """
         for observer in self.observers:
             observer.backward_enters(group)
         self._step.enter_backward(group)
@@ -474,7 +477,7 @@ class PipelineOffloadManager:
             observer.backward_entered(group)
 
     @guarded
-    def leave_backward(self, group: OffloadGroup) -> None:
+    def leave_backward(self, group: OffloadGroup, grad: object = None) -> None:
         """Backward has left a group."""
         for observer in self.observers:
             observer.backward_leaves(group)

@@ -16,11 +16,11 @@ class ForeignOwners:
     """The blocks, by group and place in it, that have another owner until their backward."""
 
     def __init__(self) -> None:
-        self._known: set[tuple[GroupKey, int]] = set()
+        self.known: set[tuple[GroupKey, int]] = set()
 
     def knows(self, block: Block) -> bool:
         """Whether something else kept this block in the last step."""
-        return bool(self._known) and block.identity in self._known
+        return bool(self.known) and block.identity in self.known
 
     def learn(self, group: OffloadGroup) -> None:
         """See, now that backward is here, which blocks something else has kept on the device.
@@ -29,16 +29,16 @@ class ForeignOwners:
         reason and has no other owner any more moves again.
         """
         for block in group.blocks():
-            if block.d2h is not None or self.knows(block):
+            if block.flight is not None or self.knows(block):
                 is_held = is_held_elsewhere(block)
                 if is_held:
-                    self._known.add(block.identity)
+                    self.known.add(block.identity)
                 elif is_held is not None:
-                    self._known.discard(block.identity)
+                    self.known.discard(block.identity)
 
     def forget(self) -> None:
         """Learn anew: the program has changed."""
-        self._known.clear()
+        self.known.clear()
 
 
 def is_held_elsewhere(block: Block) -> bool | None:
@@ -46,7 +46,7 @@ def is_held_elsewhere(block: Block) -> bool | None:
 
     None where it left, or may have.
     """
-    if block.d2h is None:
+    if block.flight is None:
         own = block.aliases
     elif block.target is not None and block.reload is None:
         own = [block.target]  # it was to leave, and its source was still there

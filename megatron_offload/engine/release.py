@@ -61,14 +61,14 @@ class Sources:
         Returns:
             The bytes that are copied.
         """
-        flight = Flight(group, blocks, [weakref.ref(block) for block in blocks], d2h)
-        in_flight = self._copies_in_flight
+        flight = Flight(group, d2h)
+        in_flight, parts = self._copies_in_flight, flight.parts
         num_bytes = 0
         for block in blocks:
-            block.d2h = d2h
             block.flight = flight
             num_bytes += block.num_bytes
             key = block.storage_key
+            parts.append((weakref.ref(block), block.aliases, key))
             in_flight[key] = in_flight.get(key, 0) + 1
         flight.num_bytes = num_bytes
         self.budget.inflight_bytes += num_bytes
@@ -81,34 +81,29 @@ class Sources:
         Args:
             group: the one whose copies were issued first; one wait covers all before it.
         """
-        flight = self._held[0]
+        flight, backend = self._held[0], self._backend
         assert flight.group is group
         for observer in self._observers:
             observer.wait_starts()
-        self._backend.wait(self._backend.compute_stream(), flight.d2h, Wait.W2)
+        backend.wait(backend.compute_stream(), flight.d2h, Wait.W2)
         for observer in self._observers:
             observer.wait_issued(Wait.W2, group)
         self._held.popleft()
         in_flight = self._copies_in_flight
-        region = None
         alone_bytes = 0
-        for found, aliases, key in zip(
-            flight.blocks, flight.sources, flight.storage_keys, strict=True
-        ):
+        for found, aliases, key in flight.parts:
             num_others = in_flight.pop(key) - 1
             if num_others:
                 in_flight[key] = num_others
             block = found()
             if block is None:
-                self._free(aliases, group, is_last=not num_others)
+                self._empty_all(aliases, group, is_last=not num_others)
             elif not block.cancelled and self._release_block(block, is_last=not num_others):
-                if block.region is not region:
-                    if region is not None:
-                        self._host_pool.note_alone(region, alone_bytes)
-                    region, alone_bytes = block.region, 0
+                assert block.region is not None
+                block.region.alone_bytes += block.num_bytes
                 alone_bytes += block.num_bytes
-        if region is not None:
-            self._host_pool.note_alone(region, alone_bytes)
+        if alone_bytes:
+            self._host_pool.alone.add(group.name, alone_bytes)
         self.budget.inflight_bytes -= flight.num_bytes
         flight.num_bytes = 0
         if group.state is GroupState.OFFLOADING:
@@ -123,30 +118,28 @@ class Sources:
             self.cancel(block)
             return False
         block.released = True  # from here on the host's copy is the one that counts
-        sole_owner = self._free(block.aliases, block.group, is_last=is_last)
-        is_emptied = block.forced_release and is_last
-        if is_emptied:
+        is_sole_owner = self._empty_all(block.aliases, block.group, is_last=is_last)
+        if block.forced_release and is_last:
             storage.resize_(0)
-        if sole_owner or is_emptied:
-            block.storage_key = 0  # another storage may be found under it from here on
-        else:
+        elif not is_sole_owner:
             block.storage_ref = StorageWeakRef(storage)
+            return True
+        block.storage_key = 0  # another storage may be found under it from here on
         return True
 
-    def _free(self, aliases: list[torch.Tensor], group: OffloadGroup, *, is_last: bool) -> bool:
+    def _empty_all(
+        self, aliases: list[torch.Tensor], group: OffloadGroup, *, is_last: bool
+    ) -> bool:
         """Empty all aliases of one storage; return whether that was the last of its owners."""
         storage = aliases[0].untyped_storage()
-        empty = self._empty
-        if empty is None:
-            empty = self._empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         for alias in aliases:
-            alias.data = empty
+            self.empty(alias)
         aliases.clear()
-        sole_owner = num_owners(storage) == 1  # the Python handle
+        is_sole_owner = num_owners(storage) == 1  # the Python handle
         if self._backend.observes and is_last:
             region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._backend.note_freed(region, group.label, sole_owner=sole_owner)
-        return sole_owner
+            self._backend.note_freed(region, group.label, sole_owner=is_sole_owner)
+        return is_sole_owner
 
     def empty(self, alias: torch.Tensor) -> None:
         """Take the storage out of an alias; its version counter stays, for the in-place check."""

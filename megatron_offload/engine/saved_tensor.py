@@ -67,9 +67,7 @@ class SavedTensor:
         if block is None:
             return alias
         if block.released:
-            target = block.target
-            if target is None or not block.store.is_ready(block):
-                target = block.store.ready_target(block)
+            target = block.store.target_of(block)
             is_whole = target.dtype is self.dtype and target.shape == self.size
             if is_whole and target.stride() == self.stride:
                 return target.detach()
@@ -77,6 +75,6 @@ class SavedTensor:
             offset = self.offset + (low - block.low) // self.dtype.itemsize
             view = torch.empty(0, dtype=self.dtype, device=target.device)
             return view.set_(target.untyped_storage(), offset, self.size, self.stride)
-        if block.d2h is not None and not block.cancelled:
+        if block.flight is not None and not block.cancelled:
             block.store.keep_source(block)
         return alias.detach()  # the alias itself may be emptied, whoever holds what this returns

@@ -30,6 +30,12 @@ class GroupStats:
         self.kept_bytes_by_reason[reason] = before_bytes + num_bytes
 
 
+class _ByName(dict[str, GroupStats]):
+    def __missing__(self, name: str) -> GroupStats:
+        self[name] = stats = GroupStats(name)
+        return stats
+
+
 @dataclass(slots=True)
 class StepStats:
     """One training step on one rank."""
@@ -59,7 +65,8 @@ class StepStats:
     leaks: tuple[str, ...] = ()
     """In checking mode, the groups that still held memory when the step ended."""
 
-    by_name: dict[str, GroupStats] = field(default_factory=dict)
+    by_name: dict[str, GroupStats] = field(default_factory=_ByName)
+    """By group name; of a name that is new, zeros."""
 
     @property
     def num_groups(self) -> int:
@@ -75,10 +82,3 @@ class StepStats:
     def reloaded_bytes(self) -> int:
         """Bytes copied back to the device."""
         return sum(group.reloaded_bytes for group in self.by_name.values())
-
-    def of(self, name: str) -> GroupStats:
-        """Return the counters of the groups called ``name``."""
-        stats = self.by_name.get(name)
-        if stats is None:
-            stats = self.by_name[name] = GroupStats(name)
-        return stats

@@ -120,7 +120,7 @@ class Step:
         """
         transfers, rules = self._transfers, group.rules
         transfers.measure(group)
-        stats = transfers.stats.of(group.name)
+        stats = transfers.stats.by_name[group.name]
         stats.num_groups += 1
         if group.small_bytes:
             stats.keep(group.small_bytes, _TOO_SMALL)

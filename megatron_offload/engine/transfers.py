@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -75,21 +76,23 @@ class Transfers:
     def measure(self, group: OffloadGroup) -> None:
         """See what moving a group would copy; count what stays by choice, or is kept anyway."""
         moving = group.moving = []
+        owners = self.owners
         num_bytes = 0
         for block in group.blocks():
-            if block.d2h is not None:
+            if block.flight is not None:
                 continue
+            block_bytes = block.num_bytes
             if block.stays:
-                group.staying_bytes += block.num_bytes
+                group.staying_bytes += block_bytes
                 self._count_kept(group, block, "beyond the share that moves")
                 continue
             group.shared_bytes += block.counted_bytes
-            block.counted_bytes = block.num_bytes
-            if self.owners.knows(block):
-                group.elsewhere_bytes += block.num_bytes
-                self.stats.held_elsewhere_bytes += block.num_bytes
+            block.counted_bytes = block_bytes
+            if owners.known and owners.knows(block):
+                group.elsewhere_bytes += block_bytes
+                self.stats.held_elsewhere_bytes += block_bytes
             else:
-                num_bytes += block.num_bytes
+                num_bytes += block_bytes
                 moving.append(block)
         group.num_bytes = num_bytes
 
@@ -105,7 +108,7 @@ class Transfers:
         num_bytes = block.num_bytes - block.kept_bytes
         if num_bytes:
             block.kept_bytes = block.num_bytes
-            self.stats.of(group.name).keep(num_bytes, reason)
+            self.stats.by_name[group.name].keep(num_bytes, reason)
 
     def offload(self, group: OffloadGroup) -> None:
         """Issue the copies of the blocks that `measure` has found, and put them into the window.
@@ -113,9 +116,8 @@ class Transfers:
         A block for which the host has no room stays on the device. Moves the group to OFFLOADING,
         or to RESIDENT where nothing is left to move.
         """
-        backend = self.backend
+        backend, observers = self.backend, self.observers
         moving, group.moving = group.moving, []
-        label = self._label(group)
         reused = self._take_host(group, moving)
         issued: list[Block] = []
         pairs: list[Pair] = []
@@ -131,13 +133,13 @@ class Transfers:
                 source = torch.empty(0, dtype=torch.uint8, device=source.device)
                 source.set_(storage, block.low, (block.num_bytes,), (1,))
             block.address = source.data_ptr() - block.low
-            if block.ready is None:
+            if block.ready is not None:
+                _add(block.ready, produced)
+            else:
                 is_ready = False
                 if backend.observes:
-                    backend.note_produced(source, label)
-            else:
-                _add(block.ready, produced)
-            for observer in self.observers:
+                    backend.note_produced(source, group.label)
+            for observer in observers:
                 observer.block_leaves(block, source)
             pairs.append((host, source))
             issued.append(block)
@@ -151,14 +153,14 @@ class Transfers:
             backend.wait(d2h_stream, event, Wait.W1)
         for event in reused:
             backend.wait(d2h_stream, event, Wait.W5)
-        for observer in self.observers:
+        for observer in observers:
             observer.copy_starts("d2h")
-        d2h = backend.copy(pairs, d2h_stream, label)
-        for observer in self.observers:
+        d2h = backend.copy(pairs, d2h_stream, self._label(group))
+        for observer in observers:
             observer.copy_issued("d2h", pairs, group)
         num_bytes = self.sources.hold(group, issued, d2h)
         self.window.add(group, len(issued))
-        self.stats.of(group.name).offloaded_bytes += num_bytes
+        self.stats.by_name[group.name].offloaded_bytes += num_bytes
         group.advance(GroupState.OFFLOADING)
 
     def _take_host(self, group: OffloadGroup, blocks: list[Block]) -> list[Event]:
@@ -212,24 +214,26 @@ class Transfers:
         """
         if is_late:
             self.stats.num_late_reloads += 1
-            self.stats.of(group.name).num_late_reloads += 1
-        moving = self._to_reload(group.blocks())
-        targets = self._take_targets(moving, may_fail=not is_late)
-        if targets is None:
-            return False
-        group.advance(GroupState.RELOADING)
-        self._issue_reload(targets, moving, group)
-        return True
+            self.stats.by_name[group.name].num_late_reloads += 1
+        return self._reload(group, group.blocks(), may_fail=not is_late)
 
-    def _to_reload(self, blocks: Iterable[Block]) -> list[Block]:
-        """Return the blocks that have to come back by a copy."""
-        return [
+    def _reload(self, group: OffloadGroup, blocks: Iterable[Block], *, may_fail: bool) -> bool:
+        """Issue the reload of blocks; return False where there is no memory, and that may be."""
+        moving = [
             block
             for block in blocks
             if block.region is not None
             and block.released
             and (block.storage_ref is None or not self._revive(block))
         ]
+        targets = self._take_targets(moving, may_fail=may_fail)
+        if targets is None:
+            return False
+        if group.state is GroupState.ON_HOST:
+            group.advance(GroupState.RELOADING)
+        if moving:
+            self._issue_reload(targets, moving, group)
+        return True
 
     def _take_targets(self, blocks: list[Block], *, may_fail: bool) -> list[_Target] | None:
         """Allocate what blocks come back to; None where that may fail and does."""
@@ -242,14 +246,15 @@ class Transfers:
         self.tensor_pool.clear()
         targets = self._try_targets(blocks)
         if targets is None and not may_fail:
-            return [self.tensor_pool.allocate(block.num_bytes, block.like) for block in blocks]
+            return [self.tensor_pool.allocate(block.num_bytes, block.host) for block in blocks]
         return targets
 
     def _try_targets(self, blocks: list[Block]) -> list[_Target] | None:
         targets: list[_Target] = []
+        allocate = self.tensor_pool.allocate
         try:
             for block in blocks:
-                targets.append(self.tensor_pool.allocate(block.num_bytes, block.like))
+                targets.append(allocate(block.num_bytes, block.host))
         except torch.OutOfMemoryError:
             for target, _ in targets:
                 self.tensor_pool.free(target)
@@ -259,25 +264,25 @@ class Transfers:
     def _issue_reload(
         self, targets: list[_Target], blocks: list[Block], group: OffloadGroup
     ) -> None:
-        if not blocks:
-            return
-        backend = self.backend
+        backend, observers = self.backend, self.observers
         pairs: list[Pair] = []
         written: list[Event] = []
         ready: list[Event] = []
         is_fresh = False
         for block, (target, last_use) in zip(blocks, targets, strict=True):
-            host = block.host
+            host, flight = block.host, block.flight
             assert host is not None
+            assert flight is not None
             if last_use is None:
                 is_fresh = True
             else:
                 _add(last_use, ready)
-            _add(block.d2h, written)
-            if target.dtype is not host.dtype or target.shape != host.shape:
+            if self.tensor_pool.keeps:
                 host = host.view(-1).view(torch.uint8)  # what is kept for reuse is flat
+            if not written or written[-1] is not flight.d2h:
+                written.append(flight.d2h)
             pairs.append((target, host))
-            for observer in self.observers:
+            for observer in observers:
                 observer.tensor_reloaded(target)
         h2d_stream = backend.h2d_stream
         if is_fresh:
@@ -286,11 +291,12 @@ class Transfers:
             backend.wait(h2d_stream, event, Wait.W6)
         for event in written:
             backend.wait(h2d_stream, event, Wait.W3)
-        for observer in self.observers:
+        for observer in observers:
             observer.copy_starts("h2d")
-        reload = Reload(backend.copy(pairs, h2d_stream, self._label(group)))
-        for observer in self.observers:
+        event = backend.copy(pairs, h2d_stream, self._label(group))
+        for observer in observers:
             observer.copy_issued("h2d", pairs, group)
+        reload = Reload(event)
         read: HostRegion | None = None
         num_bytes = num_parts = 0
         for block, (target, _) in zip(blocks, targets, strict=True):
@@ -300,13 +306,13 @@ class Transfers:
             block.host = block.region = None
             if region is not read:
                 if read is not None:
-                    self.host_pool.free(read, reload.event, num_parts)
+                    self.host_pool.free(read, event, num_parts)
                 read, num_parts = region, 0
             num_parts += 1
             num_bytes += block.num_bytes
         if read is not None:
-            self.host_pool.free(read, reload.event, num_parts)
-        self.stats.of(group.name).reloaded_bytes += num_bytes
+            self.host_pool.free(read, event, num_parts)
+        self.stats.by_name[group.name].reloaded_bytes += num_bytes
 
     def _revive(self, block: Block) -> bool:
         """Take a block's bytes from its source where something else has kept that alive.
@@ -331,28 +337,27 @@ class Transfers:
                 if block.target is not None:
                     self._wait_reloaded(block)
 
-    def is_ready(self, block: Block) -> bool:
-        """Whether there is nothing left for `ready_target` to do; only looks, so takes no lock."""
-        reload = block.reload
-        return (
-            not self.observers
-            and not self.backend.observes
-            and (reload is None or self.backend.compute_stream_key() in reload.waited_keys)
-        )
-
-    @guarded
-    def ready_target(self, block: Block) -> torch.Tensor:
+    def target_of(self, block: Block) -> torch.Tensor:
         """Return a released block's reload target, ordered before what the program does next.
-
-        Reloads on the spot where no one did before: the whole group if it is on the host.
 
         Raises:
             StateError: the data went with a step that was aborted.
             CorruptionError: in checking mode, other bits came back than left.
             torch.OutOfMemoryError: the device has no memory for it.
         """
+        target, reload = block.target, block.reload
+        is_ready = (  # which takes no lock, because it only looks
+            target is not None
+            and (reload is None or self.backend.compute_stream_key() in reload.waited_keys)
+            and not (self.observers or self.backend.observes)
+        )
+        return target if is_ready and target is not None else self._ready_target(block)
+
+    @guarded
+    def _ready_target(self, block: Block) -> torch.Tensor:
+        """Reload what no one has reloaded, the whole group if it is on the host; and wait."""
+        group = block.group
         if block.target is None:
-            group = block.group
             if block.region is None:
                 raise StateError(
                     f"group {group.label} was saved in a step that was aborted; its data is gone, "
@@ -361,14 +366,11 @@ class Transfers:
             if group.state is GroupState.ON_HOST:
                 self.reload(group, is_late=True)
             if block.target is None:
-                moving = self._to_reload([block])
-                targets = self._take_targets(moving, may_fail=False)
-                assert targets is not None
-                self._issue_reload(targets, moving, group)
+                self._reload(group, [block], may_fail=False)
         assert block.target is not None
         self._wait_reloaded(block)
         if self.backend.observes:
-            self.backend.note_consumed(block.target, block.group.label)
+            self.backend.note_consumed(block.target, group.label)
         for observer in self.observers:
             observer.block_read(block, block.target)
         return block.target
@@ -380,11 +382,12 @@ class Transfers:
             block.group.advance(GroupState.RELOADED)
 
     def _wait(self, reload: Reload, group: OffloadGroup) -> None:
-        key = self.backend.compute_stream_key()
+        backend = self.backend
+        key = backend.compute_stream_key()
         if key not in reload.waited_keys:
             for observer in self.observers:
                 observer.wait_starts()
-            self.backend.wait(self.backend.compute_stream(), reload.event, Wait.W4)
+            backend.wait(backend.compute_stream(), reload.event, Wait.W4)
             for observer in self.observers:
                 observer.wait_issued(Wait.W4, group)
             reload.waited_keys.append(key)
@@ -404,12 +407,12 @@ class Transfers:
         must not be kept for that: whoever looks would find it alive.
         """
         guard = self.guard
+        left = block.group, block.num_bytes, block.region, block.target, block.reload
         if guard.is_mine() or not guard.lock.acquire(False):
-            left = block.group, block.num_bytes, block.region, block.target, block.reload
-            guard.put_off.append(lambda: self._free(*left))
+            guard.put_off.append(partial(self._free, *left))
             return
         try:
-            self._free(block.group, block.num_bytes, block.region, block.target, block.reload)
+            self._free(*left)
         except BaseException:
             guard.fail()  # Python reports it and goes on
             raise
@@ -435,7 +438,8 @@ class Transfers:
         if self.backend.observes:
             sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
             self.backend.note_freed(target, group.label, sole_owner=sole_owner)
-        self.tensor_pool.free(target)
+        if self.tensor_pool.keeps:
+            self.tensor_pool.free(target)
 
     # Steps
 

@@ -149,7 +149,7 @@ class ChunkOffloadHandler:
         """
         _, copy, is_lent = state
         backend = self.manager.backend
-        tensor = backend.empty_device_like(copy.shape, copy.dtype)
+        tensor = backend.empty_device_like(copy)
         backend.wait_compute(backend.h2d_stream, Wait.W6)
         backend.wait(backend.h2d_stream, backend.record(backend.d2h_stream), Wait.W3)
         done = backend.copy([(tensor, copy)], backend.h2d_stream, "reload")

@@ -271,11 +271,6 @@ class HostPool:
         self.in_use.add(name, num_bytes)
         return region
 
-    def note_alone(self, region: HostRegion, num_bytes: int) -> None:
-        """Count so many more bytes of a region as nowhere else."""
-        region.alone_bytes += num_bytes
-        self.alone.add(region.name, num_bytes)
-
     def free(self, region: HostRegion, after: Event | None, num_parts: int = 1) -> None:
         """Take parts of a region back; with the last, its bytes may be lent again at once.
 

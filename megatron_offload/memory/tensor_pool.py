@@ -33,19 +33,21 @@ class TensorPool:
     def __init__(self, backend: Backend, *, retained_bytes: int) -> None:
         self._backend = backend
         self._limit_bytes = retained_bytes
+        self.keeps = retained_bytes > 0
+        """Whether `free` ever keeps anything."""
         self._kept: defaultdict[int, deque[tuple[torch.Tensor, Event]]] = defaultdict(deque)
         self.retained_bytes = 0
         """Bytes that are kept for reuse."""
 
     def allocate(
-        self, num_bytes: int, like: tuple[Sequence[int], torch.dtype] | None = None
+        self, num_bytes: int, host: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event | None]:
-        """Lend a contiguous tensor of ``num_bytes``: flat uint8, where nothing else is said.
+        """Lend a contiguous tensor of ``num_bytes``.
 
         Args:
             num_bytes: its size.
-            like: a shape and dtype that it had better have, which a pool that keeps tensors for
-                other uses doesn't heed.
+            host: what comes back. The tensor has its shape and dtype, but for a pool that keeps
+                tensors for other uses: those are flat uint8, as where nothing is said.
 
         Returns:
             The tensor, and the event that the first write from another stream has to wait for
@@ -55,8 +57,8 @@ class TensorPool:
         Raises:
             RuntimeError: the device is out of memory.
         """
-        if not self._limit_bytes and like is not None:
-            return self._backend.empty_device_like(*like), None
+        if host is not None and not self.keeps:
+            return self._backend.empty_device_like(host), None
         kept = self._kept.get(num_bytes)
         if not kept:
             return self._backend.empty_device(num_bytes), None
@@ -69,7 +71,7 @@ class TensorPool:
 
         Where it is not kept, whoever holds it decides how long it lives.
         """
-        if not self._limit_bytes:
+        if not self.keeps:
             return
         num_bytes = tensor.nbytes
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle

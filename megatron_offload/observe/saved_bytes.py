@@ -50,7 +50,7 @@ class SavedBytes:
         """Count what a group has that no group before it counts; before anything of it moves."""
         saved = self._saved[group.key] = {}
         for block in group.blocks():
-            if block.d2h is not None or block.stays:
+            if block.flight is not None or block.stays:
                 continue
             identity = block.identity
             # What stays where it is may have grown since another group counted it.

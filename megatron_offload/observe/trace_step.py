@@ -89,7 +89,7 @@ class _Tracer(Observer):
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
         self._close("forward", group)
         if group.key not in self._live_bytes:  # a commit that is put off comes twice
-            num_bytes = sum(block.num_bytes for block in group.blocks() if block.d2h is None)
+            num_bytes = sum(block.num_bytes for block in group.blocks() if block.flight is None)
             self._live_bytes[group.key] = num_bytes
 
     def group_committed(self, group: OffloadGroup) -> None:

@@ -139,7 +139,7 @@ def test_two_groups_may_share_a_storage(timing, inflight_bytes, second_is_a_part
     for tensor, reference in zip(restored, sorted(expected, key=lambda t: -t.numel()), strict=True):
         assert torch.equal(tensor, reference)
     if second_is_a_part:
-        assert manager.transfers.stats.of("b").offloaded_bytes == 0, "already moved by group a"
+        assert manager.transfers.stats.by_name["b"].offloaded_bytes == 0, "already moved by group a"
 
 
 def test_groups_may_nest():
@@ -159,8 +159,8 @@ def test_groups_may_nest():
     x = commit_group(manager, x, "outer")
     del outer, inner, late
     stats = manager.transfers.stats
-    assert stats.of("inner").offloaded_bytes == 2048 * 4
-    assert stats.of("outer").offloaded_bytes == (1024 + 512) * 4
+    assert stats.by_name["inner"].offloaded_bytes == 2048 * 4
+    assert stats.by_name["outer"].offloaded_bytes == (1024 + 512) * 4
     x.backward()
     for seen, reference in zip((seen_outer, seen_inner, seen_late), expected, strict=True):
         assert torch.equal(seen[0][0], reference)

@@ -170,12 +170,12 @@ def test_memory_that_can_not_be_had_ahead_of_time_comes_later(monkeypatch):
     allocate = type(manager.backend).empty_device_like
     num_failed = 0
 
-    def allocate_little(self, shape, dtype):
+    def allocate_little(self, host):
         nonlocal num_failed
         if manager.budget.held_bytes > 16 * KIB:
             num_failed += 1
             raise torch.OutOfMemoryError
-        return allocate(self, shape, dtype)
+        return allocate(self, host)
 
     monkeypatch.setattr(type(manager.backend), "empty_device_like", allocate_little)
     assert_same(expected, run_step(model, manager, ORDER))
@@ -190,10 +190,10 @@ def test_memory_in_flight_is_released_before_a_reload_fails(monkeypatch):
     expected = run_step(model, None, ORDER)
     allocate = type(manager.backend).empty_device_like
 
-    def allocate_when_drained(self, shape, dtype):
+    def allocate_when_drained(self, host):
         if manager.window.num_inflight:
             raise torch.OutOfMemoryError
-        return allocate(self, shape, dtype)
+        return allocate(self, host)
 
     monkeypatch.setattr(type(manager.backend), "empty_device_like", allocate_when_drained)
     manager.budget.max_inflight_bytes = 24 * KIB
@@ -209,11 +209,11 @@ def test_what_a_reload_has_got_is_given_back_where_the_rest_can_not_be_had(monke
     allocate, fails_at = manager.tensor_pool.allocate, [2, 6]
     kept = []  # so that no identity is used again
 
-    def allocate_and_fail_twice(num_bytes, like=None):
+    def allocate_and_fail_twice(num_bytes, host=None):
         if len(kept) in fails_at:
             fails_at.remove(len(kept))
             raise torch.OutOfMemoryError
-        result = allocate(num_bytes, like)
+        result = allocate(num_bytes, host)
         kept.append(result[0])
         return result
 
@@ -227,7 +227,7 @@ def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(m
     model, manager = make_model(), make_manager()
     expected = run_step(model, None, ORDER)
 
-    def allocate_nothing(self, shape, dtype):
+    def allocate_nothing(self, host):
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as context:
@@ -393,8 +393,8 @@ def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch
     expected = torch.autograd.grad(forward(None), parameters)
     manager.begin_chunk()
     loss = forward(manager)
-    trap.error, release = KeyboardInterrupt, manager.sources._free
-    monkeypatch.setattr(manager.sources, "_free", trap.around(release, after=True))
+    trap.error, release = KeyboardInterrupt, manager.sources._release_block
+    monkeypatch.setattr(manager.sources, "_release_block", trap.around(release, after=True))
     trap.arm(position)
     with contextlib.suppress(KeyboardInterrupt):
         manager.join_offloads()
@@ -462,7 +462,7 @@ def test_no_hooks_are_in_force_that_the_manager_does_not_know():
     manager = make_manager()
     manager.begin_chunk()
     start_group(manager, torch.randn(4, requires_grad=True), "g")
-    manager._hooks._hooks = Interrupting()
+    manager._hooks._are_in_force = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         manager.__enter__()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

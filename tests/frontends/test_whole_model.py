@@ -510,7 +510,7 @@ def test_buffers_of_the_model_stay():
     x = torch.randn(32, 32, requires_grad=True)
     with context:
         (x * model.table).sum().backward()
-    assert context.manager.transfers.stats.of("activations").offloaded_bytes <= 0
+    assert context.manager.transfers.stats.by_name["activations"].offloaded_bytes <= 0
 
 
 def test_groups_are_left_when_their_tensors_are_gone():

@@ -133,7 +133,7 @@ def test_parameters_and_what_is_still_being_written_stay():
     with offload:
         y = Keep.apply(Keep.apply(x, weight), pending)
     assert "activations" not in offload.manager.transfers.stats.by_name or (
-        offload.manager.transfers.stats.of("activations").offloaded_bytes == 0
+        offload.manager.transfers.stats.by_name["activations"].offloaded_bytes == 0
     )
     y.sum().backward()
     assert type(Keep.seen.pop()) is TwoTensor

@@ -434,7 +434,8 @@ def test_the_event_of_the_part_that_was_read_last_counts(backend):
 def test_bytes_are_counted_by_name_with_their_peak(backend):
     pool = make(backend)
     first, second = pool.allocate(512, "a"), pool.allocate(1024, "b")
-    pool.note_alone(first, 512)
+    first.alone_bytes += 512
+    pool.alone.add("a", 512)
     pool.free(second, None)
     assert pool.in_use.peak() == (1536, {"a": 512, "b": 1024})
     assert (pool.in_use.total_bytes, pool.alone.total_bytes) == (512, 512)
