@@ -7,13 +7,11 @@ microseconds since the trace began; spans of one stream don't overlap.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field, StrictInt, TypeAdapter, ValidationError
 
 from megatron_offload.core.units import format_bytes, format_us
@@ -97,13 +95,8 @@ class TraceSummary:
     """What the compute stream lost, by wait."""
     busy_us: dict[str, float]
     """How long each copy stream copied."""
-    overlap_us: dict[str, float]
-    """The part of it during which the compute stream did not stand."""
     num_bytes: dict[str, int]
     """What each copy stream moved."""
-    prefetch_distances_us: tuple[float, ...]
-    """For each reload, from its end to the start of its group's backward; negative where the
-    backward was there first."""
 
     @property
     def copy_stall_us(self) -> float:
@@ -126,15 +119,7 @@ class TraceSummary:
         for stream, busy_us in self.busy_us.items():
             if busy_us:
                 size = format_bytes(self.num_bytes[stream])
-                hidden = self.overlap_us[stream] / busy_us
-                facts.append(
-                    f"{stream.upper()} {size} at {self.gbps(stream):.3g} GB/s, "
-                    f"{hidden:.0%} beside compute"
-                )
-        if self.prefetch_distances_us:
-            median_us = statistics.median(self.prefetch_distances_us)
-            least = format_us(min(self.prefetch_distances_us))
-            facts.append(f"prefetch distance {format_us(median_us)} (median), {least} (least)")
+                facts.append(f"{stream.upper()} {size} at {self.gbps(stream):.3g} GB/s")
         return facts
 
 
@@ -166,19 +151,8 @@ class StepTrace:
             compute_us=sum(span.duration_us for span in compute),
             stall_us=dict(sorted(stall_us.items())),
             busy_us={name: sum(span.duration_us for span in copies[name]) for name in copies},
-            overlap_us={name: _overlap_us(copies[name], compute) for name in copies},
             num_bytes={name: sum(span.num_bytes for span in copies[name]) for name in copies},
-            prefetch_distances_us=tuple(self._prefetch_distances_us()),
         )
-
-    def _prefetch_distances_us(self) -> Iterable[float]:
-        needed_us: dict[str, float] = {}
-        for span in self.of("compute"):
-            if span.label and (span.kind == "backward" or span.wait == "W4"):
-                needed_us.setdefault(span.label, span.start_us)
-        for span in self.of("h2d"):
-            if span.label in needed_us:
-                yield needed_us[span.label] - span.end_us
 
     def write_chrome(self, path: str | Path) -> None:
         """Write the trace to a file of Chrome trace events."""
@@ -283,14 +257,3 @@ def _events(trace: StepTrace) -> Iterable[dict[str, Any]]:
     for counter in sorted(trace.counters, key=lambda counter: counter.time_us):
         args = {"bytes": counter.value}
         yield {"ph": "C", "name": counter.name, "pid": pid, "ts": counter.time_us, "args": args}
-
-
-def _overlap_us(left: Sequence[Span], right: Sequence[Span]) -> float:
-    """Return how long two streams, each in the order of time, were in a span at once."""
-    if not right:
-        return 0.0
-    edges_us = [us for span in right for us in (span.start_us, span.end_us)]
-    spent_us = np.cumsum([us for span in right for us in (0.0, span.duration_us)])
-    begins = np.interp([span.start_us for span in left], edges_us, spent_us)
-    ends = np.interp([span.end_us for span in left], edges_us, spent_us)
-    return float((ends - begins).sum())

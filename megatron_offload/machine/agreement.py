@@ -27,7 +27,7 @@ from megatron_offload.machine.profile import (
 _logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = BLOCK_BYTES // 2
-"""A training job has less memory and time to spare than the doctor, and as good a cache."""
+"""A training job has less memory and time to spare than the doctor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ def agree_on_machines(
 ) -> JobMachines:
     """Return what is known of the machines of a job, after measuring them if need be; collective.
 
-    Measuring takes some tenths of a second for each GPU of a machine, and 128 MiB of its memory and
-    of the host's, all of which is given back.
+    Measuring takes some tenths of a second a GPU, and 128 MiB of its memory and of the host's, all
+    of which is given back.
 
     Args:
         backend: this rank's, with nothing under way, and copy streams of its own.

@@ -28,8 +28,7 @@ from megatron_offload.backends.base import Backend, Wait
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.machine.job_ranks import JobRanks
-from megatron_offload.machine.pci import PciPath, read_pci_path
-from megatron_offload.machine.profile import CopyRates, GpuProfile
+from megatron_offload.machine.profile import CopyRates, GpuProfile, PciPath, read_pci_path
 from megatron_offload.memory.host_pool import HostPool
 
 BLOCK_BYTES = 128 * 1024**2
@@ -86,9 +85,8 @@ def measure_gpus(
                     raise BandwidthError(f"the copies were not done within {timeout_s:g} s")
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             last_line = str(error).strip().splitlines()[-1]
-            raise BandwidthError(
-                f"measuring GPU {error.error_index} failed: {last_line}"
-            ) from error
+            message = f"measuring GPU {error.error_index} failed: {last_line}"
+            raise BandwidthError(message) from error
         finally:
             for process in context.processes:
                 process.kill()
@@ -221,14 +219,10 @@ class _Link:
 
 
 def gbps_while_all_copy(ends_us: Sequence[Sequence[float]], block_bytes: int) -> list[float]:
-    """Return each direction's bandwidth while all of them copied, in GB/s.
+    """Return each direction's bandwidth while all of them copied, in GB/s, by its copies' ends.
 
     That is from where the first copy of each has ended, which warms up, until one has made its
     last. Directions that took turns instead share all of the time.
-
-    Args:
-        ends_us: for each direction, when each of its copies ended; at least two.
-        block_bytes: what each copy moved.
     """
     start_us, end_us = max(ends[0] for ends in ends_us), min(ends[-1] for ends in ends_us)
     if start_us >= end_us:

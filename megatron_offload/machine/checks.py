@@ -26,8 +26,7 @@ from megatron_offload.backends.numa import node_of_device, online_nodes, prefer_
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import shorten
 from megatron_offload.files.kernel import read_kernel_text, read_members
-from megatron_offload.machine.pci import PciPath
-from megatron_offload.machine.profile import CopyRates
+from megatron_offload.machine.profile import CopyRates, PciPath
 
 NEWEST_SEEN = {
     "python": "3.12",
@@ -73,11 +72,8 @@ def check_devices(names: Sequence[str], num_shown: int) -> Finding:
         return Finding("ok", title, f"{len(names)} of {', '.join(sorted(set(names)))}")
     if num_shown:
         found = f"the driver shows {num_shown}, and PyTorch can use none"
-        advice = (
-            "install a PyTorch that is built for CUDA; see that the driver is loaded (nvidia-smi), "
-            "that CUDA_VISIBLE_DEVICES hides nothing, and that a container was started with its "
-            "GPUs"
-        )
+        advice = "install a PyTorch that is built for CUDA; see that CUDA_VISIBLE_DEVICES hides "
+        advice += "nothing, and that a container was started with its GPUs"
         return Finding("warning", title, found, advice)
     found = "the driver shows none: offload runs on the simulated device, for tests"
     advice = "run this where the training runs; a GPU that is there needs its driver (nvidia-smi)"
@@ -259,41 +255,28 @@ def check_swap() -> Finding:
 # Environment and versions
 
 
-_UNWANTED: dict[str, tuple[Level, str, str]] = {
-    "CUDA_LAUNCH_BLOCKING": (
-        "warning",
-        "the host waits for every kernel and copy, so that nothing overlaps",
-        "",
-    ),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
-        "warning",
-        "every allocation goes to the driver, and every release waits for the device",
-        "",
-    ),
-    "NVTE_CPU_OFFLOAD_V1": (
-        "note",
-        "for megatron-core's own offload; this package does without",
-        ", unless you compare the two, or Megatron-LM's own scripts ask for it",
-    ),
-    "CUDA_DEVICE_MAX_CONNECTIONS": (
-        "note",
-        "as Megatron asks with tensor parallelism on GPUs before Blackwell: all streams share one "
-        "queue, in which a copy may stand behind a kernel",
-        " (then it is 8) where copies come late, and without tensor parallelism",
-    ),
-}
-"""Variables, how bad they are, what they do, and when to unset them."""
-
-
 def check_environment(environ: Mapping[str, str]) -> list[Finding]:
     """Say which environment variables stand in the way of copies beside kernels, or help."""
-    unwanted = [
-        Finding(level, name, f"{shorten(repr(environ[name]))}: {effect}", f"unset {name}{when}")
-        for name, (level, effect, when) in _UNWANTED.items()
-        if environ.get(name, "0") not in ("", "0")
-        and (name != "CUDA_DEVICE_MAX_CONNECTIONS" or environ[name] == "1")
-    ]
-    return [_check_allocator(environ), *unwanted]
+    findings = [_check_allocator(environ)]
+
+    def add(level: Level, name: str, effect: str, when: str = "") -> None:
+        found = f"{shorten(repr(environ[name]))}: {effect}"
+        findings.append(Finding(level, name, found, f"unset {name}{when}"))
+
+    if environ.get(name := "CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        add("warning", name, "the host waits for every kernel and copy, so that nothing overlaps")
+    if environ.get(name := "PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
+        effect = "every allocation goes to the driver, and every release waits for the device"
+        add("warning", name, effect)
+    if environ.get(name := "NVTE_CPU_OFFLOAD_V1", "0") not in ("", "0"):
+        when = ", unless you compare the two, or Megatron-LM's own scripts ask for it"
+        add("note", name, "for megatron-core's own offload; this package does without", when)
+    if environ.get(name := "CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        effect = "as Megatron asks with tensor parallelism on GPUs before Blackwell: all streams "
+        effect += "share one queue, in which a copy may stand behind a kernel"
+        when = " (then it is 8) where copies come late, and without tensor parallelism"
+        add("note", name, effect, when)
+    return findings
 
 
 def _check_allocator(environ: Mapping[str, str]) -> Finding:
@@ -315,14 +298,6 @@ def _check_allocator(environ: Mapping[str, str]) -> Finding:
         return Finding("ok", title, shown)
     advice = "where much more is reserved than allocated, try expandable_segments:True"
     return Finding("note", title, shown, advice)
-
-
-def own_requirements() -> list[str] | None:
-    """Return what this package asks of others; None where it runs uninstalled from its sources."""
-    try:
-        return importlib.metadata.requires("megatron-offload") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def found_version(name: str) -> str:
@@ -354,22 +329,24 @@ def _megatron_version() -> str:
 
 
 def check_versions(
-    requirements: Sequence[str] | None, version_of: Callable[[str], str] = found_version
+    package: str = "megatron-offload", version_of: Callable[[str], str] = found_version
 ) -> list[Finding]:
-    """Hold the installed versions of `NEWEST_SEEN` against the requirements.
+    """Hold the installed versions of `NEWEST_SEEN` against what a package asks for.
 
     Args:
-        requirements: those of the package, as its metadata gives them; None where it has none.
+        package: whose metadata says what it asks for.
         version_of: returns the version of a distribution.
     """
+    try:
+        wanted = ["python", *(importlib.metadata.requires(package) or ())]
+    except importlib.metadata.PackageNotFoundError:
+        found = "this package is not installed, so it doesn't say which versions it takes"
+        advice = f"pip install {package}, or pip install -e its folder"
+        return [Finding("note", "versions", found, advice)]
     findings: dict[str, Finding] = {}  # an extra that names others repeats what they ask for
-    for requirement in map(Requirement, ["python", *(requirements or ())]):
+    for requirement in map(Requirement, wanted):
         if requirement.name in NEWEST_SEEN and requirement.name not in findings:
             findings[requirement.name] = _check_version(requirement, version_of)
-    if requirements is None:
-        found = "this package is not installed, so it doesn't say which versions it takes"
-        advice = "pip install megatron-offload, or pip install -e its folder"
-        findings["versions"] = Finding("note", "versions", found, advice)
     return list(findings.values())
 
 

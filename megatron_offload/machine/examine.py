@@ -24,12 +24,14 @@ from megatron_offload.files.kernel import read_kernel_text
 from megatron_offload.machine import checks
 from megatron_offload.machine.bandwidth import BandwidthError, measure_gpus
 from megatron_offload.machine.checks import Finding
-from megatron_offload.machine.pci import driver_version, num_nvidia_gpus, read_pci_path
 from megatron_offload.machine.profile import (
     GpuIdentity,
     MachineIdentity,
     MachineProfile,
+    driver_version,
     load_profile,
+    num_nvidia_gpus,
+    read_pci_path,
     save_profile,
 )
 
@@ -94,7 +96,7 @@ def examine(
         checks.check_swap(),
         checks.check_memlock(),
         *checks.check_environment(environ),
-        *checks.check_versions(checks.own_requirements()),
+        *checks.check_versions(),
     ]
     return Examination(tuple(findings), profile)
 

@@ -43,8 +43,9 @@ class JobRanks:
         self._group = group
         self._is_alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self._is_alone else dist.get_rank(group)
-        self.machines = self.gather(_running_kernel(root))
-        """What tells each rank's machine from others."""
+        boot = read_kernel_text(root / "proc/sys/kernel/random/boot_id").strip()
+        self.machines = self.gather(boot or platform.node())
+        """What tells each rank's machine from others: drawn by its kernel at its start."""
 
     @property
     def turn(self) -> int:
@@ -57,7 +58,7 @@ class JobRanks:
         return max(Counter(self.machines).values())
 
     def gather(self, mine: _Said) -> list[_Said]:
-        """Return what every rank says, in the order of ranks; collective."""
+        """Return what every rank says, as `gather` does; collective."""
         return gather(mine, self._group)
 
     def of_my_machine(self, said: list[_Said]) -> list[_Said]:
@@ -69,9 +70,3 @@ class JobRanks:
         """Wait until all ranks are here."""
         if not self._is_alone:
             dist.barrier(self._group)
-
-
-def _running_kernel(root: Path) -> str:
-    """Return the number that the kernel has drawn when it started, or else the host's name."""
-    boot = read_kernel_text(root / "proc/sys/kernel/random/boot_id").strip()
-    return boot or platform.node()

@@ -1,7 +1,8 @@
-"""What was measured on a machine, kept for the next program that asks.
+"""What the driver says of a machine's GPUs, and what was measured on them, kept for later.
 
-Files lie in the user's cache folder, one for each fingerprint: of the machine, its GPUs, the driver
-and CUDA. One that is broken, too large or of another machine counts as absent.
+The driver is asked by NVML; without one all is unknown. Files lie in the user's cache folder, one
+for each fingerprint: of the machine, its GPUs, the driver and CUDA. What is broken or of another
+machine counts as absent.
 """
 
 from __future__ import annotations
@@ -9,24 +10,54 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import platformdirs
+import pynvml
 from pydantic import AwareDatetime, Field, model_validator
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.files.text import replace_text
-from megatron_offload.machine.pci import PciPath
 
 _logger = logging.getLogger(__name__)
 
 _MAX_PROFILE_BYTES = 256 * 1024
 _MAX_GPUS = 64
 
+_Answer = TypeVar("_Answer")
+
 Word = Annotated[str, Field(max_length=200)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
+
+_LANE_GBPS = (0.25, 0.5, 0.985, 1.969, 3.938, 7.563)
+"""What a lane carries each way at most, by generation, packet headers included, in 10^9 bytes a
+second: the transfers of the PCI Express Base Specification, chapter 4, less their line coding."""
+
+
+class PciLink(StrictModel):
+    """One link."""
+
+    generation: int = Field(ge=1, le=len(_LANE_GBPS))
+    width: int = Field(ge=1, le=32)
+
+    @property
+    def gbps(self) -> float:
+        """What it carries each way at most, packet headers included, in 10^9 bytes a second."""
+        return _LANE_GBPS[self.generation - 1] * self.width
+
+    def __str__(self) -> str:
+        return f"PCIe {self.generation}.0 x{self.width} ({self.gbps:.1f} GB/s)"
+
+
+class PciPath(StrictModel):
+    """A GPU's link."""
+
+    now: PciLink
+    most: PciLink
+    """What that could be, by the GPU."""
 
 
 class CopyRates(StrictModel):
@@ -139,3 +170,48 @@ def save_profile(profile: MachineProfile, folder: Path | None = None) -> Path:
     except OSError as error:
         raise ConfigError(f"can't write {path}: {error.strerror}") from error
     return path
+
+
+def read_pci_path(address: str | None) -> PciPath | None:
+    """Return the link of the GPU at a PCI address; None where it is unknown or makes no sense."""
+    if address is None:
+        return None
+
+    def path() -> PciPath:
+        gpu = pynvml.nvmlDeviceGetHandleByPciBusId(address)
+        return PciPath(
+            now=PciLink(
+                generation=pynvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+                width=pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+            ),
+            most=PciLink(
+                generation=pynvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(gpu),
+                width=pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
+            ),
+        )
+
+    return _ask(path)
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver; None without one."""
+    return _ask(lambda: str(pynvml.nvmlSystemGetDriverVersion())[:200])
+
+
+def num_nvidia_gpus() -> int:
+    """Return how many NVIDIA GPUs the driver shows, whether or not CUDA can use them."""
+    return _ask(lambda: int(pynvml.nvmlDeviceGetCount())) or 0
+
+
+def _ask(question: Callable[[], _Answer]) -> _Answer | None:
+    """Return what the driver answers; None where it doesn't, or where the answer makes no sense."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return question()
+    except (pynvml.NVMLError, ValueError):
+        return None
+    finally:
+        pynvml.nvmlShutdown()

@@ -10,7 +10,9 @@ and where a reload is late; so between two looks the larger count is added to th
 
 from __future__ import annotations
 
+import gc
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,20 +23,23 @@ import torch
 from megatron_offload.backends.base import Backend, DeviceMemory
 from megatron_offload.core.profile import (
     GroupKey,
+    GroupProfile,
     GroupTimes,
     MemorySample,
     RunShape,
     StepProfile,
 )
-from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
+from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
 from megatron_offload.observe.live_bytes import LiveActivationMeter, meter_of
-from megatron_offload.observe.saved_bytes import SavedBytes
 from megatron_offload.observe.trace_step import surrounds
 
 _NO_SHAPE = RunShape()
+
+_Identity: TypeAlias = tuple[GroupKey, int]
 
 
 class RecordedStep:
@@ -140,7 +145,7 @@ class _Recorder(Observer):
         self._host_pool = manager.host_pool
         self._backend = manager.backend
         self._run, self._moves, self._peaks = run, moves, peaks
-        self._saved = SavedBytes(is_pipeline=run.pp_size > 1)
+        self._saved = _SavedBytes(is_pipeline=run.pp_size > 1)
         self._meter = meter_of(manager)
         # Where the device doesn't tell its memory, what the manager's meter counts.
         self._is_of_device = manager.backend.memory() is not None
@@ -357,3 +362,101 @@ def _times_of(mark: Mapping[_Boundary, int], at_us: Sequence[float]) -> GroupTim
     committed = mark["commit"]
     backward, done = mark.get("backward", committed), mark.get("done", committed)
     return GroupTimes(at_us[mark["start"]], at_us[committed], at_us[backward], at_us[done])
+
+
+class _SavedBytes:
+    """What each group of one step saves, and what keeps the part that moving would not free.
+
+    A block that several groups share counts in the group that is committed first, which is the one
+    that would move it; so the numbers are the same whether anything moves or not.
+
+    Args:
+        is_pipeline: whether the step is one pipeline rank's of several. What a forward there starts
+            with, and needs a gradient, is another stage's output: the schedule keeps it.
+    """
+
+    def __init__(self, *, is_pipeline: bool) -> None:
+        self._is_pipeline = is_pipeline
+        self._module_storages = _module_storages()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Count from zero."""
+        self._saved: dict[GroupKey, dict[_Identity, int]] = {}
+        self._counted: dict[_Identity, int] = {}
+        self._leaf_storages: set[int] = set()
+        self._inputs: set[_Identity] = set()
+        self._keepers: dict[_Identity, str] = {}
+
+    def observe(self, tensor: torch.Tensor) -> None:
+        """Take note of a tensor that is saved: of graph inputs that need a gradient."""
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if is_plain and tensor.is_leaf and tensor.requires_grad:
+            self._leaf_storages.add(tensor.untyped_storage()._cdata)
+
+    def commit(self, group: OffloadGroup) -> None:
+        """Count what a group has that no group before it counts; before anything of it moves."""
+        saved = self._saved[group.key] = {}
+        for block in group.blocks():
+            if block.flight is not None or block.stays:
+                continue
+            identity = block.identity
+            # What stays where it is may have grown since another group counted it.
+            num_bytes = block.num_bytes - self._counted.get(identity, 0)
+            if num_bytes > 0:
+                saved[identity] = num_bytes
+                self._counted[identity] = block.num_bytes
+            if block.storage_key in self._leaf_storages:
+                self._inputs.add(identity)
+
+    def enter_backward(self, group: OffloadGroup) -> None:
+        """See what something else has kept until now; once the engine has dealt with the group."""
+        for block in group.blocks():
+            is_held = is_held_elsewhere(block)
+            if is_held:
+                self._keepers[block.identity] = self._keeper_of(block)
+            elif is_held is not None:
+                self._keepers.pop(block.identity, None)
+
+    def fill(self, group: GroupProfile) -> GroupProfile:
+        """Return the group with its bytes that can move, those kept, and what keeps most of them.
+
+        One of ``parameter/buffer`` of some module, ``pipeline schedule`` and ``the program``, which
+        is all the rest, with the part of its graph that is in no group; empty where nothing does.
+        """
+        saved = self._saved.get(group.key, {})
+        kept: Counter[str] = Counter()
+        for identity, num_bytes in saved.items():
+            if identity in self._keepers:
+                kept[self._keepers[identity]] += num_bytes
+        keeper = kept.most_common(1)[0][0] if kept else ""
+        return group._replace(
+            num_bytes=sum(saved.values()) - kept.total(),
+            elsewhere_bytes=kept.total(),
+            keeper=keeper,
+            shared_bytes=0,
+        )
+
+    def _keeper_of(self, block: Block) -> str:
+        if block.storage_key in self._module_storages:
+            return "parameter/buffer"
+        if self._is_pipeline and block.identity in self._inputs:
+            return "pipeline schedule"
+        return "the program"
+
+
+def _module_storages() -> set[int]:
+    """Return the identities of the storages of all modules that there are."""
+    tensors = (
+        tensor
+        for found in gc.get_objects()
+        # type() and not isinstance(): proxies may run code when they are asked for their class.
+        if issubclass(type(found), torch.nn.Module)
+        for part in ("_parameters", "_buffers")
+        for tensor in (vars(found).get(part) or {}).values()
+    )
+    return {
+        tensor.untyped_storage()._cdata
+        for tensor in tensors
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    }

@@ -21,8 +21,7 @@ from megatron_offload.machine.bandwidth import (
     measure_gpus,
 )
 from megatron_offload.machine.job_ranks import JobRanks
-from megatron_offload.machine.pci import PciLink, PciPath
-from megatron_offload.machine.profile import CopyRates, GpuProfile
+from megatron_offload.machine.profile import CopyRates, GpuProfile, PciLink, PciPath
 
 KIB = 1024
 

@@ -12,8 +12,7 @@ import pytest
 from megatron_offload.files.kernel import read_members
 from megatron_offload.machine import checks
 from megatron_offload.machine.checks import NEWEST_SEEN
-from megatron_offload.machine.pci import PciLink, PciPath
-from megatron_offload.machine.profile import CopyRates
+from megatron_offload.machine.profile import CopyRates, PciLink, PciPath
 
 GPU = "0000:3b:00.0"
 GIB_IN_KIB = 1 << 20
@@ -256,7 +255,13 @@ FINE = {
 }
 
 
-def versions(**changed):
+@pytest.fixture
+def versions(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda package: REQUIREMENTS)
+    return found_versions
+
+
+def found_versions(**changed):
     installed = {**FINE, **{name.replace("_", "-"): text for name, text in changed.items()}}
 
     def version_of(name):
@@ -264,10 +269,10 @@ def versions(**changed):
             raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    return {finding.title: finding for finding in checks.check_versions(REQUIREMENTS, version_of)}
+    return {finding.title: finding for finding in checks.check_versions(version_of=version_of)}
 
 
-def test_versions_that_were_run_with_are_fine():
+def test_versions_that_were_run_with_are_fine(versions):
     found = versions()
     assert {name: finding.found for name, finding in found.items()} == FINE
     assert {finding.level for finding in found.values()} == {"ok"}
@@ -291,7 +296,7 @@ def test_versions_that_were_run_with_are_fine():
         ({"transformer_engine": "2.8"}, "warning", "pip install 'transformer-engine>=2.9'"),
     ],
 )
-def test_versions_outside_are_told(changed, level, advised):
+def test_versions_outside_are_told(versions, changed, level, advised):
     (name,) = (key.replace("_", "-") for key in changed)
     finding = versions(**changed)[name]
     assert finding.level == level
@@ -300,11 +305,11 @@ def test_versions_outside_are_told(changed, level, advised):
 
 
 def test_the_package_s_own_requirements_name_all_that_was_seen_once():
-    found = checks.check_versions(checks.own_requirements())
+    found = checks.check_versions()
     assert sorted(finding.title for finding in found) == sorted(NEWEST_SEEN)
     assert "error" not in {finding.level for finding in found}
-    python, versions = checks.check_versions(None)
-    assert (python.title, versions.level) == ("python", "note")
+    (absent,) = checks.check_versions("no-such-package")
+    assert (absent.title, absent.level) == ("versions", "note")
 
 
 @pytest.fixture
@@ -326,7 +331,7 @@ def another_megatron(tmp_path, monkeypatch):
 
 def test_the_version_is_of_the_megatron_core_that_is_imported(another_megatron):
     assert checks.found_version("megatron-core") == "0.23.4rc1"
-    assert "0.23.4rc1" in checks.check_versions(["megatron-core>=0.16.1"])[1].found
+    assert "0.23.4rc1" in "".join(finding.found for finding in checks.check_versions())
     assert checks.found_version("numpy") == importlib.metadata.version("numpy")
     (another_megatron / "package_info.py").write_text("MAJOR = input()")
     assert checks.found_version("megatron-core") == importlib.metadata.version("megatron-core")

@@ -13,12 +13,13 @@ import pytest
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine import examine as module
 from megatron_offload.machine.examine import identify_machine
-from megatron_offload.machine.pci import PciLink, PciPath
 from megatron_offload.machine.profile import (
     CopyRates,
     GpuIdentity,
     GpuProfile,
     MachineProfile,
+    PciLink,
+    PciPath,
     load_profile,
     profile_path,
     save_profile,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from megatron_offload.machine.pci import PciLink, driver_version, num_nvidia_gpus, read_pci_path
+from megatron_offload.machine.profile import PciLink, driver_version, num_nvidia_gpus, read_pci_path
 
 GPU = "0000:3b:00.0"
 
