@@ -17,10 +17,11 @@ from collections.abc import Iterator
 
 from compare_simulation import FOLDER, ROOT, machine_of
 
-from megatron_offload.autotune.agree import make_planner
+from megatron_offload.autotune.agree import Chooser
 from megatron_offload.core.machine import Machine, MachineConfig
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
+from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.profile import StepProfile
+from megatron_offload.planning.make_policy import resources_of
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.predict import job_of, predictor_of
 from megatron_offload.planning.profile_file import load_profile
@@ -55,11 +56,11 @@ def plans(profiles: list[StepProfile], machine: Machine) -> Iterator[tuple[str, 
     """Yield plans of the recorded step, and what to call them."""
     limits = {name: getattr(machine, name) for name in MachineConfig.model_fields}
     given = {"machine": MachineConfig(**limits)}
-    auto = AutoConfig(kind="auto", most_slowdown_percent=0.8, **given)
-    yield "auto, 0.8 %", make_planner(profiles, auto, SCHEDULE)(None)
+    resources = resources_of(AutoConfig(kind="auto", **given))
+    chooser = Chooser(profiles, job_of(profiles, SCHEDULE, resources.machine), resources)
+    yield "auto, 0.8 %", chooser.within(0.8)
     for target in TARGETS:
-        policy = MemoryTargetConfig(kind="memory_target", target_bytes=target * GIB, **given)
-        plan = make_planner(profiles, policy, SCHEDULE)(None)
+        plan = chooser.under((target * GIB,) * len(profiles))
         yield ("no offload" if not plan.moved_bytes else f"target {target} GiB"), plan
 
 

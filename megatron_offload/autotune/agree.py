@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from megatron_offload.core.machine import MachineConfig
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
-from megatron_offload.core.profile import RunShape, StepProfile
+from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.machine.agreement import JobMachines, agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.job_ranks import gather
@@ -29,9 +29,14 @@ from megatron_offload.planning.bandwidths import (
     simulated_machine,
 )
 from megatron_offload.planning.make_policy import resources_of
-from megatron_offload.planning.memory_target import MemoryPlanner
+from megatron_offload.planning.memory_target import MemoryPlanner, Resources
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.schedule import Schedule, make_schedule
+
+if TYPE_CHECKING:
+    from megatron_offload.planning.job import Job
+
+_T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
 
@@ -39,97 +44,97 @@ _MOST_REASON = 1000
 """Letters of an error that a plan repeats."""
 
 
-Bound: TypeAlias = Sequence[int] | int
-"""For ``memory_target`` the target of each rank, for ``auto`` the most bytes that a step may move
-over all ranks; None for the policy's own."""
+class JointChooser:
+    """What the first rank chooses with, asked by all ranks together; collective, as all it does.
 
-Planner: TypeAlias = Callable[[Any], OffloadPlan]
-"""Makes a plan within a `Bound`."""
+    It chooses by the first profile of each pipeline rank: those of other data-parallel or
+    tensor-parallel ranks are the same but for noise.
 
-
-def make_planner(
-    profiles: Collection[StepProfile], policy: MemoryTargetConfig | AutoConfig, schedule: Schedule
-) -> Planner:
-    """Return what plans again and again from the profiles of one step, one of each pipeline rank.
-
-    ``schedule`` is what the ranks run; ``auto`` predicts with it.
-    """
-    resources = resources_of(policy)
-    if isinstance(policy, MemoryTargetConfig):
-        memory, kind = MemoryPlanner(profiles, resources), policy.kind
-        own_targets = policy.targets(len(memory.ranks))
-        return lambda targets: memory.plan(targets or own_targets, kind)
-    # It needs the simulator's library, which nothing else here does.
-    from megatron_offload.planning.predict import job_of, predictor_of
-
-    profiles = check_profiles(profiles)
-    job = job_of(profiles, schedule, resources.machine, gpus_per_rank=resources.gpus_per_rank)
-    percent = policy.most_slowdown_percent
-    return AutoPlanner(profiles, predictor_of(job), percent, resources).plan
-
-
-class RunPlanner:
-    """Plans together with all ranks, as often as it is asked; collective, as all it does.
-
-    The first rank plans, from the first profile of each pipeline rank: those of other data-parallel
-    or tensor-parallel ranks are the same but for noise. Arguments are those of `check_plan`.
+    Args:
+        manager: of this rank.
+        profile: of this rank's step.
+        policy: with the bandwidths to choose by.
+        schedule: what the ranks run; None for 1F1B, interleaved with virtual stages.
+        group: all ranks that are to follow one plan; None for all there are.
     """
 
     def __init__(
         self,
         manager: PipelineOffloadManager,
         profile: StepProfile,
-        policy: PolicyConfig | None,
-        *,
-        bandwidths: Bandwidths | None = None,
-        schedule: Schedule | None = None,
-        group: dist.ProcessGroup | None = None,
+        policy: MemoryTargetConfig | AutoConfig,
+        schedule: Schedule | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        planned = planning_policy(policy)
-        if bandwidths is None:
-            started = time.monotonic()
-            bandwidths = agree_on_bandwidths(manager, planned, group=group)
-            taken_s = time.monotonic() - started
-            _logger.info("bandwidths, in %.1f s: %s", taken_s, bandwidths.origin)
-        self._manager = manager
+        self._found = gather((profile, manager.learner.pp_rank), group)
+        self._policy = policy
+        self._schedule = schedule
         self._group = group
-        self._origin = bandwidths.origin
-        found = gather(_profile_or_error(manager, profile), group)
-        self._planner: Planner | ConfigError | None = None
-        if _is_first(group):
+        self._chooser: Chooser | None = None
+
+    def ask(self, question: Callable[[Chooser], _T]) -> _T:
+        """Return the answer of the first rank's chooser; an error there is raised on all ranks."""
+        answer: list[_T | OffloadError | None] = [None]
+        is_distributed = dist.is_available() and dist.is_initialized()
+        if not is_distributed or dist.get_rank(self._group) == 0:
+            started = time.monotonic()
             try:
-                self._planner = _planner_of(found, planned, bandwidths, schedule)
-            except ConfigError as error:  # which `follow` raises on all ranks
-                self._planner = error
-
-    def follow(self, bound: Bound | None = None) -> OffloadPlan:
-        """Plan on the first rank, and have the managers of all follow the plan.
-
-        Raises:
-            TargetError: a rank can't be brought under its target; on all ranks.
-        """
-        answer = [self._answer(bound)]
-        if dist.is_available() and dist.is_initialized():
+                self._chooser = self._chooser or self._make()
+                answer = [question(self._chooser)]
+            except OffloadError as error:
+                answer = [error]
+            _logger.info("planning has taken %.1f s", time.monotonic() - started)
+        if is_distributed:
             first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
             dist.broadcast_object_list(answer, src=first, group=self._group)
-        (plan,) = answer
-        if isinstance(plan, ConfigError):
-            raise plan
-        assert plan is not None
-        self._manager.follow_plan(plan)
-        return plan
+        (found,) = answer
+        if isinstance(found, OffloadError):
+            raise found
+        return found  # type: ignore[return-value]
 
-    def _answer(self, bound: Bound | None) -> OffloadPlan | ConfigError | None:
-        """Return what the first rank tells all: an error on one is an error on all."""
-        if self._planner is None or isinstance(self._planner, ConfigError):
-            return self._planner
-        started = time.monotonic()
-        try:
-            plan = self._planner(bound)
-        except ConfigError as error:
-            return error
-        _logger.info("planning has taken %.1f s", time.monotonic() - started)
-        return replace(plan, bandwidths=self._origin)
+    def _make(self) -> Chooser:
+        # It needs the simulator's library, which nothing else here does.
+        from megatron_offload.planning.predict import job_of
+
+        profiles: dict[int, StepProfile] = {}
+        for rank, (profile, marked) in enumerate(self._found):
+            said = profile.run.pp_rank
+            if marked not in (None, said):  # it would follow another's part
+                raise ConfigError(
+                    f"rank {rank}: its profile is of pipeline rank {said}, and its groups are "
+                    f"marked as those of pipeline rank {marked}; give the front door that marks "
+                    f"them pp_rank={said}"
+                )
+            profiles.setdefault(said, profile)
+        in_order = check_profiles(profiles.values())
+        run, schedule = in_order[0].run, self._schedule
+        if schedule is None:
+            name = "interleaved" if run.vp_size > 1 else "1f1b"
+            schedule = make_schedule(name, run.pp_size, run.num_microbatches, run.vp_size)
+        resources = resources_of(self._policy)
+        job = job_of(in_order, schedule, resources.machine, gpus_per_rank=resources.gpus_per_rank)
+        return Chooser(in_order, job, resources)
+
+
+class Chooser:
+    """Makes plans for targets, and for a share of the step's time."""
+
+    def __init__(self, profiles: Sequence[StepProfile], job: Job, resources: Resources) -> None:
+        self._of_one_step = profiles, job, resources
+        self._planner = MemoryPlanner(profiles, resources)
+        self.highest_bytes = self._planner.highest_bytes
+
+    def under(self, targets: Sequence[int]) -> OffloadPlan:
+        """Return the plan that keeps each rank within its target."""
+        return self._planner.plan(targets, "memory_target")
+
+    def within(self, most_slowdown_percent: float) -> OffloadPlan:
+        """Return the plan with the least memory that costs no more than that."""
+        from megatron_offload.planning.predict import predictor_of
+
+        profiles, job, resources = self._of_one_step
+        predict = predictor_of(job, attrgetter("peak_device_bytes"))
+        return AutoPlanner(profiles, predict, most_slowdown_percent, resources).plan()
 
 
 def agree_on_bandwidths(
@@ -190,43 +195,3 @@ def _origin_of(machines: JobMachines) -> str:
         whose = f"the slowest of {len(machines.profiles)} machines"
     place = f"kept in {machines.path}" if machines.path is not None else "not kept"
     return f"{when}, {whose}, {place}"
-
-
-def _is_first(group: dist.ProcessGroup | None) -> bool:
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return not is_distributed or dist.get_rank(group) == 0
-
-
-def _profile_or_error(
-    manager: PipelineOffloadManager, profile: StepProfile
-) -> StepProfile | ConfigError:
-    """Return what this rank says of itself; one that would follow another's part has an error."""
-    found, said = manager.learner.pp_rank, profile.run.pp_rank
-    if found is None or found == said:
-        return profile
-    return ConfigError(
-        f"its profile is of pipeline rank {said}, and its groups are marked as those of pipeline "
-        f"rank {found}; give the front door that marks them pp_rank={said}"
-    )
-
-
-def _planner_of(
-    found: Sequence[StepProfile | ConfigError],
-    policy: MemoryTargetConfig | AutoConfig,
-    bandwidths: Bandwidths,
-    schedule: Schedule | None,
-) -> Planner:
-    """Return what plans from what the ranks say of themselves."""
-    profiles: dict[int, StepProfile] = {}
-    for rank, profile in enumerate(found):
-        if isinstance(profile, ConfigError):
-            raise ConfigError(f"rank {rank}: {profile}")
-        profiles.setdefault(profile.run.pp_rank, profile)
-    in_order = check_profiles(profiles.values())
-    policy = policy.model_copy(update={"machine": bandwidths.machine})
-    return make_planner(in_order, policy, schedule or _usual_schedule(in_order[0].run))
-
-
-def _usual_schedule(run: RunShape) -> Schedule:
-    name = "interleaved" if run.vp_size > 1 else "1f1b"
-    return make_schedule(name, run.pp_size, run.num_microbatches, run.vp_size)

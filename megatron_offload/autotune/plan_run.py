@@ -1,4 +1,4 @@
-"""Plan a run from one of its own steps, then correct and measure the plan by later ones.
+"""Plan a run from one of its own steps, then measure the plan by later ones.
 
 Every step that is looked at is a training step like any other; all ranks take the same steps, and
 have the same plan after each.
@@ -6,28 +6,27 @@ have the same plan after each.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import TypeVar
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch.distributed as dist
 
-from megatron_offload.autotune.agree import RunPlanner, planning_policy
-from megatron_offload.autotune.cost import TimeCheck
-from megatron_offload.autotune.distances import DistanceCheck, PlanCorrection
-from megatron_offload.autotune.memory import MemoryCheck
+from megatron_offload.autotune.agree import JointChooser, agree_on_bandwidths, planning_policy
+from megatron_offload.autotune.search import MemorySearch, Next, PlanSearch, TimeSearch
 from megatron_offload.core.policy_config import AutoConfig, PolicyConfig
 from megatron_offload.core.profile import RunShape, StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import TargetError
 from megatron_offload.machine.job_ranks import gather
-from megatron_offload.observe.measure import TimedStep
+from megatron_offload.observe.measure import MeasuredStep, can_weigh, time_step, weigh_step
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.bandwidths import Bandwidths
-from megatron_offload.planning.plan import Distances, OffloadPlan
+from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.schedule import Schedule
 
-_Said = TypeVar("_Said")
+_logger = logging.getLogger(__name__)
 
 
 class PlanCheck:
@@ -37,27 +36,55 @@ class PlanCheck:
         with check.step():
             train_step()  # up to and with the manager's reset
         check.note()
+
+    Args:
+        manager: follows the plan.
+        search: begins with it.
+        plan_for: makes the plan for such targets on all ranks together, or raises `TargetError`.
+        gather_most: returns the most of what all ranks of each place in the pipeline say, in order.
     """
 
     def __init__(
-        self, plan: OffloadPlan, checks: Iterable[TimeCheck | MemoryCheck | DistanceCheck]
+        self,
+        manager: PipelineOffloadManager,
+        search: PlanSearch,
+        plan_for: Callable[[Sequence[int]], OffloadPlan],
+        gather_most: Callable[[float], Sequence[float]],
     ) -> None:
-        self.plan = plan
-        self._checks = deque(checks)
-        self._begin()
+        self._manager = manager
+        self._search = search
+        self._plan_for = plan_for
+        self._gather_most = gather_most
+        self._shown = 0.0
+        manager.follow_plan(search.plan)
+
+    @property
+    def plan(self) -> OffloadPlan:
+        """The plan that is followed, with what was measured of it."""
+        return self._search.plan
 
     @property
     def is_over(self) -> bool:
         """Whether the plan stays as it is."""
-        return not self._checks
+        return self._search.next is Next.NOTHING
 
-    def step(self) -> AbstractContextManager[TimedStep | None]:
-        """Look at the step that is taken inside, its ``reset`` included.
+    @contextmanager
+    def step(self) -> Iterator[MeasuredStep]:
+        """Look at the step that is taken inside, its ``reset`` included; yield what it takes.
 
-        Where the plan is being timed, it yields the step's time, and every other step moves
-        nothing: it has to fit into memory as it does without offload.
+        Where the plan is being timed, every other step moves nothing: it has to fit into memory as
+        it does without offload.
         """
-        return self._checks[0].step()
+        manager, search = self._manager, self._search
+        if isinstance(search, TimeSearch):
+            looking = time_step(manager, moves=search.next is Next.WITH)
+        else:
+            if search.starts_counting:
+                manager.backend.trim_device()
+            looking = weigh_step(manager)
+        with looking as measured:
+            yield measured
+        self._shown = measured.step_us or measured.reserved_bytes or 0
 
     def note(self) -> str:
         """Do what follows from the last step, and return what there is to say of it; collective.
@@ -65,17 +92,21 @@ class PlanCheck:
         Raises:
             ConfigError: a new plan is wanted, and none can be made; on all ranks.
         """
-        is_over, text = self._checks[0].note()
-        self.plan = self._checks[0].plan
-        if is_over:
-            self._checks.popleft()
-            self._begin()
-        return text
-
-    def _begin(self) -> None:
-        """Go to the first check that needs a step; a plan that moves nothing needs none."""
-        while self._checks and not (self.plan.moved_bytes and self._checks[0].begin(self.plan)):
-            self._checks.popleft()
+        search, before = self._search, self._search.plan
+        search.note(self._gather_most(self._shown))
+        while search.targets is not None:
+            try:
+                search.answer(self._plan_for(search.targets))
+            except TargetError as error:
+                _logger.info("no other plan: %s", error)
+                search.answer(None)
+        if search.plan is not before:
+            self._manager.follow_plan(search.plan)
+        if self.is_over:
+            self._manager.backend.trim_device()  # what only the steps without offload needed
+        if search.said:
+            _logger.log(logging.INFO if search.is_kept else logging.WARNING, "%s", search.said)
+        return search.said
 
 
 def plan_run(
@@ -94,10 +125,9 @@ def plan_run(
     that is profiled, so it must fit into memory as it does without offload; where it doesn't, give
     ``moves=True`` for a ``memory_target``.
 
-    The plan is corrected and measured at once: it takes as many training steps as that needs,
-    ``1 + correction_steps`` and ``3 measured_plans`` (for ``auto`` `most_steps`) at most, and each
-    rank has to be able to go on for so long. A program that takes its steps itself makes a
-    `check_plan`.
+    The plan is measured at once, by as many training steps as that needs: for a ``memory_target``
+    at most ``4 measured_plans``, for ``auto`` ``1 + 7 measured_plans``. Each rank has to be able to
+    go on for so long. A program that takes its steps itself makes a `check_plan`.
 
     Args:
         manager: whose groups are planned for.
@@ -134,71 +164,36 @@ def check_plan(
 ) -> PlanCheck:
     """Plan from the profiles of one step; return the plan, and what measures it by later steps.
 
-    Collective. All ranks follow the plan from the next step on.
-
-    Nothing is looked at until the caller does: see `PlanCheck`. The plan's distances are corrected,
-    unless the policy or the user gives one. For ``memory_target`` what
-    ranks reserve comes before that, as another plan has other distances; for ``auto`` what the plan
-    costs comes after, so that no plan is too slow for its distances alone.
+    Collective. All ranks follow the plan from the next step on. Nothing is looked at until the
+    caller does: see `PlanCheck`. Limits that the manager's user has set are planned with.
     """
-    config = manager.config
-    users = {key: getattr(config, key) for key in ("max_inflight_bytes", "prefetch_bytes")}
-    users = {key: value for key, value in users.items() if value is not None}
-    planned = planning_policy(policy).model_copy(update=users)
-    planner = RunPlanner(
-        manager, profile, planned, bandwidths=bandwidths, schedule=schedule, group=group
-    )
-    plan, pp_rank = planner.follow(), profile.run.pp_rank
-    is_given = planned.max_inflight_bytes is not None or planned.prefetch_bytes is not None
-    num_steps = 0 if is_given else planned.correction_steps
+    planned = planning_policy(policy)
+    bandwidths = bandwidths or agree_on_bandwidths(manager, planned, group=group)
+    limits = {key: getattr(manager.config, key) for key in ("max_inflight_bytes", "prefetch_bytes")}
+    limits = {key: limit for key, limit in limits.items() if limit is not None}
+    planned = planned.model_copy(update={**limits, "machine": bandwidths.machine})
+    chooser, origin = JointChooser(manager, profile, planned, schedule, group), bandwidths.origin
 
-    def gather_distances(mine: Distances) -> list[Distances]:
-        return [Distances(*found[0]) for found in _gather_by_place(tuple(mine), pp_rank, group)]
+    def named(plan: OffloadPlan) -> OffloadPlan:
+        return replace(plan, policy=planned.kind, bandwidths=origin)
 
+    def plan_for(targets: Sequence[int]) -> OffloadPlan:
+        return named(chooser.ask(lambda each: each.under(targets)))
+
+    def gather_most(mine: float) -> list[float]:
+        found: dict[int, float] = {}
+        for place, said in gather((profile.run.pp_rank, mine), group):
+            found[place] = max(said, found.get(place, said))
+        return [found[place] for place in sorted(found)]
+
+    search: PlanSearch
     if isinstance(planned, AutoConfig):
-        cost = TimeCheck(
-            manager,
-            planned.most_slowdown_percent,
-            planned.measured_steps,
-            planner.follow,
-            lambda mine: max(gather(mine, group)),
-        )
-        return PlanCheck(plan, (DistanceCheck(manager, num_steps, None, gather_distances), cost))
-    targets = planned.targets(plan.pp_size)
-    memory = MemoryCheck(
-        manager,
-        targets,
-        planned.measured_plans,
-        planner.follow,
-        lambda mine: [max(found) for found in _gather_by_place(mine, pp_rank, group)],
-    )
-    distances = DistanceCheck(manager, num_steps, targets[pp_rank], gather_distances)
-    return PlanCheck(plan, (memory, distances))
-
-
-def _gather_by_place(
-    mine: _Said, pp_rank: int, group: dist.ProcessGroup | None
-) -> list[list[_Said]]:
-    """Return what the ranks of each place in the pipeline say, in the order of places and ranks."""
-    found: dict[int, list[_Said]] = {}
-    for place, said in gather((pp_rank, mine), group):
-        found.setdefault(place, []).append(said)
-    return [found[place] for place in sorted(found)]
-
-
-def correct_plan(
-    manager: PipelineOffloadManager, train_step: Callable[[], object], *, num_steps: int = 8
-) -> None:
-    """Take training steps and let what they show correct the distances of a plan.
-
-    For a plan that was made elsewhere; `plan_run` corrects its own.
-
-    Args:
-        manager: follows a plan.
-        train_step: takes one training step, the manager's `reset` included.
-        num_steps: to look at, behind a first one; what was best of them stays.
-    """
-    correction = PlanCorrection(manager, num_steps)
-    while not correction.is_over:
-        with correction.step():
-            train_step()
+        percent = planned.most_slowdown_percent
+        plan, highest = chooser.ask(lambda each: (each.within(percent), each.highest_bytes))
+        search = TimeSearch(named(plan), highest, percent, planned.measured_plans)
+    else:
+        targets = planned.targets(profile.run.pp_size)
+        can_measure = all(gather(can_weigh(manager), group))
+        num_plans = planned.measured_plans if can_measure else 0
+        search = MemorySearch(plan_for(targets), targets, num_plans)
+    return PlanCheck(manager, search, plan_for, gather_most)

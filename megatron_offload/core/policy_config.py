@@ -1,7 +1,6 @@
 """The policy that a configuration asks for: one section, its keys by its kind.
 
 Invariant: a section holds only keys that its kind has; anything else fails when it is read.
-Read next: `megatron_offload.planning.make_policy`, which makes a policy of a section.
 """
 
 from __future__ import annotations
@@ -74,10 +73,9 @@ class SolvedConfig(StrictModel):
     gpus_per_rank: int = Field(default=1, ge=1)
     """GPUs of a node that do the same at the same time, such as a tensor-parallel group."""
 
-    correction_steps: int = Field(default=8, ge=0, le=100)
-    """Steps by which a run that plans by itself corrects how late memory is released and how far
-    ahead it comes back, where neither is given; both together stay what was planned. Each rank
-    looks at its own. 0: none."""
+    measured_plans: int = Field(default=4, ge=0, le=20)
+    """Plans that a run which plans by itself measures at most, by some steps each, until one keeps
+    its promise of memory or of time. 0 trusts the prediction."""
 
 
 class MemoryTargetConfig(SolvedConfig):
@@ -90,10 +88,6 @@ class MemoryTargetConfig(SolvedConfig):
         int | str | list[int | str] | tuple[int | str, ...],
     ]
     """Most device memory that a rank reserves: one size for all pipeline ranks, or a list."""
-
-    measured_plans: int = Field(default=4, ge=0, le=20)
-    """Plans that a run which plans by itself measures at most, by three steps each, until every
-    rank reserves no more than its target, nor far less. 0 trusts the prediction."""
 
     def targets(self, num_ranks: int) -> tuple[int, ...]:
         """Return the target of each pipeline rank."""
@@ -108,11 +102,6 @@ class AutoConfig(SolvedConfig):
 
     most_slowdown_percent: float = Field(default=0.5, ge=0.0, le=1000.0)
     """Of the step's time without offload."""
-
-    measured_steps: int = Field(default=3, ge=0, le=100)
-    """Steps with the plan, and as many without offload in turn with them, by which a run that plans
-    by itself sees whether the plan keeps to that; it plans again where not. 0 trusts the
-    prediction."""
 
 
 class PlanFileConfig(StrictModel):

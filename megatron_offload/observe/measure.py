@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_offload.backends.base import Backend
@@ -14,26 +15,18 @@ from megatron_offload.errors import StateError
 from megatron_offload.observe.live_bytes import meter_of
 
 
-class TimedStep:
-    """What `time_step` has found, once its block is left."""
+@dataclass
+class MeasuredStep:
+    """What a step took, once its block is left; None of what was not measured."""
 
-    def __init__(self) -> None:
-        self._step_us: float | None = None
-
-    @property
-    def step_us(self) -> float:
-        """From the block's begin to the end of the step.
-
-        Raises:
-            StateError: the block wasn't left yet, or by an exception.
-        """
-        if self._step_us is None:
-            raise StateError("there is no time: time_step's block has not come to its end")
-        return self._step_us
+    step_us: float | None = None
+    """From the block's begin to the end of the step."""
+    reserved_bytes: int | None = None
+    """The most."""
 
 
 @contextmanager
-def time_step(manager: PipelineOffloadManager, *, moves: bool = True) -> Iterator[TimedStep]:
+def time_step(manager: PipelineOffloadManager, *, moves: bool = True) -> Iterator[MeasuredStep]:
     """Time the first step that ends inside; meant for one step, its ``reset`` included.
 
     The host waits for the device when the block is left, and for nothing before.
@@ -48,7 +41,7 @@ def time_step(manager: PipelineOffloadManager, *, moves: bool = True) -> Iterato
     Raises:
         StateError: no step has ended inside.
     """
-    timed, backend = TimedStep(), manager.backend
+    timed, backend = MeasuredStep(), manager.backend
     end = _EndOfStep(backend)
     with ExitStack() as undo:
         undo.enter_context(manager.observed_by(end))
@@ -61,7 +54,7 @@ def time_step(manager: PipelineOffloadManager, *, moves: bool = True) -> Iterato
                 "no step with a backward has ended inside time_step: call the manager's reset, or "
                 "the front door's end_step, before the block ends"
             )
-        timed._step_us = backend.sync_elapsed_us(began, end.time)
+        timed.step_us = backend.sync_elapsed_us(began, end.time)
 
 
 class _EndOfStep(Observer):
@@ -79,24 +72,13 @@ def _now(backend: Backend) -> Any:
         return backend.timestamp(backend.compute_stream())
 
 
-class WeighedStep:
-    """What `weigh_step` has found, once its block is left.
-
-    Attributes:
-        reserved_bytes: the most; 0 before that.
-    """
-
-    def __init__(self) -> None:
-        self.reserved_bytes = 0
-
-
 def can_weigh(manager: PipelineOffloadManager) -> bool:
     """Whether the device tells what is reserved, or a meter that observes the manager."""
     return manager.backend.reserved_bytes() is not None or meter_of(manager) is not None
 
 
 @contextmanager
-def weigh_step(manager: PipelineOffloadManager, *, empties: bool = False) -> Iterator[WeighedStep]:
+def weigh_step(manager: PipelineOffloadManager) -> Iterator[MeasuredStep]:
     """Weigh the step that is taken inside, its ``reset`` included.
 
     A process keeps what it has reserved, so the end of a step tells the most of it; the begin tells
@@ -104,14 +86,11 @@ def weigh_step(manager: PipelineOffloadManager, *, empties: bool = False) -> Ite
 
     Args:
         manager: whose device it is, on which `can_weigh` is true.
-        empties: hand back first what is reserved and unused, such as another kind of step's.
 
     Yields:
         The weight, which is known when the block is left, unless by an exception.
     """
-    weighed, backend, meter = WeighedStep(), manager.backend, meter_of(manager)
-    if empties:
-        backend.trim_device()
+    weighed, backend, meter = MeasuredStep(), manager.backend, meter_of(manager)
     before_bytes = backend.reserved_bytes()
     if before_bytes is not None:
         yield weighed

@@ -29,15 +29,6 @@ _DEVIATIONS_OF_MEDIAN = 1.4826
 _Identity = tuple[GroupKey, str, int]
 
 
-class Distances(NamedTuple):
-    """Both in bytes of groups."""
-
-    max_inflight_bytes: int
-    """How late memory is released."""
-    prefetch_bytes: int
-    """How far ahead it comes back."""
-
-
 class MeasuredCost(NamedTuple):
     """What steps have shown a plan to cost, on the slowest rank."""
 
@@ -251,17 +242,6 @@ def keep_all(plan: OffloadPlan, reason: str) -> OffloadPlan:
         for rank in plan.ranks
     )
     return replace(plan, ranks=tuple(ranks), measured=None)
-
-
-def with_distances(plan: OffloadPlan, distances: Iterable[Distances]) -> OffloadPlan:
-    """Return the plan with one pair for each pipeline rank; one that moves nothing has none."""
-    ranks = (
-        replace(rank, max_inflight_bytes=inflight_bytes, prefetch_bytes=prefetch_bytes)
-        if rank.moved_bytes
-        else rank
-        for rank, (inflight_bytes, prefetch_bytes) in zip(plan.ranks, distances, strict=True)
-    )
-    return replace(plan, ranks=tuple(ranks))
 
 
 def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]:

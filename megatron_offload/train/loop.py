@@ -27,7 +27,7 @@ from megatron_offload.train.checkpoint_folder import CheckpointFolder
 from megatron_offload.train.config import RunConfig, TrainConfig
 from megatron_offload.train.data import EVALUATION, TRAINING, build_source, microbatches
 from megatron_offload.train.digest import digest
-from megatron_offload.train.offload import OffloadSession, PlannedRun, open_offload
+from megatron_offload.train.offload import OffloadSession, open_offload
 from megatron_offload.train.parallel import Parallel, open_model_parallel
 from megatron_offload.train.records import (
     RankStep,
@@ -198,14 +198,13 @@ class _Trainer:
 
     def _take_steps(self, report: RunReport, session: OffloadSession, log: TextIO | None) -> None:
         run, say = self._config.run, self._printer.say
-        planned = PlannedRun(self._config, self._parallel, session)
         for step in range(self._first, run.steps + 1):
-            record, number = self._train_step(step, session, planned)
+            record, number = self._train_step(step, session)
             report.steps.append(record)
             if log is not None:
                 log.write(record.to_json() + "\n")
             self._printer.step(record)
-            say(planned.look_back())
+            say(session.look_back())
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
                 say(f"evaluation after step {step}  loss {report.evaluations[step]:.6f}")
@@ -218,13 +217,11 @@ class _Trainer:
                 say(f"{signal.Signals(number).name}; stopping after step {step}")
                 report.stopped_by = number
                 return
-        if planned.is_open:
+        if session.is_planning:
             say("the run was over before its plan was settled; raise run.steps")
         report.parameters = tuple(self._parallel.gather(digest(self._parameters())))
 
-    def _train_step(
-        self, step: int, session: OffloadSession, planned: PlannedRun
-    ) -> tuple[StepRecord, int]:
+    def _train_step(self, step: int, session: OffloadSession) -> tuple[StepRecord, int]:
         """Take one step; return its record, and the signal that any rank has received, else 0."""
         config, run, rank = self._config, self._config.run, self._parallel.rank
         on_gpu = self._device.type == "cuda"
@@ -239,7 +236,7 @@ class _Trainer:
         self._optimizer.zero_grad()
         is_traced = step == config.traced_step
         profiling = self._profiling(session) if step == self._profiled_step() else _NOTHING
-        looking = _NOTHING if is_traced else planned.looking()
+        looking = _NOTHING if is_traced else session.looking()
         with session.trace(rank) if is_traced else _NOTHING as trace:
             with profiling as recorded, looking as timed:
                 with self._meter or _NOTHING:
@@ -283,7 +280,7 @@ class _Trainer:
             trace.write_chrome(run.output / f"trace_{rank}.json")
         if recorded is not None:
             save_profile(recorded.profile, run.output / f"profile_{rank}.json")
-            planned.take(recorded.profile)
+            session.plan(recorded.profile, self._parallel, config)
         sequences = config.sequences_per_step(self._parallel.dp_size)
         tokens = sequences * config.model.sequence_length
         record = merge(step, lr, tokens, [entry[0] for entry in everyone])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize
@@ -26,7 +27,7 @@ from megatron_offload.train.run_folder import plan_path
 
 if TYPE_CHECKING:
     from megatron_offload.autotune.plan_run import PlanCheck
-    from megatron_offload.observe.measure import TimedStep
+    from megatron_offload.observe.measure import MeasuredStep
     from megatron_offload.observe.recorder import RecordedStep
 
 _PLANNING = (AutoConfig, MemoryTargetConfig)
@@ -48,6 +49,9 @@ class OffloadSession:
         self._manager = manager
         self._policy = policy
         self._resets_itself = resets_itself
+        self._check: PlanCheck | None = None
+        self._plan_path: Path | None = None
+        self._is_looked_at = False
 
     def trace(self, rank: int) -> contextlib.AbstractContextManager[StepTrace | None]:
         """Trace the step that is taken inside, `end_step` included; None where nothing moves."""
@@ -70,9 +74,7 @@ class OffloadSession:
 
         return profile_step(self._manager, run=run, moves=moves)
 
-    def plan(
-        self, profile: StepProfile, parallel: Parallel, config: TrainConfig
-    ) -> PlanCheck | None:
+    def plan(self, profile: StepProfile, parallel: Parallel, config: TrainConfig) -> None:
         """Leave the bandwidths that count beside a profiled step, and plan if asked; collective.
 
         Whoever plans later needs the bandwidths too. Where the policy is one that needs none, they
@@ -82,14 +84,46 @@ class OffloadSession:
         from megatron_offload.autotune.agree import agree_on_bandwidths
         from megatron_offload.autotune.plan_run import check_plan
 
-        group, policy = parallel.host_group, self._policy
+        group, policy, output = parallel.host_group, self._policy, config.run.output
         plans_by = policy if isinstance(policy, _PLANNING) else AutoConfig(kind="auto")
         bandwidths = agree_on_bandwidths(self._manager, plans_by, group=group)
         if parallel.is_owner:
-            save_bandwidths(bandwidths, config.run.output / BANDWIDTHS_NAME)
-        if not config.plans:
-            return None
-        return check_plan(self._manager, profile, policy, bandwidths=bandwidths, group=group)
+            save_bandwidths(bandwidths, output / BANDWIDTHS_NAME)
+        if config.plans:
+            self._plan_path = plan_path(output) if parallel.is_owner else None
+            self._check = check_plan(
+                self._manager, profile, policy, bandwidths=bandwidths, group=group
+            )
+            self._save_plan()
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether more steps have to tell what becomes of the run's plan."""
+        return self._check is not None and not self._check.is_over
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[MeasuredStep | None]:
+        """Look at the step that is taken inside where it measures the plan; what it took."""
+        if self._check is None or self._check.is_over:
+            yield None
+            return
+        with self._check.step() as measured:
+            yield measured
+        self._is_looked_at = True
+
+    def look_back(self) -> str:
+        """Do what follows from a step that was looked at; return what there is to say of it."""
+        if self._check is None or not self._is_looked_at:
+            return ""
+        self._is_looked_at = False
+        text = self._check.note()
+        if text:
+            self._save_plan()
+        return text
+
+    def _save_plan(self) -> None:
+        if self._check is not None and self._plan_path is not None:
+            save_plan(self._check.plan, self._plan_path)
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""
@@ -103,53 +137,6 @@ class OffloadSession:
             "pinned_host_bytes": self._manager.host_pool.stats.slab_bytes_total,
             "groups": tuple(stats.by_name.values()),
         }
-
-
-class PlannedRun:
-    """A run's plan: nothing before it is made, and nothing in a run that makes none."""
-
-    def __init__(self, config: TrainConfig, parallel: Parallel, session: OffloadSession) -> None:
-        self._config = config
-        self._parallel = parallel
-        self._session = session
-        self._check: PlanCheck | None = None
-        self._is_looked_at = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether more steps have to tell what becomes of the plan."""
-        return self._check is not None and not self._check.is_over
-
-    def take(self, profile: StepProfile) -> None:
-        """Plan from this rank's profile as `OffloadSession.plan` does; collective."""
-        self._check = self._session.plan(profile, self._parallel, self._config)
-        self._save()
-
-    @contextlib.contextmanager
-    def looking(self) -> Iterator[TimedStep | None]:
-        """Look at the step that is taken inside; its time, where that is what is looked at."""
-        self._is_looked_at = False
-        if self._check is None or self._check.is_over:
-            yield None
-            return
-        with self._check.step() as timed:
-            yield timed
-        self._is_looked_at = True
-
-    def look_back(self) -> str:
-        """Do what follows from the step that is over; return what there is to say."""
-        if self._check is None or not self._is_looked_at:
-            return ""
-        self._is_looked_at = False
-        before = self._check.plan
-        text = self._check.note()
-        if self._check.plan != before:
-            self._save()
-        return text
-
-    def _save(self) -> None:
-        if self._check is not None and self._parallel.is_owner:
-            save_plan(self._check.plan, plan_path(self._config.run.output))
 
 
 @contextlib.contextmanager

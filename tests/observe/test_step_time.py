@@ -62,8 +62,7 @@ def test_an_error_leaves_the_manager_as_it_was_and_no_time():
     job = VirtualJob(SLOW).warmed_up()
     with pytest.raises(ZeroDivisionError), time_step(job.manager, moves=False) as timed:
         raise ZeroDivisionError
-    with pytest.raises(StateError, match="has not come to its end"):
-        _ = timed.step_us
+    assert timed.step_us is None
     job.step()
     assert job.moved_bytes[-1] > 0
     with time_step(job.manager) as timed:

@@ -18,7 +18,6 @@ from megatron_offload.planning.plan import (
     keep_all,
     plan_of,
     rank_plan,
-    with_distances,
 )
 from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
 from megatron_offload.planning.policy import RatioPolicy
@@ -90,14 +89,6 @@ def test_texts_differ_with_anything_and_signatures_with_the_run_alone():
         assert other.signature == PLAN.signature
     assert replace(PLAN, num_microbatches=9).signature != PLAN.signature
     assert plan_to_json(RatioPolicy(0.5).make_plan(PROFILES)) == plan_to_json(PLAN)
-
-
-def test_distances_are_those_of_ranks_that_move_something():
-    still = keep_all(PLAN, "no").ranks[1]
-    found = with_distances(replace(PLAN, ranks=(PLAN.ranks[0], still)), [(1, 2), (3, 4)])
-    assert (found.ranks[0].max_inflight_bytes, found.ranks[0].prefetch_bytes) == (1, 2)
-    assert found.ranks[0].choices == PLAN.ranks[0].choices
-    assert found.ranks[1] == still
 
 
 def with_group(profile, index, **changes):

@@ -65,14 +65,13 @@ def test_a_profiled_step_may_move_and_the_page_leaves_it_out(train, tmp_path):
 @pytest.mark.slow
 def test_a_run_that_ends_before_its_plan_is_measured_says_so(train, tmp_path, capsys):
     policy = ("offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")
-    policy += ("offload.policy.correction_steps=0",)
     train(tmp_path, *policy)
     steps = [record.ranks[0] for record in read_steps(tmp_path)[0]]
     assert [step.measured_step_us is None for step in steps] == [True] * 3 + [False] * 2
     assert (steps[3].offloaded_bytes, steps[4].offloaded_bytes > 0) == (0, True)
     assert "the run was over before its plan was settled" in capsys.readouterr().err
     assert load_plan(tmp_path / "plan.json").measured is None
-    train(tmp_path / "again", *policy, "offload.policy.measured_steps=0")
+    train(tmp_path / "again", *policy, "offload.policy.measured_plans=0")
     assert all(record.measured_step_us is None for record in read_steps(tmp_path / "again")[0])
     assert "was settled" not in capsys.readouterr().err
 
