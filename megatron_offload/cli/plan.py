@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,14 +22,12 @@ from megatron_offload.core.policy_config import (
     RatioConfig,
 )
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError, TargetError, did_you_mean, require
+from megatron_offload.errors import ConfigError, did_you_mean, require
 from megatron_offload.files.strict_model import Bytes, validate
-from megatron_offload.planning.auto import Prediction, with_prediction
-from megatron_offload.planning.make_policy import make_policy
-from megatron_offload.planning.memory_target import MemoryPlanner
+from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.simulate import simulate
+from megatron_offload.planning.simulate import Simulation, settings_of, simulate
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import plan_list, plan_table
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
@@ -48,7 +45,7 @@ writes   the plan to --output (RUN_FOLDER/plan.json unless given, in the place o
          'offload: {policy: {kind: plan_file, path: FILE}}' a run follows the plan
 
 policies: auto           the most memory that costs no more than --max-cost of the step's time
-          memory_target  as few bytes as it takes to bring every rank under --device-target
+          memory_target  the quickest that brings every rank under --device-target
           modules        Megatron's rules: --modules, and --fraction of each chunk's groups
           ratio          --ratio of each rank's bytes
 
@@ -75,12 +72,6 @@ _FLAGS = {
 """The policy that a flag belongs to, and its key there."""
 
 _NEEDED = {"memory_target": "device_target", "ratio": "ratio"}
-
-_SOLVED = ("auto", "memory_target")
-"""Policies that need the solver, and so does the curve."""
-
-_MOST_LOWERED = 4
-"""Plans for lower targets, at most, until one is predicted to keep those asked for."""
 
 
 def _without_sign(value: Any) -> Any:
@@ -109,7 +100,7 @@ class Given(SourceOptions):
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
     max_cost: Annotated[float, BeforeValidator(_without_sign), Field(ge=0, le=1000)] | None = None
-    """Percent that the step may take longer at most; 0.5 unless set."""
+    """Percent that the step may take longer at most; 1 unless set."""
 
     modules: tuple[str, ...] | None = None
     """Names or patterns of groups."""
@@ -132,12 +123,13 @@ class Given(SourceOptions):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plan, and what simulating it says."""
+    """A plan, and what simulating says of it."""
 
     source: Source
     plan: OffloadPlan
-    prediction: Prediction
-    without: Prediction
+    step: Simulation
+    """With the plan."""
+    without: Simulation
     """The same step without offload."""
     points: tuple[TradeOffPoint, ...]
     """Of the trade-off curve."""
@@ -148,7 +140,7 @@ def run(given: Given) -> int:
     output = given.output or (given.folder and given.folder / PLAN_NAME)
     check_place("--output", output)
     kind, keys = _policy_of(given)
-    require("simpy", *(("highspy",) if kind in _SOLVED or given.curve else ()))
+    require("simpy")
     with progress("planning") as say:
         source = load_source(given)
         recorded = source.recorded
@@ -166,7 +158,6 @@ def run(given: Given) -> int:
         out.print(f"plan: {output}")
         if curve is not None:
             out.print(f"curve: {curve}")
-    _check_targets(outcome, keys.get("target_bytes"))
     return 0
 
 
@@ -187,23 +178,14 @@ def make(
     Raises:
         ConfigError: as for `run`.
     """
-    counted = count(1)
-
-    def predict(plan: OffloadPlan) -> Prediction:
-        say(f"plan {next(counted)} is simulated")
-        return source.predict(plan)
-
-    plan = make_policy(config, predict).make_plan(source.profiles)
-    prediction = predict(plan)
-    if isinstance(config, MemoryTargetConfig):
-        plan, prediction = _lowered(source, config, plan, prediction, predict)
-    plan = replace(with_prediction(plan, prediction), bandwidths=source.machine)
-    without = source.seen(simulate(source.job))
-    points = list(_curve(source, without, num_targets, say)) if num_targets else []
+    say("candidates are simulated")
+    chooser = Chooser(source.profiles, source.job, source.default)
+    plan = replace(chooser.plan(config), bandwidths=source.machine)
+    step = simulate(source.job, settings_of(plan, source.default))
+    points = list(_curve(source, chooser, num_targets, say)) if num_targets else []
     if points:
-        label = f"the plan ({plan.policy})"
-        points.append(_point(label, prediction, without).model_copy(update={"is_plan": True}))
-    return Outcome(source, plan, prediction, without, tuple(points))
+        points.append(_point(f"the plan ({plan.policy})", step, chooser.without, is_plan=True))
+    return Outcome(source, plan, step, chooser.without, tuple(points))
 
 
 def write(outcome: Outcome, path: Path) -> Path | None:
@@ -227,21 +209,27 @@ def write(outcome: Outcome, path: Path) -> Path | None:
 
 def _show(outcome: Outcome, out: Console, *, lists_groups: bool) -> None:
     """Print ranks, groups and reasons, and what all of it rests on."""
-    plan, without, prediction = outcome.plan, outcome.without, outcome.prediction
+    plan, step, without = outcome.plan, outcome.step, outcome.without
     title = f"Plan of {outcome.source.title}, policy {plan.policy}: PREDICTED"
     peak = f"peak {outcome.source.memory}"
-    ranks = plain_table(title, ["rank", "moved", "kept", peak, "with the plan", "step time"])
-    step_time = f"{prediction.step_us / 1e3:.1f} ms"
-    peaks = zip(plan.ranks, without.peak_bytes, prediction.peak_bytes, strict=True)
-    for index, (rank, before, after) in enumerate(peaks):
-        sizes = (rank.moved_bytes, rank.saved_bytes - rank.moved_bytes, before, after)
-        ranks.add_row(str(index), *map(format_bytes, sizes), step_time)
+    ranks = plain_table(title, ["rank", "moved", "kept", peak, "with the plan", "host"])
+    for index, (rank, before, after) in enumerate(
+        zip(plan.ranks, without.ranks, step.ranks, strict=True)
+    ):
+        peaks = (before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes)
+        sizes = (rank.moved_bytes, rank.saved_bytes - rank.moved_bytes, *peaks)
+        ranks.add_row(str(index), *map(format_bytes, sizes))
     out.print(ranks)
-    change = 100 * (prediction.step_us / without.step_us - 1)
+    change = 100 * (step.step_us / without.step_us - 1)
     out.print(
         f"step time: {without.step_us / 1e3:.1f} ms without offload, "
-        f"{step_time} with the plan ({change:+.2f} %)"
+        f"{step.step_us / 1e3:.1f} ms with the plan ({change:+.2f} %)"
     )
+    out.print(outcome.source.host_memory(step))
+    if outcome.source.recorded is not None:
+        host_bytes = max(rank.peak_host_bytes for rank in step.ranks)
+        for setting in outcome.source.recorded.not_simulated(host_bytes):
+            out.print(f"not simulated of what the run was set to: {setting}")
     out.print(plan_list(plan) if lists_groups else plan_table(plan))
     out.print(f"bandwidths: {plan.bandwidths}")
     out.print(PREDICTED, style="yellow")
@@ -280,84 +268,34 @@ def policy_config(
     for pattern in keys.get("modules", ()):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"no group is called {pattern!r}{did_you_mean(pattern, names)}")
-    data = {"kind": kind, **keys}
-    if kind in _SOLVED:
-        budgets = source.around.offload
-        data |= {
-            "machine": source.around.machine,
-            "gpus_per_rank": source.job.gpus_per_rank,
-            "max_inflight_bytes": budgets.max_inflight_bytes,
-            "prefetch_bytes": budgets.prefetch_bytes,
-        }
-    return validate(_KINDS[kind], data, f"--policy {kind}")
-
-
-def _lowered(
-    source: Source,
-    config: MemoryTargetConfig,
-    plan: OffloadPlan,
-    prediction: Prediction,
-    predict: Callable[[OffloadPlan], Prediction],
-) -> tuple[OffloadPlan, Prediction]:
-    """Return a plan for lower targets where one for those asked for is predicted to miss them.
-
-    Planning knows memory at the boundaries of groups alone, simulating at every copy.
-    """
-    targets = config.targets(len(source.profiles))
-    for _ in range(_MOST_LOWERED):
-        above = source.above(prediction, config.targets(len(source.profiles)))
-        if not any(above):
-            break
-        targets = tuple(
-            target - more - more // 2 for target, more in zip(targets, above, strict=True)
-        )
-        lower = config.model_copy(update={"target_bytes": targets})
-        try:
-            plan = make_policy(lower).make_plan(source.profiles)
-        except ConfigError:  # so low it can't be: the last one has to do
-            break
-        prediction = predict(plan)
-    return plan, prediction
-
-
-def _check_targets(outcome: Outcome, target: int | Sequence[int] | None) -> None:
-    """See that a plan is predicted to keep its targets; else say where, and by how much."""
-    if target is None:
-        return
-    peaks = outcome.prediction.peak_bytes
-    targets = (target,) * len(peaks) if isinstance(target, int) else target
-    above = outcome.source.above(outcome.prediction, targets)
-    lines = [
-        f"rank {rank}: the plan is predicted to take {format_bytes(peak)}, {format_bytes(more)} "
-        f"above its target of {format_bytes(most)}; give it more, or move more"
-        for rank, (peak, most, more) in enumerate(zip(peaks, targets, above, strict=True))
-        if more
-    ]
-    if lines:
-        raise TargetError("\n".join(lines))
+    return validate(_KINDS[kind], {"kind": kind, **keys}, f"--policy {kind}")
 
 
 def _curve(
-    source: Source, without: Prediction, num_targets: int, say: Callable[[str], None]
+    source: Source, chooser: Chooser, num_targets: int, say: Callable[[str], None]
 ) -> Iterator[TradeOffPoint]:
     """Yield what other settings bring: none, the run's own, and targets from the lowest up."""
+    without = chooser.without
     yield _point("no offload", without, without)
     if source.recorded is not None:
-        seen = source.seen(simulate(source.job, source.as_run()))
-        yield _point("this run's own settings", seen, without)
-    planner = MemoryPlanner(source.profiles, source.around.resources(source.job.gpus_per_rank))
-    lowest, highest = planner.lowest_bytes, planner.highest_bytes
+        step = simulate(source.job, source.as_run())
+        yield _point("this run's own settings", step, without)
+    lowest, highest = chooser.lowest_bytes, chooser.highest_bytes
     for index in range(num_targets if lowest < highest else 0):  # else nothing can move
         say(f"target {index + 1} of {num_targets} for the trade-off curve")
         target = lowest + (highest - lowest) * index // num_targets
-        plan = planner.plan((target,) * len(planner.ranks), "memory_target")
-        yield _point(f"target {format_bytes(target)}", source.predict(plan), without)
+        plan = chooser.under((target,) * len(without.ranks))
+        step = simulate(source.job, settings_of(plan, source.default))
+        yield _point(f"target {format_bytes(target)}", step, without)
 
 
-def _point(label: str, seen: Prediction, without: Prediction) -> TradeOffPoint:
+def _point(
+    label: str, step: Simulation, without: Simulation, *, is_plan: bool = False
+) -> TradeOffPoint:
     return TradeOffPoint(
         label=label,
-        peak_bytes=max(seen.peak_bytes),
-        step_time_percent=100 * (seen.step_us / without.step_us - 1),
+        peak_bytes=max(rank.peak_reserved_bytes for rank in step.ranks),
+        step_time_percent=100 * (step.step_us / without.step_us - 1),
         is_predicted=True,
+        is_plan=is_plan,
     )

@@ -14,8 +14,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import require
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.planning.predict import settings_of
-from megatron_offload.planning.simulate import Simulation, simulate
+from megatron_offload.planning.simulate import Simulation, settings_of, simulate
 from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
 from megatron_offload.report.console import console, plain_table
 
@@ -87,10 +86,7 @@ def _settings(source: Source, plan_path: Path | None) -> Sequence[RankSettings]:
     plan = load_plan(plan_path)
     for profile in source.profiles:
         plan.check(profile)
-    budgets = source.around.offload
-    return [
-        one if not one.offloads else budgets.over(one) for one in settings_of(plan, source.default)
-    ]
+    return settings_of(plan, source.default)
 
 
 def _describe(source: Source, given: Given, step: Simulation) -> Iterator[str]:
@@ -124,7 +120,7 @@ def _show(source: Source, without: Simulation, offloaded: Simulation, out: Conso
         spent_us = (plain.end_us, rank.end_us, rank.compute_us, *stalls)
         times.add_row(str(index), *(f"{us / 1e3:.1f}" for us in spent_us))
         sizes = (
-            *(source.peak_bytes(plain), source.peak_bytes(rank), rank.peak_host_bytes),
+            *(plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes),
             *(rank.offloaded_bytes, rank.reloaded_bytes),
         )
         memory.add_row(str(index), *map(format_bytes, sizes), str(rank.num_late))

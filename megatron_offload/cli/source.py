@@ -26,7 +26,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
 from megatron_offload.machine.profile import MachineProfile
-from megatron_offload.planning.auto import Prediction
 from megatron_offload.planning.bandwidths import (
     BANDWIDTHS_NAME,
     DEFAULTS,
@@ -41,14 +40,13 @@ from megatron_offload.planning.description import (
     load_description,
 )
 from megatron_offload.planning.job import Job, RankSettings
-from megatron_offload.planning.make_policy import make_policy
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.planning.policy import ModulesPolicy
-from megatron_offload.planning.predict import job_of, predictor_of, profiles_of, settings_of
+from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
+from megatron_offload.planning.predict import job_of, profiles_of
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import SEGMENT_BYTES, RankResult, Simulation
+from megatron_offload.planning.simulate import Simulation, settings_of
 
 _PROFILE_NAME = re.compile(r"profile_(0|[1-9]\d{0,5})\.json")
 PLAN_NAME = "plan.json"
@@ -120,7 +118,7 @@ class Recorded:
         if policy is None or isinstance(policy, AutoConfig | MemoryTargetConfig):
             return None
         try:
-            return make_policy(policy).make_plan(profiles)
+            return plan_by_rule(policy, profiles)
         except ConfigError as error:
             raise ConfigError(
                 f"{self.path}: offload.policy: {error}; --plan FILE takes another"
@@ -152,8 +150,6 @@ class Source:
     """Which memory peaks are of, such as "reserved memory"."""
     machine: str
     """Where the bandwidths come from, in words."""
-    in_segments: bool
-    """Whether peaks are estimates of what the allocator takes, in its segments."""
     recorded: Recorded | None = None
     """What the run was set to; None for a job that was only described, or by another program."""
 
@@ -173,26 +169,13 @@ class Source:
             return [self.default] * self.job.schedule.num_ranks
         return self.recorded.settings(self.profiles, self.default)
 
-    def peak_bytes(self, rank: RankResult) -> int:
-        """Return a rank's peak of `memory`."""
-        return rank.peak_reserved_bytes if self.in_segments else rank.peak_device_bytes
-
-    def seen(self, step: Simulation) -> Prediction:
-        """Return the time and the peaks of a simulated step."""
-        return Prediction(step.step_us, tuple(map(self.peak_bytes, step.ranks)))
-
-    def predict(self, plan: OffloadPlan) -> Prediction:
-        """Return what a plan would bring, by simulating a step."""
-        return predictor_of(self.job, self.peak_bytes, self.default)(plan)
-
-    def above(self, prediction: Prediction, targets: Sequence[int]) -> list[int]:
-        """Return by how many bytes each rank is predicted to miss its target; 0 where it doesn't.
-
-        A segment of the allocator more is none that a plan could avoid.
-        """
-        slack = SEGMENT_BYTES - 1 if self.in_segments else 0
-        differences = zip(prediction.peak_bytes, targets, strict=True)
-        return [peak - most if peak > most + slack else 0 for peak, most in differences]
+    def host_memory(self, step: Simulation) -> str:
+        """Return what a step takes of the host, in words."""
+        peaks = [rank.peak_host_bytes * self.job.gpus_per_rank for rank in step.ranks]
+        size = self.job.machine.ranks_per_node
+        nodes = [sum(peaks[first : first + size]) for first in range(0, len(peaks), size)]
+        num_gpus = min(size, len(peaks)) * self.job.gpus_per_rank
+        return f"host memory: up to {format_bytes(max(nodes))} pinned on a node of {num_gpus} GPUs"
 
 
 class SourceOptions(OptionsWithKeys):
@@ -244,7 +227,6 @@ def _described(path: Path, given: SourceOptions) -> Source:
         around=described,
         memory="reserved memory",
         machine=str(given.machine or f"{path}, what it leaves out as measured with four H200s"),
-        in_segments=True,
     )
 
 
@@ -289,7 +271,6 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
         around=around,
         memory="saved activations" if is_simulated else "reserved memory",
         machine=origin,
-        in_segments=False,
         recorded=recorded,
     )
 

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_offload.core.machine import Machine, MachineConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.live import Footprint, LiveGroup
 from megatron_offload.planning.plan import OffloadPlan, check_profiles, plan_of, rank_plan
+from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.planning.replay import replay
-from megatron_offload.planning.simulate import Simulation, reserved_bytes, simulate
+from megatron_offload.planning.simulate import Simulation, reserved_bytes, settings_of, simulate
 
 _NUM_ROOMS = 10
 _NUM_VARIED = 3
@@ -178,6 +180,19 @@ class Chooser:
         )
         return self._plan("auto", best, [reason] * len(self._ranks))
 
+    def plan(self, config: PolicyConfig) -> OffloadPlan:
+        """Return the plan that a section of a configuration asks for, with what it would bring."""
+        if isinstance(config, AutoConfig):
+            return self.within(config.most_slowdown_percent)
+        if isinstance(config, MemoryTargetConfig):
+            return self.under(config.targets(len(self._ranks)))
+        plan = plan_by_rule(config, self._profiles)
+        if plan.pp_size != len(self._ranks):
+            raise ConfigError(
+                f"the plan is for {plan.pp_size} pipeline ranks, the job has {len(self._ranks)}"
+            )
+        return _predicted(plan, self._simulate(tuple(settings_of(plan, self._limits))))
+
     # The search
 
     def _quickest(self, targets: Sequence[int]) -> _Settings:
@@ -275,8 +290,8 @@ class Chooser:
             machine.node_gbps / 2 / num_gpus,
         )
         plans = []
-        ranks = zip(self._profiles, self._ranks, chosen, step.ranks, reasons, strict=True)
-        for profile, rank, settings, result, reason in ranks:
+        ranks = zip(self._profiles, self._ranks, chosen, reasons, strict=True)
+        for profile, rank, settings, reason in ranks:
             kept = {group.key: "has no backward" for group in profile.groups if group.num_bytes}
             moved: dict[GroupKey, str] = {}
             for group in rank.groups:
@@ -298,11 +313,18 @@ class Chooser:
                     moved,
                     max_inflight_bytes=settings.max_inflight_bytes if moved else None,
                     prefetch_bytes=settings.prefetch_bytes if moved else None,
-                    predicted_peak_bytes=result.peak_reserved_bytes,
-                    predicted_step_us=step.step_us,
                 )
             )
-        return plan_of(kind, self._profiles, plans)
+        return _predicted(plan_of(kind, self._profiles, plans), step)
+
+
+def _predicted(plan: OffloadPlan, step: Simulation) -> OffloadPlan:
+    """Return a plan with what its step would be written in."""
+    ranks = (
+        replace(rank, predicted_peak_bytes=one.peak_reserved_bytes, predicted_step_us=step.step_us)
+        for rank, one in zip(plan.ranks, step.ranks, strict=True)
+    )
+    return replace(plan, ranks=tuple(ranks))
 
 
 class _Rank(Footprint):

@@ -1,7 +1,7 @@
-"""Which groups stay on the device: the policies that need no solver.
+"""Which groups stay on the device, by rules that need no search.
 
-Those are Megatron's rules for its numbers (module list, fraction, bytes per pipeline rank), a share
-of the bytes, and a plan from a file.
+Those are Megatron's for its numbers (module list, fraction, bytes per pipeline rank), and a share
+of the bytes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import ClassVar
 
+from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.residents import choose_residents
 from megatron_offload.errors import ConfigError
@@ -122,17 +122,20 @@ class RatioPolicy:
         return rank_plan(profile, kept, f"among the first {self.ratio:g} of all bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class PlanFilePolicy:
-    """A plan that was made before."""
+def plan_by_rule(
+    config: ModulesConfig | RatioConfig | PlanFileConfig, profiles: Collection[StepProfile]
+) -> OffloadPlan:
+    """Return the plan that a section asks for which needs no search: a rule's, or a file's.
 
-    kind: ClassVar[str] = "plan_file"
-
-    path: str | Path
-
-    def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan in the file, checked against the profiles; one rank's will do."""
-        plan = load_plan(self.path)
+    Raises:
+        ConfigError: the file can't be read or is of another run, or profiles are missing.
+    """
+    if isinstance(config, PlanFileConfig):
+        plan = load_plan(config.path)
         for profile in profiles:
             plan.check(profile)
         return plan
+    if isinstance(config, RatioConfig):
+        return RatioPolicy(config.ratio).make_plan(profiles)
+    numbers = config.model_dump(exclude={"kind"})
+    return ModulesPolicy(**numbers).make_plan(profiles)

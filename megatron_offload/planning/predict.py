@@ -11,39 +11,19 @@ from megatron_offload.core.profile import GroupKey, GroupTimes, MemorySample, Ru
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.auto import Prediction, Predictor
 from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings
+from megatron_offload.planning.job import GroupWork, Job, RankSettings
 from megatron_offload.planning.pending import PendingMessages
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profiled_job import job_from_profiles
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
-from megatron_offload.planning.simulate import RankResult, simulate
+from megatron_offload.planning.simulate import RankResult, settings_of, simulate
 
 _DEFAULT = RankSettings()
 
 _SLOW_LINK_SHARE = 0.8
 """Of the bandwidth of copies, what a plan has to do with. One that was to cost four H200s 0.5 % at
 most, with all of it, cost them 3.6 % (docs/planning.md)."""
-
-
-def settings_of(plan: OffloadPlan, default: RankSettings = _DEFAULT) -> list[RankSettings]:
-    """Return what each rank of a plan does; the limits that ``default`` sets go over the plan's."""
-    return [
-        replace(
-            default,
-            kept=frozenset(rank.kept),
-            residents=frozenset(),
-            max_inflight_bytes=_first(default.max_inflight_bytes, rank.max_inflight_bytes),
-            prefetch_bytes=_first(default.prefetch_bytes, rank.prefetch_bytes),
-        )
-        if rank.moved_bytes
-        else NO_OFFLOAD
-        for rank in plan.ranks
-    ]
-
-
-def _first(users: int | None, planned: int | None) -> int | None:
-    return planned if users is None else users
 
 
 def predictor_of(

@@ -6,7 +6,7 @@ Same input, same result to the last bit; the work is linear in passes times grou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import (
@@ -19,6 +19,7 @@ from megatron_offload.core.trace import (
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
+from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.program import RankProgram
 from megatron_offload.planning.replay import replay
 from megatron_offload.planning.streams import RELEASE, RELOAD, RankStreams, run_streams
@@ -98,6 +99,21 @@ def simulate(
         ranks=tuple(_result(job, one) for one in ranks),
         num_events=num_events,
     )
+
+
+_DEFAULT = RankSettings()
+
+
+def settings_of(plan: OffloadPlan, default: RankSettings = _DEFAULT) -> list[RankSettings]:
+    """Return what each rank of a plan does; the limits that ``default`` sets go over the plan's."""
+    names = ("max_inflight_bytes", "prefetch_bytes")
+    free = [name for name in names if getattr(default, name) is None]
+    return [
+        replace(default, kept=frozenset(rank.kept), **{name: getattr(rank, name) for name in free})
+        if rank.moved_bytes
+        else NO_OFFLOAD
+        for rank in plan.ranks
+    ]
 
 
 def reserved_bytes(job: Job, program: RankProgram) -> int:

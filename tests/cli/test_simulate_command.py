@@ -16,7 +16,7 @@ from megatron_offload.planning.description import load_description
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
-from megatron_offload.planning.simulate import simulate
+from megatron_offload.planning.simulate import settings_of, simulate
 
 pytest.importorskip("simpy")
 
@@ -143,7 +143,7 @@ def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
     assert expected != simulate(source.job, RankSettings())
     memory = rows(printed)[2:]
     for row, rank in zip(memory, expected.ranks, strict=True):
-        assert row[2] == format_bytes(source.peak_bytes(rank))
+        assert row[2] == format_bytes(rank.peak_reserved_bytes)
         assert row[4] == format_bytes(rank.offloaded_bytes)
     assert (
         f"as the run did, by {folder / 'config.yaml'}: fraction 0.5, max_inflight_bytes" in printed
@@ -154,9 +154,8 @@ def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
     assert "prefetch_bytes 16.0 MiB" in printed
     assert "; offload.max_inflight_bytes=64MiB" in printed
     wide = [replace(one, max_inflight_bytes=64 * 2**20) for one in settings]
-    assert rows(printed)[2][2] == format_bytes(
-        source.peak_bytes(simulate(source.job, wide).ranks[0])
-    )
+    expected = simulate(source.job, wide).ranks[0].peak_reserved_bytes
+    assert rows(printed)[2][2] == format_bytes(expected)
 
 
 @pytest.mark.parametrize("kind", ["plan_file", "auto", "ratio"])
@@ -183,7 +182,7 @@ def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
     settings = [RankSettings(frozenset(rank.kept), **limits) for rank in plan.ranks]
     expected = simulate(source.job, settings)
     assert [row[2] for row in rows(printed)[2:]] == [
-        format_bytes(source.peak_bytes(rank)) for rank in expected.ranks
+        format_bytes(rank.peak_reserved_bytes) for rank in expected.ranks
     ]
     said = {"plan_file": "the plan /", "auto": "its own plan /", "ratio": "policy ratio, max"}
     assert f"config.yaml: {said[kind]}" in printed
@@ -208,9 +207,10 @@ def test_a_plan_for_a_run_has_the_run_s_budgets_where_it_sets_none(tmp_path, cap
     assert f"with offload: the plan {tmp_path / 'plan.json'}\n" in printed
     settings = RankSettings(max_inflight_bytes=8 * 2**20, prefetch_bytes=16 * 2**20)
     source = load_run(folder)
-    expected = source.peak_bytes(simulate(source.job, settings).ranks[0])
+    expected = simulate(source.job, settings).ranks[0].peak_reserved_bytes
     assert rows(printed)[2][2] == format_bytes(expected)
-    assert source.predict(plan).peak_bytes[0] == expected
+    step = simulate(source.job, settings_of(plan, source.default))
+    assert step.ranks[0].peak_reserved_bytes == expected
 
 
 @pytest.mark.parametrize(

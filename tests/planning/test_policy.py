@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from problems import profiles
 
+from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.policy import ModulesPolicy, PlanFilePolicy, RatioPolicy
+from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy, plan_by_rule
 
 
 def make_profile(chunks=2, groups=4, num_bytes=100):
@@ -94,7 +95,18 @@ def test_a_plan_from_a_file_is_that_plan_for_its_run_alone(tmp_path):
     runs = profiles(ranks=2)
     plan = RatioPolicy(0.5).make_plan(runs)
     save_plan(plan, tmp_path / "plan.json")
-    assert PlanFilePolicy(tmp_path / "plan.json").make_plan(runs) == plan
-    assert PlanFilePolicy(tmp_path / "plan.json").make_plan(runs[1:]) == plan
+    config = PlanFileConfig(kind="plan_file", path=str(tmp_path / "plan.json"))
+    assert plan_by_rule(config, runs) == plan
+    assert plan_by_rule(config, runs[1:]) == plan
     with pytest.raises(ConfigError, match="another run: it is for 4 microbatches"):
-        PlanFilePolicy(tmp_path / "plan.json").make_plan(profiles(ranks=2, microbatches=8))
+        plan_by_rule(config, profiles(ranks=2, microbatches=8))
+
+
+def test_a_section_becomes_its_rule():
+    runs = profiles(ranks=2)
+    numbers = {"fraction": 0.5, "resident_bytes": 512 << 20, "delta_bytes_across_pp_ranks": 2000}
+    config = ModulesConfig(modules=("core_attn", "mlp_*"), **numbers)
+    policy = ModulesPolicy(modules=("core_attn", "mlp_*"), **numbers)
+    assert plan_by_rule(config, runs) == policy.make_plan(runs)
+    share = plan_by_rule(RatioConfig(kind="ratio", ratio=0.3), runs)
+    assert share == RatioPolicy(0.3).make_plan(runs)
