@@ -23,8 +23,8 @@ from megatron_offload.files.strict_model import (
     StrictModel,
     default,
 )
-from megatron_offload.files.strict_yaml import MAX_YAML_BYTES, parse_yaml
-from megatron_offload.files.text import MAX_DEPTH, read_text
+from megatron_offload.files.strict_yaml import MAX_DEPTH, MAX_YAML_BYTES, parse_yaml
+from megatron_offload.files.text import read_text
 
 MEGATRON_MODULES: tuple[str, ...] = (
     "attn_norm",

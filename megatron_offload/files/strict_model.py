@@ -12,41 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    ValidationError,
-)
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.text import MAX_TEXT_BYTES, read_json
 
-_MAX_SIZE_LENGTH = 64
-
 
 def _plain_size(value: Any) -> Any:
-    """Say what is wrong in plain words: `ByteSize` alone would call ``-1`` an unreadable size."""
-    if isinstance(value, bool):
-        raise ValueError("a size is a number of bytes or a text such as '64MiB', not true or false")
-    if isinstance(value, str) and len(value) > _MAX_SIZE_LENGTH:
-        raise ValueError(f"a size has at most {_MAX_SIZE_LENGTH} characters")
-    if isinstance(value, (int, float)) and value < 0:
-        raise ValueError(f"a size can't be negative, got {value}")
-    if isinstance(value, str) and value.strip().startswith("-"):
-        raise ValueError(f"a size can't be negative, got {value!r}")
+    """Refuse what `ByteSize` takes for a number and shouldn't, or calls unreadable."""
+    text = str(value)
+    if isinstance(value, bool) or len(text) > 64 or text.strip().startswith("-"):
+        raise ValueError("a size is 0 or more bytes, as a number or a text such as '64MiB'")
     return value
 
 
-def _not_absurd(value: ByteSize) -> ByteSize:
-    if value >= 2**63:
-        raise ValueError("a size is less than 2^63 bytes")
-    return value
-
-
-Bytes = Annotated[ByteSize, BeforeValidator(_plain_size), AfterValidator(_not_absurd)]
+Bytes = Annotated[ByteSize, BeforeValidator(_plain_size), Field(lt=2**63)]
 """A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
 
 if TYPE_CHECKING:
@@ -125,11 +105,7 @@ def validate(model: type[Model], data: Any, source: str) -> Model:
 
 
 def read_model(model: type[Model], path: Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Model:
-    """Build ``model`` from a JSON file of at most ``limit_bytes``.
-
-    Raises:
-        ConfigError: it can't be read, or as for `validate`.
-    """
+    """Build ``model`` from a JSON file; ConfigError as for `read_json` and `validate`."""
     return validate(model, read_json(path, limit_bytes=limit_bytes), str(path))
 
 

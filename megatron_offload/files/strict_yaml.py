@@ -13,13 +13,15 @@ from typing import Any
 import yaml
 
 from megatron_offload.errors import ConfigError, shorten
-from megatron_offload.files.text import MAX_DEPTH
 
 MAX_YAML_BYTES = 256 * 1024
 """Longer texts are no configuration of a person, and take long to read."""
 
 MAX_NODES = 10_000
 """Keys, values, lists and mappings in one text, at most."""
+
+MAX_DEPTH = 32
+"""Lists and mappings within one another, at most."""
 
 _MAX_NUMBER_LENGTH = 64
 

@@ -6,8 +6,6 @@ fails or is killed leaves the file that was there.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import stat
 import tempfile
@@ -15,13 +13,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.errors import ConfigError, shorten
+from pydantic_core import from_json
+
+from megatron_offload.errors import ConfigError
 
 MAX_TEXT_BYTES = 16 * 1024**2
 """Larger files are no configuration of a person."""
-
-MAX_DEPTH = 32
-"""Lists and mappings within one another, at most."""
 
 
 def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -63,18 +60,12 @@ def open_regular(path: str | Path, *, follow_link: bool = True) -> BufferedReade
 
 
 def read_json(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Any:
-    """Return what a JSON file holds, as `parse_json` reads it.
-
-    Raises:
-        ConfigError: as for `read_text` and `parse_json`.
-    """
+    """Return what a JSON file holds; ConfigError as for `read_text` and `parse_json`."""
     return parse_json(read_text(path, limit_bytes=limit_bytes), str(path))
 
 
 def parse_json(text: str, source: str, *, allow_nan: bool = False) -> Any:
     """Return what a JSON text holds, in time that grows with its length alone.
-
-    A key given twice and a number that no float holds are refused.
 
     Args:
         text: the JSON.
@@ -82,20 +73,12 @@ def parse_json(text: str, source: str, *, allow_nan: bool = False) -> Any:
         allow_nan: take ``NaN`` and ``Infinity`` too, as Python itself writes them.
 
     Raises:
-        ConfigError: it isn't JSON, or nested deeper than `MAX_DEPTH`.
+        ConfigError: it isn't JSON, or nested very deep.
     """
-    constant = float if allow_nan else _no_constant
     try:
-        data = json.loads(
-            text, object_pairs_hook=_mapping, parse_constant=constant, parse_float=_finite
-        )
-    except RecursionError as error:
-        raise ConfigError(f"{source} is nested too deep") from error
+        return from_json(text, allow_inf_nan=allow_nan)
     except ValueError as error:
         raise ConfigError(f"{source} is not plain JSON: {error}") from error
-    if isinstance(data, (dict, list)) and _is_deeper(data, MAX_DEPTH):
-        raise ConfigError(f"{source} is nested deeper than {MAX_DEPTH} levels")
-    return data
 
 
 def replace_text(path: str | Path, text: str) -> None:
@@ -129,31 +112,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise ValueError(f"key {shorten(key)!r} is given twice")
-        mapping[key] = value
-    return mapping
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{shorten(text)} is more than a number can be")
-    return number
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
-
-
-def _is_deeper(data: dict[str, Any] | list[Any], depth: int) -> bool:
-    """Whether lists and mappings lie deeper within one another."""
-    inner = data.values() if isinstance(data, dict) else data
-    return depth == 0 or any(
-        _is_deeper(one, depth - 1) for one in inner if isinstance(one, (dict, list))
-    )

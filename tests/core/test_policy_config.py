@@ -40,7 +40,7 @@ def test_one_target_is_every_rank_s(target, targets):
         ("policy: {kind: auto, machine: {node_gbps: 0}}", "greater than 0"),
         ("policy: {kind: auto, machine: defalt}", "policy.auto.machine': give 'default', or a"),
         ("policy: {kind: auto, machine: 3}", "policy.auto.machine"),
-        ("policy: {kind: memory_target, target_bytes: -1}", "can't be negative"),
+        ("policy: {kind: memory_target, target_bytes: -1}", "0 or more bytes"),
         ("policy: {kind: memory_target, target_bytes: [1GiB, lots]}", "target_bytes"),
         ("policy: {kind: memory_target, target_bytes: []}", "target_bytes"),
         ("policy: {kind: plan_file, path: ''}", "path"),

@@ -168,7 +168,7 @@ SPAN = {
 def test_a_foreign_file_is_refused(tmp_path, data):
     path = tmp_path / "foreign.json"
     path.write_text(json.dumps(data).replace('"1e999"', "1e999"))  # infinite, and no text
-    with pytest.raises(ValueError, match=r"not a trace|1e999 is more than a number"):
+    with pytest.raises(ValueError, match="not a trace"):
         read_traces(path)
 
 

@@ -9,25 +9,18 @@ import pytest
 from megatron_offload.files.kernel import read_field, read_int, read_kernel_text, read_members
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * (5 << 20)])
-def test_what_is_no_text_or_too_long_is_empty(tmp_path, content):
-    file = tmp_path / "file"
-    file.write_bytes(content)
-    assert read_kernel_text(file) == ""
-    assert read_int(file) is None
-    assert read_field(file, "x") is None
-
-
-def test_what_is_no_file_is_empty(tmp_path):
+def test_what_is_no_text_is_empty(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert read_kernel_text(tmp_path) == ""
-    assert read_kernel_text(tmp_path / "absent") == ""
-    assert read_kernel_text(tmp_path / "pipe") == ""
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for path in (tmp_path, *(tmp_path / name for name in ("absent", "pipe", "bytes"))):
+        assert read_kernel_text(path) == ""
+        assert read_int(path) is None
+        assert read_field(path, "x") is None
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("7\n", 7), ("0", 0), *((text, None) for text in ("-1", "max", "", "²", "1 2", "9" * 21))],
+    [("7\n", 7), ("0", 0), *((text, None) for text in ("-1", "max", "", "²", "1 2"))],
 )
 def test_a_number_is_plain_or_unknown(tmp_path, text, number):
     (tmp_path / "file").write_text(text)
@@ -45,7 +38,7 @@ def test_a_field_is_found_by_its_whole_name(tmp_path):
     [
         ("0-3,8\n", {0, 1, 2, 3, 8}),
         ("5", {5}),
-        *((text, set()) for text in ("", "a", "1-", "-1", "1,,2", "0-99999999", "0," * 9999)),
+        *((text, set()) for text in ("", "a", "1-", "-1", "1,,2")),
     ],
 )
 def test_a_list_is_read_whole_or_has_no_members(text, members):

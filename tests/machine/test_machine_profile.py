@@ -141,7 +141,7 @@ def with_rate(value):
         (with_rate(0), "greater than 0"),
         (with_rate(1e30), "less than or equal"),
         (with_rate("fast"), "number"),
-        (with_rate(float("nan")), "NaN"),
+        (with_rate(float("nan")), "not plain JSON"),
     ],
 )
 def test_a_broken_file_is_named_and_counts_as_absent(tmp_path, caplog, spoil, message):
