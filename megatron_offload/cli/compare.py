@@ -13,10 +13,15 @@ from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
 from megatron_offload.report.tables import compare_table, group_table, memory_table, rank_table
-from megatron_offload.train.comparison import FOLDERS, Comparison, compare_reports, write_comparison
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch
-from megatron_offload.train.records import RunReport
+from megatron_offload.train.records import (
+    FOLDERS,
+    Comparison,
+    RunReport,
+    compare_reports,
+    write_comparison,
+)
 from megatron_offload.train.run_folder import plan_path, write_config
 
 ABOUT = """\

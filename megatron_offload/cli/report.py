@@ -27,9 +27,8 @@ from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.report.console import console
 from megatron_offload.report.report import NEEDED, MemoryKind, Pair, Report, render_report
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, read_tradeoff
-from megatron_offload.train.comparison import FOLDERS, read_comparison
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import RunReport, read_steps
+from megatron_offload.train.records import FOLDERS, RunReport, read_comparison, read_steps
 from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, plan_path, read_facts
 
 ABOUT = """\

@@ -25,7 +25,6 @@ from megatron_offload.train.checkpoint_folder import (
     FORMAT,
     CheckpointFolder,
     Manifest,
-    check_files,
     digest_of_file,
     read_checkpoint,
 )
@@ -85,21 +84,13 @@ class Checkpoints:
 
         One that is damaged or of another run is a `ConfigError`; the model may be half loaded then.
         """
-        parallel = self.parallel
-        path = parallel.agreed(self.folder.latest)
-        paths = parallel.gather(path)
-        if len(set(paths)) > 1:
-            raise ConfigError(
-                f"ranks see different checkpoints in {self.folder.path}: {paths}; run.output must "
-                f"be a folder that all machines share"
-            )
+        agreed = self.parallel.agreed
+        path = self.parallel.gather(agreed(self.folder.latest))[0]  # others must see it too
         if path is None:
             return None
-        manifest = parallel.agreed(lambda: self._examined(path))
-        place, places = parallel.rank, parallel.world_size
-        parallel.agreed(lambda: check_files(path, manifest, part=place, parts=places))
+        manifest = agreed(lambda: self._examined(path))
         _make_optimizer_states(self.optimizer)
-        parallel.agreed(lambda: self._read(path, manifest))
+        agreed(lambda: self._read(path, manifest))
         return path, manifest
 
     def _examined(self, path: Path) -> Manifest:
@@ -137,7 +128,7 @@ class Checkpoints:
         """
         parts = {f"rank_{self.parallel.rank}": random_states(self.device)}
         if self.parallel.dp_rank == 0:
-            parts[f"stage_{self.parallel.pp_rank}"] = self._state()
+            parts[f"stage_{self.parallel.pp_rank}"] = _stage_tensors(self.optimizer, self.chunks)
         return {
             path.name: digest_of_file(path)
             for name, tensors in parts.items()
@@ -147,24 +138,28 @@ class Checkpoints:
     def _read(self, folder: Path, manifest: Manifest) -> None:
         """Put the tensors of this rank's files back where `_write` found them."""
         states = random_states(self.device)
-        state = self._state()
+        state = _stage_tensors(self.optimizer, self.chunks)
         parts = {f"rank_{self.parallel.rank}_": states, f"stage_{self.parallel.pp_rank}_": state}
         for prefix, targets in parts.items():
-            names = sorted(name for name in manifest.files if name.startswith(prefix))
-            _read_tensors(folder, names, targets)
+            files = {k: v for k, v in manifest.files.items() if k.startswith(prefix)}
+            _read_tensors(folder, files, targets)
         for group, name in _groups_with_step(self.optimizer):
             if not isinstance(group["step"], torch.Tensor):
                 group["step"] = int(state[name].item())
         restore_random_states(states, self.device)
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of this rank's stage by name, the live ones where there are such."""
-        return _model_tensors(self.chunks) | _optimizer_tensors(self.optimizer, self.chunks)
-
 
 def _write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Path]:
     """Write tensors into as many files as it takes; yield each once it is on disk."""
-    for index, names in enumerate(_shared_out(tensors)):
+    shares: list[list[str]] = [[]]
+    num_bytes = 0
+    for key, tensor in tensors.items():
+        if num_bytes and num_bytes + tensor.nbytes > _FILE_BYTES:
+            shares.append([])
+            num_bytes = 0
+        shares[-1].append(key)
+        num_bytes += tensor.nbytes
+    for index, names in enumerate(shares):
         path = folder / f"{name}_{index}.safetensors"
         copies = {key: tensors[key].to("cpu", copy=True).contiguous() for key in names}
         try:
@@ -176,22 +171,18 @@ def _write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor])
         yield path
 
 
-def _shared_out(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    names: list[str] = []
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        if names and num_bytes + tensor.nbytes > _FILE_BYTES:
-            yield names
-            names, num_bytes = [], 0
-        names.append(name)
-        num_bytes += tensor.nbytes
-    yield names
-
-
-def _read_tensors(folder: Path, names: Sequence[str], targets: Mapping[str, torch.Tensor]) -> None:
-    """Fill ``targets`` from files that must hold them all, and nothing else."""
+def _read_tensors(
+    folder: Path, files: Mapping[str, str], targets: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill ``targets`` from files of these digests, which must hold them all, and nothing else."""
     missing = dict(targets)
-    for path in (folder / name for name in names):
+    for name, digest in files.items():
+        path = folder / name
+        if digest_of_file(path) != digest:
+            raise ConfigError(
+                f"{path} is damaged, or the file of another checkpoint: its digest is not the one "
+                f"that was written down; remove {folder} to go on from the checkpoint before"
+            )
         try:
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 - this is no mapping
@@ -211,22 +202,18 @@ def _read_tensors(folder: Path, names: Sequence[str], targets: Mapping[str, torc
         raise ConfigError(f"{folder} holds no {next(iter(missing))!r}")
 
 
-def _model_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    return {
-        f"chunk{index}.{name}": tensor.detach()
-        for index, chunk in enumerate(chunks)
-        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
-    }
+def _stage_tensors(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return a stage's tensors by name, the live ones where there are such.
 
-
-def _optimizer_tensors(
-    optimizer: Any, chunks: Sequence[torch.nn.Module]
-) -> dict[str, torch.Tensor]:
-    """Return the optimizer's tensors under the names of the parameters that they belong to."""
+    Those of the optimizer have the names of the parameters that they belong to.
+    """
     names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     for index, chunk in enumerate(chunks):
+        for name, buffer in chunk.named_buffers():
+            tensors[f"chunk{index}.{name}"] = buffer
         for name, parameter in chunk.named_parameters():
+            tensors[f"chunk{index}.{name}"] = parameter.detach()
             names[id(parameter)] = f"optimizer.chunk{index}.{name}"
             # Half-precision parameters have a float32 one beside them.
             main = getattr(parameter, "main_param", None)

@@ -165,16 +165,6 @@ def digest_of_file(path: Path) -> str:
             raise ConfigError(f"can't read {path}: {error.strerror}") from error
 
 
-def check_files(path: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
-    """Check that one of ``parts`` shares of a checkpoint's files are those that it describes."""
-    for name in sorted(manifest.files)[part::parts]:
-        if digest_of_file(path / name) != manifest.files[name]:
-            raise ConfigError(
-                f"{path / name} is damaged, or the file of another checkpoint: its digest is not "
-                f"that in {_MANIFEST}; remove {path} to go on from the checkpoint before"
-            )
-
-
 _OF_THE_NUMBERS = frozenset({"run.deterministic", "run.seed", "run.threads"})
 """What of the section ``run`` decides what a step computes."""
 

@@ -1,7 +1,7 @@
 """What a training run is told: model, parallelism, data, optimizer, schedule, run, offload.
 
 Invariant: a `TrainConfig` that passed `check_ranks` can be started on that many ranks. Every check
-that needs no device is made here, before a process is started.
+that needs neither a device nor the contents of data is made here, before a process is started.
 """
 
 from __future__ import annotations
@@ -72,16 +72,13 @@ class ModelConfig(StrictModel):
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse head counts that don't divide, and unknown modules."""
-        if self.hidden % self.heads:
-            raise ConfigError(
-                f"model.heads {self.heads} does not divide model.hidden {self.hidden}; "
-                f"choose heads out of {_divisors(self.hidden)}"
-            )
-        if self.query_groups is not None and self.heads % self.query_groups:
-            raise ConfigError(
-                f"model.query_groups {self.query_groups} does not divide model.heads "
-                f"{self.heads}; choose one of {_divisors(self.heads)}"
-            )
+        for key, of in (("heads", "hidden"), ("query_groups", "heads")):
+            part, whole = getattr(self, key), getattr(self, of)
+            if part is not None and whole % part:
+                raise ConfigError(
+                    f"model.{key} {part} does not divide model.{of} {whole}; choose one of "
+                    + ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+                )
         if self.position_embedding == "rope" and self.hidden // self.heads % 2:
             raise ConfigError(
                 f"model.position_embedding rope needs an even width for each head, got "
@@ -305,7 +302,14 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
         ConfigError: the first thing that does not fit, with what would.
     """
     _check_pipeline(config, world_size)
-    _check_data(config)
+    indexed = config.data.indexed
+    pair = [indexed.with_name(indexed.name + end) for end in (".bin", ".idx")] if indexed else ()
+    for path in (*config.data.text, *pair):
+        if not path.is_file() or not os.access(path, os.R_OK):
+            key = "indexed" if indexed else "text"
+            raise ConfigError(
+                f"data.{key}: there is no file {path} that can be read; give another path"
+            )
     _check_offload(config)
 
 
@@ -340,23 +344,6 @@ def _check_pipeline(config: TrainConfig, world_size: int) -> None:
         )
 
 
-def _check_data(config: TrainConfig) -> None:
-    data, needed = config.data, config.model.sequence_length + 1
-    if data.indexed is not None:
-        for ending in (".bin", ".idx"):
-            _check_readable(data.indexed.with_name(data.indexed.name + ending), "data.indexed")
-        return
-    size = 0
-    for path in data.text:
-        _check_readable(path, "data.text")
-        size += path.stat().st_size
-    if data.text and size < needed:
-        raise ConfigError(
-            f"data.text holds {size} bytes, fewer than the {needed} of one sequence and its next "
-            f"token; give more text or lower model.sequence_length"
-        )
-
-
 def _check_offload(config: TrainConfig) -> None:
     """Check that what is asked of offload can be had."""
     policy = config.offload.policy
@@ -374,15 +361,6 @@ def _check_offload(config: TrainConfig) -> None:
                 f"{wanted}; add a section offload: (--fine-grained-activation-offloading), or set "
                 f"run.{key}: 0"
             )
-
-
-def _check_readable(path: Path, key: str) -> None:
-    if not path.is_file() or not os.access(path, os.R_OK):
-        raise ConfigError(f"{key}: there is no file {path} that can be read; give another path")
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _multiples(number: int, step: int) -> str:

@@ -24,9 +24,8 @@ from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint_folder import CheckpointFolder
-from megatron_offload.train.comparison import COMPARISON_NAME
 from megatron_offload.train.config import TrainConfig, check_ranks
-from megatron_offload.train.records import RunReport
+from megatron_offload.train.records import COMPARISON_NAME, RunReport
 from megatron_offload.train.run_folder import check_comparison, check_output, locked
 
 Runs = Sequence[tuple[str, TrainConfig]]
@@ -53,8 +52,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
 
     Args:
         runs: titles and configurations that agree in ``parallel`` and in the device.
-        comparison: the folder of the comparison that the runs are for, of which an earlier one is
-            replaced; None for a run of its own.
+        comparison: the folder of the comparison that the runs are for, if they are.
 
     Yields:
         One report for each run; None on torchrun's ranks other than 0.

@@ -10,13 +10,11 @@ import contextlib
 import functools
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_offload.core.profile import RunShape
 from megatron_offload.observe.live_bytes import LiveActivationMeter
@@ -24,7 +22,7 @@ from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint import Checkpoints
 from megatron_offload.train.checkpoint_folder import CheckpointFolder
-from megatron_offload.train.config import RunConfig, TrainConfig
+from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import EVALUATION, TRAINING, build_source, microbatches
 from megatron_offload.train.digest import digest
 from megatron_offload.train.offload import OffloadSession, open_offload
@@ -67,55 +65,12 @@ def run_training(
         rank 0's only.
     """
     with open_model_parallel(config, device) as parallel:
-        with _StepPrinter(title, config.run, owner=parallel.is_owner) as printer:
-            trainer = _Trainer(config, device, parallel, printer, signals)
-            report = trainer.run(resume=resume)
+        out = console(stderr=True, quiet=not parallel.is_owner)
+        trainer = _Trainer(config, device, parallel, signals, lambda x: out.print(f"{title}: {x}"))
+        report = trainer.run(resume=resume)
     del trainer
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return report
-
-
-class _StepPrinter:
-    """Prints steps on the rank that owns the output, and draws a bar on a terminal."""
-
-    def __init__(self, title: str, run: RunConfig, *, owner: bool) -> None:
-        self._title = title
-        self._run = run
-        self._console = console(stderr=True, quiet=not owner)
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not (owner and sys.stderr.isatty()),
-        )
-        self._task = self._progress.add_task(title, total=run.steps)
-
-    def say(self, text: str) -> None:
-        """Say anything; nothing where it is empty."""
-        if text:
-            self._console.print(f"{self._title}: {text}")
-
-    def step(self, record: StepRecord) -> None:
-        """Show one finished step."""
-        self._progress.update(self._task, completed=record.step)
-        if record.step % self._run.log_interval and record.step not in (1, self._run.steps):
-            return
-        self.say(
-            f"step {record.step}/{self._run.steps}  loss {record.loss:.6f}  "
-            f"grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}  "
-            f"{1e3 * record.step_time_s:.0f} ms  "
-            f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
-        )
-
-    def __enter__(self) -> _StepPrinter:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 class _Trainer:
@@ -126,8 +81,8 @@ class _Trainer:
         config: TrainConfig,
         device: torch.device,
         parallel: Parallel,
-        printer: _StepPrinter,
         signals: Sequence[int],
+        say: Callable[[str], None],
     ) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -136,7 +91,7 @@ class _Trainer:
         self._config = config
         self._device = device
         self._parallel = parallel
-        self._printer = printer
+        self._say = say
         self._signals = signals
         self._synchronize = torch.get_device_module(device).synchronize
         self._chunks = build_chunks(config, device)
@@ -184,7 +139,7 @@ class _Trainer:
         """Load the newest checkpoint; return how many bytes the lines of steps before it take."""
         restored = self._checkpoints.load()
         if restored is None:
-            self._printer.say("no checkpoint to resume from; starting with the first step")
+            self._say("no checkpoint to resume from; starting with the first step")
             return 0
         path, manifest = restored
         step, ranks = manifest.step, manifest.ranks
@@ -193,18 +148,25 @@ class _Trainer:
         report.evaluations = dict(manifest.evaluations)
         kept = self._parallel.on_owner(lambda: read_steps(self._config.run.output, step, ranks))
         report.steps, keep_bytes = kept or ([], 0)
-        self._printer.say(f"resumed from {path}; going on after step {step}")
+        self._say(f"resumed from {path}; going on after step {step}")
         return keep_bytes
 
     def _take_steps(self, report: RunReport, session: OffloadSession, log: TextIO | None) -> None:
-        run, say = self._config.run, self._printer.say
+        run, say = self._config.run, self._say
         for step in range(self._first, run.steps + 1):
             record, number = self._train_step(step, session)
             report.steps.append(record)
             if log is not None:
                 log.write(record.to_json() + "\n")
-            self._printer.step(record)
-            say(session.look_back())
+            if step % run.log_interval == 0 or step in (1, run.steps):
+                say(
+                    f"step {step}/{run.steps}  loss {record.loss:.6f}  "
+                    f"grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}  "
+                    f"{1e3 * record.step_time_s:.0f} ms  "
+                    f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
+                )
+            if note := session.look_back():
+                say(note)
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
                 say(f"evaluation after step {step}  loss {report.evaluations[step]:.6f}")
@@ -254,11 +216,13 @@ class _Trainer:
         self._synchronize()
         # Without the time of the digest in between.
         step_time_s += time.perf_counter() - start
-        allocated = torch.cuda.max_memory_allocated(self._device) if on_gpu else None
-        reserved = torch.cuda.max_memory_reserved(self._device) if on_gpu else None
-        if recorded is not None:  # it has taken the device's peaks for its own
-            allocated = _most(allocated, recorded.peak_allocated_bytes)
-            reserved = _most(reserved, recorded.peak_reserved_bytes)
+        allocated = reserved = None
+        if on_gpu:
+            allocated = torch.cuda.max_memory_allocated(self._device)
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            if recorded is not None:  # it has taken the device's peaks for its own
+                allocated = max(allocated, recorded.peak_allocated_bytes or 0)
+                reserved = max(reserved, recorded.peak_reserved_bytes or 0)
         mine = RankStep(
             rank=rank,
             pp_rank=self._parallel.pp_rank,
@@ -347,10 +311,6 @@ def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tu
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, _mean_loss
-
-
-def _most(one: int | None, other: int | None) -> int | None:
-    return max(one or 0, other) if other is not None else one
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -63,7 +63,7 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
 
 
 def _transformer_config(config: TrainConfig, device: torch.device) -> TransformerConfig:
-    """Translate the model and parallel sections into megatron-core's one configuration object."""
+    """Translate into megatron-core's configuration, whose defaults compile no fused kernels."""
     model, parallel = config.model, config.parallel
     on_gpu = device.type == "cuda"
     usual = "bfloat16" if on_gpu else "float32"
@@ -80,7 +80,6 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
         "hidden_dropout": model.dropout,
         "attention_dropout": model.dropout,
         "normalization": model.normalization,
-        "layernorm_epsilon": 1e-5,
         "gated_linear_unit": gated,
         "activation_func": F.silu if gated else F.gelu,
         "add_bias_linear": model.bias,
@@ -96,12 +95,6 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
         "overlap_p2p_comm": parallel.virtual > 1,
         "deallocate_pipeline_outputs": True,
         "deterministic_mode": on_gpu and config.run.deterministic,
-        # Fused kernels are compiled by Inductor; no run should have to wait for that.
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "cross_entropy_loss_fusion": False,
         "recompute_granularity": None if model.recompute == "none" else model.recompute,
         "recompute_method": "uniform" if is_full else None,
         "recompute_num_layers": 1 if is_full else None,

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
@@ -28,9 +27,8 @@ from megatron_offload.files.text import replace_text
 from megatron_offload.machine.checks import found_version
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.checkpoint_folder import CheckpointFolder, read_checkpoint
-from megatron_offload.train.comparison import COMPARISON_NAME, FOLDERS
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import LOG_NAME, read_steps
+from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, read_steps
 
 CONFIG_NAME = "config.yaml"
 
@@ -64,8 +62,6 @@ def locked(folders: Iterable[Path]) -> Iterator[None]:
         for folder in folders:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=folder):  # permissions alone don't tell
-                    pass
                 stack.enter_context(FileLock(folder / _LOCK_NAME, blocking=False))
             except Timeout as error:
                 raise ConfigError(
@@ -112,18 +108,12 @@ def check_output(config: TrainConfig, world_size: int, *, is_restarted: bool) ->
 
 def check_comparison(folder: Path) -> None:
     """Check that a comparison may write into a folder, where it replaces an earlier comparison."""
-    if _has_steps(folder):
+    found = [path for name in FOLDERS if (path := CheckpointFolder(folder / name).latest())]
+    if found or _has_steps(folder):
         raise ConfigError(
-            f"run.output {folder} holds a run ({LOG_NAME}) and not a comparison; choose another "
-            f"run.output, or remove {folder}"
+            f"run.output {folder} holds a run ({found[0] if found else LOG_NAME}) and not a "
+            f"comparison; choose another run.output, or remove {folder}"
         )
-    for name in FOLDERS:
-        latest = CheckpointFolder(folder / name).latest()
-        if latest is not None:
-            raise ConfigError(
-                f"run.output {folder}: {latest} is a checkpoint, which no comparison writes; "
-                f"choose another run.output, or remove {folder / name}"
-            )
 
 
 def _has_steps(folder: Path) -> bool:
@@ -138,13 +128,8 @@ def _has_steps(folder: Path) -> bool:
 def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: bool) -> None:
     """Write down what is about to run; for one rank of a run alone.
 
-    Timelines, profiles and bandwidths of an earlier run go where this one ``is_new``.
-
-    Args:
-        config: the run.
-        gpu: what rank 0's GPU is called; None where there is none.
-        ranks: how many there are.
-        is_new: whether it goes on from no checkpoint.
+    Timelines, profiles and bandwidths of an earlier run go where this one ``is_new``. ``gpu`` is
+    what rank 0's is called.
     """
     folder = config.run.output
     if is_new:

@@ -119,8 +119,9 @@ def test_a_comparison_replaces_no_run_and_no_checkpoint(tmp_path):
     leave_run(tmp_path / "without_offload", 2)
     check_comparison(tmp_path)
     (tmp_path / "with_offload/checkpoints/step_000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="is a checkpoint, which no comparison writes"):
+    with pytest.raises(ConfigError, match=r"holds a run \(.*step_000001\) and not a comparison"):
         check_comparison(tmp_path)
     leave_run(tmp_path, 1)
+    (tmp_path / "with_offload/checkpoints/step_000001").rmdir()
     with pytest.raises(ConfigError, match=r"holds a run \(steps\.jsonl\) and not a comparison"):
         check_comparison(tmp_path)

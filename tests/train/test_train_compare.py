@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.train.comparison import compare_reports
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import RankStep, RunReport, StepRecord, merge
+from megatron_offload.train.records import RankStep, RunReport, StepRecord, compare_reports, merge
 
 CONFIG = """
 model: {layers: 4, hidden: 32, heads: 2, sequence_length: 32, dropout: 0.1, tied_embeddings: true}
