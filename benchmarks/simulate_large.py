@@ -63,7 +63,6 @@ def row(name: str, simulation) -> dict:
             for cause in (PIPELINE, RELEASE, RELOAD)
         },
         "late": sum(rank.num_late for rank in ranks),
-        "num_events": simulation.num_events,
     }
 
 
@@ -121,7 +120,7 @@ def main() -> None:
     job = deep_job(NUM_RANKS, NUM_MICROBATCHES)
     settings = RankSettings(max_inflight_bytes=256 * MIB, prefetch_bytes=256 * MIB)
     deep, deep_s = timed(lambda: row("everything, 256 / 256 MiB", simulate(job, settings)))
-    deep = {name: deep[name] for name in ("settings", "step_ms", "stall_ms", "num_events")}
+    deep = {name: deep[name] for name in ("settings", "step_ms", "stall_ms")}
     deep |= {"ranks": NUM_RANKS, "microbatches": NUM_MICROBATCHES, "cpu_s": deep_s}
     record = {
         "command": "python benchmarks/simulate_large.py --output FILE",

@@ -29,7 +29,6 @@ from megatron_offload.planning.simulate import Simulation, reserved_bytes, setti
 _NUM_ROOMS = 10
 _NUM_VARIED = 3
 """So many of the best rooms are tried with other orders, and of those with other splits."""
-_MOST_ALIKE = 8
 
 _NUM_TARGETS = 64
 """The range of targets is cut into so many by the search for the least memory."""
@@ -199,14 +198,13 @@ class Chooser:
         """Return the best candidate that keeps targets which can be kept."""
         found = self._search(targets)
         most_us = found[0].us * (1 + _SAME_SHARE)
-        alike = {one.settings: self._simulate(one.settings) for one in found if one.us <= most_us}
-        moved_bytes = {
-            settings: sum(rank.offloaded_bytes for rank in step.ranks)
-            for settings, step in alike.items()
-        }
-        fewest = sorted(alike, key=moved_bytes.__getitem__)[:_MOST_ALIKE]
-        slow_us = {one: self._simulate(one, is_slow=True).step_us for one in fewest}
-        return min(fewest, key=lambda one: (max(slow_us[one], most_us), moved_bytes[one]))
+        alike = [one.settings for one in found if one.us <= most_us]
+
+        def loss(settings: _Settings) -> tuple[float, int]:
+            moved = (rank.offloaded_bytes for rank in self._simulate(settings).ranks)
+            return max(self._simulate(settings, is_slow=True).step_us, most_us), sum(moved)
+
+        return min(alike, key=loss)
 
     def _search(self, targets: Sequence[int], limit_us: float | None = None) -> list[_Found]:
         """Return candidates that keep targets which can be kept, the quickest first.

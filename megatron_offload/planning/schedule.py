@@ -8,8 +8,8 @@ arXiv:2104.04473); ZB-H1, where the backward for weights fills bubbles and no ra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_offload.errors import ConfigError, did_you_mean
@@ -53,8 +53,8 @@ class Schedule:
         ranks: for each pipeline rank its passes, in order.
 
     Raises:
-        ConfigError: a pass is missing, doubled or of nowhere, a stage lies on two ranks, or the
-            ranks would wait for each other for ever.
+        ConfigError: a pass is missing, doubled, of nowhere or too early, or a stage lies on two
+            ranks. Ranks that wait for each other for ever are found where they are simulated.
     """
 
     name: str
@@ -65,68 +65,6 @@ class Schedule:
     def __post_init__(self) -> None:
         if min(len(self.ranks), self.num_stages, self.num_microbatches) < 1:
             raise ConfigError("a schedule has at least one rank, one stage and one microbatch")
-        self._check_passes()
-        for _ in self.in_order():
-            pass
-
-    @property
-    def num_ranks(self) -> int:
-        """Pipeline ranks."""
-        return len(self.ranks)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank; virtual pipeline stage ``i`` is the i-th of them."""
-        return tuple(sorted({one.stage for one in self.ranks[rank]}))
-
-    def in_order(self) -> Iterator[tuple[int, Pass]]:
-        """Yield all passes with their ranks in an order that can run; `ConfigError` for none."""
-        done: set[Pass] = set()
-        positions = [0] * self.num_ranks
-        rank_of = {one.stage: rank for rank, passes in enumerate(self.ranks) for one in passes}
-        ready = list(range(self.num_ranks))
-        while ready:
-            rank = ready.pop()
-            passes = self.ranks[rank]
-            while positions[rank] < len(passes):
-                one = passes[positions[rank]]
-                if any(other not in done for other in self.waits_for(one)):
-                    break
-                positions[rank] += 1
-                done.add(one)
-                yield rank, one
-                for stage in (one.stage - 1, one.stage + 1):
-                    neighbour = rank_of.get(stage, rank)
-                    if neighbour != rank:
-                        ready.append(neighbour)
-        stuck = [
-            f"rank {rank} at {passes[position]}"
-            for rank, (passes, position) in enumerate(zip(self.ranks, positions, strict=True))
-            if position < len(passes)
-        ]
-        if stuck:
-            shown = ", ".join(stuck[:8]) + (", ..." if len(stuck) > 8 else "")
-            raise ConfigError(f"schedule {self.name!r} can't run: {shown} wait for ever")
-
-    def waits_for(self, one: Pass) -> tuple[Pass, ...]:
-        """Return the passes that a pass needs the results of."""
-        stage, microbatch = one.stage, one.microbatch
-        if one.kind is PassKind.FORWARD:
-            return (Pass(stage - 1, PassKind.FORWARD, microbatch),) if stage else ()
-        if one.kind is PassKind.WEIGHT:
-            return (Pass(stage, PassKind.INPUT, microbatch),)
-        forward = Pass(stage, PassKind.FORWARD, microbatch)
-        if stage == self.num_stages - 1:
-            return (forward,)
-        return forward, Pass(stage + 1, self._backward_kind, microbatch)
-
-    @property
-    def _backward_kind(self) -> PassKind:
-        """What a stage waits for: its neighbour's whole backward, or the part for inputs."""
-        first = self.ranks[-1][-1].kind
-        return PassKind.BACKWARD if first is PassKind.BACKWARD else PassKind.INPUT
-
-    def _check_passes(self) -> None:
-        """See that each pass comes once, and those of a stage on one rank."""
         if not all(self.ranks):
             raise ConfigError(f"rank {self.ranks.index(())} has nothing to do")
         seen = Counter(one for passes in self.ranks for one in passes)
@@ -147,12 +85,27 @@ class Schedule:
                 "times"
             )
         rank_of: dict[int, int] = {}
+        done: set[Pass] = set()
         for rank, passes in enumerate(self.ranks):
             for one in passes:
                 if rank_of.setdefault(one.stage, rank) != rank:
                     raise ConfigError(
                         f"stage {one.stage} is on ranks {rank_of[one.stage]} and {rank}"
                     )
+                kind = PassKind.INPUT if one.kind is PassKind.WEIGHT else PassKind.FORWARD
+                before = replace(one, kind=kind)
+                if one.kind is not PassKind.FORWARD and before not in done:
+                    raise ConfigError(f"rank {rank} can't run {one} before {before}")
+                done.add(one)
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank; virtual pipeline stage ``i`` is the i-th of them."""
+        return tuple(sorted({one.stage for one in self.ranks[rank]}))
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:

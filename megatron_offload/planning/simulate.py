@@ -64,8 +64,6 @@ class Simulation:
     step_us: float
     """Until the last rank is done."""
     ranks: tuple[RankResult, ...]
-    num_events: int
-    """How many the simulation took, a measure of its work that no clock disturbs."""
 
     @property
     def stall_us(self) -> dict[str, float]:
@@ -93,11 +91,10 @@ def simulate(
     if len(settings) != num_ranks:
         raise ConfigError(f"the schedule has {num_ranks} ranks, settings are for {len(settings)}")
     programs = [replay(job, rank, one, records=record) for rank, one in enumerate(settings)]
-    ranks, num_events = run_streams(job, programs, records=record)
+    ranks = run_streams(job, programs, records=record)
     return Simulation(
         step_us=max(one.end_us for one in ranks),
         ranks=tuple(_result(job, one) for one in ranks),
-        num_events=num_events,
     )
 
 

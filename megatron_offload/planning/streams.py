@@ -3,19 +3,23 @@
 A rank's compute stream is a process of simpy; the end of a copy moves whenever the node's bandwidth
 is shared anew. The outputs that a rank hands over before its first backward leave when they are
 asked for, so that a rank which waits for its copies makes others wait, as on GPUs.
+
+Copies share a node's bandwidth max-min fair, by progressive filling (Bertsekas and Gallager, Data
+Networks, 1992, section 6.5.2). All GPUs being alike, shares depend only on how many copy which way.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, Span, StepTrace
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.planning.job import Job
-from megatron_offload.planning.link import FairShare
 from megatron_offload.planning.program import OpKind, RankProgram
 
 if TYPE_CHECKING:
@@ -27,6 +31,61 @@ RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""
 RELOAD = "W4"
 """The stall at a backward, whose reload is not over."""
+
+
+class Rates(NamedTuple):
+    """Bytes per microsecond of each copy, by what its GPU copies."""
+
+    d2h: float
+    """To the host, the other direction idle."""
+    h2d: float
+    both_d2h: float
+    """To the host, with the other direction busy."""
+    both_h2d: float
+
+
+class FairShare:
+    """The shares of the copies of one node; every copy stands for ``gpus_per_rank`` at once."""
+
+    def __init__(self, machine: Machine, gpus_per_rank: int = 1) -> None:
+        self._machine = machine
+        self._gpus_per_rank = gpus_per_rank
+        self._known: dict[tuple[int, int, int], Rates] = {}
+
+    def rates(self, num_d2h: int, num_h2d: int, num_both: int) -> Rates:
+        """Return the rates where so many ranks copy each way, or both; 0 for what none does."""
+        case = (num_d2h, num_h2d, num_both)
+        if case not in self._known:
+            self._known[case] = self._fill(*(self._gpus_per_rank * number for number in case))
+        return self._known[case]
+
+    def _fill(self, num_d2h: int, num_h2d: int, num_both: int) -> Rates:
+        """Raise all rates together, and stop those that a limit binds."""
+        machine = self._machine
+        numbers = (num_d2h, num_h2d, num_both, num_both)
+        limits = [
+            ((0,), machine.d2h_gbps * num_d2h),
+            ((1,), machine.h2d_gbps * num_h2d),
+            ((2,), min(machine.both_gbps, machine.d2h_gbps) * num_both),
+            ((3,), min(machine.both_gbps, machine.h2d_gbps) * num_both),
+            ((0, 2), machine.node_d2h_gbps or math.inf),
+            ((1, 3), machine.node_h2d_gbps or math.inf),
+            ((0, 1, 2, 3), machine.node_gbps),
+        ]
+        rates = [0.0] * 4
+        rising = {kind for kind in range(4) if numbers[kind]}
+        while rising:
+            levels = []
+            for kinds, gbps in limits:
+                taken = sum(rates[kind] * numbers[kind] for kind in kinds if kind not in rising)
+                number = sum(numbers[kind] for kind in kinds if kind in rising)
+                if number:
+                    levels.append(((gbps - taken) / number, kinds))
+            level, kinds = min(levels)
+            for kind in rising.intersection(kinds):
+                rates[kind] = level
+            rising -= set(kinds)
+        return Rates(*(rate * 1e3 for rate in rates))
 
 
 class _Copy:
@@ -87,20 +146,19 @@ class RankStreams:
             self.note(Span("compute", "stall", label, since_us, until_us - since_us, wait=cause))
 
 
-def run_streams(
-    job: Job, programs: Sequence[RankProgram], *, records: bool
-) -> tuple[list[RankStreams], int]:
-    """Run the programs of all ranks; return them, and how many events that took."""
+def run_streams(job: Job, programs: Sequence[RankProgram], *, records: bool) -> list[RankStreams]:
+    """Run the programs of all ranks."""
     ranks = [RankStreams(index, program, records=records) for index, program in enumerate(programs)]
     step = _Step(job, ranks)
     step.environment.run()
     stuck = [rank for rank, one in enumerate(ranks) if not one.is_done]
     if stuck:
         raise ConfigError(
-            f"pipeline ranks {', '.join(map(str, stuck))} wait for each other: until its first "
-            "backward a rank hands its outputs over, and the schedule takes them in other order"
+            f"schedule {job.schedule.name!r}: pipeline ranks {', '.join(map(str, stuck))} wait for "
+            "each other; until its first backward a rank hands its outputs over, and they may be "
+            "taken in another order"
         )
-    return ranks, step.num_events
+    return ranks
 
 
 class _Step:
@@ -111,7 +169,6 @@ class _Step:
         import simpy
 
         self.environment = simpy.Environment()
-        self.num_events = 0
         machine = job.machine
         self._share = FairShare(machine, job.gpus_per_rank)
         us_per_byte = 1e-3 / machine.p2p_gbps
@@ -150,7 +207,6 @@ class _Step:
                     label, is_backward = program.labels[position]
                     what = "other" if not label else "backward" if is_backward else "forward"
                     rank.note(Span("compute", what, label, now_us, argument))
-                self.num_events += 1
                 yield environment.timeout(argument)
                 continue
             number = int(argument)
@@ -203,7 +259,6 @@ class _Step:
     def _send(self, message: int) -> None:
         arrival = self._event_of(self._arrivals, message)
         flight = self.environment.timeout(self._transfer_us[message % len(self._transfer_us)])
-        self.num_events += 1
         assert flight.callbacks is not None
         flight.callbacks.append(arrival.trigger)
 
@@ -268,7 +323,6 @@ class _Step:
         copy.rest_bytes -= copy.rate * (now_us - copy.since_us)
         copy.rate, copy.since_us = rate, now_us
         copy.version += 1
-        self.num_events += 1
         end = self.environment.timeout(max(0.0, copy.rest_bytes) / rate)
         assert end.callbacks is not None
         end.callbacks.append(partial(self._end_copy, copy, copy.version, node))
