@@ -5,8 +5,11 @@ Each entry of `ZOO` makes a model, its inputs, and a function that turns both in
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
+from programs import assert_nothing_left, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -169,14 +172,13 @@ def loss_of(model, x):
     return (y.float() * torch.linspace(-1, 1, y.shape[-1])).square().mean()
 
 
-def train(name, context, *, steps=4, microbatches=2, order="FBFB", seed=0):
+def train(name, context=None, *, steps=4, order="FBFB", seed=0):
     """Train a model of the zoo; return losses, gradients of every step, and buffers, as numbers.
 
-    ``context`` gets the model and returns what to enter around each forward, or None. ``order``
-    says in which order forwards (F) and backwards (B, oldest first) follow each other.
+    ``context`` is what to enter around each forward, or gets the model and returns that anew each
+    time. ``order`` says in which order forwards (F) and backwards (B, oldest first) follow.
     """
     model, inputs = make(name, seed=seed)
-    around = context(model) if context is not None else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(seed + 1)
     results = []
@@ -191,11 +193,8 @@ def train(name, context, *, steps=4, microbatches=2, order="FBFB", seed=0):
             x = inputs(generator)
             if x.is_floating_point():
                 x.requires_grad_()
-            if around is None:
+            with (context(model) if callable(context) else context) or nullcontext():
                 loss = loss_of(model, x)
-            else:
-                with around:
-                    loss = loss_of(model, x)
             graphs.append(loss)
             results.append(loss.detach().clone())
             del loss
@@ -203,3 +202,11 @@ def train(name, context, *, steps=4, microbatches=2, order="FBFB", seed=0):
         results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
     return results + [buffer.clone() for buffer in model.buffers()]
+
+
+def assert_exact(name, offload, **how):
+    """Train without and with a front door's context; return what its last step has counted."""
+    assert_same(train(name, **how), train(name, offload, **how))
+    offload.end_step()
+    assert_nothing_left(offload._groups.manager)
+    return offload.last_step

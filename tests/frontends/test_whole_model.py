@@ -13,7 +13,6 @@ import zoo
 from programs import KIB, TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
 
-import megatron_offload
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.backends.base import Wait
 from megatron_offload.core.group import GroupState
@@ -43,22 +42,14 @@ def make_offload(timing="late", *, max_fwd_stash_size=5, min_offload_size=0, **s
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_every_bit_is_the_same(name, timing, order):
-    expected = zoo.train(name, None, order=order)
-    offload = make_offload(timing, **TIGHT)
-    assert_same(expected, zoo.train(name, lambda _: offload, order=order))
-    assert offload.end_step()
-    assert offload.last_step.offloaded_bytes > 0
-    assert offload.last_step.reloaded_bytes > 0
-    assert_nothing_left(offload.manager)
-    offload = make_offload(timing)
-    assert_same(expected, zoo.train(name, lambda _: offload, order=order))
-    assert offload.end_step()
-    assert_nothing_left(offload.manager)
+    step = zoo.assert_exact(name, make_offload(timing, **TIGHT), order=order)
+    assert step.offloaded_bytes > 0
+    assert step.reloaded_bytes > 0
+    zoo.assert_exact(name, make_offload(timing), order=order)
 
 
 @pytest.mark.parametrize("stash", [1, 2, 50])
 def test_the_stash_bounds_the_tensors_in_flight(stash, monkeypatch):
-    expected = zoo.train("transformer", None)
     offload = make_offload(max_fwd_stash_size=stash)
     most, commit = [], offload.manager.commit
 
@@ -67,7 +58,7 @@ def test_the_stash_bounds_the_tensors_in_flight(stash, monkeypatch):
         most.append(sum(count for _, count, _ in offload.manager.window._entries))
 
     monkeypatch.setattr(offload.manager, "commit", watched)
-    assert_same(expected, zoo.train("transformer", lambda _: offload))
+    zoo.assert_exact("transformer", offload)
     assert 0 < max(most) <= stash
 
 
@@ -154,7 +145,6 @@ def test_blocks_may_nest():
 
 
 def test_an_evaluation_and_a_dropped_graph_change_nothing():
-    expected = zoo.train("transformer", None, steps=1)
     offload = make_offload()
     model, inputs = zoo.make("transformer")
     for _ in range(3):
@@ -163,39 +153,29 @@ def test_an_evaluation_and_a_dropped_graph_change_nothing():
         with offload:
             dropped = zoo.loss_of(model, inputs(torch.Generator().manual_seed(9)))
         del dropped
-        assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1))
-    offload.end_step()
-    assert_nothing_left(offload.manager)
+        zoo.assert_exact("transformer", offload, steps=1)
+
+
+def fail(*_):
+    raise RuntimeError("broken on purpose")
 
 
 def test_an_error_in_forward_leaves_the_next_step_right():
-    expected = zoo.train("transformer", None, steps=1)
     offload = make_offload()
     model, inputs = zoo.make("transformer")
-
-    def fail(module, args):
-        raise RuntimeError("broken on purpose")
-
     for broken in (model.output, model.layers[1].linear1, model.layers[0].norm1):
         handle = broken.register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="on purpose"), offload:
             model(inputs(torch.Generator().manual_seed(9)))
         handle.remove()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1))
-    gc.collect()
-    offload.end_step()
-    assert_nothing_left(offload.manager)
+        gc.collect()  # the exception's traceback held the graph
+        zoo.assert_exact("transformer", offload, steps=1)
 
 
 def test_an_error_in_backward_leaves_the_next_step_right():
-    expected = zoo.train("transformer", None, steps=1)
     offload = make_offload()
     model, inputs = zoo.make("transformer")
-
-    def fail(grad):
-        raise RuntimeError("broken on purpose")
-
     for _ in range(2):
         with offload:
             x = model.embedding(inputs(torch.Generator().manual_seed(9)))
@@ -207,9 +187,7 @@ def test_an_error_in_backward_leaves_the_next_step_right():
         with pytest.raises(RuntimeError, match="on purpose"):
             loss.backward()
         del x, loss, fail_once
-        assert_same(expected, zoo.train("transformer", lambda _: offload, steps=1))
-    offload.end_step()
-    assert_nothing_left(offload.manager)
+        zoo.assert_exact("transformer", offload, steps=1)
 
 
 def test_a_backward_may_run_twice():
@@ -313,17 +291,18 @@ def test_small_tensors_parameters_and_buffers_stay():
     assert by_name.offloaded_bytes + by_name.kept_bytes <= 3 * 64 * 64 * 4
 
 
-@pytest.mark.parametrize("number", [0, -1])
-def test_a_stash_of_nothing_is_refused(number):
-    with pytest.raises(ValueError, match="max_fwd_stash_size must be at least 1"):
-        OffloadActivations(max_fwd_stash_size=number)
-
-
-def test_other_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="min_offload_size can't be negative"):
-        OffloadActivations(min_offload_size=-1)
-    with pytest.raises(ValueError, match="not both"):
-        OffloadActivations(config=megatron_offload.OffloadConfig(), manager=make_manager())
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"max_fwd_stash_size": 0}, "max_fwd_stash_size must be at least 1"),
+        ({"max_fwd_stash_size": -1}, "max_fwd_stash_size must be at least 1"),
+        ({"min_offload_size": -1}, "min_offload_size can't be negative"),
+        ({"config": OffloadConfig(), "manager": make_manager()}, "not both"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, reason):
+    with pytest.raises(ValueError, match=reason):
+        OffloadActivations(**arguments)
 
 
 def test_the_arguments_reach_the_engine():
@@ -331,7 +310,7 @@ def test_the_arguments_reach_the_engine():
         use_pin_memory=False,
         use_streams=False,
         min_offload_size=77,
-        config=megatron_offload.OffloadConfig(host_memory_bytes="1MiB"),
+        config=OffloadConfig(host_memory_bytes="1MiB"),
     )
     config = offload.manager.config
     assert (config.pin_memory, config.copy_streams) == (False, False)
@@ -360,12 +339,9 @@ def test_on_the_compute_stream_nothing_has_to_be_held_for_copies():
 
 @pytest.mark.parametrize("use_streams", [True, False])
 def test_as_people_make_it(use_streams):
-    expected = zoo.train("transformer", None)
-    config = megatron_offload.OffloadConfig(host_memory_bytes="64MiB", host_slab_bytes="1MiB")
+    config = OffloadConfig(host_memory_bytes="64MiB", host_slab_bytes="1MiB")
     offload = OffloadActivations(use_streams=use_streams, min_offload_size=0, config=config)
-    assert_same(expected, zoo.train("transformer", lambda _: offload))
-    assert offload.end_step()
-    assert offload.last_step.offloaded_bytes > 0
+    assert zoo.assert_exact("transformer", offload).offloaded_bytes > 0
     offload.close()
 
 
@@ -386,8 +362,6 @@ def test_noop_switches_surrounding_hooks_off_and_keeps_the_check():
 
 
 def test_noop_keeps_no_graph_alive():
-    freed = []
-
     class Watched(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -403,13 +377,11 @@ def test_noop_keeps_no_graph_alive():
     try:
         with NoOpManager():
             y = Watched.apply(torch.randn(8, requires_grad=True))
-        torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
         reference = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
         del y
-        freed.append(reference.expired())
+        assert reference.expired()
     finally:
         gc.enable()
-    assert freed == [True]
 
 
 class Wrapped(nn.Module):
@@ -434,12 +406,10 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_the_head_stays_on_the_device(name, recwarn):
     model = HEADS[name]()
-    head = next(
-        m for n, m in model.named_modules() if n.split(".")[-1] in ("output", "classifier", "head")
-    )
-    inputs = {"classifier": lambda: torch.randn(3, 3, 12, 12)}.get(
-        name, lambda: torch.randint(0, 40, (3, 12))
-    )
+    heads = ("output", "classifier", "head")
+    head = next(m for n, m in model.named_modules() if n.split(".")[-1] in heads)
+    is_image = name == "classifier"
+    inputs = torch.randn(3, 3, 12, 12) if is_image else torch.randint(0, 40, (3, 12))
     context = get_act_offloading_ctx_manager(
         model, True, min_offload_size=0, manager=make_manager(**BUDGETS)
     )
@@ -449,7 +419,7 @@ def test_the_head_stays_on_the_device(name, recwarn):
     head.register_forward_pre_hook(lambda *_: counts.append(num_tensors(context)), prepend=True)
     head.register_forward_hook(lambda *_: counts.append(num_tensors(context)))
     with context:
-        model(inputs()).square().mean().backward()
+        model(inputs).square().mean().backward()
     assert counts[0] == counts[1] > 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
@@ -461,10 +431,6 @@ def num_tensors(context):
 def test_a_head_that_raises_leaves_no_hooks_behind():
     model, inputs = zoo.make("transformer")
     context = get_act_offloading_ctx_manager(model, True, manager=make_manager(**BUDGETS))
-
-    def fail(*_):
-        raise RuntimeError("broken on purpose")
-
     model.output.register_forward_pre_hook(fail)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="on purpose"), context:
@@ -472,32 +438,21 @@ def test_a_head_that_raises_leaves_no_hooks_behind():
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_a_model_without_a_head_warns():
+def test_a_model_without_a_head_warns_unless_it_is_expected_or_off(recwarn):
+    model = nn.Linear(3, 3)
     with pytest.warns(UserWarning, match="no output head was found"):
-        get_act_offloading_ctx_manager(nn.Linear(3, 3), True, manager=make_manager())
-
-
-def test_a_model_without_a_head_may_be_expected(recwarn):
-    context = get_act_offloading_ctx_manager(
-        nn.Linear(3, 3), warn_if_no_head=False, manager=make_manager()
-    )
+        get_act_offloading_ctx_manager(model, True, manager=make_manager())
+    context = get_act_offloading_ctx_manager(model, warn_if_no_head=False, manager=make_manager())
     assert isinstance(context, OffloadActivations)
+    assert isinstance(get_act_offloading_ctx_manager(model, False), contextlib.nullcontext)
     assert not recwarn
 
 
 def test_little_host_memory_is_told_once_and_counted(caplog):
-    expected = zoo.train("transformer", None)
     offload = make_offload(**TIGHT, host_memory_bytes=8 * KIB, host_slab_bytes=4 * KIB)
-    assert_same(expected, zoo.train("transformer", lambda _: offload))
-    assert offload.end_step()
-    assert offload.last_step.num_refused_blocks > 0
+    assert zoo.assert_exact("transformer", offload).num_refused_blocks > 0
     told = [r for r in caplog.records if r.levelname == "WARNING" and "host" in r.message]
     assert len(told) == 1
-
-
-def test_off_is_a_context_that_does_nothing():
-    context = get_act_offloading_ctx_manager(nn.Linear(3, 3), False)
-    assert isinstance(context, contextlib.nullcontext)
 
 
 def test_buffers_of_the_model_stay():
@@ -591,13 +546,13 @@ def test_a_context_for_each_step_goes_on_with_what_was_learned():
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_every_bit_is_the_same_with_a_context_for_each_forward(name):
-    order = "FFFBFBBB"
     config = make_config("late", **TIGHT)
-    expected = zoo.train(name, None, order=order)
-    actual = zoo.train(
-        name, lambda _: OffloadActivations(min_offload_size=0, config=config), order=order
-    )
-    assert_same(expected, actual)
+
+    def context(model):
+        return OffloadActivations(min_offload_size=0, config=config)
+
+    order = "FFFBFBBB"
+    assert_same(zoo.train(name, order=order), zoo.train(name, context, order=order))
     (groups,) = [one for idle in whole_model._idle.values() for one in idle]
     assert groups.end_step_if_over()
     assert groups.manager.last_step.offloaded_bytes > 0
