@@ -125,12 +125,6 @@ def test_reset_instance_makes_a_new_one_of_the_same_class_and_configuration(mana
     assert not begin(new).tensor_need_offloading_checker(weight.detach())
 
 
-def test_a_parameter_may_be_marked_twice(manager, weight):
-    manager.mark_not_offload(weight)
-    manager.mark_not_offload(weight)
-    assert not begin(manager).tensor_need_offloading_checker(weight.detach())
-
-
 def test_front_doors_take_the_documented_manager_too():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
     x = torch.randn(8, 16)
@@ -254,6 +248,8 @@ def test_switched_off_nothing_is_recorded(manager, x, weight):
 
 def test_a_marked_tensor_stays(manager, x, weight):
     chunk = begin(manager)
+    manager.mark_not_offload(weight)
+    manager.mark_not_offload(weight)
     hidden = x * 2
     assert chunk.tensor_need_offloading_checker(hidden)
     FineGrainedActivationOffloadingInterface.mark_not_offload(hidden)
@@ -360,35 +356,27 @@ def test_cur_backward_chunk_is_the_one_whose_backward_runs(manager, x, weight):
 # Delayed commits
 
 
-@pytest.mark.parametrize("in_replay", [False, True])
-def test_the_later_form_delays_only_in_a_replay(manager, x, weight, in_replay):
+@pytest.mark.parametrize("form", ["documented", "later", "later, in a replay"])
+def test_the_later_form_delays_only_in_a_replay(manager, x, weight, form):
     chunk = begin(manager)
-    if in_replay:
+    if form == "later, in a replay":
         FineGrainedActivationOffloadingInterface.enter_replay()
     interface = FineGrainedActivationOffloadingInterface(True, x, "g")
     with interface as inside:
         y = torch.tanh(inside @ weight)
-    y = interface.group_offload(y, delay_offload=True)
+    if form == "documented":
+        y = interface.group_commit(y, "g", delay_offload=True)
+    else:
+        y = interface.group_offload(y, delay_offload=True)
     FineGrainedActivationOffloadingInterface.exit_replay()
     (group,) = chunk.offload_groups
-    assert (group.state is GroupState.RECORDING) == in_replay
+    assert (group.state is GroupState.RECORDING) == (form != "later")
     FineGrainedActivationOffloadingInterface.flush_delayed_groups()
     assert group.state is not GroupState.RECORDING
     y.sum().backward()
     manager.reset()
     assert_exact(x, weight, num_layers=1)
     assert manager.last_step.offloaded_bytes > 0
-
-
-def test_the_documented_form_always_delays(manager, x, weight):
-    chunk = begin(manager)
-    y = layer(x, weight, delay_offload=True)
-    (group,) = chunk.offload_groups
-    assert group.state is GroupState.RECORDING
-    facade.fine_grained_offloading_group_flush_delayed_groups()
-    assert group.state is not GroupState.RECORDING
-    y.sum().backward()
-    assert_exact(x, weight, num_layers=1)
 
 
 def test_backward_may_come_before_the_flush(manager, x, weight):
@@ -404,14 +392,19 @@ def test_backward_may_come_before_the_flush(manager, x, weight):
 def test_a_pushed_commit_is_bound_to_its_group_at_once(manager, named):
     chunk = begin(manager)
     first = chunk.on_group_start_forward("g")
-    record = chunk.tensor_push(torch.randn(64))
+    source = torch.randn(4, 8).t()
+    record, expected = chunk.tensor_push(source), source.clone()
     arguments = ("g", []) if named else ([],)
     manager.push_offload_groups(chunk.on_group_commit_forward, *arguments)
     later = chunk.on_group_start_forward("g")
     manager.flush_delayed_groups()
     assert first.state is not GroupState.RECORDING
     assert later.state is GroupState.RECORDING
-    assert record.unpack().shape == (64,)
+    del source
+    restored = chunk.tensor_pop(record)
+    assert torch.equal(restored, expected)
+    assert restored.stride() == (1, 8)
+    assert chunk.tensor_pop(restored) is restored
 
 
 def test_any_other_hook_is_called_at_the_flush(manager):
@@ -446,26 +439,6 @@ def test_a_handler_of_its_own_and_the_autograd_functions(manager, x, weight):
     assert manager.last_step.offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_the_handlers_entry_points(manager, named):
-    chunk = begin(manager)
-    source = torch.randn(4, 8).t()
-    group = chunk.on_group_start_forward("g")
-    record = chunk.tensor_push(source)
-    chunk.on_group_commit_forward(*(("g", []) if named else ([],)))
-    expected = source.clone()
-    del source
-    manager.engine.window.drain()
-    assert group.state is GroupState.ON_HOST
-    chunk.on_group_commit_backward("g")
-    restored = chunk.tensor_pop(record)
-    assert torch.equal(restored, expected)
-    assert restored.stride() == (1, 8)
-    assert chunk.tensor_pop(restored) is restored
-    chunk.on_group_start_backward()
-    assert group.state is GroupState.DONE
-
-
 def test_entry_points_out_of_turn_say_so(manager):
     chunk = begin(manager)
     with pytest.raises(StateError, match="on_group_start_forward first"):
@@ -490,19 +463,6 @@ def test_groups_are_found_by_name(manager):
     assert chunk.is_empty_chunk("c")
     chunk.reset()
     assert chunk.on_group_commit_forward("a", []) is None
-
-
-def test_one_tensor_to_the_host_and_back(manager):
-    chunk = begin(manager)
-    source = torch.randn(8, 16)
-    expected = source.clone()
-    state = chunk.offload(source)
-    del source
-    assert manager.engine.host_pool.stats.in_use_bytes == expected.nbytes
-    assert torch.equal(chunk.reload(state), expected)
-    assert manager.engine.host_pool.stats.in_use_bytes == 0
-    with pytest.raises(ValueError, match="freed before"):
-        chunk.reload(state)
 
 
 # CUDA graphs, as far as they can be had without CUDA
@@ -552,41 +512,18 @@ def test_backward_record_joins_the_reloads(manager, x, weight, with_event):
     assert_exact(x, weight, num_layers=2)
 
 
-class DoubleStream:
-    def __init__(self):
-        self.waited = []
-
-    def record_event(self):
-        return self
-
-    def wait_event(self, event):
-        self.waited.append(event)
-
-
-def test_tensor_group_keeps_tensors_events_and_totals():
+def test_a_tensor_group_keeps_tensors_totals_and_events_of_the_managers_streams(manager):
     group = OffloadTensorGroup("core_attn")
-    copies, reloads, compute = DoubleStream(), DoubleStream(), DoubleStream()
-    group.wait_offload_event(compute)
-    group.wait_reload_event(compute)
-    assert compute.waited == []
-    group.record_offload_event(copies)
-    group.record_reload_event(reloads)
-    group.wait_offload_event(compute)
-    group.wait_reload_event(compute)
-    assert compute.waited == [copies, reloads]
     tensor = torch.ones(4, 2, dtype=torch.float16)
     group.push_tensor((1, 0), tensor)
     group.update_offload_info(tensor)
-    assert group.total_offload_bytes == 16
-    assert group.total_tensor_count == 1
+    assert (group.total_offload_bytes, group.total_tensor_count) == (16, 1)
     assert group.pop_tensor((1, 0)) is tensor
     with pytest.raises(KeyError):
         group.pop_tensor((1, 0))
-
-
-def test_events_go_on_the_managers_streams_without_a_device(manager):
-    group = OffloadTensorGroup("core_attn")
     compute = manager.backend.compute_stream()
+    group.wait_offload_event(compute)
+    group.wait_reload_event(compute)
     group.record_offload_event(manager.d2h_stream)
     group.wait_offload_event(manager.h2d_stream)
     group.record_reload_event(manager.h2d_stream)
@@ -723,6 +660,10 @@ def test_the_backward_queue_of_two_stages_is_the_schedule_s(manager):
     assert popped == [(1, 0), (1, 1), (0, 0), (0, 1)]
     with pytest.raises(StateError, match="no chunk with a group is queued"):
         manager.pop_backward_chunk()
+    manager.push(front)
+    manager.reset()
+    assert manager.front_backward_chunk() is None, "a queue belongs to its step"
+    assert manager.cur_backward_chunk() is None
 
 
 def test_flush_waits_until_every_stage_has_had_its_forwards(manager):
@@ -748,13 +689,6 @@ def test_push_queues_a_chunk_and_empty_ones_are_passed_over(manager):
     assert manager.front_backward_chunk() is None
     full.on_group_commit_backward("a")
     assert torch.equal(full.tensor_pop(kept[1]), kept[2])
-
-
-def test_a_queue_belongs_to_its_step(manager):
-    chunk_by_hand(manager)
-    manager.reset()
-    assert manager.front_backward_chunk() is None
-    assert manager.cur_backward_chunk() is None
 
 
 def test_the_callback_after_warm_up_learns_and_prints(manager, x, weight, capsys):
@@ -826,16 +760,6 @@ def test_groups_come_back_one_by_one_and_then_the_next_chunk_s(manager):
         assert torch.equal(later.tensor_pop(record), bits)
 
 
-def test_pre_reload_brings_back_the_last_group_of_a_chunk(manager):
-    handler, first, *_ = chunk_by_hand(manager)
-    last, record, bits = group_by_hand(handler, "last")
-    handler.on_group_commit_forward([])
-    handler.pre_reload_last_layer()
-    assert last.state is GroupState.RELOADING
-    assert first.state is GroupState.ON_HOST
-    assert torch.equal(record.unpack(), bits)
-
-
 def test_a_second_pass_knows_the_groups_of_the_first(manager):
     handler = begin(manager)
     with pytest.raises(ValueError, match="needs a group's name"):
@@ -900,6 +824,11 @@ def test_offload_takes_memory_as_it_is_told_to(manager, monkeypatch):
     assert pinned == [1024]
     for state in ((device, copied, is_lent), unpinned):
         assert torch.equal(handler.reload(state, non_blocking=False), source)
+    once = handler.offload(source)
+    assert torch.equal(handler.reload(once), source)
+    assert stats.in_use_bytes == 0
+    with pytest.raises(ValueError, match="freed before"):
+        handler.reload(once)
     lent = handler.offload(source)
     assert stats.in_use_bytes == 1024
     assert manager.cpu_tensor_pool.get_pool_status()["global_stats"]["current_in_use"] == 1
