@@ -146,14 +146,21 @@ def read_sizes(options):
         if (given := getattr(options, name)) is not None:
             sizes[name] = given
     sizes.setdefault("heads", max(1, sizes["hidden"] // 128))
+    check_sizes(sizes)
+    return sizes
+
+
+def check_sizes(sizes):
+    """Raise `ValueError` for what can't run."""
+    if min(sizes[name] for name in SIZES) < 1:
+        raise ValueError("sizes, PP and VPP are at least 1")
     if sizes["hidden"] % sizes["heads"]:
-        raise ValueError(f"hidden {sizes['hidden']} is no multiple of heads {sizes['heads']}")
+        raise ValueError(f"hidden {sizes['hidden']} is no multiple of {sizes['heads']} heads")
     stages = sizes["pp"] * sizes["vpp"]
-    if min(sizes[name] for name in SIZES) < 1 or sizes["layers"] % stages:
+    if sizes["layers"] % stages:
         raise ValueError(f"{sizes['layers']} layers don't divide into {stages} stages")
     if sizes["vpp"] > 1 and (sizes["pp"] == 1 or sizes["microbatches"] % sizes["pp"]):
-        raise ValueError("vpp above 1 needs pp above 1 and microbatches divisible by pp")
-    return sizes
+        raise ValueError("VPP above 1 needs PP above 1, and microbatches divisible by PP")
 
 
 def read_mode(text, modules=None):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from bench_peers import PLAN_AT_STEP, PLANNING_KINDS, options_of_rank
-from bench_peers_link import link_shares
+from bench_peers_table import link_shares
 
 from megatron_offload.engine.observer import Observer
 
@@ -116,18 +116,21 @@ class Ours(Marked):
     num_steps = 0
     policy = None
 
-    def prepare(self):
-        from megatron_offload import PipelineOffloadManager
+    def read_config(self, **more):
         from megatron_offload.config import OffloadConfig, apply_overrides
         from megatron_offload.files.strict_model import validate
-        from megatron_offload.integrations import megatron_core
 
         options = apply_overrides({}, options_of_rank(self.spec["options"], self.spec["rank"]))
-        if self.spec["min_elements"] <= 1:
-            options.setdefault("min_tensor_bytes", 0)
-        options |= {"enabled": True, "modules": self.spec["modules"]}
+        return validate(OffloadConfig, options | more, self.spec["mode"])
+
+    def prepare(self):
+        from megatron_offload import PipelineOffloadManager
+        from megatron_offload.integrations import megatron_core
+
         self.manager = PipelineOffloadManager.get_instance()
-        config = validate(OffloadConfig, options, self.spec["mode"])
+        config = self.read_config(enabled=True, modules=self.spec["modules"])
+        if self.spec["min_elements"] <= 1 and "min_tensor_bytes" not in config.model_fields_set:
+            config = config.model_copy(update={"min_tensor_bytes": 0})
         if getattr(config.policy, "kind", None) in PLANNING_KINDS:
             self.policy = config.policy
             config = config.model_copy(update={"policy": None})
@@ -244,15 +247,12 @@ class OursWhole(Ours):
         return {}
 
     def prepare(self):
-        from megatron_offload.config import OffloadConfig, apply_overrides, validate
-
-        options = apply_overrides({}, options_of_rank(self.spec["options"], self.spec["rank"]))
-        self.config = validate(OffloadConfig, options, self.spec["mode"])
+        """Each context has its own manager."""
 
     def attach(self, chunks, pp_rank):
         from megatron_offload import OffloadActivations, get_act_offloading_ctx_manager
 
-        options = {"config": self.config, **self.spec["arguments"]}
+        options = {"config": self.read_config(), **self.spec["arguments"]}
         heads = [chunk for chunk in chunks if getattr(chunk, "output_layer", None) is not None]
         self.context = (
             get_act_offloading_ctx_manager(heads[0], True, **options)
@@ -393,13 +393,10 @@ class Trl(OneAtATime):
         self.count(sum(held.values()))
 
 
-class SaveOnCpu(Mode):
+class SaveOnCpu(OneAtATime):
     """Counts its bytes through the hook that torch's own context manager has set."""
 
-    def __init__(self, spec):
-        super().__init__(spec)
-        self.now_bytes = 0
-        self.step_bytes = 0
+    now_bytes = 0
 
     def forward_context(self):
         context = torch.autograd.graph.save_on_cpu(pin_memory=self.spec["device"] == "cuda")
@@ -418,10 +415,6 @@ class SaveOnCpu(Mode):
 
     def _drop(self, num_bytes):
         self.now_bytes -= num_bytes
-
-    def end_step(self):
-        self.d2h_bytes = self.h2d_bytes = self.step_bytes
-        self.step_bytes = 0
 
 
 MODES = {

@@ -205,3 +205,28 @@ def _link_cells_of(row):
     formats = (*["{:.2f}"] * 5, "{:.1%}", "{:.2f}", "{:.1%}")
     cells = ["-" if n is None else f.format(n) for n, f in zip(numbers, formats, strict=True)]
     return row["mode"], str(row["rank"]), *cells
+
+
+def link_shares(spans, link_gbps):
+    """Return for each copy stream what it moved over what the link would have moved meanwhile.
+
+    The link is taken at its bandwidth alone where only this direction copied, and at its bandwidth
+    in both directions where the other one copied too. None for a stream that never copied.
+
+    Args:
+        spans: of one traced step; those of the compute stream are passed over.
+        link_gbps: ``d2h`` and ``h2d`` alone, ``both_d2h`` and ``both_h2d`` at once.
+    """
+    shares = {}
+    for stream, other in (("d2h", "h2d"), ("h2d", "d2h")):
+        mine, others = ([s for s in spans if s.stream == name] for name in (stream, other))
+        both_us = sum(
+            max(0.0, min(a.end_us, b.end_us) - max(a.start_us, b.start_us))
+            for a in mine
+            for b in others
+        )
+        alone_us = sum(span.end_us - span.start_us for span in mine) - both_us
+        expected = alone_us * link_gbps[stream] + both_us * link_gbps[f"both_{stream}"]
+        moved_bytes = sum(span.num_bytes for span in mine)
+        shares[stream] = moved_bytes / (expected * 1e3) if expected else None
+    return shares

@@ -41,7 +41,7 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from bench_peers import FIVE, SHAPES, last_line, run_ranks, worker_environment
+from bench_peers import FIVE, SHAPES, check_sizes, last_line, run_ranks, worker_environment
 
 WORKER = Path(__file__).with_name("check_bitwise_worker.py")
 
@@ -131,16 +131,10 @@ def read_sizes(options):
 
 def check(options):
     """Raise `ValueError` for what can't run."""
-    sizes, ranks = options.sizes, options.ranks
-    if min(*options.vpp, ranks, options.steps, *(sizes[name] for name in GIVEN)) < 1:
-        raise ValueError("sizes, steps, ranks and VPP are at least 1")
-    if sizes["hidden"] % sizes["heads"]:
-        raise ValueError(f"hidden {sizes['hidden']} is no multiple of {sizes['heads']} heads")
+    if options.steps < 1:
+        raise ValueError("--steps is at least 1")
     for vpp in options.vpp:
-        if sizes["layers"] % (ranks * vpp):
-            raise ValueError(f"{sizes['layers']} layers don't divide into {ranks * vpp} stages")
-        if vpp > 1 and (ranks == 1 or sizes["microbatches"] % ranks):
-            raise ValueError("VPP above 1 needs more than one rank, and microbatches that divide")
+        check_sizes(options.sizes | {"vpp": vpp})
     for budgets in options.budgets:
         if budgets != "auto" and budgets.count("/") != 1:
             raise ValueError(f"--budgets takes INFLIGHT/PREFETCH or auto, not {budgets!r}")

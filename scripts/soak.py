@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import psutil  # noqa: E402 - after the path and the environment
 import torch  # noqa: E402 - after the path and the environment
 import torch.nn.functional as F  # noqa: E402
 import torch.utils.deterministic  # noqa: E402
@@ -307,7 +308,7 @@ class Soak:
                 "host_in_use_bytes": self.manager.host_pool.stats.in_use_bytes,
                 "left": sum(self.manager.state_of().values()),
                 "live_blocks": sum(type(x) is Block for x in gc.get_objects()),
-                "resident_bytes": resident_bytes(),
+                "resident_bytes": psutil.Process().memory_info().rss,
             }
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -338,13 +339,6 @@ def in_finalizer():
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
-
-
-def resident_bytes():
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def parse_arguments():

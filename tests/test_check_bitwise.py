@@ -121,8 +121,8 @@ def test_combinations_can_be_chosen():
     [
         (["--vpp", "3"], "don't divide"),
         (["--vpp", "0"], "at least 1"),
-        (["--microbatches", "6"], "microbatches that divide"),
-        (["--ranks", "1"], "more than one rank"),
+        (["--microbatches", "6"], "microbatches divisible by PP"),
+        (["--ranks", "1"], "PP above 1"),
         (["--budgets", "1MiB"], "INFLIGHT/PREFETCH"),
         (["--only", "dense:router"], "leaves nothing"),
         (["--tiny", "--hidden", "66"], "no multiple"),

@@ -142,7 +142,7 @@ def measure_copies(
         try:
             pool = HostPool(backend, slab_bytes=block_bytes, cap_bytes=None)
             stack.enter_context(contextlib.closing(pool))
-            link = _Link(backend, pool, block_bytes)
+            link = Link(backend, pool, block_bytes)
         except (BandwidthError, ConfigError) as error:
             problem = str(error)
         # Whoever gave up now would leave the others waiting for the next turn.
@@ -164,7 +164,7 @@ def measure_copies(
     return GpuProfile(rates=CopyRates.model_validate(rates), pci=link.path)
 
 
-class _Link:
+class Link:
     """Blocks of memory on both sides of a device's link.
 
     Attributes:

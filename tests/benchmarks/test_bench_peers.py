@@ -10,10 +10,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_peers
-import bench_peers_link
-from bench_peers_link import gbps_of, link_shares
+import bench_peers_worker
 from bench_peers_modes import MODES, PeakWatch
-from bench_peers_table import COUNTERS, HEAD, is_bitwise, last_loss, returned, rows, table
+from bench_peers_table import (
+    COUNTERS,
+    HEAD,
+    is_bitwise,
+    last_loss,
+    link_shares,
+    returned,
+    rows,
+    table,
+)
 from programs import KIB, make_manager, make_model, one_forward_one_backward, run_step
 
 from megatron_offload.backends import cuda
@@ -81,8 +89,8 @@ def test_flags_replace_sizes():
         (["--shape", "c", "--modes", "ours-all:fraction"], "key=value"),
         (["--shape", "c", "--modes", "none", "none"], "listed twice"),
         (["--shape", "c", "--layers", "17"], "don't divide"),
-        (["--shape", "c", "--microbatches", "6"], "divisible by pp"),
-        (["--shape", "a", "--vpp", "2"], "vpp above 1"),
+        (["--shape", "c", "--microbatches", "6"], "divisible by PP"),
+        (["--shape", "a", "--vpp", "2"], "VPP above 1"),
         (["--shape", "a", "--hidden", "1000", "--heads", "7"], "no multiple"),
         (["--shape", "a", "--steps", "0"], "--steps"),
         (["--shape", "a", "--modes", "none", "ours-five:policy.kind=auto"], "needs --warmup 4"),
@@ -274,6 +282,15 @@ def test_other_modes_steps_of_warm_up_do_not_count_as_held():
     assert (mode.held_bytes, mode.now_bytes) == (70 * 4, 0)
 
 
+def test_the_whole_model_s_settings_reach_it():
+    text = "ours-whole:max_fwd_stash_size=3,prefetch_bytes=2GiB|1GiB"
+    mode = MODES["ours-whole"]({**bench_peers.read_mode(text), "rank": 1})
+    mode.prepare()
+    mode.attach([torch.nn.Linear(2, 2)], 1)
+    assert mode.context.max_fwd_stash_size == 3
+    assert mode.manager.config.prefetch_bytes == 2**30
+
+
 def copy_span(stream, start_us, end_us, gbps):
     num_bytes = round((end_us - start_us) * gbps * 1e3)
     return Span(stream, stream, "g", start_us, end_us - start_us, num_bytes)
@@ -298,20 +315,12 @@ def test_copies_are_held_against_the_link_of_one_direction_or_of_both():
     assert link_shares([], LINK) == {"d2h": None, "h2d": None}
 
 
-def test_the_link_of_both_directions_counts_while_both_copied():
-    assert gbps_of([[0, 1, 2]], 1000) == [1.0]
-    slow, quick = [0, 4, 8, 12, 16], [1, 2, 3, 4, 5]
-    assert gbps_of([slow, quick], 4000) == [1.0, 4.0]
-    assert gbps_of([[0, 8, 16], quick], 8000) == [1.0, 8.0]  # its first copy took longer
-
-
 def test_the_link_is_measured_each_way_alone_and_both_ways_at_once(monkeypatch):
     device = SimulatedConfig(d2h_gbps=20, h2d_gbps=10, check_hazards=False)
     monkeypatch.setattr(cuda, "CudaBackend", lambda: SimulatedBackend(device))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
-    monkeypatch.setattr(bench_peers_link, "BLOCK_BYTES", 4096)
-    found = bench_peers_link.measure_link()
+    monkeypatch.setattr(bench_peers_worker, "BLOCK_BYTES", 4096)
+    found = bench_peers_worker.measure_link()
     # The simulated link is as quick both ways at once as alone.
     expected = {"d2h": 20, "h2d": 10, "both_d2h": 20, "both_h2d": 10}
     assert found == pytest.approx(expected)
