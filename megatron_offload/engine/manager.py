@@ -325,10 +325,7 @@ class PipelineOffloadManager:
             self._end_step()
 
     def end_step_if_over(self) -> bool:
-        """End the step if its groups were committed and no graph of it is left.
-
-        For programs that say nothing of their steps. Returns whether it was.
-        """
+        """End the step if its groups were committed and no graph is left; return whether it was."""
         is_over = bool(self._step.committed) and self.is_idle()
         if is_over:
             self.reset()

@@ -42,12 +42,7 @@ class TensorPool:
     def allocate(
         self, num_bytes: int, host: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event | None]:
-        """Lend a contiguous tensor of ``num_bytes``.
-
-        Args:
-            num_bytes: its size.
-            host: what comes back. The tensor has its shape and dtype, but for a pool that keeps
-                tensors for other uses: those are flat uint8, as where nothing is said.
+        """Lend a contiguous tensor: like ``host``, or flat uint8 where some are kept.
 
         Returns:
             The tensor, and the event that the first write from another stream has to wait for
@@ -55,7 +50,7 @@ class TensorPool:
             compute stream's present point, which the caller records once for all it takes.
 
         Raises:
-            RuntimeError: the device is out of memory.
+            torch.OutOfMemoryError: the device has no memory for it.
         """
         if host is not None and not self.keeps:
             return self._backend.empty_device_like(host), None
@@ -103,7 +98,8 @@ class GPUTensorPool:
         self._free: defaultdict[PoolKey, deque[torch.Tensor]] = defaultdict(deque)
         # Lent tensors by identity, for each key that was ever asked for.
         self._lent: dict[PoolKey, dict[int, torch.Tensor]] = {}
-        self._stats = dict.fromkeys(_STATS, 0)
+        counters = "allocation_requests", "free_requests", "pool_hits", "pool_misses"
+        self._stats = dict.fromkeys(("total_allocated", *counters), 0)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor of ``shape``, a free one if there is any; its content is undefined.
@@ -268,5 +264,3 @@ OffloadTensorPool = GPUTensorPool
 
 PoolKey = tuple[tuple[int, ...], torch.dtype]
 """A shape and a dtype."""
-
-_STATS = ("total_allocated", "allocation_requests", "free_requests", "pool_hits", "pool_misses")
