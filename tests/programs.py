@@ -42,6 +42,16 @@ def make_manager(timing="late", *, seed=0, removed_waits=frozenset(), **settings
     return PipelineOffloadManager(config, backend=backend)
 
 
+def in_group(manager, run, x, name="g", forced=None, *, delay=False):
+    """Return ``run(x)``, run as one group; without a manager, run as it is."""
+    if manager is None:
+        return run(x)
+    x = start_group(manager, x, name)
+    with manager:
+        y = run(x)
+    return commit_group(manager, y, name, forced, delay=delay)
+
+
 class Block(nn.Module):
     """Norm, two linears and an activation, with a residual: a transformer layer's shape."""
 
@@ -76,6 +86,17 @@ def one_forward_one_backward(num_microbatches, depth):
     for m in range(depth, num_microbatches):
         order += [("B", m - depth), ("F", m)]
     return order + [("B", m) for m in range(max(0, num_microbatches - depth), num_microbatches)]
+
+
+def forward(model, manager, *, grad=True, seed=1, rows=16):
+    """Return the loss of one microbatch."""
+    width = model[0].norm.normalized_shape[0]
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).requires_grad_(grad)
+    if manager:
+        manager.begin_chunk()
+    for block in model:
+        x = block(x, manager)
+    return x.square().mean()
 
 
 def run_step(model, manager, order, *, rows=16, seed=1):

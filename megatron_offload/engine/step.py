@@ -15,7 +15,7 @@ from megatron_offload.core.group import GroupState
 from megatron_offload.core.profile import GroupProfile, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
-from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
@@ -127,9 +127,9 @@ class Step:
         stays_because = stays_because or self._learner.keeps_because(group.key)
         if must_move:
             stays_because = ""
-        if not stays_because:
-            for tensor in forced_released_tensors:
-                _force_release(group, tensor)
+        forced = [] if stays_because else _blocks_of(group, forced_released_tensors)
+        for block in forced:
+            block.forced_release = True
         self._decisions.commit(
             group,
             stays_because,
@@ -137,6 +137,8 @@ class Step:
             most_groups=rules.max_inflight_groups,
             most_blocks=rules.max_inflight_blocks,
         )
+        for block in forced:
+            block.forced_release = block.flight is not None  # else it stays, whoever moves it later
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
@@ -153,8 +155,6 @@ class Step:
         self._decisions.leave_backward(group)
 
 
-def _force_release(group: OffloadGroup, tensor: torch.Tensor) -> None:
-    storage_key = tensor.untyped_storage()._cdata
-    for block in group.blocks():
-        if block.storage_key == storage_key and not block.released:
-            block.forced_release = True
+def _blocks_of(group: OffloadGroup, tensors: Iterable[torch.Tensor]) -> list[Block]:
+    keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return [b for b in group.blocks() if b.storage_key in keys and not b.released] if keys else []

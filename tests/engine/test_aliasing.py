@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from programs import KIB, TIMINGS, assert_nothing_left, make_manager
+from programs import KIB, TIMINGS, assert_nothing_left, in_group, make_manager
 from torch.autograd import Function
 
 from megatron_offload.engine.boundary import commit_group, start_group
@@ -49,10 +51,7 @@ def make_views():
 def offload(manager, tensors, seen, name="group"):
     """Save ``tensors`` in one group; return the loss whose backward hands them to ``seen``."""
     x = torch.zeros(1, requires_grad=True)
-    x = start_group(manager, x, name)
-    with manager:
-        y = Keep.apply(x, seen, *tensors)
-    return commit_group(manager, y, name)
+    return in_group(manager, lambda x: Keep.apply(x, seen, *tensors), x, name)
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -77,7 +76,7 @@ def test_views_of_one_storage_are_copied_once_and_alias_again(timing):
     manager.begin_chunk()
     expected = make_views()
     storage_bytes = 4096 * 4
-    loss = offload(manager, [*make_views_of_one_storage()], seen)
+    loss = offload(manager, list(make_views().values()), seen)
     assert manager.transfers.stats.offloaded_bytes == storage_bytes
     loss.backward()
     restored = dict(zip(expected, seen[0], strict=True))
@@ -89,10 +88,6 @@ def test_views_of_one_storage_are_copied_once_and_alias_again(timing):
     for name, tensor in restored.items():
         if tensor.numel():
             assert tensor.data_ptr() - base == expected[name].storage_offset() * tensor.itemsize
-
-
-def make_views_of_one_storage():
-    return make_views().values()
 
 
 def test_a_tensor_saved_twice_moves_once():
@@ -145,25 +140,24 @@ def test_two_groups_may_share_a_storage(timing, inflight_bytes, second_is_a_part
 def test_groups_may_nest():
     manager = make_manager()
     manager.begin_chunk()
-    seen_outer, seen_inner, seen_late = [], [], []
-    outer, inner, late = torch.randn(1024), torch.randn(2048), torch.randn(512)
-    expected = [t.clone() for t in (outer, inner, late)]
-    x = start_group(manager, torch.zeros(1, requires_grad=True), "outer")
-    with manager:
-        x = Keep.apply(x, seen_outer, outer)
-        x = start_group(manager, x, "inner")
-        with manager:
-            x = Keep.apply(x, seen_inner, inner)
-        x = commit_group(manager, x, "inner")
-        x = Keep.apply(x, seen_late, late)
-    x = commit_group(manager, x, "outer")
-    del outer, inner, late
+    saved = {"outer": torch.randn(1024), "inner": torch.randn(2048), "late": torch.randn(512)}
+    expected = {name: tensor.clone() for name, tensor in saved.items()}
+    seen = {name: [] for name in saved}
+
+    def keep(name, x):
+        return Keep.apply(x, seen[name], saved.pop(name))
+
+    def run(x):
+        x = in_group(manager, partial(keep, "inner"), keep("outer", x), "inner")
+        return keep("late", x)
+
+    x = in_group(manager, run, torch.zeros(1, requires_grad=True), "outer")
     stats = manager.transfers.stats
     assert stats.by_name["inner"].offloaded_bytes == 2048 * 4
     assert stats.by_name["outer"].offloaded_bytes == (1024 + 512) * 4
     x.backward()
-    for seen, reference in zip((seen_outer, seen_inner, seen_late), expected, strict=True):
-        assert torch.equal(seen[0][0], reference)
+    for name, reference in expected.items():
+        assert torch.equal(seen[name][0][0], reference)
     manager.reset()
     assert_nothing_left(manager)
 
@@ -183,20 +177,6 @@ def test_parameters_and_their_views_never_move():
 
 @pytest.mark.parametrize(
     "mark",
-    [("_do_not_offload", True), ("_TE_do_not_offload", True), ("offloading_activation", False)],
-)
-def test_opted_out_tensors_never_move(mark):
-    manager, seen = make_manager(), []
-    manager.begin_chunk()
-    x = torch.randn(1024)
-    setattr(x, *mark)
-    offload(manager, [x], seen).backward()
-    assert manager.transfers.stats.offloaded_bytes == 0
-    assert torch.equal(seen[0][0], x)
-
-
-@pytest.mark.parametrize(
-    "mark",
     [
         lambda x: setattr(x, "_do_not_offload", True),
         lambda x: setattr(x, "_TE_do_not_offload", True),
@@ -208,6 +188,7 @@ def test_opted_out_tensors_never_move(mark):
 @pytest.mark.parametrize(
     "use",
     [
+        pytest.param(lambda x, w: x.square(), id="itself"),
         pytest.param(lambda x, w: x @ w, id="3-D input of a matrix product"),
         pytest.param(lambda x, w: x[0].t() @ x[0], id="transposed"),
         pytest.param(lambda x, w: x.view(-1)[4:].square(), id="view of a view"),
@@ -242,13 +223,10 @@ def test_a_mark_for_every_manager_follows_the_storage_until_it_is_taken_back():
         assert not any(chunk.may_move(alias) for alias in aliases)
     take_back(x[1])
     assert all(chunk.may_move(alias) for alias in aliases)
-
-
-def test_marks_for_every_manager_go_with_their_storages():
     mark_everywhere(torch.randn(1024))
-    manager = make_manager()
-    manager.begin_chunk().may_move(torch.randn(8))
-    assert not _everywhere
+    assert _everywhere
+    make_manager().begin_chunk().may_move(x)
+    assert not _everywhere, "it goes with its storage"
 
 
 def test_a_marked_storage_stays_whatever_view_is_saved():

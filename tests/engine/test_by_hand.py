@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from programs import assert_nothing_left, assert_same, make_manager
+from programs import assert_nothing_left, assert_same, in_group, make_manager
 from torch import nn
 
 from megatron_offload.engine import manager as manager_file
@@ -26,13 +26,7 @@ def loss_of(mlps, manager, seed):
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
     x.requires_grad_()
     for mlp in mlps:
-        if manager is None:
-            x = mlp(x)
-            continue
-        x = start_group(manager, x, "mlp")
-        with manager:
-            x = mlp(x)
-        x = commit_group(manager, x, "mlp")
+        x = in_group(manager, mlp, x, "mlp")
     return x.square().mean()
 
 

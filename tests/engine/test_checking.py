@@ -12,6 +12,8 @@ from programs import (
     TIMINGS,
     assert_nothing_left,
     assert_same,
+    forward,
+    in_group,
     make_manager,
     make_model,
     one_forward_one_backward,
@@ -19,7 +21,6 @@ from programs import (
 )
 
 from megatron_offload.backends.base import Wait
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.checking import checksum
 from megatron_offload.errors import CorruptionError
 
@@ -78,14 +79,11 @@ def test_what_lies_between_saved_parts_may_change():
     manager.begin_chunk()
     storage = torch.zeros(4096)
     left, right = (torch.randn(64, requires_grad=True) for _ in range(2))
-    parts = storage.detach()[:64], storage.detach()[2048:2112]
+    parts = [storage.detach()[:64], storage.detach()[2048:2112]]
     x = torch.randn(64, requires_grad=True)
-    y = start_group(manager, x.clone(), "g")
-    with manager:
-        z = left * parts[0] * y + right * parts[1] * y
-    z = commit_group(manager, z, "g")
+    z = in_group(manager, lambda y: left * parts.pop() * y + right * parts.pop() * y, x.clone())
     storage.data[500:600] = 1.0
-    del storage, parts, x, y  # else something keeps it on the device, and nothing comes back
+    del storage, x  # else something keeps it on the device, and nothing comes back
     manager.window.drain()
     z.sum().backward()
     assert manager.transfers.stats.reloaded_bytes > 2048 * 4
@@ -93,9 +91,7 @@ def test_what_lies_between_saved_parts_may_change():
 
 def test_a_graph_that_outlives_the_step_is_reported(caplog):
     model, manager = make_model(layers=1), make_manager(checking=True)
-    manager.begin_chunk()
-    x = torch.randn(16, 32, requires_grad=True)
-    loss = model[0](x, manager).sum()
+    loss = forward(model, manager)
     with caplog.at_level(logging.WARNING):
         manager.reset()
     leaks = manager.last_step.leaks

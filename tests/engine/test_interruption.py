@@ -17,6 +17,7 @@ from programs import (
     KIB,
     assert_nothing_left,
     assert_same,
+    forward,
     make_manager,
     make_model,
     one_forward_one_backward,
@@ -63,13 +64,8 @@ def run_forwards_and_backwards(model, manager):
     for action, microbatch in ORDER:
         if action == "B":
             graphs.pop(microbatch).backward()
-            continue
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(microbatch))
-        x.requires_grad_()
-        manager.begin_chunk()
-        for block in model:
-            x = block(x, manager)
-        graphs[microbatch] = x.square().mean()
+        else:
+            graphs[microbatch] = forward(model, manager, seed=microbatch)
 
 
 def check_every_position(model, manager, trap, *, aborts, positions=None):
@@ -163,41 +159,33 @@ def test_a_keyboard_interrupt_at_every_line(request, line_trap, aborts):
     assert line_trap.files >= STEP_FILES
 
 
-def test_memory_that_can_not_be_had_ahead_of_time_comes_later(monkeypatch):
-    model, manager = make_model(), make_manager(max_inflight_bytes=0, prefetch_bytes=64 * KIB)
-    expected = run_step(model, None, ORDER)
-    assert_same(expected, run_step(model, manager, ORDER))
-    allocate = type(manager.backend).empty_device_like
-    num_failed = 0
+def refuse_memory(monkeypatch, manager, refuses):
+    """Let the device have no memory for reloads while ``refuses()``; return how often it hadn't."""
+    allocate, refused = manager.backend.empty_device_like, []
 
-    def allocate_little(self, host):
-        nonlocal num_failed
-        if manager.budget.held_bytes > 16 * KIB:
-            num_failed += 1
+    def empty_device_like(host):
+        if refuses():
+            refused.append(host)
             raise torch.OutOfMemoryError
-        return allocate(self, host)
+        return allocate(host)
 
-    monkeypatch.setattr(type(manager.backend), "empty_device_like", allocate_little)
-    assert_same(expected, run_step(model, manager, ORDER))
-    assert num_failed > 0
-    assert manager.last_step.num_memory_shortages > 0
-    assert_nothing_left(manager)
+    monkeypatch.setattr(manager.backend, "empty_device_like", empty_device_like)
+    return refused
 
 
-def test_memory_in_flight_is_released_before_a_reload_fails(monkeypatch):
+@pytest.mark.parametrize("shortage", ["ahead of time", "in flight"])
+def test_memory_that_can_not_be_had_comes_later_or_from_what_is_in_flight(monkeypatch, shortage):
     model = make_model()
-    manager = make_manager(max_inflight_bytes=4096 * KIB, prefetch_bytes=0)
-    expected = run_step(model, None, ORDER)
-    allocate = type(manager.backend).empty_device_like
-
-    def allocate_when_drained(self, host):
-        if manager.window.num_inflight:
-            raise torch.OutOfMemoryError
-        return allocate(self, host)
-
-    monkeypatch.setattr(type(manager.backend), "empty_device_like", allocate_when_drained)
-    manager.budget.max_inflight_bytes = 24 * KIB
-    assert_same(expected, run_step(model, manager, ORDER))
+    if shortage == "ahead of time":
+        manager = make_manager(max_inflight_bytes=0, prefetch_bytes=64 * KIB)
+        run_step(model, manager, ORDER)
+        refused = refuse_memory(monkeypatch, manager, lambda: manager.budget.held_bytes > 16 * KIB)
+    else:
+        manager = make_manager(max_inflight_bytes=4096 * KIB, prefetch_bytes=0)
+        manager.budget.max_inflight_bytes = 24 * KIB
+        refused = refuse_memory(monkeypatch, manager, lambda: manager.window.num_inflight)
+    assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
+    assert refused
     assert manager.last_step.num_memory_shortages > 0
     assert_nothing_left(manager)
 
@@ -226,12 +214,8 @@ def test_what_a_reload_has_got_is_given_back_where_the_rest_can_not_be_had(monke
 def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(monkeypatch):
     model, manager = make_model(), make_manager()
     expected = run_step(model, None, ORDER)
-
-    def allocate_nothing(self, host):
-        raise torch.OutOfMemoryError
-
     with monkeypatch.context() as context:
-        context.setattr(type(manager.backend), "empty_device_like", allocate_nothing)
+        refuse_memory(context, manager, lambda: True)
         assert run_interrupted(model, manager, aborts=False)
     assert_same(expected, run_step(model, manager, ORDER))
     gc.collect()
@@ -254,13 +238,7 @@ def test_a_graph_may_die_between_any_two_lines(timing, offset):
                 old.pop()
 
     for _ in range(3):
-        for _ in range(60):
-            x = torch.randn(16, 32).requires_grad_()
-            manager.begin_chunk()
-            for block in model:
-                x = block(x, manager)
-            old.append(x.square().mean())
-        del x
+        old.extend(forward(model, manager) for _ in range(60))
         manager.reset()
         killer = Killer()
         killer.arm(None)
@@ -288,14 +266,7 @@ def check_tiling(pool):
 def test_graphs_may_die_in_another_thread_while_a_step_runs():
     model, manager = make_model(), make_manager("random", **SETTINGS)
     expected = run_step(model, None, ORDER)
-    old = []
-    for _ in range(40):
-        x = torch.randn(16, 32).requires_grad_()
-        manager.begin_chunk()
-        for block in model:
-            x = block(x, manager)
-        old.append(x.square().mean())
-    del x
+    old = [forward(model, manager) for _ in range(40)]
     manager.reset()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -322,18 +293,8 @@ def test_a_backward_may_run_in_another_thread_than_its_forward():
     assert_same(expected, results)
 
     parameters = list(model.parameters())
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(16, 32, generator=generator).requires_grad_()
-    reference = x
-    for block in model:
-        reference = block(reference, None)
-    expected = torch.autograd.grad(reference.square().mean(), parameters)
-    manager.begin_chunk()
-    y = x
-    for block in model:
-        y = block(y, manager)
-    loss = y.square().mean()
-    del y
+    expected = torch.autograd.grad(forward(model, None), parameters)
+    loss = forward(model, manager)
     thread = threading.Thread(target=lambda: results.append(torch.autograd.grad(loss, parameters)))
     thread.start()
     thread.join()
@@ -346,8 +307,7 @@ def test_a_backward_may_run_in_another_thread_than_its_forward():
 def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):
     model, manager = make_model(layers=2), make_manager(**SETTINGS)
     expected = run_step(model, None, ORDER)
-    manager.begin_chunk()
-    old = model[0](torch.randn(16, 32).requires_grad_(), manager).sum()
+    old = forward(model, manager)
     manager.reset()
     allocate, pool = manager.host_pool.allocate_parts, manager.host_pool
     assert pool.stats.in_use_bytes > 0
@@ -365,8 +325,7 @@ def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):
 
 def test_what_died_during_another_thread_s_call_is_not_counted_as_left():
     model, manager = make_model(layers=2), make_manager(**SETTINGS)
-    manager.begin_chunk()
-    old = [model[0](torch.randn(16, 32).requires_grad_(), manager).sum()]
+    old = [forward(model, manager)]
     manager.reset()
     with manager.guard.lock:
         killer = threading.Thread(target=old.clear)
@@ -382,17 +341,8 @@ def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch
     model, trap = make_model(layers=2), Trap()
     manager = make_manager(max_inflight_bytes=4096 * KIB)
     parameters = list(model.parameters())
-    x = torch.randn(16, 32)
-
-    def forward(manager):
-        y = x.clone().requires_grad_()
-        for block in model:
-            y = block(y, manager)
-        return y.square().mean()
-
-    expected = torch.autograd.grad(forward(None), parameters)
-    manager.begin_chunk()
-    loss = forward(manager)
+    expected = torch.autograd.grad(forward(model, None), parameters)
+    loss = forward(model, manager)
     trap.error, release = KeyboardInterrupt, manager.sources._release_block
     monkeypatch.setattr(manager.sources, "_release_block", trap.around(release, after=True))
     trap.arm(position)
@@ -410,18 +360,11 @@ def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch
 def test_what_an_aborted_step_had_not_released_is_still_right():
     model, manager = make_model(layers=2), make_manager(max_inflight_bytes=4096 * KIB)
     parameters = list(model.parameters())
-    x = torch.randn(16, 32)
-    results = []
-    for used in (None, manager):
-        y = x.clone().requires_grad_()
-        if used:
-            manager.begin_chunk()
-        for block in model:
-            y = block(y, used)
-        manager.abort()
-        results.append(torch.autograd.grad(y.square().mean(), parameters))
-        del y
-    assert_same(*results)
+    expected = torch.autograd.grad(forward(model, None), parameters)
+    loss = forward(model, manager)
+    manager.abort()
+    assert_same(expected, torch.autograd.grad(loss, parameters))
+    del loss
     assert_nothing_left(manager)
     assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
 
@@ -475,9 +418,7 @@ def test_a_call_from_inside_a_call_is_an_error_and_no_deadlock():
 
     model, manager = make_model(), make_manager()
     expected = run_step(model, None, ORDER)
-    manager.begin_chunk()
-    x = torch.randn(16, 32).requires_grad_()
-    loss = model[0](x, manager).sum()
+    loss = forward(model, manager)
     with manager.observed_by(Trimming()):
         with pytest.raises(StateError, match="trim was called from inside a call"):
             loss.backward()

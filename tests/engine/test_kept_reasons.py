@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs import KIB, make_manager, make_model, one_forward_one_backward, run_step
+from programs import KIB, in_group, make_manager, make_model, one_forward_one_backward, run_step
+from test_aliasing import Keep
 
 from megatron_offload import CPUOffload
-from megatron_offload.engine.boundary import commit_group, start_group
 
 ROOMY = {"max_inflight_bytes": 64 * KIB, "prefetch_bytes": 64 * KIB}
 
@@ -40,31 +40,13 @@ def test_every_kept_byte_has_its_reason(settings, reasons):
     manager.close()
 
 
-class Keep(torch.autograd.Function):
-    """Saves tensors as they are."""
-
-    @staticmethod
-    def forward(ctx, x, *tensors):
-        ctx.save_for_backward(*tensors)
-        ctx.num_tensors = len(tensors)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, grad):
-        assert len(ctx.saved_tensors) == ctx.num_tensors
-        return grad, *[None] * ctx.num_tensors
-
-
 def stats_of(saved, **settings):
     """Return the counters of a step whose groups save these tensors."""
     manager = make_manager(**settings)
     manager.begin_chunk()
     y = torch.ones(1, requires_grad=True) * 1.0
     for name, tensors in saved.items():
-        y = start_group(manager, y, name)
-        with manager:
-            y = Keep.apply(y, *tensors)
-        y = commit_group(manager, y, name)
+        y = in_group(manager, lambda y, tensors=tensors: Keep.apply(y, [], *tensors), y, name)
     y.backward()
     manager.reset()
     stats = manager.last_step

@@ -276,8 +276,8 @@ def test_a_trim_leaves_what_a_live_graph_needs(timing):
         commit(*args, **options)
         trims.append(manager.trim())
 
-    def leave_and_trim(group):
-        leave(group)
+    def leave_and_trim(*args):
+        leave(*args)
         trims.append(manager.trim())
 
     manager.commit, manager.leave_backward = commit_and_trim, leave_and_trim

@@ -9,6 +9,8 @@ from programs import (
     TIMINGS,
     assert_nothing_left,
     assert_same,
+    forward,
+    in_group,
     make_manager,
     make_model,
     one_forward_one_backward,
@@ -16,39 +18,23 @@ from programs import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.boundary import start_group
+from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import StateError
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 
 ORDER = one_forward_one_backward(4, depth=2)
 
 
-def forward(model, manager, *, grad=True, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(16, 32, generator=generator).requires_grad_(grad)
-    manager.begin_chunk()
-    for block in model:
-        x = block(x, manager)
-    return x.square().mean()
-
-
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_changing_microbatch_counts_stay_exact(timing):
-    model = make_model()
-    manager = make_manager(timing)
-    for count, depth in [(4, 2), (1, 1), (6, 3), (2, 2), (4, 4), (4, 2)]:
+def test_changing_microbatch_counts_and_sequence_lengths_stay_exact(timing):
+    model, manager = make_model(), make_manager(timing)
+    counts = [(4, 2, 16), (1, 1, 16), (6, 3, 16), (2, 2, 5), (4, 4, 64), (4, 2, 16)]
+    for count, depth, rows in counts:
         order = one_forward_one_backward(count, depth)
-        assert_same(run_step(model, None, order), run_step(model, manager, order))
-        assert_nothing_left(manager)
-
-
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_changing_sequence_lengths_stay_exact(timing):
-    model = make_model()
-    manager = make_manager(timing)
-    for rows in (16, 5, 64, 16):
-        expected = run_step(model, None, ORDER, rows=rows)
-        assert_same(expected, run_step(model, manager, ORDER, rows=rows))
+        expected = run_step(model, None, order, rows=rows)
+        assert_same(expected, run_step(model, manager, order, rows=rows))
         assert_nothing_left(manager)
 
 
@@ -225,10 +211,7 @@ def test_a_leaf_that_outlives_its_graphs_keeps_no_hooks():
     for _ in range(3):
         manager.begin_chunk()
         for backward in (True, False):
-            y = start_group(manager, x, "g")
-            with manager:
-                y = y.exp()
-            y = commit_group(manager, y, "g")
+            y = in_group(manager, torch.exp, x)
             if backward:
                 y.sum().backward()
             del y
@@ -241,45 +224,21 @@ def test_a_checkpoint_inside_a_group_has_its_inputs_moved():
     manager.begin_chunk()
     linear = torch.nn.Linear(64, 64)
     x = torch.randn(64, 64, requires_grad=True).clone()
-    expected = torch.autograd.grad(linear(x).sum(), linear.weight)[0]
-    y = start_group(manager, x, "g")
-    with manager:
-        y = checkpoint(linear, y, use_reentrant=False)
-        z = y * y.detach()
-    z = commit_group(manager, z, "g")
+
+    def run(x):
+        y = checkpoint(linear, x, use_reentrant=False)
+        return y * y.detach()
+
+    expected = torch.autograd.grad(run(x).sum(), linear.weight)
+    z = in_group(manager, run, x)
     assert manager.transfers.stats.offloaded_bytes > 0
-    z.sum().backward()
-    assert linear.weight.grad.shape == expected.shape
-
-
-def test_surrounding_hooks_are_restored():
-    manager = make_manager()
-    manager.begin_chunk()
-    outer = []
-
-    def pack(tensor):
-        outer.append(tensor.shape)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        x = torch.randn(128, requires_grad=True)
-        y = start_group(manager, x.exp(), "g")
-        num_before = len(outer)
-        with manager:
-            y = y.exp()
-        assert len(outer) == num_before, "inside the group the group's hooks hold"
-        y = commit_group(manager, y, "g").exp()
-        assert len(outer) == num_before + 1
-    y.sum().backward()
+    assert_same(expected, torch.autograd.grad(z.sum(), linear.weight))
 
 
 def test_without_a_chunk_and_when_disabled_boundaries_are_the_identity():
     manager = make_manager()
     x = torch.randn(128, requires_grad=True)
-    start_group(manager, x, "g")
-    with manager:
-        y = x.exp()
-    commit_group(manager, y, "g")
+    in_group(manager, torch.exp, x)
     chunk = manager.begin_chunk()
     manager.disable_offload()
     start_group(manager, x, "g")
@@ -289,31 +248,21 @@ def test_without_a_chunk_and_when_disabled_boundaries_are_the_identity():
     assert len(chunk.groups) == 1
 
 
-def test_delayed_groups_move_when_flushed():
+@pytest.mark.parametrize("flushes", [True, False])
+def test_delayed_groups_move_when_flushed_unless_their_backward_came_first(flushes):
     manager = make_manager()
     manager.begin_chunk()
     x = torch.randn(1024, requires_grad=True)
-    y = start_group(manager, x, "g")
-    with manager:
-        y = (y * 2).exp()
-    y = commit_group(manager, y, "g", delay=True)
+    y = in_group(manager, lambda y: (y * 2).exp(), x, delay=True)
     assert manager.transfers.stats.offloaded_bytes == 0
-    manager.flush_delayed_groups()
-    assert manager.transfers.stats.offloaded_bytes == 4096
+    if flushes:
+        manager.flush_delayed_groups()
+        assert manager.transfers.stats.offloaded_bytes == 4096
     y.sum().backward()
     assert torch.equal(x.grad, 2 * (2 * x).exp().detach())
-
-
-def test_a_delayed_group_whose_backward_comes_first_never_moves():
-    manager = make_manager()
-    manager.begin_chunk()
-    x = torch.randn(1024, requires_grad=True)
-    y = start_group(manager, x, "g")
-    with manager:
-        y = y.exp()
-    commit_group(manager, y, "g", delay=True).sum().backward()
+    del y
     manager.reset()
-    assert manager.last_step.offloaded_bytes == 0
+    assert (manager.last_step.offloaded_bytes > 0) == flushes
     assert_nothing_left(manager)
 
 
@@ -338,20 +287,48 @@ def test_forced_release_empties_only_what_was_copied():
     manager.begin_chunk()
     kept_alive = torch.randn(1024, requires_grad=True).clone()
     small = torch.randn(16, requires_grad=True).clone()
-    y = start_group(manager, kept_alive, "g")
-    with manager:
-        z = y.exp() * small[:1].exp()
-    z = commit_group(manager, z, "g", [kept_alive, small])
+    in_group(manager, lambda y: y.exp() * small[:1].exp(), kept_alive, "g", [kept_alive, small])
     assert small.untyped_storage().nbytes() == 64
     assert kept_alive.untyped_storage().nbytes() == 4096, "exp keeps its output, not its input"
     x = torch.randn(1024, requires_grad=True).clone()
     expected = torch.autograd.grad((x * x).sum(), x)[0]
-    y = start_group(manager, x, "g")
-    with manager:
-        z = y * y
-    z = commit_group(manager, z, "g", [x])
+    z = in_group(manager, lambda y: y * y, x, "g", [x])
     assert x.untyped_storage().nbytes() == 0
-    assert torch.equal(torch.autograd.grad(z.sum(), y)[0], expected)
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("stays", ["by plan", "soon", ""])
+def test_a_forced_release_counts_where_the_group_that_asks_for_it_moves(monkeypatch, stays):
+    # Where the inner group stays, the outer one still copies what both have saved.
+    manager = make_manager()
+    if stays == "by plan":
+        kept = {GroupKey(0, 1): "asked to"}
+        monkeypatch.setattr(manager.learner, "keeps_because", lambda key: kept.get(key, ""))
+    elif stays:
+        monkeypatch.setattr(manager.decisions, "is_needed_soon", lambda g: g.name == "inner")
+    manager.begin_chunk()
+    x, y = torch.randn(1024, requires_grad=True), torch.randn(1024)
+    expected = torch.autograd.grad((x * y * y).sum(), x)
+
+    def outer(x):
+        return in_group(manager, lambda x: x * y, x * y, "inner", [y])
+
+    z = in_group(manager, outer, x, "outer")
+    assert manager.transfers.stats.by_name["outer" if stays else "inner"].offloaded_bytes == 4096
+    assert y.untyped_storage().nbytes() == (4096 if stays else 0)
+    assert_same(expected, torch.autograd.grad(z.sum(), x))
+
+
+def test_a_forced_release_counts_for_what_a_group_before_has_copied():
+    manager = make_manager(max_inflight_bytes=64 * KIB)
+    manager.begin_chunk()
+    x, y = torch.randn(1024, requires_grad=True), torch.randn(1024)
+    expected = torch.autograd.grad((x * y * y).sum(), x)
+    z = in_group(manager, lambda x: x * y, x)
+    z = in_group(manager, lambda x: x * y, z, "g", [y])
+    manager.join_offloads()
+    assert y.untyped_storage().nbytes() == 0
+    assert_same(expected, torch.autograd.grad(z.sum(), x))
 
 
 def test_device_memory_really_falls():
@@ -368,8 +345,6 @@ def test_device_memory_really_falls():
 
 
 def test_reset_instance_gives_host_memory_back():
-    from megatron_offload.engine.manager import PipelineOffloadManager
-
     manager = make_manager()
     run_step(make_model(), manager, ORDER)
     assert manager.host_pool.stats.slab_bytes_total > 0
@@ -396,15 +371,11 @@ def test_several_models_take_turns_in_one_step(num_managers, timing):
             model.zero_grad()
         for action, index in order:
             if action == "F":
-                generator = torch.Generator().manual_seed(len(results))
-                x = torch.randn(16, 32, generator=generator).requires_grad_()
                 manager = managers[index % len(managers)] if managers else None
-                if manager:
-                    manager.begin_chunk()
-                for block in models[index]:
-                    x = block(x, manager)
-                graphs.setdefault(index, []).append(x.square().mean())
-                results.append(x.detach().clone())
+                loss = forward(models[index], manager, seed=len(results))
+                graphs.setdefault(index, []).append(loss)
+                results.append(loss.detach().clone())
+                del loss
             else:
                 graphs[index].pop(0).backward()
         for manager in managers:
@@ -429,12 +400,10 @@ class Adapted(torch.nn.Module):
         self.up = torch.nn.Linear(rank, width, bias=False)
 
     def forward(self, x, manager):
-        if manager is None:
-            return torch.tanh(self.base(x) + self.up(torch.tanh(self.down(x))))
-        x = start_group(manager, x, "adapted")
-        with manager:
-            x = torch.tanh(self.base(x) + self.up(torch.tanh(self.down(x))))
-        return commit_group(manager, x, "adapted")
+        return in_group(manager, self.adapt, x)
+
+    def adapt(self, x):
+        return torch.tanh(self.base(x) + self.up(torch.tanh(self.down(x))))
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -478,25 +447,21 @@ def test_other_hooks_inside_a_group_and_around_it_keep_their_tensors(timing):
         seen.append(tensor.nbytes)
         return tensor.clone()
 
+    def inside(y):
+        y = y * y.sin()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = y.tanh()
+        return y * y.cos()
+
     def run(manager):
         x = torch.linspace(-1, 1, 1024).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = x.exp()
-            if manager:
-                manager.begin_chunk()
-                y = start_group(manager, y, "g")
-            with manager or torch.enable_grad():
-                y = y * y.sin()
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    y = y.tanh()
-                y = y * y.cos()
-            if manager:
-                y = commit_group(manager, y, "g")
-            y = y.exp()
+            y = in_group(manager, inside, x.exp()).exp()
         return torch.autograd.grad(y.sum(), x)
 
     expected = run(None)
     seen.clear()
+    manager.begin_chunk()
     assert_same(expected, run(manager))
     assert len(seen) == 3, "the one before, the one inside, the one after"
     manager.reset()

@@ -7,10 +7,16 @@ from collections import Counter
 from functools import partialmethod
 
 import torch
-from programs import assert_same, make_manager, make_model, one_forward_one_backward, run_step
+from programs import (
+    assert_same,
+    in_group,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
 
 from megatron_offload.backends.base import Wait
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.observer import Observer
 
 ORDER = one_forward_one_backward(2, depth=1)
@@ -40,10 +46,8 @@ def test_every_event_of_one_group_comes_in_its_order():
     manager, noting = make_manager(max_inflight_bytes=0, prefetch_bytes=0), Noting()
     with manager.observed_by(noting), manager.step():
         manager.begin_chunk()
-        x = start_group(manager, torch.ones(64, requires_grad=True) * 1, "g")
-        with manager:
-            y = x.exp() * 1
-        y = commit_group(manager, y, "g").sum()
+        x = torch.ones(64, requires_grad=True) * 1
+        y = in_group(manager, lambda x: x.exp() * 1, x).sum()
         del x
         y.backward()
     assert names(noting) == [
@@ -75,8 +79,7 @@ def test_a_commit_that_is_put_off_is_told_twice():
     manager, noting = make_manager(), Noting()
     with manager.observed_by(noting):
         manager.begin_chunk()
-        x = start_group(manager, torch.ones(64, requires_grad=True) * 1, "g")
-        x = commit_group(manager, x, "g", delay=True)
+        in_group(manager, lambda x: x, torch.ones(64, requires_grad=True) * 1, delay=True)
         manager.flush_delayed_groups()
     assert names(noting).count("group_commits") == 2
 

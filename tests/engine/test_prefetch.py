@@ -9,6 +9,7 @@ from programs import (
     TIMINGS,
     assert_nothing_left,
     assert_same,
+    forward,
     make_manager,
     make_model,
     one_forward_one_backward,
@@ -112,8 +113,6 @@ def test_dropped_graphs_do_not_block_the_budget():
     model, manager = make_model(), make_manager(prefetch_bytes=24 * KIB)
     run_step(model, manager, ORDER)
     expected = run_step(model, None, ORDER)
-    from test_lifecycle import forward
-
     for _ in range(3):
         del_me = forward(model, manager)
         del del_me

@@ -6,11 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from programs import KIB, assert_same, make_manager
+from programs import KIB, assert_same, in_group, make_manager
 from torch import nn
 
 from megatron_offload import CPUOffload
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.plan import OffloadPlan, rank_plan
@@ -36,11 +35,8 @@ def train(manager, sizes=(GROUP_BYTES,) * NUM_GROUPS):
     with meter, manager.observed_by(meter) if manager else nullcontext():
         if manager:
             manager.begin_chunk()
-        for size in sizes:
-            y = start_group(manager, y, "g") if manager else y
-            with manager or torch.enable_grad():
-                y = y.mean().expand(size // 4).exp()  # saves its result alone
-            y = commit_group(manager, y, "g") if manager else y
+        for size in sizes:  # each saves its result alone
+            y = in_group(manager, lambda y, size=size: y.mean().expand(size // 4).exp(), y)
         loss = y.sum()
         off_bytes = off_the_device(manager) if manager else 0
         loss.backward()
@@ -74,16 +70,11 @@ def assert_frees_memory(manager, sizes=(GROUP_BYTES,) * NUM_GROUPS, *, num_steps
         assert off_bytes == promised, "the summary of the first step is that of those after it"
 
 
-@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 1.0])
-def test_a_fraction_of_the_groups_frees_memory(fraction):
-    manager = make_manager(fraction=fraction, **DEFAULTS)
-    train(manager)
-    assert_frees_memory(manager)
-
-
-@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5, 1.0])
-def test_a_ratio_of_the_bytes_frees_memory(ratio):
-    manager = make_manager(policy={"kind": "ratio", "ratio": ratio}, **DEFAULTS)
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("is_ratio", [False, True])
+def test_a_share_of_the_groups_or_bytes_frees_memory(share, is_ratio):
+    asked = {"policy": {"kind": "ratio", "ratio": share}} if is_ratio else {"fraction": share}
+    manager = make_manager(**asked, **DEFAULTS)
     train(manager)
     assert_frees_memory(manager)
 
