@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megatron_offload.backends.base import Wait
-from megatron_offload.backends.shadow import Hazard
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError
@@ -123,15 +122,6 @@ def test_a_missing_wait_is_named_in_every_timing(wait, timing):
     backend = make(timing, without=[wait])
     PROGRAMS[wait](backend)
     assert {hazard.wait for hazard in backend.hazards} == {wait}
-
-
-@pytest.mark.parametrize("wait", Wait)
-def test_a_missing_wait_raises_an_error_that_shows_both_accesses(wait):
-    backend = make(on_hazard="raise", without=[wait])
-    with pytest.raises(
-        HazardError, match=f"{wait.name} is missing: {wait.value}: .* is not ordered"
-    ):
-        PROGRAMS[wait](backend)
 
 
 def test_the_error_text_names_labels_and_order_numbers():
@@ -275,14 +265,6 @@ def test_hazards_don_t_depend_on_the_timing():
         assert reports(timing) == expected
 
 
-def test_a_hazard_reads_like_its_error():
-    backend = make(without=[Wait.W1])
-    source_is_copied(backend)
-    (hazard,) = backend.hazards
-    assert isinstance(hazard, Hazard)
-    assert "d2h read [x] (#2) is not ordered after compute write [x] (#1)" in str(hazard)
-
-
 def test_without_the_check_nothing_is_found():
     backend = make(check_hazards=False, without=list(Wait), on_hazard="raise")
     for program in PROGRAMS.values():
@@ -291,15 +273,6 @@ def test_without_the_check_nothing_is_found():
 
 
 # When copies happen.
-
-
-def test_eager_copies_happen_when_they_are_queued():
-    backend = make("eager")
-    host = backend.empty_host(NUM_BYTES)
-    d2h_done = offload(backend, filled(7), host)
-    assert backend.num_pending == 0
-    assert backend.is_done(d2h_done)
-    assert torch.equal(host, filled(7))
 
 
 def test_late_copies_happen_when_something_waits_for_them():
@@ -374,15 +347,10 @@ def progress(seed):
     return seen
 
 
-def test_random_timing_is_reproducible_by_its_seed():
+def test_random_timing_is_reproducible_by_its_seed_and_late_now_and_then():
     assert progress(3) == progress(3)
-    assert len({tuple(progress(seed)) for seed in range(8)}) > 4
-
-
-def test_random_timing_is_sometimes_late_and_sometimes_not():
     finals = [progress(seed)[-1][0] for seed in range(16)]
-    assert min(finals) < max(finals)
-    assert max(finals) == 20 * 64
+    assert min(finals) < max(finals) == 20 * 64
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -414,26 +382,17 @@ def test_many_groups_come_back_unchanged_whatever_the_seed(seed):
 # Memory.
 
 
-def test_fresh_memory_is_poisoned():
-    backend = make()
-    assert torch.equal(backend.empty_host(NUM_BYTES), filled(POISON))
-    assert torch.equal(backend.empty_device(NUM_BYTES), filled(POISON))
-
-
-def test_freed_memory_is_poisoned_if_nobody_else_holds_it():
-    backend = make()
+@pytest.mark.parametrize("poison", [True, False])
+def test_fresh_memory_is_poisoned_and_so_is_what_is_freed_if_nobody_else_holds_it(poison):
+    backend = make(poison=poison)
     region, shared = filled(7), filled(7)
     backend.note_freed(region, "x", sole_owner=True)
     backend.note_freed(shared, "y", sole_owner=False)
-    assert torch.equal(region, filled(POISON))
+    assert torch.equal(region, filled(POISON if poison else 7))
     assert torch.equal(shared, filled(7))
-
-
-def test_poison_can_be_switched_off():
-    backend = make(poison=False)
-    region = filled(7)
-    backend.note_freed(region, "x", sole_owner=True)
-    assert torch.equal(region, filled(7))
+    if poison:
+        assert torch.equal(backend.empty_host(NUM_BYTES), filled(POISON))
+        assert torch.equal(backend.empty_device(NUM_BYTES), filled(POISON))
 
 
 def test_empty_regions_are_never_a_hazard():
@@ -497,21 +456,14 @@ def test_virtual_time_does_not_depend_on_the_timing(timing):
     assert backend.timestamp(backend.compute_stream()) == pytest.approx(6.0)
 
 
-def test_the_time_lost_in_a_wait_is_booked_under_its_name():
+@pytest.mark.parametrize(("compute_us", "lost_us"), [(1.0, 2.0), (3.5, 0.0)])
+def test_the_time_lost_in_a_wait_is_booked_under_its_name(compute_us, lost_us):
     backend = make(d2h_gbps=1.0)
     d2h_done = offload(backend, filled(7, 3000), backend.empty_host(3000))
-    backend.advance_compute(1.0)
+    backend.advance_compute(compute_us)
     backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
-    assert backend.stall_us == {wait: 2.0 if wait is Wait.W2 else 0.0 for wait in Wait}
-
-
-def test_a_hidden_copy_costs_no_time():
-    backend = make(d2h_gbps=1.0)
-    d2h_done = offload(backend, filled(7, 3000), backend.empty_host(3000))
-    backend.advance_compute(3.5)
-    backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
-    assert sum(backend.stall_us.values()) == 0.0
-    assert backend.timestamp(backend.compute_stream()) == 3.5
+    assert backend.stall_us == {wait: lost_us if wait is Wait.W2 else 0.0 for wait in Wait}
+    assert backend.timestamp(backend.compute_stream()) == compute_us + lost_us
 
 
 def test_a_host_sync_holds_the_program_up():
@@ -537,17 +489,11 @@ def test_bytes_and_copies_count_when_they_really_happen():
 # Wrong calls.
 
 
-def test_copies_don_t_go_on_the_compute_stream():
+def test_wrong_calls_are_refused():
     backend = make()
     with pytest.raises(ValueError, match="d2h_stream or h2d_stream"):
         backend.copy([(filled(1), filled(2))], backend.compute_stream(), "x")
-
-
-def test_time_does_not_run_backwards():
     with pytest.raises(ValueError, match="forward only"):
-        make().advance_compute(-1.0)
-
-
-def test_an_unknown_way_to_report_is_refused():
+        backend.advance_compute(-1.0)
     with pytest.raises(ValueError, match="'raise' or 'collect'"):
         make(on_hazard="ignore")

@@ -38,7 +38,6 @@ from megatron_offload.core.trace import (
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.report.plots import plot_timeline
 
 ORDER = one_forward_one_backward(5, depth=3)
 ROOT = Path(__file__).parent.parent.parent
@@ -90,40 +89,28 @@ def test_the_sums_are_those_of_the_spans():
     ]
 
 
-def test_an_empty_trace_has_a_summary_and_a_picture(tmp_path):
+def test_an_empty_trace_has_a_summary():
     summary = StepTrace().summary()
     assert summary.duration_us == 0
     assert summary.gbps("d2h") is None
     assert summary.facts()[0] == "step 0.0 µs"
-    pytest.importorskip("altair")
-    plot_timeline([StepTrace()], tmp_path / "empty.png")
 
 
 def test_a_file_holds_valid_chrome_events(tmp_path):
     path = tmp_path / "new" / "trace.json"
     small_trace(rank=3).write_chrome(path)
     assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
-    data = json.loads(path.read_text())
-    events = data["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "C"}
-    for event in events:
-        assert event["pid"] == 3
-        assert isinstance(event["name"], str)
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            assert isinstance(event["tid"], int)
-        if event["ph"] in "XC":
-            assert isinstance(event["ts"], float)
-        if event["ph"] == "C":
-            assert all(isinstance(value, int) for value in event["args"].values())
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {3}
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {0: "compute", 1: "d2h", 2: "h2d"}
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 3"]
-
-
-def test_what_is_written_is_read_back(tmp_path):
-    small_trace().write_chrome(tmp_path / "trace.json")
-    assert StepTrace.read(tmp_path / "trace.json") == small_trace()
+    place = {"pid": 3, "tid": 1, "ts": 8.0, "dur": 6.0}
+    args = {"group": "a", "bytes": 12000, "GB/s": 2.0}
+    assert {"ph": "X", "name": "d2h a", "cat": "d2h", **place, "args": args} in events
+    counter = {"ph": "C", "name": INFLIGHT_BYTES, "pid": 3, "ts": 8.0, "args": {"bytes": 12000}}
+    assert counter in events
+    assert StepTrace.read(path) == small_trace(rank=3)
 
 
 def test_a_file_holds_one_trace_for_each_rank(tmp_path):
@@ -210,24 +197,14 @@ def test_a_traced_step_is_the_same_step(timing, inflight_bytes):
     assert summary.num_bytes["d2h"] == manager.last_step.offloaded_bytes > 0
     assert summary.num_bytes["h2d"] == manager.last_step.reloaded_bytes > 0
     assert max(values_of(trace, HOST_BYTES)) == manager.last_step.peak_host_bytes
-
-
-def test_spans_of_one_stream_do_not_overlap():
-    _, trace = traced_step(make_manager(max_inflight_bytes=None, prefetch_bytes=16 * 1024))
-    assert {span.stream for span in trace.spans} == set(STREAMS)
     for stream in STREAMS:
-        spans = trace.of(stream)
-        for earlier, later in itertools.pairwise(spans):
+        for earlier, later in itertools.pairwise(trace.of(stream)):
             assert earlier.end_us <= later.start_us
-
-
-def test_counters_end_where_they_began():
-    _, trace = traced_step(make_manager(max_inflight_bytes=None, prefetch_bytes=16 * 1024))
     for name in (INFLIGHT_BYTES, HOST_BYTES, PREFETCHED_BYTES, LIVE_BYTES, HELD_BYTES):
         values = values_of(trace, name)
         assert values[0] == values[-1] == 0, name
         assert max(values) > 0, name
-    assert max(values_of(trace, HELD_BYTES)) < max(values_of(trace, LIVE_BYTES))
+    assert max(values_of(trace, HELD_BYTES)) <= max(values_of(trace, LIVE_BYTES))
 
 
 def test_the_manager_is_left_as_it_was():
@@ -321,18 +298,6 @@ def test_virtual_times_are_exact():
     assert summary.gbps("h2d") == pytest.approx(0.002)
 
 
-def test_hidden_copies_stall_nothing():
-    config = make_config(prefetch_bytes=512, max_inflight_bytes=512)
-    rates = {"d2h_gbps": 1024.0, "h2d_gbps": 1024.0}
-    backend = SimulatedBackend(config.simulated.model_copy(update=rates))
-    manager = PipelineOffloadManager(config, backend=backend)
-    with trace_step(manager) as trace:
-        two_groups(manager, backend)
-    summary = trace.summary()
-    assert summary.copy_stall_us == 0
-    assert summary.compute_us == 600
-
-
 def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():
     manager = make_manager(prefetch_bytes=0)
     model = make_model(layers=2)
@@ -347,14 +312,6 @@ def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():
         for loss in losses:
             loss.backward()
     assert values_of(trace, LIVE_BYTES)[-1] < max(values_of(trace, LIVE_BYTES)) / 2
-
-
-def test_the_timeline_is_drawn(tmp_path):
-    pytest.importorskip("altair")
-    _, trace = traced_step(make_manager(prefetch_bytes=16 * 1024))
-    path = tmp_path / "new" / "timeline.png"
-    plot_timeline([trace], path)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

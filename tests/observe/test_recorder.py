@@ -36,7 +36,7 @@ from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.memory_target import MemoryTargetPolicy
-from megatron_offload.planning.profile_file import load_profile, save_profile
+from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.planning.profiled_job import job_from_profiles
 from megatron_offload.planning.schedule import PassKind, interleaved_one_f_one_b, one_f_one_b
 from megatron_offload.planning.simulate import simulate
@@ -103,6 +103,7 @@ def test_times_are_those_of_the_program():
     program = Program()
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
+        program.step()  # the first alone counts
     profile = recorded.profile
     assert [(group.key, group.name) for group in profile.groups] == [
         *((A0, "a"), (B0, "b")),
@@ -137,14 +138,11 @@ def test_samples_are_the_live_bytes_at_the_boundaries_and_the_peaks_between():
     assert meter.peak_bytes == 6000  # as if nobody had looked
 
 
-def test_peaks_are_left_alone_where_nobody_wants_them():
+def test_peaks_are_left_alone_where_nobody_wants_them_and_where_nothing_tells_of_memory():
     program = Program()
     with profile_step(program.manager, peaks=False) as recorded:
         program.step()
     assert {sample.peak_bytes for sample in recorded.profile.memory} == {0}
-
-
-def test_where_nothing_tells_of_memory_there_are_no_samples():
     program = Program(metered=False)
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
@@ -230,45 +228,31 @@ def test_what_a_step_without_offload_reserved_besides_is_given_back():
     assert program.backend.num_trims == 1
 
 
+@pytest.mark.parametrize("timing", ["eager", "late"])
 @pytest.mark.parametrize("num_before", range(4))
-def test_nothing_is_learned_from_a_step_that_moves_nothing(num_before):
-    with_profile, without = (make_manager(host_slab_bytes=16 * 1024) for _ in range(2))
+def test_a_step_that_is_to_move_nothing_moves_and_teaches_nothing(timing, num_before):
+    expected = run_step(make_model(), None, ORDER)
+    settings = {"prefetch_bytes": 8 * 1024, "host_slab_bytes": 16 * 1024}
+    profiled, other = (make_manager(timing, **settings) for _ in range(2))
     model = make_model()
     for number in range(6):
-        for manager in (with_profile, without):
-            if manager is with_profile and number == num_before:
-                learned = manager.last_profile
-                with profile_step(manager, moves=False):
-                    run_step(model, manager, ORDER)
-                assert manager.last_profile is learned
-            run_step(model, manager, ORDER)
-        assert with_profile.last_step == without.last_step
-        pinned = (m.host_pool.stats.slab_bytes_total for m in (with_profile, without))
-        assert len(set(pinned)) == 1
-
-
-@pytest.mark.parametrize("timing", ["eager", "late"])
-def test_a_step_that_is_to_move_nothing_moves_nothing_and_the_next_is_as_before(timing):
-    expected = run_step(make_model(), None, ORDER)
-    manager = make_manager(timing, prefetch_bytes=8 * 1024, host_slab_bytes=16 * 1024)
-    model = make_model()
-    for _ in range(4):
-        assert_same(expected, run_step(model, manager, ORDER))
-    stats, learned = manager.last_step, manager.last_profile
-    pinned_bytes = manager.host_pool.stats.slab_bytes_total
-    num_copies = manager.backend.num_copies
-    with profile_step(manager, moves=False) as recorded:
-        assert_same(expected, run_step(model, manager, ORDER))
-    assert manager.backend.num_copies == num_copies
-    assert recorded.profile.offloaded_bytes == 0
-    (reason,) = {r for g in manager.last_step.by_name.values() for r in g.kept_bytes_by_reason}
-    assert reason == "the step is profiled without offload"
-    assert manager.last_profile is learned
-    assert manager.host_pool.stats.slab_bytes_total == pinned_bytes
-    assert_nothing_left(manager)
-    assert_same(expected, run_step(model, manager, ORDER))
-    assert manager.last_step == stats
-    assert stats.offloaded_bytes > 0
+        if number == num_before:
+            learned, num_copies = profiled.last_profile, profiled.backend.num_copies
+            with profile_step(profiled, moves=False) as recorded:
+                assert_same(expected, run_step(model, profiled, ORDER))
+            assert profiled.last_profile is learned
+            assert profiled.backend.num_copies == num_copies
+            assert recorded.profile.offloaded_bytes == 0
+            by_name = profiled.last_step.by_name.values()
+            (reason,) = {reason for group in by_name for reason in group.kept_bytes_by_reason}
+            assert reason == "the step is profiled without offload"
+            assert_nothing_left(profiled)
+        for manager in (profiled, other):
+            assert_same(expected, run_step(model, manager, ORDER))
+        assert profiled.last_step == other.last_step
+        pinned = {each.host_pool.stats.slab_bytes_total for each in (profiled, other)}
+        assert len(pinned) == 1
+    assert profiled.last_step.offloaded_bytes > 0
 
 
 def test_a_step_that_moves_is_recorded_as_it_is():
@@ -309,18 +293,6 @@ def test_nested_groups_lie_within_one_another():
             assert inner.committed_us <= outer.committed_us
             assert outer.backward_us <= inner.backward_us
             assert inner.done_us <= outer.done_us
-
-
-def test_a_profile_survives_its_file(tmp_path):
-    program = Program()
-    run = RunShape(2, 1, 2, 1, 1, ("a", "b"), (("torch", "2"),))
-    with profile_step(program.manager, run=run, moves=False) as recorded:
-        program.step()
-    save_profile(recorded.profile, tmp_path / "profile_1.json")
-    again = load_profile(tmp_path / "profile_1.json")
-    for name in ("groups", "backward_order", "backward_at_bytes", "times", "step_us", "memory"):
-        assert getattr(again, name) == getattr(recorded.profile, name)
-    assert again.run == run
 
 
 def test_a_recorded_step_can_be_planned_with():
@@ -428,10 +400,7 @@ def test_a_graph_of_an_earlier_step_takes_its_time_and_is_no_group_of_this_one()
         program.forward().backward()
     with profile_step(program.manager, moves=False) as recorded, program.manager.step():
         program.manager.begin_chunk()
-        x = start_group(program.manager, torch.ones(1, requires_grad=True) * 1, "a")
-        with program.manager:
-            x = Work.apply(x, program.backend, 100, 10)
-        x = commit_group(program.manager, x, "a")
+        x = program.group(torch.ones(1, requires_grad=True) * 1, "a", (100, 10))
         old.backward()
         x.backward()
     profile = recorded.profile
@@ -441,32 +410,11 @@ def test_a_graph_of_an_earlier_step_takes_its_time_and_is_no_group_of_this_one()
     assert profile.times[0].backward_us - profile.times[0].committed_us >= 390
 
 
-def test_only_the_first_step_inside_counts():
-    program = Program()
-    with profile_step(program.manager, moves=False) as recorded:
-        program.step()
-        program.step()
-    assert recorded.profile.step_us == 1170
-    assert [group.num_bytes for group in recorded.profile.groups] == [1000, 2000] * 2
-
-
-def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is():
-    program = Program()
-    manager = program.manager
-    with profile_step(manager, moves=False) as recorded, manager.step():
-        for _ in range(2):
-            manager.begin_chunk()
-            x = start_group(manager, torch.ones(1), "first")
-            with manager:
-                x = Work.apply(x.requires_grad_(), program.backend, 100, 10)
-            x = commit_group(manager, x, "first")
-            x.backward()
-    profile = recorded.profile
-    assert profile.times == (GroupTimes(0, 10, 10, 30), GroupTimes(30, 40, 40, 60))
-    assert len(profile.memory) == 9
-
-
-def test_a_group_that_was_left_unseen_ends_where_backward_enters_another():
+@pytest.mark.parametrize(
+    ("at_once", "times"),
+    [(True, [(0, 10, 10, 30), (30, 40, 40, 65)]), (False, [(0, 10, 20, 40), (10, 20, 40, 65)])],
+)
+def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is(at_once, times):
     program = Program()
     manager = program.manager
     outputs = []
@@ -477,11 +425,14 @@ def test_a_group_that_was_left_unseen_ends_where_backward_enters_another():
             with manager:
                 x = Work.apply(x.requires_grad_(), program.backend, 100, 10)
             outputs.append(commit_group(manager, x, "first"))
-        del x
-        for _ in range(2):
+            del x
+            if at_once:
+                outputs.pop().backward()
+        while outputs:
             outputs.pop(0).backward()
         program.backend.advance_compute(5)
-    assert recorded.profile.times == (GroupTimes(0, 10, 20, 40), GroupTimes(10, 20, 40, 65))
+    assert recorded.profile.times == tuple(GroupTimes(*each) for each in times)
+    assert len(recorded.profile.memory) == 9
 
 
 def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
