@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron_offload.backends.base import Backend
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 
@@ -58,9 +59,6 @@ def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    *("owns", "compute_stream", "record", "wait", "copy", "is_done", "sync_copies", "timestamp"),
-    *("empty_device", "empty_device_like", "empty_host"),
-    *("note_produced", "note_consumed", "note_freed"),
-):
-    setattr(HostTimedBackend, _name, _timed(getattr(SimulatedBackend, _name)))
+for _name, _method in vars(SimulatedBackend).items():
+    if _name in vars(Backend) and callable(_method) and _name[0] != "_" and _name != "watch_syncs":
+        setattr(HostTimedBackend, _name, _timed(_method))

@@ -55,17 +55,16 @@ def test_nodes_are_read_or_unknown(machine, text, nodes):
     assert online_nodes(sysfs=machine.root) == nodes
 
 
-def test_a_machine_that_says_nothing_has_no_nodes_to_choose_from(tmp_path):
-    assert online_nodes(sysfs=tmp_path) == frozenset()
-    assert node_of_device("0000:00:00.0", sysfs=tmp_path) is None
-
-
 def test_a_device_is_found_by_its_address(machine):
     assert machine.node() == 1
     machine.write("bus/pci/devices/10000:01:1f.0/numa_node", "0\n")
     assert node_of_device("10000:01:1f.0", sysfs=machine.root) == 0
     assert node_of_device("0000:01:02.0", sysfs=machine.root) is None
     assert node_of_device(None, sysfs=machine.root) is None
+    machine.write("devices/system/node/online", "1\n")
+    assert machine.node() is None, "nothing to choose"
+    assert online_nodes(sysfs=machine.root / "empty") == frozenset()
+    assert node_of_device("0000:dc:02.0", sysfs=machine.root / "empty") is None
 
 
 @pytest.mark.parametrize("text", ["-1\n", "", "2\n", "one", "²", "9" * 5000, b"\xff", "1 1"])
@@ -75,11 +74,6 @@ def test_an_unknown_node_is_none(machine, text, caplog):
         assert machine.node() is None
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
-
-
-def test_with_one_node_there_is_nothing_to_choose(machine):
-    machine.write("devices/system/node/online", "1\n")
-    assert machine.node() is None
 
 
 # The system call.

@@ -41,7 +41,7 @@ def test_a_machine_is_measured_once(agree):
     assert profile.gpus[0].rates.node_h2d_gbps == pytest.approx(50)
 
 
-def test_memory_of_the_device_goes_back(agree):
+def test_memory_of_the_device_goes_back_but_for_what_the_allocator_had_cached(agree):
     gpu = FakeGpu()
     agree(gpu)
     assert gpu.reserved_bytes() == 1000
@@ -49,10 +49,7 @@ def test_memory_of_the_device_goes_back(agree):
     with pytest.raises(BandwidthError, match=r"rank 0: .*pinning failed"):
         agree(unpinnable, "other")
     assert unpinnable.reserved_bytes() == 1000
-
-
-def test_memory_that_the_allocator_had_cached_stays_there(agree):
-    gpu = FakeGpu()
+    gpu = FakeGpu(bus="5e")
     gpu.empty_device = lambda num_bytes: super(FakeGpu, gpu).empty_device(num_bytes)
     gpu.cached_bytes = 5000
     agree(gpu)
@@ -115,70 +112,47 @@ def seen(tmp_path_factory):
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
-SITUATIONS = (
-    *("measured", "kept", "broken", "two", "one_lacks", "two_kept", "no_pins", "unwritable"),
-)
+SITUATIONS = {
+    # whether all ranks copy, how often each warns, and what they then know
+    "measured": (True, [0, 0], [[25, 10]]),
+    "kept": (False, [0, 0], [[25, 10]]),
+    "broken": (True, [1, 0], [[25, 10]]),
+    "two": (True, [0, 0], [[25], [10]]),
+    "one_lacks": (True, [0, 0], [[25], [10]]),
+    "two_kept": (False, [0, 0], [[25], [10]]),
+    "no_pins": (False, [0, 1], None),
+    "unwritable": (True, [1, 0], [[25, 10]]),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_all_ranks_learn_the_same_and_keep_no_memory(seen, situation):
+    copies, num_warnings, rates = SITUATIONS[situation]
     first, second = (rank[situation] for rank in seen)
-    assert first["agreed"] == second["agreed"]
+    agreed = first["agreed"]
+    assert agreed == second["agreed"]
     assert first["own"]["left_bytes"] == second["own"]["left_bytes"] == 0
+    assert [each["own"]["num_copies"] > 0 for each in (first, second)] == [copies, copies]
+    assert [len(each["own"]["warnings"]) for each in (first, second)] == num_warnings
+    if rates is None:
+        assert "rank 1: " in agreed["error"]
+        assert "pinning failed" in agreed["error"]
+        return
+    assert agreed["is_new"] == copies
+    found = [[gpu["rates"]["d2h_gbps"] for gpu in one["gpus"]] for one in agreed["profiles"]]
+    assert [pytest.approx(each) for each in rates] == found
+    assert (agreed["path"] is None) == (situation == "unwritable")
 
 
-def copied(seen, situation):
-    return [rank[situation]["own"]["num_copies"] > 0 for rank in seen]
-
-
-def rates_of(seen, situation):
-    profiles = seen[0][situation]["agreed"]["profiles"]
-    return [[gpu["rates"]["d2h_gbps"] for gpu in profile["gpus"]] for profile in profiles]
-
-
-def test_ranks_of_one_machine_leave_one_profile_of_all_their_gpus(seen):
-    assert rates_of(seen, "measured") == [[pytest.approx(25), pytest.approx(10)]]
-    (profile,) = seen[0]["measured"]["agreed"]["profiles"]
+def test_ranks_of_one_machine_leave_one_profile_and_of_two_each_its_own(seen):
+    agreed = seen[0]["measured"]["agreed"]
+    (profile,) = agreed["profiles"]
     addresses = [gpu["pci_address"] for gpu in profile["identity"]["gpus"]]
     assert addresses == ["0000:00:00.0", "0000:01:00.0"]
-
-
-def test_what_is_kept_is_read_by_one_rank_for_all(seen):
-    assert seen[0]["kept"]["agreed"] == {**seen[0]["measured"]["agreed"], "is_new": False}
-    assert copied(seen, "kept") == [False, False]
-
-
-def test_a_broken_file_makes_all_ranks_measure_and_one_of_them_warn(seen):
-    assert copied(seen, "broken") == [True, True]
-    warnings = [rank["broken"]["own"]["warnings"] for rank in seen]
-    assert [len(texts) for texts in warnings] == [1, 0]
-    assert "can't be read" in warnings[0][0]
-    assert seen[0]["broken"]["agreed"]["is_new"]
-
-
-def test_each_machine_keeps_its_own(seen):
-    assert rates_of(seen, "two") == [[pytest.approx(25)], [pytest.approx(10)]]
+    assert seen[0]["kept"]["agreed"] == {**agreed, "is_new": False}
     assert "machine_0/cache" in seen[1]["two"]["agreed"]["path"]
-
-
-def test_where_one_machine_lacks_its_file_all_measure(seen):
-    assert copied(seen, "one_lacks") == [True, True]
-    assert copied(seen, "two_kept") == [False, False]
-    assert len(seen[0]["two_kept"]["agreed"]["profiles"]) == 2
-
-
-def test_a_rank_that_can_t_measure_is_an_error_on_all(seen):
-    assert "rank 1: " in seen[0]["no_pins"]["agreed"]["error"]
-    assert "pinning failed" in seen[0]["no_pins"]["agreed"]["error"]
-    assert copied(seen, "no_pins") == [False, False]
-
-
-def test_a_file_that_can_t_be_written_is_warned_of_once(seen):
-    warnings = [rank["unwritable"]["own"]["warnings"] for rank in seen]
-    assert [len(texts) for texts in warnings] == [1, 0]
-    assert seen[1]["unwritable"]["agreed"]["path"] is None
-    assert seen[1]["unwritable"]["agreed"]["is_new"]
+    assert "can't be read" in seen[0]["broken"]["own"]["warnings"][0]
 
 
 def test_ranks_with_other_rates_plan_with_the_same(seen):
