@@ -23,9 +23,13 @@ from megatron_offload.core.machine import Machine
 from megatron_offload.core.residents import choose_residents
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
-from megatron_offload.planning.description import load_description
+from megatron_offload.planning.description import (
+    LAYER_GROUPS,
+    ModelDescription,
+    job_from_model,
+    load_description,
+)
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.model_cost import LAYER_GROUPS, ModelDescription, job_from_model
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.streams import RELEASE, RELOAD

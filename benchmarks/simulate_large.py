@@ -21,9 +21,8 @@ from pathlib import Path
 from compare_simulation import fit_achieved_share
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.planning.description import load_description
+from megatron_offload.planning.description import job_from_model, load_description, num_parameters
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
-from megatron_offload.planning.model_cost import job_from_model, num_parameters
 from megatron_offload.planning.schedule import one_f_one_b
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD

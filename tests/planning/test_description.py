@@ -10,7 +10,7 @@ import pytest
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
-from megatron_offload.planning.model_cost import ModelDescription, job_from_model, num_parameters
+from megatron_offload.planning.description import ModelDescription, job_from_model, num_parameters
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.simulate import simulate
 
