@@ -48,6 +48,8 @@ class Wait(enum.Enum):
     W5 = "the host buffer is reused before H2D has finished"
     W6 = "the reload target's memory is reused before its last consumer has finished"
 
+    __hash__ = object.__hash__  # members are singletons; enum's own hash is a call into Python
+
 
 class DeviceInfo(NamedTuple):
     """What a device says of itself."""

@@ -142,6 +142,7 @@ class SimulatedBackend(Backend):
         self.observes = self._poison or self._check
         self._raises = on_hazard == "raise"
         self._removed_waits = removed_waits
+        self._is_plain = not (self._check or self._rng or removed_waits)
         self._num_accesses = 0
         self._device = Shadow()
         self._host = Shadow()
@@ -199,10 +200,10 @@ class SimulatedBackend(Backend):
         return event
 
     def wait_compute(self, stream: SimulatedStream, why: Wait) -> None:
-        if self._check or self._rng or self._removed_waits:
+        if self._is_plain:  # the compute stream's work is done when it is queued
+            stream.time_us = max(stream.time_us, self._compute.time_us)
+        else:
             super().wait_compute(stream, why)
-        elif stream.time_us < self._compute.time_us:  # whose work is done when it is queued
-            stream.time_us = self._compute.time_us
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent, why: Wait) -> None:
         """Make later work on ``stream`` run after ``event``.

@@ -72,7 +72,7 @@ class DeviceBudget:
 
     def _follow_step(self, seen_bytes: int) -> None:
         """Let the default follow a step that has saved so much at its peak."""
-        if self._is_fixed or self._target_bytes is not None:
+        if not self._follows_any:
             return
         share_bytes = seen_bytes // _AUTO_SHARE
         largest_bytes = self._largest_bytes
@@ -89,8 +89,9 @@ class DeviceBudget:
             for user, planned in zip(self._user, self._plan, strict=True)
         )
         self._set_bytes = (inflight_bytes or 0) + (prefetch_bytes or 0)
-        self._is_fixed = inflight_bytes is not None and prefetch_bytes is not None
         total_bytes = self._target_bytes
+        is_fixed = inflight_bytes is not None and prefetch_bytes is not None
+        self._follows_any = total_bytes is None and not is_fixed
         if total_bytes is not None:
             if prefetch_bytes is None:
                 default_bytes = min(self._default[1], total_bytes // 2)
@@ -110,7 +111,8 @@ class DeviceBudget:
     @property
     def limit_bytes(self) -> int:
         """The most of all kinds that may be there now."""
-        return self.total_bytes + (self.warmup_extra_bytes if self.is_warming_up else 0)
+        extra_bytes = self.warmup_extra_bytes if self.is_warming_up else 0
+        return self.max_inflight_bytes + self.prefetch_bytes + extra_bytes
 
     @property
     def clock_runs(self) -> bool:
@@ -148,10 +150,7 @@ class DeviceBudget:
 
     def is_exceeded(self) -> bool:
         """Whether something in flight has to be released."""
-        room_bytes = self.max_inflight_bytes + self.prefetch_bytes - self.inflight_bytes
-        if self.is_warming_up:
-            room_bytes += self.warmup_extra_bytes
-        return self.held_bytes + self.resident_bytes > room_bytes
+        return self.inflight_bytes + self.held_bytes + self.resident_bytes > self.limit_bytes
 
     def may_prefetch(self, num_bytes: int) -> bool:
         """Whether a group of this size may be reloaded now; one is always allowed."""
@@ -189,9 +188,12 @@ class DeviceBudget:
             is_learned: a step was seen to its end, so that the peak so far is a step's.
         """
         self._saved_bytes += num_bytes
-        self._peak_saved_bytes = max(self._peak_saved_bytes, self._saved_bytes)
-        self._largest_bytes = max(self._largest_bytes, moving_bytes)
-        self._follow_step(self._peak_saved_bytes if is_learned else 0)
+        if self._saved_bytes > self._peak_saved_bytes:
+            self._peak_saved_bytes = self._saved_bytes
+        if moving_bytes > self._largest_bytes:
+            self._largest_bytes = moving_bytes
+        if self._follows_any:
+            self._follow_step(self._peak_saved_bytes if is_learned else 0)
 
     def learn(self, largest_bytes: int) -> None:
         """Follow the step that is over, now that its peak is known.

@@ -133,53 +133,36 @@ class StepDecisions(Generic[G]):
 
     # Boundaries
 
-    def commit(
-        self,
-        group: G,
-        stays_because: str = "",
-        *,
-        must_move: bool = False,
-        most_groups: int | None = None,
-        most_blocks: int | None = None,
-    ) -> None:
+    def commit(self, group: G, stays_because: str = "", must_move: bool = False) -> None:
         """Decide about a group whose forward is over.
 
         Args:
             group: with its bytes.
             stays_because: why it was chosen to stay; empty where it may move.
             must_move: offload it unless it was chosen to stay, even where it comes back at once.
-            most_groups: of its name that may be in flight with it; None for any number.
-            most_blocks: of all names, likewise.
         """
-        budget, window = self.budget, self.window
-        num_bytes = group.num_bytes
+        budget, window, actions = self.budget, self.window, self._actions
+        num_bytes, passing_bytes = group.num_bytes, group.passing_bytes
         group.committed_at_bytes = window.step_bytes
         self.committed.append(group)
-        budget.add_saved(
-            group.passing_bytes,
-            0 if stays_because else num_bytes,
-            is_learned=self._profile is not None,
-        )
+        moving_bytes = 0 if stays_because else num_bytes
+        budget.add_saved(passing_bytes, moving_bytes, is_learned=self._profile is not None)
         if num_bytes == 0:
             group.advance(GroupState.RESIDENT)
         elif stays_because:
-            self._actions.stay(group, stays_because)
-        elif not must_move and group.key in self._residents:
-            self._actions.stay(
-                group, "its backward follows soonest, and the resident room takes it"
-            )
+            actions.stay(group, stays_because)
+        elif must_move:
+            actions.offload(group)
+        elif group.key in self._residents:
+            actions.stay(group, "its backward follows soonest, and the resident room takes it")
             budget.resident_bytes += num_bytes
             group.is_resident = True
-        elif not must_move and self.is_needed_soon(group):
-            self._actions.stay(group, "backward needs it before it could leave and come back")
+        elif self.is_needed_soon(group):
+            actions.stay(group, "backward needs it before it could leave and come back")
             group.hold()
         else:
-            self._actions.offload(group)
-            if most_groups is not None:
-                window.limit_groups(group.name, most_groups)
-            if most_blocks is not None:
-                window.limit_blocks(most_blocks)
-        window.pass_boundary(group.passing_bytes)
+            actions.offload(group)
+        window.pass_boundary(passing_bytes)
         self.look_ahead()
 
     def enter_backward(self, group: G) -> None:
@@ -280,18 +263,17 @@ class StepDecisions(Generic[G]):
             group = groups.get(key)
             if group is None or group.state is GroupState.RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
-            state = group.state
-            if state is GroupState.ON_HOST or state is GroupState.OFFLOADING:
+            is_in_flight = group.state is GroupState.OFFLOADING
+            if is_in_flight or group.state is GroupState.ON_HOST:
                 if order is self._learned and not self._is_near(key, budget.lookahead_bytes):
                     return
-                if state is GroupState.OFFLOADING:  # staying takes no more room
-                    if not budget.may_stay(group.num_bytes):
-                        return
+                # What stays takes no more room.
+                if not (budget.may_stay if is_in_flight else budget.may_prefetch)(group.num_bytes):
+                    return
+                if is_in_flight:
                     self._actions.cancel(group, is_late=False)
                     group.hold()
                 else:
-                    if not budget.may_prefetch(group.num_bytes):
-                        return
                     group.hold()
                     if budget.is_exceeded():
                         self.window.release_over_budget()

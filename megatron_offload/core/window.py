@@ -31,17 +31,15 @@ class InFlightWindow(Generic[G]):
         self._budget = budget
         self._entries: deque[tuple[G, int, int]] = deque()
         """Group, blocks that are copied, and the reading of the clock behind which it is due."""
-        self._passed_bytes = 0
-        self._step_began_at_bytes = 0
+        self.step_bytes = 0
+        """Bytes of all groups that this step has passed; its clock."""
+        self._past_bytes = 0
+        """Of the steps before."""
 
     def begin_step(self) -> None:
         """Let the step's clock begin at zero."""
-        self._step_began_at_bytes = self._passed_bytes
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of all groups that this step has passed; its clock."""
-        return self._passed_bytes - self._step_began_at_bytes
+        self._past_bytes += self.step_bytes
+        self.step_bytes = 0
 
     @property
     def num_inflight(self) -> int:
@@ -50,7 +48,8 @@ class InFlightWindow(Generic[G]):
 
     def add(self, group: G, num_blocks: int = 1) -> None:
         """Note a group whose copies were issued."""
-        self._entries.append((group, num_blocks, self._passed_bytes + self._budget.limit_bytes))
+        due_bytes = self._past_bytes + self.step_bytes + self._budget.limit_bytes
+        self._entries.append((group, num_blocks, due_bytes))
 
     def pass_boundary(self, num_bytes: int) -> None:
         """Note that the program has gone by a group of this size; release what is due.
@@ -60,12 +59,14 @@ class InFlightWindow(Generic[G]):
         due too soon; and a pipeline rank that waits there makes others wait, whose messages it then
         takes late.
         """
-        self._passed_bytes += num_bytes
+        self.step_bytes += num_bytes
         entries = self._entries
-        if entries and self._budget.clock_runs:
-            while entries and entries[0][2] < self._passed_bytes:
-                self._release_oldest()
-        self.release_over_budget()
+        if entries:
+            if self._budget.clock_runs:
+                now_bytes = self._past_bytes + self.step_bytes
+                while entries and entries[0][2] < now_bytes:
+                    self._release_oldest()
+            self.release_over_budget()
 
     def release_over_budget(self) -> None:
         """Release from the oldest on until the budget is kept."""

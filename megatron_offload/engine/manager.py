@@ -20,7 +20,6 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.profile import GroupKey, StepProfile
-from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -139,9 +138,6 @@ class PipelineOffloadManager:
             self.guard,
             self.observers,
         )
-        self.decisions: StepDecisions[OffloadGroup] = StepDecisions(
-            self.transfers, self.window, self.budget
-        )
         self.learner = Learner(config, policy, self.transfers)
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
         if config.checking:
@@ -154,7 +150,7 @@ class PipelineOffloadManager:
         self._is_in_step = False
         self._begun_at_backward: int | None = None
         self._said: set[str] = set()
-        self._step = Step(self.transfers, self.decisions, self.learner)
+        self.decisions = self._step = Step(self.transfers, self.learner)
         self._begin_step()
 
     # The step
@@ -440,7 +436,7 @@ class PipelineOffloadManager:
         self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor], must_move: bool
     ) -> None:
         stays_because = self._stays_because or self.learner.unlisted_because(group.name)
-        self._step.commit(group, forced_released_tensors, stays_because, must_move=must_move)
+        self._step.commit_group(group, forced_released_tensors, stays_because, must_move=must_move)
 
     @guarded
     def would_offload(self, group: OffloadGroup) -> bool:

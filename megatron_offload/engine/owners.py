@@ -29,7 +29,8 @@ class ForeignOwners:
         reason and has no other owner any more moves again.
         """
         for block in group.blocks():
-            if block.flight is not None or self.knows(block):
+            has_left = block.reload is not None
+            if not has_left and (block.flight is not None or self.knows(block)):
                 is_held = is_held_elsewhere(block)
                 if is_held:
                     self.known.add(block.identity)

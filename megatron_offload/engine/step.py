@@ -25,25 +25,23 @@ _logger = logging.getLogger(__name__)
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 
 
-class Step:
+class Step(StepDecisions[OffloadGroup]):
     """The step of one manager, with ``num_chunks`` with a group so far; `begin` makes the next."""
 
-    def __init__(
-        self, transfers: Transfers, decisions: StepDecisions[OffloadGroup], learner: Learner
-    ) -> None:
+    def __init__(self, transfers: Transfers, learner: Learner) -> None:
+        super().__init__(transfers, transfers.window, transfers.budget)
         self.num_chunks = 0
         self._transfers = transfers
-        self._decisions = decisions
         self._learner = learner
 
     def begin(self) -> None:
         """Forget the last step's groups and count from zero."""
-        for group in self._decisions.groups():
+        for group in self.groups():
             if not group.blocks():
                 group.unhook()
         self.num_chunks = 0
         self._transfers.begin_step()
-        self._decisions.begin_step(self._learner.profile, self._learner.residents)
+        self.begin_step(self._learner.profile, self._learner.residents)
 
     def add_chunk(self) -> int:
         """Count a chunk that has got its first group; return its position."""
@@ -54,26 +52,21 @@ class Step:
         return position
 
     @property
-    def committed(self) -> list[OffloadGroup]:
-        """The groups whose forward is over, in order."""
-        return self._decisions.committed
-
-    @property
     def num_backwards(self) -> int:
         """Groups that a backward has reached, so far."""
-        return len(self._decisions.backward_order)
+        return len(self.backward_order)
 
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
-        groups = list(self._decisions.groups())  # another thread may ask, and be refused
+        groups = list(self.groups())  # another thread may ask, and be refused
         return not any(group.blocks() for group in groups)
 
     def finish(self, *, names_leaks: bool) -> StepStats:
         """Release what is in flight and return the counters; may warn of what holds memory."""
-        self._decisions.window.drain()
+        self.window.drain()
         stats = self._transfers.counted()
         if names_leaks:
-            stats.leaks = leaks_of(self._decisions.groups())
+            stats.leaks = leaks_of(self.groups())
             if stats.leaks:
                 found = "\n".join(stats.leaks)
                 _logger.warning("the step has ended and memory is still held:\n%s", found)
@@ -81,32 +74,26 @@ class Step:
 
     def abandon(self) -> None:
         """Take everything from the groups: after a failed step."""
-        self._transfers.abandon(self._decisions.groups())
-        for group in self._decisions.groups():
+        self._transfers.abandon(self.groups())
+        for group in self.groups():
             if group.state is not GroupState.DONE:
                 group.advance(GroupState.DONE)
 
     def profile(self) -> StepProfile:
         """Return what the step has shown."""
-        return StepProfile(
-            groups=tuple(
-                GroupProfile(
-                    g.key,
-                    g.name,
-                    g.num_bytes,
-                    g.committed_at_bytes,
-                    g.elsewhere_bytes,
-                    shared_bytes=g.shared_bytes,
-                )
-                for g in self.committed
-            ),
-            backward_order=tuple(self._decisions.backward_order),
-            backward_at_bytes=tuple(self._decisions.backward_at_bytes),
+        groups = (
+            GroupProfile(
+                *(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.elsewhere_bytes),
+                shared_bytes=g.shared_bytes,
+            )
+            for g in self.committed
         )
+        order, at_bytes = tuple(self.backward_order), tuple(self.backward_at_bytes)
+        return StepProfile(tuple(groups), order, at_bytes)
 
     # Boundaries
 
-    def commit(
+    def commit_group(
         self,
         group: OffloadGroup,
         forced_released_tensors: Iterable[torch.Tensor],
@@ -118,41 +105,37 @@ class Step:
 
         The storage of ``forced_released_tensors`` is emptied at the release, if it is copied.
         """
-        transfers, rules = self._transfers, group.rules
+        transfers = self._transfers
         transfers.measure(group)
         stats = transfers.stats.by_name[group.name]
         stats.num_groups += 1
         if group.small_bytes:
             stats.keep(group.small_bytes, _TOO_SMALL)
-        stays_because = stays_because or self._learner.keeps_because(group.key)
         if must_move:
             stays_because = ""
+        elif not stays_because:
+            stays_because = self._learner.keeps_because(group.key)
         forced = [] if stays_because else _blocks_of(group, forced_released_tensors)
         for block in forced:
             block.forced_release = True
-        self._decisions.commit(
-            group,
-            stays_because,
-            must_move=must_move or rules.should_offload is not None,
-            most_groups=rules.max_inflight_groups,
-            most_blocks=rules.max_inflight_blocks,
-        )
+        self.commit(group, stays_because, must_move or group.rules.should_offload is not None)
         for block in forced:
             block.forced_release = block.flight is not None  # else it stays, whoever moves it later
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
-        if self._decisions.budget.is_warming_up and self._decisions.knows(group):
+        if self.budget.is_warming_up and self.knows(group):
             self._learner.note_first_backward()
-        self._decisions.enter_backward(group)
+        super().enter_backward(group)
         self._transfers.owners.learn(group)
 
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left a group."""
-        group.unhook()
+        if group.leaf_hook is not None:
+            group.unhook()
         if group.state is not GroupState.DONE:
             group.drop_dead_blocks()
-        self._decisions.leave_backward(group)
+        super().leave_backward(group)
 
 
 def _blocks_of(group: OffloadGroup, tensors: Iterable[torch.Tensor]) -> list[Block]:

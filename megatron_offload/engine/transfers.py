@@ -162,6 +162,11 @@ class Transfers:
         self.window.add(group, len(issued))
         self.stats.by_name[group.name].offloaded_bytes += num_bytes
         group.advance(GroupState.OFFLOADING)
+        rules = group.rules
+        if rules.max_inflight_groups is not None:
+            self.window.limit_groups(group.name, rules.max_inflight_groups)
+        if rules.max_inflight_blocks is not None:
+            self.window.limit_blocks(rules.max_inflight_blocks)
 
     def _take_host(self, group: OffloadGroup, blocks: list[Block]) -> list[Event]:
         """Give blocks host memory, as far as there is such; return who read it last."""

@@ -110,14 +110,19 @@ def test_who_has_to_move_moves_and_who_was_chosen_to_stay_stays():
     assert Paper(10, 10).step(0) == [], "nothing to move"
 
 
-@pytest.mark.parametrize("limit", ["most_groups", "most_blocks"])
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_no_more_are_in_flight_than_a_chunk_allows(limit, most):
+def test_no_more_are_in_flight_than_a_chunk_allows(most):
     paper = Paper(1000, 1000)
-    paper.decisions.begin_step(None)
-    for order in range(4):
-        paper.forward(10, **{limit: most})
-        assert paper.window.num_inflight == min(order + 1, most)
+    for limit in (
+        lambda: paper.window.limit_groups("g", most),
+        lambda: paper.window.limit_blocks(most),
+    ):
+        paper.decisions.begin_step(None)
+        for order in range(4):
+            paper.forward(10)
+            limit()
+            assert paper.window.num_inflight == min(order + 1, most)
+        paper.window.drain()
 
 
 def test_what_the_device_has_no_memory_for_is_left_until_its_backward():
