@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -165,3 +166,8 @@ def test_a_page_s_snippet_runs(block, tmp_path, monkeypatch):
         names = {"__name__": "snippet"}
         for part, text in (("before", before), (block.place, block.text), ("after", after)):
             exec(compile(text, part, "exec"), names)  # noqa: S102 - our own pages
+
+
+def test_the_state_diagram_is_drawn_from_the_table():
+    drawn = runpy.run_path(str(ROOT / "scripts" / "draw_states.py"))["diagram"]()
+    assert drawn in (ROOT / "docs" / "design.md").read_text()

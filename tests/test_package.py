@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron_offload import errors
 from megatron_offload.cli import main as cli
 from megatron_offload.cli.train import read_config
 from megatron_offload.config import find_config, load_yaml
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import load_description
 from megatron_offload.train import launch
@@ -195,3 +196,29 @@ import megatron_offload.cli.main, megatron_offload.train.launch, megatron_offloa
 """
     result = run_python("-W", "error::ImportWarning", "-c", program)
     assert result.returncode == 0, result.stderr
+
+
+# Names that were meant are found, however many there are.
+
+
+def test_the_nearest_name_is_found_among_few_and_among_many():
+    few = [f"name_{index:03}" for index in range(400)] + ["zebra"]
+    assert did_you_mean("zebro", few) == "; did you mean 'zebra'?"
+    assert did_you_mean("name_399_", few) == "; did you mean 'name_399'?"
+    many = [f"decoder.layers.{index}.mlp" for index in range(20_000)]
+    assert (
+        did_you_mean("decoder.layers.777.mlpp", many) == "; did you mean 'decoder.layers.777.mlp'?"
+    )
+
+
+def test_thousands_of_long_names_take_no_longer_than_few():
+    names = [f"{index:05}" + "ab" * 90 for index in range(5_000)]
+    start = time.process_time()
+    text = did_you_mean("zz" * 95, names)
+    # Each of them compared with all of its letters takes a minute.
+    assert time.process_time() - start < 5
+    assert text.endswith(" and 4950 more")
+    assert len(text) < 50 * 210
+    start = time.process_time()
+    did_you_mean("x" * 100_000, ["x" * 100_000 + "y"] * 10)
+    assert time.process_time() - start < 1

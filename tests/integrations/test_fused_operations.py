@@ -30,6 +30,7 @@ def _fuser(monkeypatch):
         "__call__": OperationFuser.__call__,
     }
     policy.reset_operation_groups()
+    policy.operation_groups(manager=make_manager())
     yield
     policy.reset_operation_groups()
     policy.uninstall()
@@ -54,6 +55,15 @@ def gradient(model, around=None):
     return x.grad
 
 
+def moved(model, expected, around=None):
+    """Compare the gradient, end the step, and return how many operations' bytes have moved."""
+    assert torch.equal(gradient(model, around), expected)
+    groups = policy.operation_groups()
+    is_over = groups.end_step_if_over()
+    assert_nothing_left(groups.manager)
+    return groups.manager.last_step.offloaded_bytes / BYTES if is_over else 0
+
+
 def choose(model, **settings):
     for name, setting in settings.items():
         policy.set_activation_offloading(
@@ -67,16 +77,13 @@ CHOICES = [(), ("fc1",), ("act",), ("fc2",), ("fc1", "fc2"), ("fc1", "act", "fc2
 @pytest.mark.parametrize("chosen", CHOICES)
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_exactly_the_chosen_operations_move(timing, chosen):
-    manager = make_manager(timing)
-    groups = policy.operation_groups(manager=manager)
+    policy.reset_operation_groups()
+    policy.operation_groups(manager=make_manager(timing))
     model = make_model()
     expected = gradient(model)
     choose(model, **dict.fromkeys(chosen, True))
     for _ in range(3):
-        assert torch.equal(gradient(model), expected)
-        assert groups.end_step_if_over() == bool(chosen)
-        assert manager.last_step.offloaded_bytes == len(chosen) * BYTES
-        assert_nothing_left(manager)
+        assert moved(model, expected) == len(chosen)
 
 
 @pytest.mark.parametrize("kept", CHOICES)
@@ -101,79 +108,54 @@ def test_without_a_setting_what_surrounds_the_run_decides():
         packed.append(tensor)
         return tensor
 
-    manager = make_manager()
-    groups = policy.operation_groups(manager=manager)
     around = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    assert torch.equal(gradient(model, around), expected)
+    assert moved(model, expected, around) == 1
     assert [tensor.numel() for tensor in packed] == [ROWS * WIDTH]
-    assert groups.end_step_if_over()
-    assert manager.last_step.offloaded_bytes == BYTES
 
 
 def test_the_innermost_setting_wins():
-    manager = make_manager()
-    groups = policy.operation_groups(manager=manager)
     model = make_model()
     expected = gradient(model)
     policy.set_activation_offloading(model, True)
     choose(model, act=False)
-    assert torch.equal(gradient(model), expected)
-    assert groups.end_step_if_over()
-    assert manager.last_step.offloaded_bytes == 2 * BYTES
+    assert moved(model, expected) == 2
     policy.set_activation_offloading(model, False)
     choose(model, act=True)
-    assert torch.equal(gradient(model), expected)
-    assert groups.end_step_if_over()
-    assert manager.last_step.offloaded_bytes == BYTES
-    assert torch.equal(gradient(model.operations[1]), gradient(model.operations[1]))
-    assert groups.end_step_if_over()
-    assert manager.last_step.offloaded_bytes == BYTES, "called alone"
+    assert moved(model, expected) == 1
+    alone = model.operations[1]
+    assert moved(alone, gradient(alone)) == 1, "called alone"
 
 
 def test_an_operation_that_is_made_of_others_passes_its_setting_on():
-    manager = make_manager()
-    groups = policy.operation_groups(manager=manager)
     linear, bias, other = (FusibleOperation(WIDTH) for _ in range(3))
     whole = FusedOperation(linear, bias)
     model = Sequential(whole, other)
     expected = gradient(model)
-
-    def moved():
-        assert torch.equal(gradient(model), expected)
-        return manager.last_step.offloaded_bytes if groups.end_step_if_over() else 0
-
     policy.set_activation_offloading(whole, True)
-    assert moved() == 2 * BYTES
+    assert moved(model, expected) == 2
     policy.set_activation_offloading(bias, False)
-    assert moved() == BYTES, "the innermost wins"
+    assert moved(model, expected) == 1, "the innermost wins"
     policy.set_activation_offloading(whole, None)
     policy.set_activation_offloading(other, True)
-    assert moved() == BYTES
+    assert moved(model, expected) == 1
     policy.set_activation_offloading(bias, None)
     policy.set_activation_offloading(whole, False)
-    assert moved() == BYTES
+    assert moved(model, expected) == 1
 
 
 def test_a_share_of_the_rest_counts_only_the_rest():
-    manager = make_manager()
-    groups = policy.operation_groups(manager=manager)
     model = make_model()
     expected = gradient(model)
     choose(model, fc1=True)
-    config = manager.config.model_copy(update={"min_tensor_bytes": 0})
-    CPUOffload(0.0, "rest", config)
+    CPUOffload(0.0, "rest", policy.operation_groups().manager.config)
     try:
-        assert torch.equal(gradient(model, CPUOffload(0.0, "rest")), expected)
-        assert groups.end_step_if_over()
-        assert manager.last_step.offloaded_bytes == BYTES
+        assert moved(model, expected, CPUOffload(0.0, "rest")) == 1
         assert CPUOffload(0.0, "rest").last_step.offloaded_bytes == 0
     finally:
         CPUOffload.forget("rest")
 
 
 def test_a_checkpoint_keeps_what_is_its_own():
-    manager = make_manager()
-    groups = policy.operation_groups(manager=manager)
     model = make_model()
 
     def recomputed(x):
@@ -181,12 +163,10 @@ def test_a_checkpoint_keeps_what_is_its_own():
 
     expected = gradient(recomputed)
     choose(model, fc1=True, act=False)
-    assert torch.equal(gradient(recomputed), expected)
-    assert not groups.end_step_if_over()
+    assert moved(recomputed, expected) == 0
 
 
 def test_an_error_in_a_run_leaves_nothing_behind():
-    groups = policy.operation_groups(manager=make_manager())
     model = make_model()
     expected = gradient(model)
     choose(model, fc1=True)
@@ -196,13 +176,11 @@ def test_an_error_in_a_run_leaves_nothing_behind():
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert not policy._in_thread.runs
     model.operations[2].width = WIDTH
-    assert torch.equal(gradient(model), expected)
-    assert groups.end_step_if_over()
+    assert moved(model, expected) == 1
 
 
 def test_runs_inside_runs_keep_their_own_settings(monkeypatch):
-    manager = make_manager()
-    groups = policy.operation_groups(manager=manager)
+    groups = policy.operation_groups()
     inner = make_model()
 
     class Outer(FusibleOperation):
@@ -227,7 +205,7 @@ def test_runs_inside_runs_keep_their_own_settings(monkeypatch):
     y.sum().backward()
     del y
     assert groups.end_step_if_over()
-    assert manager.last_step.offloaded_bytes == BYTES
+    assert groups.manager.last_step.offloaded_bytes == BYTES
 
 
 def test_another_fuser_is_refused(monkeypatch):
@@ -239,7 +217,6 @@ def test_another_fuser_is_refused(monkeypatch):
 
 def test_a_fuser_that_makes_other_contexts_is_refused():
     original = small_fuser.OperationContext
-    policy.operation_groups(manager=make_manager())
     model = make_model()
     choose(model, fc1=True)
     noted = small_fuser.OperationContext
@@ -252,8 +229,6 @@ def test_a_fuser_that_makes_other_contexts_is_refused():
 
 
 def test_operations_have_the_method_and_the_attribute():
-    manager = make_manager()
-    policy.operation_groups(manager=manager)
     policy.install()
     policy.install()
     model = make_model()
@@ -266,9 +241,7 @@ def test_operations_have_the_method_and_the_attribute():
     assert (fc1.activation_offloading, fc2.activation_offloading) == (True, None)
     with pytest.raises(TypeError, match="True, False or None"):
         fc2.set_activation_offloading("yes")
-    assert torch.equal(gradient(model), expected)
-    assert policy.operation_groups().end_step_if_over()
-    assert manager.last_step.offloaded_bytes == BYTES
+    assert moved(model, expected) == 1
     policy.uninstall()
     assert not hasattr(fc1, "set_activation_offloading")
 

@@ -25,6 +25,11 @@ from megatron_offload.train.parallel import open_model_parallel, open_process_gr
 
 ATTENTION = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 MLP = ["mlp_fc1", "mlp_act", "mlp_fc2"]
+BOTH = ATTENTION + MLP
+PATTERNS = ["decoder.layers.*.self_attention", "**.mlp"]
+
+FOUR, TIED, SELECTIVE = {"layers": 4}, {"tied_embeddings": True}, {"recompute": "selective"}
+DROPS = {**FOUR, "dropout": 0.1}
 
 # One training step after another: number of microbatches and sequence length; None evaluates.
 CHANGING = [None, (4, 16), (6, 16), None, (4, 32), (2, 16), (4, 16)]
@@ -33,70 +38,33 @@ ODD = [None, (3, 16), (5, 16), (1, 16), None, (3, 32), (3, 16)]
 CASES = {
     "pp1": ({"layers": 2}, 1, 1, ATTENTION, ODD, "late"),
     "pp1-mlp": ({"layers": 2, "activation": "swiglu"}, 1, 1, MLP, ODD, "random"),
-    "pp2": ({"layers": 4}, 2, 1, [*ATTENTION, *MLP], ODD, "late"),
-    "pp2-vpp2": ({"layers": 4}, 2, 2, [*ATTENTION, *MLP], CHANGING, "late"),
+    "pp2": (FOUR, 2, 1, BOTH, ODD, "late"),
+    "pp2-vpp2": (FOUR, 2, 2, BOTH, CHANGING, "late"),
     "pp2-vpp2-two-layers-a-chunk": ({"layers": 8}, 2, 2, ATTENTION, CHANGING, "random"),
-    "pp2-vpp4-one-layer-a-chunk": ({"layers": 8}, 2, 4, [*ATTENTION, *MLP], CHANGING, "random"),
+    "pp2-vpp4-one-layer-a-chunk": ({"layers": 8}, 2, 4, BOTH, CHANGING, "random"),
     "pp2-vpp4-whole-layers": ({"layers": 8}, 2, 4, ["layer"], CHANGING, "late"),
-    "pp2-whole-layers": ({"layers": 4}, 2, 1, ["layer"], ODD, "eager_d2h_late_h2d"),
-    "pp2-patterns": (
-        {"layers": 4},
-        2,
-        1,
-        ["decoder.layers.*.self_attention", "**.mlp"],
-        ODD,
-        "late_d2h_eager_h2d",
-    ),
-    "tied": ({"layers": 4, "tied_embeddings": True}, 2, 2, [*ATTENTION, *MLP], CHANGING, "late"),
-    "dropout": ({"layers": 4, "dropout": 0.2}, 2, 2, [*ATTENTION, *MLP], CHANGING, "random"),
-    "pp1-tied-dropout": (
-        {"layers": 2, "tied_embeddings": True, "dropout": 0.2},
-        1,
-        1,
-        [*ATTENTION, *MLP],
-        ODD,
-        "late",
-    ),
-    "full-recompute": (
-        {"layers": 4, "dropout": 0.1, "recompute": "full"},
-        2,
-        2,
-        ATTENTION,
-        CHANGING,
-        "late",
-    ),
+    "pp2-whole-layers": (FOUR, 2, 1, ["layer"], ODD, "eager_d2h_late_h2d"),
+    "pp2-patterns": (FOUR, 2, 1, PATTERNS, ODD, "late_d2h_eager_h2d"),
+    "tied": ({**FOUR, **TIED}, 2, 2, BOTH, CHANGING, "late"),
+    "dropout": ({**FOUR, "dropout": 0.2}, 2, 2, BOTH, CHANGING, "random"),
+    "pp1-tied-dropout": ({"layers": 2, **TIED, "dropout": 0.2}, 1, 1, BOTH, ODD, "late"),
+    "full-recompute": ({**DROPS, "recompute": "full"}, 2, 2, ATTENTION, CHANGING, "late"),
     "recompute-core-attention": (
-        {"layers": 4, "dropout": 0.1, "recompute": "selective", "recompute_modules": ["core_attn"]},
-        2,
-        2,
-        ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act"],
-        CHANGING,
-        "late",
+        *({**DROPS, **SELECTIVE, "recompute_modules": ["core_attn"]}, 2, 2),
+        *([*ATTENTION[:-1], "mlp_fc1", "mlp_act"], CHANGING, "late"),
     ),
     "recompute-norms": (
-        {"layers": 4, "recompute": "selective", "recompute_modules": ["layernorm"]},
-        2,
-        1,
-        [*ATTENTION, *MLP],
-        ODD,
-        "late",
+        *({**FOUR, **SELECTIVE, "recompute_modules": ["layernorm"]}, 2, 1),
+        *(BOTH, ODD, "late"),
     ),
     "recompute-mlp": (
-        {
-            "layers": 4,
-            "dropout": 0.1,
-            "bias": False,
-            "recompute": "selective",
-            "recompute_modules": ["mlp"],
-        },
-        2,
-        1,
-        [*ATTENTION, "mlp_fc1"],
-        ODD,
-        "random",
+        *({**DROPS, "bias": False, **SELECTIVE, "recompute_modules": ["mlp"]}, 2, 1),
+        *([*ATTENTION, "mlp_fc1"], ODD, "random"),
     ),
-    "half-of-each-chunk": ({"layers": 4}, 2, 2, [*ATTENTION, *MLP], CHANGING, "late"),
+    "half-of-each-chunk": (FOUR, 2, 2, BOTH, CHANGING, "late"),
 }
+"""By case the model, PP, VPP, what is offloaded, the steps, and when copies happen."""
+
 SETTINGS = {"half-of-each-chunk": {"fraction": 0.5, "delta_bytes_across_pp_ranks": 4096}}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worker_runs import cases_of, check, compare
+from test_gpt_parity import cases_of, check, compare
 
 CASES = [
     "pp2",
