@@ -8,15 +8,14 @@ by SIGTERM or SIGINT. No command is imported that wasn't asked for.
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 from megatron_offload import __version__
-
-if TYPE_CHECKING:
-    from megatron_offload.cli.parser import Parser
+from megatron_offload.errors import ConfigError, OffloadError, did_you_mean, require
 
 COMMANDS = {
     "train": "train a GPT with pipeline parallelism",
@@ -55,7 +54,6 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
         ConfigError: there is no such command, or an option is wrong.
     """
     from megatron_offload.cli.options import read_options
-    from megatron_offload.errors import ConfigError, did_you_mean
 
     name, *more = words
     if name not in COMMANDS:
@@ -67,7 +65,6 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
 
 def _run(words: list[str]) -> int:
     # Inside, as an interrupt may come while they are imported.
-    from megatron_offload.errors import OffloadError
     from megatron_offload.report.console import console
 
     try:
@@ -77,7 +74,12 @@ def _run(words: list[str]) -> int:
             return status
         parser = _parsers([])[""]
         shell = parser.parse_args(words).print_completion
-        sys.stdout.write(_completion(shell) if shell else parser.format_help())
+        if shell:
+            require("shtab")
+            import shtab
+
+            parser = _parsers(COMMANDS)[""]
+        sys.stdout.write(shtab.complete(parser, shell) if shell else parser.format_help())
         return 0
     except OffloadError as error:
         console(stderr=True).print(f"megatron-offload: {error}")
@@ -88,11 +90,31 @@ def _module(name: str) -> Any:
     return import_module(f"megatron_offload.cli.{name}")
 
 
-def _parsers(loaded: Collection[str]) -> dict[str, Parser]:
-    """Return the parser of each command, complete for those loaded, and of all under no name."""
-    from megatron_offload.cli.parser import Parser
+class _Usage(argparse.RawDescriptionHelpFormatter):
+    """Leaves configuration keys, of which there are a hundred, out of the line of usage."""
 
-    parser = Parser(
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any
+    ) -> None:
+        own = [action for action in actions if "." not in action.dest]
+        super().add_usage(usage, own, *more, **others)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            formatter_class=_Usage, conflict_handler="resolve", allow_abbrev=False, **settings
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _parsers(loaded: Collection[str]) -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command, complete for those loaded, and of all under no name."""
+    parser = _Parser(
         prog="megatron-offload",
         description="Exact activation offload for pipeline-parallel transformers.",
         epilog=_EPILOG,
@@ -100,11 +122,11 @@ def _parsers(loaded: Collection[str]) -> dict[str, Parser]:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--print-completion",
-        metavar="SHELL",
-        help="print what completes words in a shell: bash or zsh",
+        choices=("bash", "zsh", "tcsh"),
+        help="print what completes words in a shell",
     )
     commands = parser.add_subparsers(metavar="COMMAND")
-    found = {"": parser}
+    found: dict[str, argparse.ArgumentParser] = {"": parser}
     for name, summary in COMMANDS.items():
         found[name] = commands.add_parser(name, help=summary)
         if name in loaded:
@@ -114,19 +136,6 @@ def _parsers(loaded: Collection[str]) -> dict[str, Parser]:
             found[name].description = module.ABOUT
             add_flags(found[name], module.Given.keys, module.Given)
     return found
-
-
-def _completion(shell: str) -> str:
-    """Return a script that completes the commands' words in a shell."""
-    from megatron_offload.errors import ConfigError, did_you_mean, require
-
-    require("shtab")
-    import shtab
-
-    if shell not in shtab.SUPPORTED_SHELLS:
-        known = shtab.SUPPORTED_SHELLS
-        raise ConfigError(f"no shell is called {shell!r}{did_you_mean(shell, known)}")
-    return str(shtab.complete(_parsers(COMMANDS)[""], shell))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, TypeVar, cast
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticUndefined
 
-from megatron_offload.cli.parser import Parser
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import StrictModel, validate
 
@@ -43,13 +42,12 @@ Given = TypeVar("Given", bound=Options)
 _METAVARS = {"Path": "FILE", "bool": "{true,false}", "float": "NUMBER", "int": "N", "str": "TEXT"}
 
 
-def add_flags(parser: Parser, *models: type[BaseModel] | None) -> None:
+def add_flags(parser: argparse.ArgumentParser, *models: type[BaseModel] | None) -> None:
     """Make flags of the fields of models; where two have one name, the later one's counts."""
 
     def add(place: Any, name: str, *_: str, **settings: Any) -> None:
         if settings["help"] == argparse.SUPPRESS:
             return  # a whole section as JSON
-        parser.flags.append(name)
         if settings.get("action") == "append":
             is_one_or_many = settings["metavar"].startswith("{")  # then many are YAML, in one word
             settings |= (
@@ -75,7 +73,9 @@ def add_flags(parser: Parser, *models: type[BaseModel] | None) -> None:
         )
 
 
-def read_options(model: type[Given], parser: Parser, words: Sequence[str]) -> Given:
+def read_options(
+    model: type[Given], parser: argparse.ArgumentParser, words: Sequence[str]
+) -> Given:
     """Return the options that words give.
 
     Raises:
@@ -84,7 +84,7 @@ def read_options(model: type[Given], parser: Parser, words: Sequence[str]) -> Gi
     found, unknown = parser.parse_known_args(words)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        near = did_you_mean(flag, parser.flags) if flag.startswith("-") else ""
+        near = did_you_mean(flag, parser._option_string_actions) if flag.startswith("-") else ""
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}{near}")
     given = {name: value for name, value in vars(found).items() if value is not PydanticUndefined}
     keys = [

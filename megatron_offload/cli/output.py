@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_offload.core.trace import StepTrace
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.report.console import console
-from megatron_offload.report.plots import MOST_TIMELINES, NEEDED, plot_timeline
+from megatron_offload.report.plots import NEEDED, plot_timeline
 
 PREDICTED = "predicted by simulation, not measured: hold it against a run before you rely on it"
 
@@ -61,30 +60,17 @@ def draw_timelines(traces: Sequence[StepTrace], path: Path, title: str) -> str:
     Raises:
         ConfigError: the file can't be written.
     """
-    drawn = traces[:MOST_TIMELINES]
     with writing(path):
-        plot_timeline(drawn, path, title)
-    return f"picture: {path}, {len(drawn)} of {len(traces)} ranks"
+        num_drawn = plot_timeline(traces, path, title)
+    return f"picture: {path}, {num_drawn} of {len(traces)} ranks"
 
 
 @contextlib.contextmanager
-def progress(what: str, quiet_s: float = 2.0) -> Iterator[Callable[[str], None]]:
-    """Show on the standard error stream what takes its time, once it has taken some seconds.
-
-    In a terminal that is a line that moves and goes again, elsewhere one plain line.
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Show in a terminal, on the standard error stream, what takes its time.
 
     Yields:
         What is to be told how far the work is.
     """
-    out = console(stderr=True)
-    status = out.status(what, spinner="line")
-    begin = status.start if out.is_terminal else lambda: out.print(f"{what} ...")
-    timer = threading.Timer(quiet_s, begin)
-    timer.daemon = True
-    timer.start()
-    try:
+    with console(stderr=True).status(what, spinner="line") as status:
         yield lambda text: status.update(f"{what}: {text}")
-    finally:
-        timer.cancel()
-        timer.join()
-        status.stop()

@@ -69,23 +69,24 @@ _COLUMNS = 2000
 _CHUNK = re.compile(r"\[chunk (\d+),")
 
 
-def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> None:
-    """Draw the step on each of at most `MOST_TIMELINES` ranks into a PNG file.
+def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> int:
+    """Draw the step on each of the first `MOST_TIMELINES` ranks into a PNG file.
+
+    Returns:
+        How many ranks were drawn.
 
     Raises:
-        ValueError: there is no trace, or too many.
         ConfigError: Altair is not installed.
     """
-    if not 1 <= len(traces) <= MOST_TIMELINES:
-        raise ValueError(f"a timeline shows 1 to {MOST_TIMELINES} ranks, got {len(traces)}")
     end_us = last_us(traces)
     charts = []
-    for trace in traces:
+    for trace in traces[:MOST_TIMELINES]:
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
         facts = trace.summary().facts()
         lines = [", ".join(facts[:3]), ", ".join(facts[3:])]
         charts.append(_titled(timeline_chart(trace, end_us), f"{title}{rank}", lines))
     _write_png(_altair().vconcat(*charts), path)
+    return len(charts)
 
 
 def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against time") -> None:
