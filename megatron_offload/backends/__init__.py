@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from megatron_offload.config import OffloadConfig
@@ -20,6 +22,13 @@ def visible_devices() -> tuple[DeviceInfo, ...]:
     from megatron_offload.backends import cuda
 
     return cuda.visible_devices()
+
+
+def watch_syncs(report: Callable[[], None]) -> AbstractContextManager[None]:
+    """Return a context that calls ``report`` where PyTorch says that the host waits for CUDA."""
+    from megatron_offload.backends import cuda
+
+    return cuda.watch_syncs(report) if cuda.is_available() else contextlib.nullcontext()
 
 
 def current_device(config: OffloadConfig) -> Hashable:

@@ -21,7 +21,7 @@ import abc
 import contextlib
 import enum
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -126,14 +126,6 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def sync_copies(self) -> None:
         """Block the host until both copy streams are empty."""
-
-    @abc.abstractmethod
-    def watch_syncs(self, report: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Call ``report`` whenever the program makes the host wait for the device.
-
-        It is called from within the call that waits, on whatever thread that is, with the kind of
-        wait. Contexts may be nested; the inner one alone is told.
-        """
 
     @abc.abstractmethod
     def empty_device(self, num_bytes: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ The compute stream is asked for at every use, and never while a copy stream is c
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import mmap
 import warnings
@@ -20,6 +19,8 @@ from megatron_offload.backends.numa import node_of_device, prefer_node
 from megatron_offload.errors import IntegrationError
 
 _logger = logging.getLogger(__name__)
+
+_SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
 def is_available() -> bool:
@@ -41,6 +42,26 @@ def visible_devices() -> tuple[DeviceInfo, ...]:
     if not is_available():
         return ()
     return tuple(_describe(index) for index in range(torch.cuda.device_count()))
+
+
+@contextlib.contextmanager
+def watch_syncs(report: Callable[[], None]) -> Iterator[None]:
+    """Call ``report``, from within the call that waits, as PyTorch's sync debug mode warns."""
+    with warnings.catch_warnings(), contextlib.ExitStack() as undo:
+        show = warnings.showwarning
+
+        def see(message: Any, category: Any, *place: Any, **more: Any) -> None:
+            if str(message).startswith(_SYNC_WARNING):
+                report()
+            else:
+                show(message, category, *place, **more)
+
+        warnings.showwarning = see
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", message=_SYNC_WARNING)
+        undo.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+        torch.cuda.set_sync_debug_mode("warn")
+        yield
 
 
 class CudaBackend(Backend):
@@ -143,33 +164,6 @@ class CudaBackend(Backend):
         self.d2h_stream.synchronize()
         self.h2d_stream.synchronize()
 
-    @contextlib.contextmanager
-    def watch_syncs(self, report: Callable[[str], None]) -> Iterator[None]:
-        """Call ``report`` at the calls that PyTorch's sync debug mode knows, and at two it doesn't.
-
-        Not seen is what waits inside of other libraries, such as NCCL. A wait in the C++ part of
-        backward is told when ``backward`` returns, once for each.
-        """
-        with warnings.catch_warnings(), contextlib.ExitStack() as undo:
-            show = warnings.showwarning
-
-            def see(message: Any, category: Any, *place: Any, **more: Any) -> None:
-                if str(message).startswith(_SYNC_WARNING):
-                    report("CUDA operation")
-                else:
-                    show(message, category, *place, **more)
-
-            warnings.showwarning = see
-            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-            warnings.filterwarnings("always", message=_SYNC_WARNING)
-            for owner, name, kind in _UNWARNED_SYNCS:
-                call = getattr(owner, name)
-                undo.callback(setattr, owner, name, call)
-                setattr(owner, name, _reporting(call, kind, report))
-            undo.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
-            torch.cuda.set_sync_debug_mode("warn")
-            yield
-
     def timestamp(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
@@ -222,26 +216,6 @@ class CudaBackend(Backend):
 
     def graph_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(external=True)
-
-
-_SYNC_WARNING = "called a synchronizing CUDA operation"
-
-_UNWARNED_SYNCS = (
-    (torch.cuda, "synchronize", "device"),
-    (torch.cuda.Event, "synchronize", "event"),
-)
-"""Calls that wait and that the sync debug mode says nothing of, with the kind of wait."""
-
-
-def _reporting(
-    call: Callable[..., Any], kind: str, report: Callable[[str], None]
-) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def reporting(*args: Any, **kwargs: Any) -> Any:
-        report(kind)
-        return call(*args, **kwargs)
-
-    return reporting
 
 
 def _describe(index: int) -> DeviceInfo:

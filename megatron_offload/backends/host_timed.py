@@ -60,5 +60,5 @@ def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name, _method in vars(SimulatedBackend).items():
-    if _name in vars(Backend) and callable(_method) and _name[0] != "_" and _name != "watch_syncs":
+    if _name in vars(Backend) and callable(_method) and _name[0] != "_":
         setattr(HostTimedBackend, _name, _timed(_method))

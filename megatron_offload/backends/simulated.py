@@ -11,11 +11,10 @@ streams, and no chain of events and waits leads from the first to the second.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,7 +145,6 @@ class SimulatedBackend(Backend):
         self._num_accesses = 0
         self._device = Shadow()
         self._host = Shadow()
-        self._on_sync: Callable[[str], None] | None = None
         self.hazards: list[Hazard] = []
         """What was found so far, with ``on_hazard="collect"``."""
         self.stall_us: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
@@ -270,21 +268,11 @@ class SimulatedBackend(Backend):
         return True
 
     def sync_copies(self) -> None:
-        if self._on_sync is not None:
-            self._on_sync("sync_copies")
         for stream in (self._d2h, self._h2d):
             self._run_to(stream, stream._executed + len(stream._queue))
             if self._check:
                 self._order_host_after(stream._clock)
             self._compute.time_us = max(self._compute.time_us, stream.time_us)
-
-    @contextlib.contextmanager
-    def watch_syncs(self, report: Callable[[str], None]) -> Iterator[None]:
-        outer, self._on_sync = self._on_sync, report
-        try:
-            yield
-        finally:
-            self._on_sync = outer
 
     def timestamp(self, stream: SimulatedStream) -> float:
         return stream.time_us

@@ -101,13 +101,8 @@ def rates_table(profile: MachineProfile) -> Table:
 def sync_table(syncs: HostSyncs) -> Table:
     """Return one line for each place where the host waits, most often first."""
     rows = (
-        (
-            f"{sync.file}:{sync.line}" if sync.file else "no Python code",
-            sync.call,
-            sync.kind,
-            f"{n:g}",
-        )
+        (f"{sync.file}:{sync.line}" if sync.file else "no Python code", sync.call, f"{n:g}")
         for sync, n in syncs.per_step()
     )
-    columns = ["place", "call", "kind", "times a step"]
-    return plain_table("Where the host waits for the device", columns, 3, rows)
+    columns = ["place", "source", "times a step"]
+    return plain_table("Where the host waits for the device", columns, 2, rows)

@@ -1,7 +1,6 @@
 """The lines of a program that make the host wait for the device.
 
-While the host waits, no kernel and no copy is queued. What counts as waiting, the backend knows
-(`Backend.watch_syncs`).
+While the host waits, no kernel and no copy is queued.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from typing import NamedTuple
 import torch
 
 from megatron_offload import backends
-from megatron_offload.backends.base import Backend
-from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import shorten
 
 _PASSED_OVER = (
@@ -41,8 +38,6 @@ class HostSync(NamedTuple):
     """From 1."""
     call: str
     """The line's source, shortened; empty where it isn't there."""
-    kind: str
-    """What the backend calls it."""
 
 
 class HostSyncs:
@@ -58,27 +53,27 @@ class HostSyncs:
         """Return each place and how often the host waits there in a step, most often first."""
         return [(sync, count / self.num_steps) for sync, count in self.counts.most_common()]
 
-    def _add(self, kind: str) -> None:
+    def _add(self) -> None:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
             frame = frame.f_back
-        sync = HostSync("", 0, "", kind)
+        sync = HostSync("", 0, "")
         if frame is not None:
             file, line = frame.f_code.co_filename, frame.f_lineno
-            sync = HostSync(file, line, shorten(linecache.getline(file, line).strip(), 60), kind)
+            sync = HostSync(file, line, shorten(linecache.getline(file, line).strip(), 60))
         with self._lock:
             self.counts[sync] += 1
 
 
 @contextlib.contextmanager
-def find_host_syncs(backend: Backend | None = None, *, num_steps: int = 1) -> Iterator[HostSyncs]:
-    """Count the waits of the program within, by line.
+def find_host_syncs(*, num_steps: int = 1) -> Iterator[HostSyncs]:
+    """Count the waits within that ``torch.cuda.set_sync_debug_mode`` sees, by line.
 
     The first steps wait for things that later ones have (memory, learned orders): warm up before.
-    What is not seen, `CudaBackend.watch_syncs` says.
+    Not seen are ``torch.cuda.synchronize()``, ``Event.synchronize()``, and what waits inside of
+    other libraries, such as NCCL. A wait in backward's C++ part is told when ``backward`` returns.
 
     Args:
-        backend: whose waits; None takes the CUDA device, or the simulated one where there is none.
         num_steps: how many training steps run within.
 
     Raises:
@@ -86,7 +81,6 @@ def find_host_syncs(backend: Backend | None = None, *, num_steps: int = 1) -> It
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is at least 1, got {num_steps}")
-    backend = backend if backend is not None else backends.create_backend(OffloadConfig())
     syncs = HostSyncs(num_steps)
-    with backend.watch_syncs(syncs._add):
+    with backends.watch_syncs(syncs._add):
         yield syncs

@@ -16,6 +16,11 @@ def backend(monkeypatch):
     return backend
 
 
+def test_there_is_nothing_to_describe_without_a_device(monkeypatch):
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
+    assert cuda.visible_devices() == ()
+
+
 def test_memory_is_that_of_all_pools_of_the_backends_own_device(backend, monkeypatch):
     def stats(device):
         assert device == backend.device

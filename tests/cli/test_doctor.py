@@ -151,14 +151,13 @@ def test_an_output_that_can_t_be_written_keeps_what_was_there(machine, tmp_path,
 
 def test_the_table_of_waits_shows_place_call_and_number():
     syncs = HostSyncs(num_steps=4)
-    syncs.counts[HostSync("train[b].py", 12, "losses[i].item()", "CUDA operation")] = 6
-    syncs.counts[HostSync("", 0, "", "CUDA operation")] = 8
-    lines = [line for line in show(sync_table(syncs)).splitlines() if "CUDA operation" in line]
-    assert "no Python code" in lines[0]
-    assert lines[0].split("|")[4].strip() == "2"
-    assert "train[b].py:12" in lines[1]
-    assert "losses[i].item()" in lines[1]
-    assert lines[1].split("|")[4].strip() == "1.5"
+    syncs.counts[HostSync("train[b].py", 12, "losses[i].item()")] = 6
+    syncs.counts[HostSync("", 0, "")] = 8
+    rows = [
+        [cell.strip() for cell in line.split("|")] for line in show(sync_table(syncs)).split("\n")
+    ]
+    assert ["", "no Python code", "", "2", ""] in rows
+    assert ["", "train[b].py:12", "losses[i].item()", "1.5", ""] in rows
 
 
 def test_a_table_of_nothing_is_still_a_table():

@@ -144,18 +144,14 @@ def test_lines_that_make_the_host_wait_are_found():
             y = WaitsInBackward.apply(x * 2)
             total = y.detach().sum().item() + 1
             y.sum().backward()
-            torch.cuda.synchronize()
         torch.cuda.current_stream().synchronize()
-        torch.cuda.Event().synchronize()
     assert total == 9
     assert torch.cuda.get_sync_debug_mode() == found_mode
     found = {sync.call: (sync, times) for sync, times in syncs.per_step()}
     assert {call: times for call, (_, times) in found.items()} == {
         "total = y.detach().sum().item() + 1": 1,
         "assert gradient.sum().item() >= 0": 1,
-        "torch.cuda.synchronize()": 1,
         "torch.cuda.current_stream().synchronize()": 0.5,
-        "torch.cuda.Event().synchronize()": 0.5,
     }
     assert {sync.file for sync, _ in found.values()} == {__file__}
     first_line = this.__code__.co_firstlineno
@@ -164,16 +160,19 @@ def test_lines_that_make_the_host_wait_are_found():
     assert found["assert gradient.sum().item() >= 0"][0].line == backward_line + 2
 
 
-def test_an_offloaded_step_never_makes_the_host_wait():
+def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):
     model = make_model()
     inputs = make_inputs(model)
     manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
     for _ in range(3):
         run_step(model, manager, inputs)
     torch.cuda.synchronize()
-    with find_host_syncs(manager.backend, num_steps=3) as syncs:
+    for owner in (torch.cuda, torch.cuda.Event):  # which PyTorch doesn't warn of
+        monkeypatch.setattr(owner, "synchronize", lambda *_: pytest.fail("the host waits"))
+    with find_host_syncs(num_steps=3) as syncs:
         for _ in range(3):
             run_step(model, manager, inputs)
     assert manager.last_step.reloaded_bytes > 0
+    monkeypatch.undo()
     assert not syncs.counts
     manager.close()

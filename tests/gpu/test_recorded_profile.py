@@ -138,7 +138,7 @@ def test_the_host_never_waits_inside(moves, tmp_path):
     for _ in range(4):
         run_step(model, manager, inputs)
     torch.cuda.synchronize()
-    with profile_step(manager, moves=moves) as recorded, find_host_syncs(manager.backend) as syncs:
+    with profile_step(manager, moves=moves) as recorded, find_host_syncs() as syncs:
         run_step(model, manager, inputs)
     assert syncs.per_step() == []
     save_profile(recorded.profile, tmp_path / "profile.json")
