@@ -209,70 +209,60 @@ def _mark(
 ) -> list[str]:
     found = _find(modules, kind)
     for path in found:
+        module = modules[path]
         if isinstance(kind, _Span):
             first, last = modules[f"{path}.{kind.after}"], modules[f"{path}.{kind.before}"]
-            _mark_span(result, modules[path], first, last, name)
+            begin, end, close = _region(result.manager, name, _outputs, _inputs)
+            handles: tuple[RemovableHandle, ...] = (
+                first.register_forward_hook(begin),
+                last.register_forward_pre_hook(end, with_kwargs=True, prepend=True),
+                module.register_forward_hook(close, always_call=True),
+            )
         else:
-            _mark_module(result, modules[path], name)
+            begin, end, _ = _region(result.manager, name, _inputs, _outputs)
+            handles = (
+                module.register_forward_pre_hook(begin, with_kwargs=True),
+                module.register_forward_hook(end, always_call=True),
+            )
+        result._hold(module, name, *handles)
     return found
 
 
-def _mark_module(result: ModuleOffload, module: nn.Module, name: str) -> None:
-    manager = result.manager
-
-    def start(module: nn.Module, args: Any, kwargs: Any) -> None:
-        start_group(manager, (*args, *kwargs.values()), name)
-        manager.__enter__()
-
-    def commit(module: nn.Module, args: Any, output: Any) -> None:
-        manager.__exit__()
-        commit_group(manager, _values(output), name)
-
-    result._hold(
-        module,
-        name,
-        module.register_forward_pre_hook(ModuleHook(start), with_kwargs=True),
-        module.register_forward_hook(ModuleHook(commit), always_call=True),
-    )
+def _inputs(args: Any, kwargs: Any) -> Sequence[Any]:
+    return *args, *kwargs.values()
 
 
-def _mark_span(
-    result: ModuleOffload, parent: nn.Module, first: nn.Module, last: nn.Module, name: str
-) -> None:
-    manager = result.manager
-    num_open = 0
-
-    def start(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal num_open
-        start_group(manager, _values(output), name)
-        manager.__enter__()
-        num_open += 1
-
-    def commit(module: nn.Module | None, args: Any, kwargs: Any) -> None:
-        nonlocal num_open
-        if num_open:
-            num_open -= 1
-            manager.__exit__()
-            commit_group(manager, (*args, *kwargs.values()), name)
-
-    def close(module: nn.Module, args: Any, output: Any) -> None:
-        while num_open:  # the forward ended without calling the last module, or raised
-            commit(None, (), {})
-
-    result._hold(
-        parent,
-        name,
-        first.register_forward_hook(ModuleHook(start)),
-        last.register_forward_pre_hook(ModuleHook(commit), with_kwargs=True, prepend=True),
-        parent.register_forward_hook(ModuleHook(close), always_call=True),
-    )
-
-
-def _values(output: Any) -> Sequence[Any]:
+def _outputs(args: Any, output: Any) -> Sequence[Any]:
     """Return what a module's output holds, whatever holds it."""
     if isinstance(output, dict):
         return tuple(output.values())
     return output if isinstance(output, (tuple, list)) else (output,)
+
+
+def _region(
+    manager: PipelineOffloadManager, name: str, first: Callable[..., Any], last: Callable[..., Any]
+) -> tuple[ModuleHook, ModuleHook, ModuleHook]:
+    """Return hooks that begin a group, end it, and end all that are open."""
+    num_open = 0
+
+    def begin(module: nn.Module, args: Any, passed: Any) -> None:
+        nonlocal num_open
+        start_group(manager, first(args, passed), name)
+        manager.__enter__()
+        num_open += 1
+
+    def end(module: nn.Module, args: Any, passed: Any) -> None:
+        nonlocal num_open
+        if num_open:  # else another hook has raised before ours ran
+            num_open -= 1
+            manager.__exit__()
+            commit_group(manager, last(args, passed), name)
+
+    def close(module: nn.Module, args: Any, output: Any) -> None:
+        while num_open:  # the forward ended without calling the last module, or raised
+            end(module, (), {})
+
+    return ModuleHook(begin), ModuleHook(end), ModuleHook(close)
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
