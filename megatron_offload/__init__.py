@@ -13,10 +13,8 @@ manager catches what autograd saves in between:
         x = group_commit(x, "mlp")
         loss(x).backward()
 
-`offload_modules` makes groups of any module by its name instead.
-
-What takes its time is imported when it is first asked for, so that a command that only plans, or
-finds its input wrong, starts at once.
+`offload_modules` makes groups of any module by its name instead. What takes its time is imported
+when it is first asked for, so that a command that only plans starts at once.
 """
 
 from __future__ import annotations

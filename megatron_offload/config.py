@@ -1,8 +1,4 @@
-"""What a user may set, checked before anything starts.
-
-`OffloadConfig` (all sizes in bytes), and the strict reading of YAML files, ``key=value`` overrides
-and environment variables; whatever is wrong ends in one `ConfigError`.
-"""
+"""What a user may set, read strictly from YAML, ``key=value`` and the environment."""
 
 from __future__ import annotations
 
@@ -240,11 +236,7 @@ class OffloadConfig(StrictModel):
 
 
 def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Sort module names: Megatron's own call sites, names that module hooks serve, patterns.
-
-    Raises:
-        ConfigError: a plain word that is none of `MODULES`.
-    """
+    """Sort module names: Megatron's own call sites, names that module hooks serve, patterns."""
     core, extra, patterns = [], [], []
     for name in names:
         if name in MEGATRON_MODULES:
@@ -336,11 +328,7 @@ def environment_int(
     least: int = 0,
     environ: Mapping[str, str] | None = None,
 ) -> int:
-    """Return the integer that an environment variable holds; without a default it is required.
-
-    Raises:
-        ConfigError: it is missing, no plain decimal integer, or out of range.
-    """
+    """Return the integer that an environment variable holds; without a default it is required."""
     text = (os.environ if environ is None else environ).get(name)
     if text is None:
         if default is None:

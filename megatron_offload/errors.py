@@ -102,11 +102,7 @@ def is_installed(package: str) -> bool:
 
 
 def require(*packages: str) -> None:
-    """See that packages of the extras are there, before any work is done.
-
-    Raises:
-        ConfigError: one is missing; the text says what installs it.
-    """
+    """See that packages of the extras are there; else a `ConfigError` says what installs them."""
     for package in packages:
         if not is_installed(package):
             extra, what = _EXTRAS[package]

@@ -1,7 +1,6 @@
-"""Megatron-core's documented offload API under its documented names, over the engine.
+"""Megatron-core's documented offload API, in the call forms of 0.16 and of 0.17 to 0.19.
 
-Call forms are those documented with megatron-core 0.16 and those of 0.17 to 0.19, served by the
-same callables. Outside a chunk, without grad and in a recompute every function is the identity.
+Outside a chunk, without grad and in a recompute every function is the identity.
 """
 
 from __future__ import annotations

@@ -71,9 +71,5 @@ class AroundForwards(saved_tensors_hooks):
         return self._groups.manager.last_step
 
     def end_step(self) -> bool:
-        """End the step now if nothing that it saved is left, as the next forward would.
-
-        Returns:
-            Whether there was one; its counters are in `last_step` then.
-        """
+        """End the step now if nothing that it saved is left, and return whether there was one."""
         return self._groups.end_step_if_over()

@@ -1,8 +1,4 @@
-"""Argument lists of two eras of Megatron-core's offload API, read by one callable each.
-
-A form is a signature, and Python's own binding reads it. Arguments that fit one form only are never
-read as the other.
-"""
+"""Argument lists of two eras of Megatron-core's offload API, as signatures for Python to bind."""
 
 from __future__ import annotations
 
@@ -43,13 +39,10 @@ FORMS = {
 
 
 def read_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, by position and by name, by their names.
+    """Return the arguments of a call by their names; `TypeError` where they fit neither form.
 
-    Where they fit both forms, that one counts in which a stage lies within its size and a name is a
-    text, and the first where both do.
-
-    Raises:
-        TypeError: the arguments fit neither form.
+    Where they fit both, that one counts in which a stage lies within its size and a name is a text,
+    and the first where both do.
     """
     readings = []
     for form in FORMS[function]:

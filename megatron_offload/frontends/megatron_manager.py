@@ -1,7 +1,6 @@
 """Megatron's manager and chunk handler: documented objects that hold the engine's.
 
-Owns what only callers by hand need: the order in which they take chunks and groups back. The engine
-needs none of it.
+Beside that they own the order in which callers by hand take chunks and groups back.
 """
 
 from __future__ import annotations
@@ -120,9 +119,7 @@ class ChunkOffloadHandler:
 
         Returns:
             What to hand to `reload`: the device, the copy, and whether the pool has lent it.
-
-        Raises:
-            RuntimeError: the pool is full.
+            A `RuntimeError` says that the pool is full.
         """
         backend = self.manager.backend
         source = src_tensor.detach().contiguous()
@@ -140,12 +137,8 @@ class ChunkOffloadHandler:
     def reload(self, state: HostState, non_blocking: bool | None = None) -> torch.Tensor:
         """Bring back what `offload` has copied, once where the pool has lent the copy.
 
-        Args:
-            state: what `offload` has returned.
-            non_blocking: False blocks the host until the tensor is there.
-
-        Raises:
-            ValueError: the pool was reset since, so that the copy may be overwritten.
+        With ``non_blocking=False`` the host waits for the tensor. A `ValueError` says that the pool
+        was reset since, so that the copy may be overwritten.
         """
         _, copy, is_lent = state
         backend = self.manager.backend
@@ -305,11 +298,7 @@ class ChunkOffloadHandler:
         return len({group.name for group in self.chunk.groups})
 
     def reset(self) -> None:
-        """Begin another pass over the same groups.
-
-        What was started and not committed stays on the device. `find_next_group` and
-        `finish_all_groups` go by the groups of the pass that is over.
-        """
+        """Begin another pass over the same groups; what was not committed stays on the device."""
         self._last_pass = self._this_pass() or self._last_pass
         self._first = len(self.chunk.groups)
         self.chunk.open_groups.clear()
@@ -331,10 +320,7 @@ class ChunkOffloadHandler:
         return self.find_group_with_name(self._last_pass, name, position)
 
     def finish_all_groups(self, name: str | None = None) -> bool:
-        """Whether this pass has nothing left to do: no group open, away, or (of ``name``) to come.
-
-        The name may be left out where nothing is open or away.
-        """
+        """Whether no group of this pass is open or away, or else none of ``name`` is to come."""
         is_busy = self.chunk.open_groups or any(g.state in _AWAY for g in self._waiting())
         return (bool(self._this_pass()) and not is_busy) or self.find_next_group(name) is None
 
@@ -531,8 +517,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     def flush(self) -> None:
         """Queue for backward the staged chunks of all stages but the last, the last of them first.
 
-        The last stage's are queued when their forward begins. Waits until all stages have had the
-        same number of forwards.
+        Not before all stages have had as many forwards; the last stage's are queued at once.
         """
         staged = self._order.staged
         if len({len(handlers) for handlers in staged}) == 1:
@@ -637,10 +622,9 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             self._pool.reset()
 
     def post_warmup_callback(self) -> None:
-        """End the first step where nobody has, follow what it showed, and print what leaves.
+        """End the first step where nobody has, and print what leaves; collective for the table.
 
-        A step with a graph that is alive goes on. The table is `print_offload_summary_table`'s, on
-        the first rank: collective where torch.distributed runs.
+        A step with a graph that is alive goes on.
         """
         self.engine.end_step_if_over()
         print_offload_summary_table(self.offload_summary_bytes)

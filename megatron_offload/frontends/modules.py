@@ -1,7 +1,6 @@
 """Layer groups for any ``nn.Module``, chosen by name, with no change to model code.
 
-A group is a *module* (what autograd saves while it runs), or a *span* between two (what is saved
-after one has returned and before the other is called), which reaches functions that are no modules.
+A *span* between two modules reaches functions that are no modules.
 """
 
 from __future__ import annotations

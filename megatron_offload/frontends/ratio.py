@@ -1,8 +1,6 @@
 """Offload of a share of the activations, counted in bytes, under a tag.
 
-Under one tag what fits the share, in the order of execution, moves and the rest stays. How many
-bytes there are is known from the last step; in the first, each tensor moves where the share is not
-exceeded so far. What something else keeps on the device anyway is neither moved nor counted.
+What something else keeps on the device anyway is neither moved nor counted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Offload for any PyTorch model, with one ``with`` and no marks in the model.
-
-The names are those that torchtune and TRL gave. What is saved leaves in the order of saving and
-comes back ahead of backward, along the order that the last step took.
-"""
+"""Offload for any PyTorch model, with one ``with`` and no marks, by torchtune's and TRL's names."""
 
 from __future__ import annotations
 

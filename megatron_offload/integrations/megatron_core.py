@@ -1,8 +1,6 @@
-"""This implementation in the place of megatron-core's own activation offload.
+"""This implementation in the place of megatron-core's own, for whoever refers to that by then.
 
-Every reference to Megatron's module is exchanged, whatever was imported first: in the namespaces of
-modules, by identity; for layers built before `install`, which hold its class, in that class; layers
-built in between are put back by `uninstall`.
+That is in namespaces by identity, and for layers that hold Megatron's class in that class.
 """
 
 from __future__ import annotations
@@ -118,11 +116,7 @@ def _pipeline_rank() -> int:
 
 
 def import_from_megatron(name: str) -> types.ModuleType | None:
-    """Import a module of megatron-core; None where it does not exist.
-
-    Raises:
-        IntegrationError: there is no megatron-core at all.
-    """
+    """Import a module of megatron-core, which has to be there; None where the module isn't."""
     if _import_if_present("megatron.core") is None:
         raise IntegrationError(
             f"megatron-core is not installed, so there is nothing to install into; {_GET_IT}"

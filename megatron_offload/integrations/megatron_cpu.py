@@ -1,7 +1,7 @@
 """Bridges that let megatron-core's model and schedules run on a CPU over gloo.
 
-megatron-core asks for CUDA at other lines in every version, always through the name ``torch``. So
-in its own modules that name stands for a view of torch whose current CUDA device is the CPU.
+In its modules the name ``torch``, through which it asks for CUDA, stands for a view of torch whose
+current CUDA device is the CPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Megatron's MoE dispatch without host waits where expert indices become a multihot map.
 
-Megatron's own step selects with boolean masks, whose number of hits is a tensor's shape: the host
-waits for the device four times. Here every shape follows from the inputs' shapes, and forward and
-gradient have the bits, shapes and strides of Megatron's own. Only a host that runs ahead issues
-copies in time.
+Megatron's own step selects with boolean masks, for whose hits the host waits four times. Here every
+shape follows from the inputs' shapes, with the bits, shapes and strides of Megatron's own.
 """
 
 from __future__ import annotations
@@ -123,11 +121,7 @@ def _find_manager() -> type:
 
 
 def _check_same(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """Compare both steps on three tokens: a version that isn't known may have changed its own.
-
-    Raises:
-        IntegrationError: Megatron's fails, or gives other bits.
-    """
+    """Compare both steps on three tokens: a version that isn't known may have changed its own."""
     wrong = (
         f"{_CLASS}.{_METHOD} of megatron-core {megatron_version()} is not the one that this stands "
         "in for, that of 0.12 to 0.19; leave out install()"

@@ -1,8 +1,4 @@
-"""Offload under the schedules of ``torch.distributed.pipelining``, with no change to the model.
-
-Each forward of a stage is a chunk, whatever its order, and backward finds its way back through the
-autograd graph. So schedules that split a backward in two are served like those that don't.
-"""
+"""Offload under the schedules of ``torch.distributed.pipelining``: each forward is a chunk."""
 
 from __future__ import annotations
 
@@ -19,12 +15,7 @@ from megatron_offload.frontends.around import engine_of, refuse_unfollowed
 
 
 class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
-    """What `offload_pipeline` has set; `remove` takes it off again.
-
-    Attributes:
-        manager: moves the tensors.
-        stages: the indices of the stages that this rank has.
-    """
+    """What `offload_pipeline` has set; ``stages`` are the indices of this rank's stages."""
 
     def __init__(self, schedule: Any, stages: list[Any], manager: PipelineOffloadManager) -> None:
         self.manager = manager

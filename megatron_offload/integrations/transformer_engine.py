@@ -1,11 +1,7 @@
 """Which operation's saved activations go to the host, and which stay: one decision per operation.
 
-An operation is any ``nn.Module`` that is called, fused or not. Its setting holds for what autograd
-saves while its forward runs; the innermost wins. What is recomputed is left to the checkpoint.
-
-A run that TransformerEngine's fuser makes of several saves the tensors of all at its end, in one
-list. No hook can tell whose they are, but the fuser knows: each operation has a context with its
-place in that list.
+The innermost setting wins; what is recomputed is left to the checkpoint. TransformerEngine's fuser
+saves the tensors of all operations of a run in one list; each one's context says its place there.
 """
 
 from __future__ import annotations
@@ -256,11 +252,7 @@ _in_thread = _InThread()
 
 
 class _FusedRun:
-    """Saved-tensor hooks for one fused run, in which each operation has its own setting.
-
-    Args:
-        settings: of each operation: True to move, False to stay, None for what surrounds the run.
-    """
+    """Saved-tensor hooks for one fused run, in which each operation has its own setting."""
 
     def __init__(self, settings: list[bool | None]) -> None:
         self._settings = settings
