@@ -107,7 +107,7 @@ class AutomaticGroups:
             pp_rank: pipeline rank, as in the manager's `begin_chunk`.
         """
         self.manager.claim(is_inside=bool(self._forwards))
-        if not self._forwards or self.manager.is_idle():
+        if not self._forwards or self.manager.decisions.is_idle():
             self._forget_interrupted()
         if self._finds_steps and not self._forwards:
             self.end_step_if_over()

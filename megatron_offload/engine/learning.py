@@ -19,6 +19,7 @@ from megatron_offload.core.policy_config import (
     RatioConfig,
 )
 from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
+from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import ConfigError
@@ -235,16 +236,15 @@ class Learner:
             self.kept, self.residents = {}, frozenset()
         self._owners.forget()
 
-    def keeps_because(self, key: GroupKey) -> str:
-        """Return why the policy leaves a group on the device; empty where it moves."""
+    def keeps_because(self, group: OffloadGroup) -> str:
+        """Return why a group is to stay on the device; empty where it may move."""
+        if self._is_unlisted(group.name):
+            return "its name is not among OffloadConfig.modules"
         default = "beyond the fraction 0 of its chunk" if self._keeps_everything() else ""
-        return self.kept.get(key, default)
+        return self.kept.get(group.key, default)
 
-    def unlisted_because(self, name: str) -> str:
-        """Return why a group of this name stays, whatever is planned; empty where it may move."""
-        if not self._listed or any(fnmatchcase(name, pattern) for pattern in self._listed):
-            return ""
-        return "its name is not among OffloadConfig.modules"
+    def _is_unlisted(self, name: str) -> bool:
+        return bool(self._listed) and not any(fnmatchcase(name, one) for one in self._listed)
 
     def _without_unlisted(self, profile: StepProfile) -> StepProfile:
         """Count what groups that stay anyway save as out of reach; warn of names without group."""
@@ -258,7 +258,7 @@ class Learner:
         self._has_seen_names = True
         groups = (
             group._replace(num_bytes=0, elsewhere_bytes=group.elsewhere_bytes + group.num_bytes)
-            if self.unlisted_because(group.name)
+            if self._is_unlisted(group.name)
             else group
             for group in profile.groups
         )

@@ -150,7 +150,7 @@ class PipelineOffloadManager:
         self._is_in_step = False
         self._begun_at_backward: int | None = None
         self._said: set[str] = set()
-        self.decisions = self._step = Step(self.transfers, self.learner)
+        self.decisions = Step(self.transfers, self.learner)
         self._begin_step()
 
     # The step
@@ -217,7 +217,7 @@ class PipelineOffloadManager:
         refuse_mutable_saves()
         if is_in_backward():
             return  # a recompute, maybe in autograd's thread; nothing of it is recorded
-        self.guard.claim(lambda: is_inside or bool(self._hooks) or not self.is_idle())
+        self.guard.claim(lambda: is_inside or bool(self._hooks) or not self.decisions.is_idle())
 
     def chunk_to_record(self, name: str) -> ChunkOffloadHandler | None:
         """Return the chunk of a group that starts now; None where there is none.
@@ -226,13 +226,13 @@ class PipelineOffloadManager:
         two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
         """
         chunk, since = self._chunk, self._begun_at_backward
-        is_over = since is not None and since != self._step.num_backwards
+        is_over = since is not None and since != self.decisions.num_backwards
         if (chunk is None or (is_over and not chunk.open_groups)) and self.records():
             if not self._is_in_step:
                 self._say_once(_NO_CHUNK, name)
                 return None
             chunk = self.begin_chunk()
-            self._begun_at_backward = self._step.num_backwards
+            self._begun_at_backward = self.decisions.num_backwards
         return chunk
 
     def _say_once(self, message: str, value: object) -> None:
@@ -282,7 +282,7 @@ class PipelineOffloadManager:
         step: they would shift the positions of all that follows. And a program that never calls
         `reset` gets a new step now and then, so that nothing grows for ever.
         """
-        step = self._step
+        step = self.decisions
         is_unused = bool(step.committed) and not step.num_backwards
         if (is_unused or step.num_chunks >= _MOST_CHUNKS) and step.is_idle():
             if not is_unused:
@@ -293,10 +293,6 @@ class PipelineOffloadManager:
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
         return step.add_chunk()
-
-    def is_idle(self) -> bool:
-        """Whether no graph of this step is left, and nothing of it saved."""
-        return self._step.is_idle()
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
@@ -322,20 +318,20 @@ class PipelineOffloadManager:
 
     def end_step_if_over(self) -> bool:
         """End the step if its groups were committed and no graph is left; return whether it was."""
-        is_over = bool(self._step.committed) and self.is_idle()
+        is_over = bool(self.decisions.committed) and self.decisions.is_idle()
         if is_over:
             self.reset()
         return is_over
 
     @guarded
     def _end_step(self) -> None:
-        self._last_step = self._step.finish(names_leaks=self.config.checking)
-        if self._step.num_backwards:
+        self._last_step = self.decisions.finish(names_leaks=self.config.checking)
+        if self.decisions.num_backwards:
             self._learn()
         self._begin_step()
 
     def _learn(self) -> None:
-        profile = self._step.profile()
+        profile = self.decisions.profile()
         for observer in self.observers:
             observer.step_ended(profile)
         if not self._stays_because:  # how a step goes that moves nothing is no lesson
@@ -365,7 +361,7 @@ class PipelineOffloadManager:
             self._hooks.clear()
             self._delayed.clear()
             self.guard.put_off.clear()
-            self._step.abandon()
+            self.decisions.abandon()
             if self.guard.has_failed:
                 self.learner.restart()
                 self.guard.has_failed = False
@@ -401,7 +397,7 @@ class PipelineOffloadManager:
             chunk.forget_groups()
         self._entered.clear()
         self.marks.begin_step()
-        self._step.begin()
+        self.decisions.begin()
 
     # Boundaries
 
@@ -435,8 +431,8 @@ class PipelineOffloadManager:
     def _commit(
         self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor], must_move: bool
     ) -> None:
-        stays_because = self._stays_because or self.learner.unlisted_because(group.name)
-        self._step.commit_group(group, forced_released_tensors, stays_because, must_move=must_move)
+        because = self._stays_because
+        self.decisions.commit_group(group, forced_released_tensors, because, must_move=must_move)
 
     @guarded
     def would_offload(self, group: OffloadGroup) -> bool:
@@ -444,8 +440,7 @@ class PipelineOffloadManager:
         group.num_bytes = sum(block.num_bytes for block in group.blocks())
         return not (
             self._stays_because
-            or self.learner.unlisted_because(group.name)
-            or self.learner.keeps_because(group.key)
+            or self.learner.keeps_because(group)
             or group.key in self.learner.residents
             or self.decisions.is_needed_soon(group)
         )
@@ -465,7 +460,7 @@ class PipelineOffloadManager:
         """
         for observer in self.observers:
             observer.backward_enters(group)
-        self._step.enter_backward(group)
+        self.decisions.enter_backward(group)
         for observer in self.observers:
             observer.backward_entered(group)
 
@@ -474,7 +469,7 @@ class PipelineOffloadManager:
         """Backward has left a group."""
         for observer in self.observers:
             observer.backward_leaves(group)
-        self._step.leave_backward(group)
+        self.decisions.leave_backward(group)
         for observer in self.observers:
             observer.backward_left(group)
 
@@ -497,7 +492,7 @@ class PipelineOffloadManager:
     @guarded
     def join_reloads(self) -> None:
         """Make the compute stream wait for all copies to the device of this step's groups."""
-        self.transfers.wait_reloads(self._step.committed)
+        self.transfers.wait_reloads(self.decisions.committed)
 
     # Hooks
 
@@ -567,11 +562,6 @@ class PipelineOffloadManager:
     def last_profile(self) -> StepProfile | None:
         """Groups and backward order of the last finished step."""
         return self.learner.profile
-
-    @property
-    def kept(self) -> dict[GroupKey, str]:
-        """Groups that the plan keeps on the device in this step, each with the reason."""
-        return self.learner.kept
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:

@@ -114,7 +114,7 @@ class Step(StepDecisions[OffloadGroup]):
         if must_move:
             stays_because = ""
         elif not stays_because:
-            stays_because = self._learner.keeps_because(group.key)
+            stays_because = self._learner.keeps_because(group)
         forced = [] if stays_because else _blocks_of(group, forced_released_tensors)
         for block in forced:
             block.forced_release = True

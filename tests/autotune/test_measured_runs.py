@@ -66,7 +66,7 @@ def test_a_plan_that_costs_what_was_predicted_stays(log, monkeypatch):
     assert cost.without_us == pytest.approx(WITHOUT_US)
     assert cost.with_us == pytest.approx(plan.ranks[0].predicted_step_us, rel=1e-3)
     assert usual_slowdown_percent(job) == pytest.approx(cost.slowdown_percent)
-    assert job.manager.kept == plan.ranks[0].kept
+    assert job.manager.learner.kept == plan.ranks[0].kept
     assert log.messages == [f"the plan costs {cost}, at most 0.5 % is wanted: kept"]
     assert parse_plan(plan_to_json(plan), "it") == plan
 
@@ -98,7 +98,9 @@ def test_where_every_plan_is_too_slow_nothing_moves_with_a_warning(log):
     assert plan.moved_bytes == 0
     assert log.records[-1].levelno == logging.WARNING
     assert parse_plan(plan_to_json(plan), "it") == plan
-    assert set(job.manager.kept.values()) == {choice.reason for choice in plan.ranks[0].choices}
+    assert set(job.manager.learner.kept.values()) == {
+        choice.reason for choice in plan.ranks[0].choices
+    }
     job.step()
     assert job.moved_bytes[-1] == 0
 
@@ -144,7 +146,7 @@ def test_a_plan_that_keeps_its_target_stays(log):
     (rank,) = plan.ranks
     assert rank.measured_peak_bytes == job.most_reserved_bytes() <= TARGET
     assert rank.measured_peak_bytes > 15 / 16 * TARGET
-    assert job.manager.kept == rank.kept
+    assert job.manager.learner.kept == rank.kept
     assert [text.rpartition(": ")[2] for text in log.messages] == ["kept"]
     assert parse_plan(plan_to_json(plan), "it") == plan
 

@@ -72,7 +72,7 @@ def test_a_memory_target_is_planned_for_and_followed(moves):
         job.step()
         # What is needed too soon stays, whatever was planned.
         assert 0 < job.manager.last_step.offloaded_bytes <= rank.moved_bytes
-        assert job.manager.kept == rank.kept
+        assert job.manager.learner.kept == rank.kept
         assert job.manager.budget.max_inflight_bytes == rank.max_inflight_bytes
         assert job.manager.budget.prefetch_bytes == rank.prefetch_bytes
 

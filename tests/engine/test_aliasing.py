@@ -342,7 +342,7 @@ def test_bytes_that_groups_share_are_counted_once(monkeypatch):
     # A group that stays, because the policy keeps it, shares a storage with a later one that moves.
     manager = make_manager()
     monkeypatch.setattr(
-        manager.learner, "keeps_because", lambda key: "asked to" if key.order == 1 else ""
+        manager.learner, "keeps_because", lambda g: "asked to" if g.key.order == 1 else ""
     )
     for _ in range(3):
         seen = []

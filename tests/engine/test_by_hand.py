@@ -53,7 +53,7 @@ def test_a_group_in_a_step_begins_a_chunk_by_itself(order, num_chunks):
     for _ in range(3):
         with manager.step():
             assert_same(expected, train(mlps, manager, order))
-            assert manager._step.num_chunks == num_chunks
+            assert manager.decisions.num_chunks == num_chunks
         assert manager.last_step.num_groups == 3 * order.count("F")
         assert manager.last_step.offloaded_bytes > 0
         assert_nothing_left(manager)
@@ -64,7 +64,7 @@ def test_a_chunk_that_the_program_has_begun_stays_its_own():
     with manager.step():
         manager.begin_chunk()
         train(mlps, manager, "FBFB")
-        assert manager._step.num_chunks == 1
+        assert manager.decisions.num_chunks == 1
 
 
 def test_a_group_around_a_backward_keeps_its_chunk():
@@ -75,7 +75,7 @@ def test_a_group_around_a_backward_keeps_its_chunk():
         loss_of(mlps, manager, 0).backward()
         loss_of(mlps, manager, 1).backward()
         commit_group(manager, y * 2, "outer")
-        assert manager._step.num_chunks == 1
+        assert manager.decisions.num_chunks == 1
 
 
 def test_what_is_not_recorded_begins_no_chunk():

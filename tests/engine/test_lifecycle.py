@@ -57,7 +57,7 @@ def test_a_program_that_never_resets_does_not_grow():
     model, manager = make_model(layers=1), make_manager()
     for _ in range(1200):
         forward(model, manager).backward()
-    assert len(manager._step.committed) < 2 * 1024
+    assert len(manager.decisions.committed) < 2 * 1024
     assert manager.last_profile is not None
     manager.reset()
     assert_nothing_left(manager)
@@ -303,7 +303,7 @@ def test_a_forced_release_counts_where_the_group_that_asks_for_it_moves(monkeypa
     manager = make_manager()
     if stays == "by plan":
         kept = {GroupKey(0, 1): "asked to"}
-        monkeypatch.setattr(manager.learner, "keeps_because", lambda key: kept.get(key, ""))
+        monkeypatch.setattr(manager.learner, "keeps_because", lambda g: kept.get(g.key, ""))
     elif stays:
         monkeypatch.setattr(manager.decisions, "is_needed_soon", lambda g: g.name == "inner")
     manager.begin_chunk()

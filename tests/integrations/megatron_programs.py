@@ -227,7 +227,7 @@ def train(model, case, manager=None):
                 {
                     "offloaded_bytes": stats.offloaded_bytes,
                     "reloaded_bytes": stats.reloaded_bytes,
-                    "kept": len(manager.kept),
+                    "kept": len(manager.learner.kept),
                     "names": sorted(n for n, g in stats.by_name.items() if g.offloaded_bytes),
                     "groups": {name: g.num_groups for name, g in stats.by_name.items()},
                     "summary": manager.offload_summary_bytes,
