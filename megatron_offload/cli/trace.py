@@ -8,7 +8,7 @@ from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, draw_timelines, writing
-from megatron_offload.core.trace import StepTrace, write_traces
+from megatron_offload.core.trace import StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
 from megatron_offload.train.run_folder import main_folder, trace_paths
@@ -62,15 +62,11 @@ def read_run_traces(folder: Path) -> list[StepTrace]:
     Raises:
         ConfigError: one is damaged, or of another rank than its name says; or as for `main_folder`.
     """
-    traces = []
+    traces: list[StepTrace] = []
     for rank, path in trace_paths(main_folder(folder)).items():
-        try:
-            trace = StepTrace.read(path)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        if trace.rank != rank:
-            raise ConfigError(f"{path} is of rank {trace.rank}; put the file back or run again")
-        traces.append(trace)
+        found = read_traces(path)
+        if [trace.rank for trace in found] != [rank]:
+            ranks = ", ".join(str(trace.rank) for trace in found) or "none"
+            raise ConfigError(f"{path} is of rank {ranks}; put the file back or run again")
+        traces += found
     return traces

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field, StrictInt, TypeAdapter, ValidationError
 
 from megatron_offload.core.units import format_bytes, format_us
-from megatron_offload.errors import shorten
+from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.text import read_json, replace_text
 
 STREAMS = ("compute", "d2h", "h2d")
@@ -158,14 +158,6 @@ class StepTrace:
         """Write the trace to a file of Chrome trace events."""
         write_traces(path, [self])
 
-    @staticmethod
-    def read(path: str | Path) -> StepTrace:
-        """Read the trace of a single rank back; ValueError where a file holds none, or several."""
-        traces = read_traces(path)
-        if len(traces) != 1:
-            raise ValueError(f"{path} holds the traces of {len(traces)} ranks, not of one")
-        return traces[0]
-
 
 def write_traces(path: str | Path, traces: Sequence[StepTrace]) -> None:
     """Write the traces of several ranks to one file, a process for each rank.
@@ -188,7 +180,7 @@ def read_traces(path: str | Path) -> list[StepTrace]:
     """Read what `write_traces` wrote, in the order of ranks.
 
     Raises:
-        ValueError: the file can't be read, or is not one of `write_traces`.
+        ConfigError: the file can't be read, or is not one of `write_traces`.
     """
     traces: dict[int, StepTrace] = {}
     data = read_json(path, limit_bytes=_MAX_TRACE_BYTES)
@@ -198,7 +190,7 @@ def read_traces(path: str | Path) -> list[StepTrace]:
             _read_event(event, traces.setdefault(rank, StepTrace(rank)))
     except (AttributeError, KeyError, TypeError, ValidationError) as error:
         why = shorten(repr(error), 300)
-        raise ValueError(f"{path} is not a trace of this package: {why}") from error
+        raise ConfigError(f"{path} is not a trace of this package: {why}") from error
     return [traces[rank] for rank in sorted(traces)]
 
 

@@ -1,7 +1,4 @@
-"""What a run costs in memory and in time, beside other settings: the trade-off curve, and its file.
-
-All points of a file are against one reference, the same job without offload.
-"""
+"""What settings of one job cost in memory and in time, and the file that says so."""
 
 from __future__ import annotations
 
@@ -51,14 +48,9 @@ class TradeOff(StrictModel):
 
 
 def frontier(points: Iterable[TradeOffPoint]) -> list[TradeOffPoint]:
-    """Return the points that no other beats in both, by memory, the least first.
-
-    Points whose time was not measured are none of them.
-    """
+    """Return the points of a known time that no other beats in both, by memory, the least first."""
+    timed = [(p.peak_bytes, x, p) for p in points if (x := p.step_time_percent) is not None]
     best: list[TradeOffPoint] = []
-    timed = [
-        (p.peak_bytes, p.step_time_percent, p) for p in points if p.step_time_percent is not None
-    ]
     lowest = math.inf
     for _, percent, point in sorted(timed, key=lambda one: one[:2]):
         if percent < lowest:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_runs import numbers
 
-from megatron_offload.core.trace import HELD_BYTES, LIVE_BYTES, StepTrace
+from megatron_offload.core.trace import HELD_BYTES, LIVE_BYTES, read_traces
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the bridges to a CPU are for machines without a CUDA device"
@@ -22,7 +22,7 @@ def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, t
     train(tmp_path / "traced", "run.trace_step=3")
     assert numbers(tmp_path / "traced") == numbers(tmp_path / "plain")
     assert not list((tmp_path / "plain").glob("trace_*"))
-    trace = StepTrace.read(tmp_path / "traced/trace_0.json")
+    trace = read_traces(tmp_path / "traced/trace_0.json")[0]
     lines = (tmp_path / "traced/steps.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert trace.summary().num_bytes["d2h"] == steps[2]["offloaded_bytes"] > 0
@@ -38,7 +38,7 @@ def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, t
 def test_a_short_run_traces_its_last_step(train, tmp_path):
     train(tmp_path, "run.trace_step=100", "run.steps=2", "offload.fraction=0.5")
     last = json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])
-    trace = StepTrace.read(tmp_path / "trace_0.json")
+    trace = read_traces(tmp_path / "trace_0.json")[0]
     assert trace.summary().num_bytes["d2h"] == last["offloaded_bytes"] > 0
 
 
