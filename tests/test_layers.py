@@ -45,7 +45,7 @@ TORCHLESS = (
     *(f"backends/{name}.py" for name in ("host_limit", "numa")),
     *(f"machine/{name}.py" for name in ("checks", "profile")),
     "report/tables.py",
-    *(f"train/{name}.py" for name in ("checkpoint_folder", "config")),
+    *(f"train/{name}.py" for name in ("config", "run_folder")),
 )
 
 

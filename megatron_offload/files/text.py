@@ -64,7 +64,7 @@ def read_json(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Any:
     return parse_json(read_text(path, limit_bytes=limit_bytes), str(path))
 
 
-def parse_json(text: str, source: str, *, allow_nan: bool = False) -> Any:
+def parse_json(text: bytes | str, source: str, *, allow_nan: bool = False) -> Any:
     """Return what a JSON text holds, in time that grows with its length alone.
 
     Args:

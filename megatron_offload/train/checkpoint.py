@@ -21,16 +21,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_offload.errors import ConfigError, OffloadError
-from megatron_offload.train.checkpoint_folder import (
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.parallel import Parallel
+from megatron_offload.train.run_folder import (
     FORMAT,
     CheckpointFolder,
     Manifest,
     digest_of_file,
+    found_versions,
     read_checkpoint,
 )
-from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.parallel import Parallel
-from megatron_offload.train.run_folder import found_versions
 
 _FILE_BYTES = 1024**3
 """Tensors in one file, beyond the first; bounds the memory that their copies on the host take."""

@@ -301,19 +301,6 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     Raises:
         ConfigError: the first thing that does not fit, with what would.
     """
-    _check_pipeline(config, world_size)
-    indexed = config.data.indexed
-    pair = [indexed.with_name(indexed.name + end) for end in (".bin", ".idx")] if indexed else ()
-    for path in (*config.data.text, *pair):
-        if not path.is_file() or not os.access(path, os.R_OK):
-            key = "indexed" if indexed else "text"
-            raise ConfigError(
-                f"data.{key}: there is no file {path} that can be read; give another path"
-            )
-    _check_offload(config)
-
-
-def _check_pipeline(config: TrainConfig, world_size: int) -> None:
     pipeline, virtual = config.parallel.pipeline, config.parallel.virtual
     layers, microbatches = config.model.layers, config.data.microbatches
     if pipeline > layers:
@@ -342,10 +329,14 @@ def _check_pipeline(config: TrainConfig, world_size: int) -> None:
             f"the interleaved schedule takes data.microbatches in multiples of parallel.pipeline "
             f"{pipeline}, got {microbatches}; set it to {_multiples(microbatches, pipeline)}"
         )
-
-
-def _check_offload(config: TrainConfig) -> None:
-    """Check that what is asked of offload can be had."""
+    indexed = config.data.indexed
+    pair = [indexed.with_name(indexed.name + end) for end in (".bin", ".idx")] if indexed else ()
+    for path in (*config.data.text, *pair):
+        if not path.is_file() or not os.access(path, os.R_OK):
+            key = "indexed" if indexed else "text"
+            raise ConfigError(
+                f"data.{key}: there is no file {path} that can be read; give another path"
+            )
     policy = config.offload.policy
     if config.offload.enabled:
         if policy is not None:
@@ -353,13 +344,11 @@ def _check_offload(config: TrainConfig) -> None:
         if isinstance(policy, PlanFileConfig):
             load_plan(policy.path)
         return
-    for key, wanted in (("trace_step", "traced"), ("profile_step", "profiled")):
-        step = getattr(config.run, key)
-        if step:
+    for key in ("trace_step", "profile_step"):
+        if step := getattr(config.run, key):
             raise ConfigError(
-                f"run.{key} {step}: without offload there are no groups, so nothing can be "
-                f"{wanted}; add a section offload: (--fine-grained-activation-offloading), or set "
-                f"run.{key}: 0"
+                f"run.{key} {step}: without offload there are no groups to look at; add a section "
+                f"offload: (--fine-grained-activation-offloading), or set run.{key}: 0"
             )
 
 

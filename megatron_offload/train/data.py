@@ -91,40 +91,10 @@ TokenSource = ByteSource | IndexedSource
 
 def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
     """Open the data that ``config`` names; collective for indexed data."""
-    data = config.data
-    if data.indexed is not None:
-        return _indexed_source(config, dp_size)
-    text = b"\n".join(path.read_bytes() for path in data.text) if data.text else default_text()
-    return ByteSource(text, config.run.seed, data.micro_batch_size, config.model.sequence_length)
-
-
-def default_text() -> bytes:
-    """Return text that every Python brings: its help topics and the standard library's sources."""
-    paths = [Path(pydoc_data.__path__[0]) / "topics.py"]
-    paths += sorted(Path(os.__file__).parent.glob("*.py"))
-    text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
-    return text[:_DEFAULT_TEXT_BYTES]
-
-
-def microbatches(
-    source: TokenSource, kind: int, step: int, count: int, dp_rank: int, device: torch.device
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield one step's microbatches.
-
-    Each holds ``tokens`` and ``labels`` of shape [micro_batch_size, sequence_length] and
-    ``position_ids`` of the same shape, int64, on ``device``.
-    """
-    for index in range(count):
-        rows = source.tokens(kind, step, index, dp_rank).to(device)
-        positions = torch.arange(rows.shape[1] - 1, device=device).expand(rows.shape[0], -1)
-        yield {
-            "tokens": rows[:, :-1].contiguous(),
-            "labels": rows[:, 1:].contiguous(),
-            "position_ids": positions,
-        }
-
-
-def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
+    data, run = config.data, config.run
+    if data.indexed is None:
+        text = b"\n".join(path.read_bytes() for path in data.text) if data.text else default_text()
+        return ByteSource(text, run.seed, data.micro_batch_size, config.model.sequence_length)
     try:
         # Asked for here, on all ranks: the builder imports it on one while the others wait.
         importlib.import_module("megatron.core.datasets.helpers")
@@ -139,7 +109,7 @@ def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    run, prefix = config.run, str(config.data.indexed)
+    prefix = str(data.indexed)
     stored = IndexedDataset(prefix)
     size = int(stored.sequence_lengths.sum())
     largest = max(int(stored[index].max(initial=0)) for index in range(len(stored)))
@@ -175,3 +145,29 @@ def _indexed_source(config: TrainConfig, dp_size: int) -> IndexedSource:
         GPTDataset, [wanted, None, None], lambda: True, dataset_config
     ).build()
     return IndexedSource(built[0], config, dp_size)
+
+
+def default_text() -> bytes:
+    """Return text that every Python brings: its help topics and the standard library's sources."""
+    paths = [Path(pydoc_data.__path__[0]) / "topics.py"]
+    paths += sorted(Path(os.__file__).parent.glob("*.py"))
+    text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
+    return text[:_DEFAULT_TEXT_BYTES]
+
+
+def microbatches(
+    source: TokenSource, kind: int, step: int, count: int, dp_rank: int, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield one step's microbatches.
+
+    Each holds ``tokens`` and ``labels`` of shape [micro_batch_size, sequence_length] and
+    ``position_ids`` of the same shape, int64, on ``device``.
+    """
+    for index in range(count):
+        rows = source.tokens(kind, step, index, dp_rank).to(device)
+        positions = torch.arange(rows.shape[1] - 1, device=device).expand(rows.shape[0], -1)
+        yield {
+            "tokens": rows[:, :-1].contiguous(),
+            "labels": rows[:, 1:].contiguous(),
+            "position_ids": positions,
+        }

@@ -23,10 +23,14 @@ from typing import Any
 from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.report.console import console
-from megatron_offload.train.checkpoint_folder import CheckpointFolder
 from megatron_offload.train.config import TrainConfig, check_ranks
 from megatron_offload.train.records import COMPARISON_NAME, RunReport
-from megatron_offload.train.run_folder import check_comparison, check_output, locked
+from megatron_offload.train.run_folder import (
+    CheckpointFolder,
+    check_comparison,
+    check_output,
+    locked,
+)
 
 Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""

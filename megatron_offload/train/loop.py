@@ -21,21 +21,13 @@ from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint import Checkpoints
-from megatron_offload.train.checkpoint_folder import CheckpointFolder
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import EVALUATION, TRAINING, build_source, microbatches
 from megatron_offload.train.digest import digest
 from megatron_offload.train.offload import OffloadSession, open_offload
 from megatron_offload.train.parallel import Parallel, open_model_parallel
-from megatron_offload.train.records import (
-    RankStep,
-    RunReport,
-    StepRecord,
-    merge,
-    open_log,
-    read_steps,
-)
-from megatron_offload.train.run_folder import found_versions, prepare_folder
+from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log, read_steps
+from megatron_offload.train.run_folder import CheckpointFolder, found_versions, prepare_folder
 
 if TYPE_CHECKING:
     from megatron_offload.observe.recorder import RecordedStep
@@ -44,25 +36,13 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def run_training(
-    config: TrainConfig,
-    device: torch.device,
-    title: str = "train",
-    *,
-    resume: bool = False,
-    signals: Sequence[int] = (),
+    config: TrainConfig, device: torch.device, title: str, *, resume: bool, signals: Sequence[int]
 ) -> RunReport:
-    """Train as ``config`` says, on all ranks together; collective.
+    """Train as ``config``, checked by `check_ranks`, says; on all ranks together, collective.
 
-    Args:
-        config: the run, checked by `check_ranks`.
-        device: where this rank trains.
-        title: what to call the run in what it prints.
-        resume: go on from the newest checkpoint, if there is one.
-        signals: those that have arrived so far, which stop the run after any step.
-
-    Returns:
-        The same report on every rank; the steps before a checkpoint that was resumed from are in
-        rank 0's only.
+    With ``resume`` it goes on from the newest checkpoint, if there is one. Once ``signals`` holds
+    one, the run stops after its step. The report is the same on every rank; the steps before a
+    checkpoint that was resumed from are in rank 0's only.
     """
     with open_model_parallel(config, device) as parallel:
         out = console(stderr=True, quiet=not parallel.is_owner)
@@ -197,10 +177,9 @@ class _Trainer:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         is_traced = step == config.traced_step
-        profiling = self._profiling(session) if step == self._profiled_step() else _NOTHING
         looking = _NOTHING if is_traced else session.looking()
         with session.trace(rank) if is_traced else _NOTHING as trace:
-            with profiling as recorded, looking as timed:
+            with self._profiling(step, session) as recorded, looking as timed:
                 with self._meter or _NOTHING:
                     loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
                 counters = session.end_step()
@@ -247,18 +226,17 @@ class _Trainer:
             session.plan(recorded.profile, self._parallel, config)
         sequences = config.sequences_per_step(self._parallel.dp_size)
         tokens = sequences * config.model.sequence_length
-        record = merge(step, lr, tokens, [entry[0] for entry in everyone])
+        record = StepRecord.merge(step, lr, tokens, [entry[0] for entry in everyone])
         return record, max(entry[1] for entry in everyone)
 
-    def _profiled_step(self) -> int:
-        """The step that is profiled; the first steps after a start are not like the rest."""
-        step = self._config.profiled_step
-        return max(step, self._first + 2) if step and self._first > 1 else step
-
     def _profiling(
-        self, session: OffloadSession
+        self, step: int, session: OffloadSession
     ) -> contextlib.AbstractContextManager[RecordedStep | None]:
-        config = self._config
+        config, wanted = self._config, self._config.profiled_step
+        if wanted and self._first > 1:  # the first steps after a start are not like the rest
+            wanted = max(wanted, self._first + 2)
+        if step != wanted:
+            return _NOTHING
         run = RunShape(
             num_microbatches=config.data.microbatches,
             pp_rank=self._parallel.pp_rank,

@@ -35,7 +35,8 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
     """Build this rank's model chunks, in the order of their virtual stages."""
     transformer = _transformer_config(config, device)
     virtual = config.parallel.virtual
-    models = []
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    chunks = []
     for stage in range(virtual):
         vp_stage = stage if virtual > 1 else None
         model = GPTModel(
@@ -48,16 +49,11 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
             share_embeddings_and_output_weights=config.model.tied_embeddings,
             position_embedding_type=config.model.position_embedding,
             vp_stage=vp_stage,
-        )
-        models.append(model.to(device=device, dtype=transformer.params_dtype))
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    chunks = [
+        ).to(device=device, dtype=transformer.params_dtype)
         # Only the first chunk's buckets could be reduced while backward still runs.
-        DistributedDataParallel(transformer, ddp, model, disable_bucketing=index > 0)
-        for index, model in enumerate(models)
-    ]
-    for chunk in chunks:
+        chunk = DistributedDataParallel(transformer, ddp, model, disable_bucketing=stage > 0)
         chunk.broadcast_params()
+        chunks.append(chunk)
     transformer.finalize_model_grads_func = finalize_model_grads
     return chunks
 

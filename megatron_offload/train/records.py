@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -68,13 +69,9 @@ class RankStep:
     num_late_reloads: int = 0
     num_early_returns: int = 0
     num_refused_blocks: int = 0
-    """Blocks that stayed on the device for want of host memory."""
     num_unpinnable_blocks: int = 0
-    """Those of them whose memory could not be pinned."""
     num_memory_shortages: int = 0
-    """Reloads for which the device had no memory at first."""
     peak_host_bytes: int = 0
-    """Most bytes that lay in host memory at one time."""
     pinned_host_bytes: int = 0
     """Host memory that was pinned when the step ended, in use or not."""
     peak_live_activation_bytes: int | None = None
@@ -102,6 +99,14 @@ class StepRecord:
     tokens: int
     ranks: tuple[RankStep, ...]
 
+    @classmethod
+    def merge(cls, step: int, lr: float, tokens: int, ranks: Sequence[RankStep]) -> StepRecord:
+        """Make one record of a step, which counts from 1, and its tokens, out of every rank's."""
+        # A fixed order over ranks, so that the mean is the same bits in every run.
+        losses = [rank.loss for rank in ranks if rank.loss is not None]
+        loss, step_time_s = sum(losses) / len(losses), max(rank.step_time_s for rank in ranks)
+        return cls(step, loss, ranks[0].grad_norm, lr, step_time_s, tokens, tuple(ranks))
+
     @property
     def measured_step_us(self) -> float | None:
         """What the slowest rank took, in a step by which a plan was measured; None in others."""
@@ -123,7 +128,7 @@ class StepRecord:
         return json.dumps(line | totals)
 
     @classmethod
-    def from_json(cls, text: str, source: str) -> StepRecord:
+    def from_json(cls, text: bytes | str, source: str) -> StepRecord:
         """Return the record that `to_json` made a line of, which errors call ``source``."""
         try:
             return _STEP_RECORD.validate_python(parse_json(text, source, allow_nan=True))
@@ -200,10 +205,7 @@ def read_steps(
                     f"{path} ends at step {records[-1].step if records else 0}, but the checkpoint "
                     f"is of step {last}; move the file elsewhere to go on with a new one"
                 )
-            try:
-                record = StepRecord.from_json(line.decode("utf-8"), source)
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{source} is not UTF-8: {error}") from error
+            record = StepRecord.from_json(line, source)
             is_past = last is not None and record.step > last
             if is_past or (records and record.step != records[-1].step + 1):
                 raise ConfigError(f"{source} is of step {record.step}, which does not follow")
@@ -231,27 +233,6 @@ def open_log(folder: Path, keep_bytes: int = 0) -> TextIO:
     return file
 
 
-def merge(step: int, lr: float, tokens: int, ranks: list[RankStep]) -> StepRecord:
-    """Make one record of a step, which counts from 1, out of every rank's.
-
-    ``tokens`` are those of all data-parallel ranks.
-    """
-    losses = [rank.loss for rank in ranks if rank.loss is not None]
-    return StepRecord(
-        step=step,
-        # A fixed order over ranks, so that the mean is the same bits in every run.
-        loss=sum(losses) / len(losses),
-        grad_norm=ranks[0].grad_norm,
-        lr=lr,
-        step_time_s=max(rank.step_time_s for rank in ranks),
-        tokens=tokens,
-        ranks=tuple(ranks),
-    )
-
-
-_Answers = Annotated[tuple[bool, ...], pydantic.Field(min_length=1)]
-
-
 class _Numbers(StrictModel):
     """What one of the two runs came to."""
 
@@ -264,11 +245,11 @@ class _Numbers(StrictModel):
 class Comparison(StrictModel):
     """Two runs, step by step. Each tuple of answers holds one for each step, or for each rank."""
 
-    losses_equal: _Answers
-    grad_norms_equal: _Answers
-    gradients_equal_by_rank: _Answers
+    losses_equal: tuple[bool, ...]
+    grad_norms_equal: tuple[bool, ...]
+    gradients_equal_by_rank: tuple[bool, ...]
     """Digests of all gradients, in every step that has them."""
-    parameters_equal_by_rank: _Answers
+    parameters_equal_by_rank: tuple[bool, ...]
     """Digests of the final parameters."""
     evaluations_equal: bool
     config: dict[str, Any]

@@ -1,6 +1,9 @@
 """A run's folder: its files' names, who may write into it, and what an earlier run has left there.
 
-Invariants: one run at a time writes into a folder, and what is refused is left as it was.
+Invariants: one run at a time writes into a folder, and what is refused is left as it was. A
+checkpoint's folder under its final name is whole, because it gets that name by one rename after
+everything in it is on disk, and only taking that name away comes before its removal. What is read
+is data: nothing in it is imported, called or unpickled.
 ``config.yaml`` holds what was given and nothing else, so that the same command with it does the
 same run; which settings were left to the package matters to some of them.
 """
@@ -8,33 +11,45 @@ same run; which settings were left to the package matters to some of them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import re
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Annotated, Any
 
 import yaml
 from filelock import FileLock, Timeout
 from pydantic import Field
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, read_model
-from megatron_offload.files.text import replace_text
+from megatron_offload.files.strict_model import StrictModel, read_model, validate
+from megatron_offload.files.text import open_regular, read_json, replace_text, sync_folder
 from megatron_offload.machine.checks import found_version
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
-from megatron_offload.train.checkpoint_folder import CheckpointFolder, read_checkpoint
-from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, read_steps
+from megatron_offload.train.config import RunConfig, TrainConfig
+from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, Bits, read_steps
 
 CONFIG_NAME = "config.yaml"
 
 _FACTS_NAME, _LOCK_NAME = "run.json", ".lock"
 _RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 _PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")
+
+FORMAT = 3
+"""Of the files in a checkpoint; others are refused."""
+
+_NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,14})")
+_PART_NAME = re.compile(r"\.step_[0-9]{6,15}\.part")
+_MANIFEST, _CONFIG = "checkpoint.json", "config.json"
+_MAX_MANIFEST_BYTES = 256 * 1024**2
+
+_FileName = Annotated[str, Field(pattern=r"^(stage|rank)_[0-9]{1,9}_[0-9]{1,9}\.safetensors$")]
 
 
 class RunFacts(StrictModel):
@@ -191,3 +206,182 @@ def trace_paths(folder: Path) -> dict[int, Path]:
     """Return the timelines that a folder holds by rank, in the order of ranks."""
     found = ((_RANK_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return dict(sorted((int(x[2]), path) for x, path in found if x and x[1] == "trace"))
+
+
+class Manifest(StrictModel):
+    """What a checkpoint holds."""
+
+    format: int
+    step: Annotated[int, Field(ge=1, lt=10**15)]
+    """Training steps that were done."""
+    ranks: Annotated[int, Field(ge=1)]
+    device: str
+    """Kind of device, ``cpu`` or ``cuda``."""
+    data: str
+    """Digest of the training data."""
+    evaluations: dict[int, Bits]
+    """Evaluation losses so far, by step."""
+    versions: dict[str, str]
+    """What wrote it, for people."""
+    files: dict[_FileName, str]
+    """Digest of every file that holds tensors, by `digest_of_file`."""
+
+
+class CheckpointFolder:
+    """The checkpoints of the run whose folder, ``run.output``, is given."""
+
+    def __init__(self, output: Path) -> None:
+        self.path = output / "checkpoints"
+
+    def latest(self) -> Path | None:
+        """Return the newest whole checkpoint, or None.
+
+        A folder that is none, or something that only looks like a checkpoint, is a `ConfigError`.
+        """
+        for entry in self._entries():
+            is_whole = _NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
+            if entry.name.startswith("step_") and not is_whole:
+                raise ConfigError(
+                    f"{entry} is no folder of a checkpoint (step_000010 is one); move it elsewhere"
+                )
+        return next(reversed(self._whole()), None)
+
+    def _whole(self) -> list[Path]:
+        """Return what has the name of a checkpoint, oldest first."""
+        found = [entry for entry in self._entries() if _NAME.fullmatch(entry.name)]
+        return sorted(found, key=lambda entry: (len(entry.name), entry.name))
+
+    def path_of(self, step: int) -> Path:
+        """Return where the whole checkpoint of a step lies."""
+        return self.path / f"step_{step:06d}"
+
+    def part_of(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies while it is written or removed."""
+        return self.path / f".step_{step:06d}.part"
+
+    def begin(self, step: int) -> Path:
+        """Make the empty folder that a checkpoint is written into; raises as `latest` does."""
+        self._entries()
+        self.path.mkdir(parents=True, exist_ok=True)
+        part = self.part_of(step)
+        _remove(part)
+        part.mkdir()
+        return part
+
+    def publish(self, manifest: Manifest, config: TrainConfig) -> None:
+        """Describe a checkpoint whose tensors are on disk, and give it its final name."""
+        part, path = self.part_of(manifest.step), self.path_of(manifest.step)
+        replace_text(part / _MANIFEST, manifest.model_dump_json())
+        replace_text(part / _CONFIG, config.model_dump_json(indent=2))
+        os.rename(part, path)
+        for folder in (self.path, self.path.parent):
+            sync_folder(folder)
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints; what has another name is left alone."""
+        for path in self._whole()[:-keep]:
+            part = path.with_name(f".{path.name}.part")
+            _remove(part)
+            os.rename(path, part)
+            _remove(part)
+
+    def clean(self) -> None:
+        """Remove what a killed run left half written or half removed."""
+        for entry in self._entries():
+            if _PART_NAME.fullmatch(entry.name):
+                _remove(entry)
+
+    def _entries(self) -> list[Path]:
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
+            raise ConfigError(
+                f"{self.path} is a link or no folder; checkpoints need a folder of that name: move "
+                f"it elsewhere or choose another run.output"
+            )
+        try:
+            return list(self.path.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"can't read {self.path}: {error.strerror}") from error
+
+
+def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifest:
+    """Return what a whole checkpoint holds, if this run may go on from it."""
+    data = read_json(path / _MANIFEST, limit_bytes=_MAX_MANIFEST_BYTES)
+    form = data.get("format") if isinstance(data, dict) else None
+    if form != FORMAT:
+        raise ConfigError(
+            f"{path / _MANIFEST} is of format {str(form)[:20]}, this version reads {FORMAT}; go on "
+            f"with the version that wrote it, or start over in another run.output"
+        )
+    manifest = validate(Manifest, data, str(path / _MANIFEST))
+    if path.name != f"step_{manifest.step:06d}":
+        raise ConfigError(
+            f"{path / _MANIFEST} is of step {manifest.step}, but its folder is {path.name}"
+        )
+    check_same_run(path, read_model(TrainConfig, path / _CONFIG), config, manifest.step)
+    if manifest.ranks != world_size:
+        raise ConfigError(
+            f"{path} was written by {manifest.ranks} ranks, this run has {world_size}; start "
+            f"{manifest.ranks}"
+        )
+    if manifest.step > config.run.steps:
+        raise ConfigError(
+            f"{path} is of step {manifest.step}, but run.steps is {config.run.steps}; set it to "
+            f"{manifest.step} or more"
+        )
+    return manifest
+
+
+def digest_of_file(path: Path) -> str:
+    """Return a digest of 128 bits of a regular file's bytes. It tells accidents, not intent."""
+    with open_regular(path, follow_link=False) as file:
+        try:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        except OSError as error:
+            raise ConfigError(f"can't read {path}: {error.strerror}") from error
+
+
+_MAY_DIFFER: dict[str, Any] = {
+    "offload": True,  # it doesn't change a bit
+    "data": {"indexed", "text"},  # their digest counts
+    "parallel": {"ranks"},  # their number counts
+    "run": set(RunConfig.model_fields) - {"deterministic", "seed", "threads"},
+}
+"""What doesn't decide what a step computes. What devices and types come to is compared besides."""
+
+
+def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: int) -> None:
+    """Check that ``config`` goes on computing what ``saved`` began, by the checkpoint of ``step``.
+
+    ``run.steps`` may differ, unless the learning rate hangs on it and steps are left, or the order
+    of an indexed dataset does: after the last step of ``saved`` more steps extend a whole run, with
+    the learning rates of the longer one.
+    """
+    before, now = (each.model_dump(exclude=_MAY_DIFFER) for each in (saved, config))
+    pairs = [
+        (f"{section}.{key}", before[section][key], value)
+        for section, values in now.items()
+        for key, value in values.items()
+    ]
+    indexed = config.data.indexed is not None
+    extends = step == saved.run.steps < config.run.steps
+    if indexed or (config.schedule.decay != "constant" and not extends):
+        pairs.append(("run.steps", saved.run.steps, config.run.steps))
+    if indexed:
+        evaluates = (saved.run.eval_interval > 0, config.run.eval_interval > 0)
+        pairs.append(("run.eval_interval > 0", *evaluates))
+    lines = [f"{key} was {old!r}, this run has {new!r}" for key, old, new in pairs if old != new]
+    if lines:
+        raise ConfigError(
+            f"{path} is of a run with other settings, so going on would not give its numbers: "
+            f"{'; '.join(lines)}. Set them back, or start over in another run.output"
+        )
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with all in it, or whatever else has that name; links are not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

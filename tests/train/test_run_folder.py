@@ -9,7 +9,7 @@ import pytest
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import RankStep, merge, open_log
+from megatron_offload.train.records import RankStep, StepRecord, open_log
 from megatron_offload.train.run_folder import check_comparison, check_output, locked
 
 STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
@@ -19,7 +19,7 @@ def leave_run(folder, steps):
     folder.mkdir(exist_ok=True)
     with open_log(folder) as log:
         for step in range(1, steps + 1):
-            log.write(merge(step, 1e-3, 64, [STEP]).to_json() + "\n")
+            log.write(StepRecord.merge(step, 1e-3, 64, [STEP]).to_json() + "\n")
 
 
 def check(folder, steps=4, *, is_resumed=False, is_restarted=False):
@@ -101,7 +101,7 @@ def test_a_log_goes_on_behind_what_is_kept(tmp_path):
     leave_run(tmp_path, 2)
     line = (tmp_path / "steps.jsonl").read_text().splitlines(keepends=True)
     with open_log(tmp_path, keep_bytes=len(line[0])) as log:
-        log.write(merge(2, 1e-3, 64, [STEP]).to_json() + "\n")
+        log.write(StepRecord.merge(2, 1e-3, 64, [STEP]).to_json() + "\n")
     assert (tmp_path / "steps.jsonl").read_text() == "".join(line)
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from training_runs import environment_of_one_rank, numbers, stored, whole, words
 
 from megatron_offload.cli import main as cli
-from megatron_offload.train import checkpoint, checkpoint_folder, loop
-from megatron_offload.train.checkpoint_folder import digest_of_file
+from megatron_offload.train import checkpoint, loop, run_folder
+from megatron_offload.train.run_folder import digest_of_file
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the bridges to a CPU are for machines without a CUDA device"
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_can_not_be_written_is_an_error_and_the_one_before_sta
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_folder, "replace_text", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     status, err = train(stopped, "run.checkpoint_interval=1", resume=True)
     assert status == 1
     assert "can't write the checkpoint" in err
@@ -388,7 +388,7 @@ def test_broken_json_is_refused(train, stopped, folder, name, content, expected)
 
 
 def test_a_huge_description_is_refused(train, stopped, monkeypatch):
-    monkeypatch.setattr(checkpoint_folder, "_MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(run_folder, "_MAX_MANIFEST_BYTES", 100)
     refused(train, stopped, "more than 100 bytes")
 
 
@@ -459,11 +459,11 @@ def test_without_a_log_the_run_goes_on_with_a_new_one(train, undisturbed, stoppe
         (lambda lines: [lines[0], lines[3]], "line 2 is of step 4"),
         (lambda lines: [b"{}\n", *lines], "line 1 is not a step"),
         (lambda lines: [b"[1, 2]\n", *lines], "line 1 is not a step"),
-        (lambda lines: [b"\xff\n", *lines], "line 1 is not UTF-8"),
+        (lambda lines: [b"\xff\n", *lines], "line 1 is not plain JSON"),
         (lambda lines: [lines[0].replace(b'"step": 1', b'"step": "x"')], "wrote: 'step'"),
         (lambda lines: [lines[0].replace(b'"loss": ', b'"loss": "z", "x": ')], "'loss'"),
         (lambda lines: [lines[0].replace(b'"ranks": [', b'"ranks": [7, ')], "not a step"),
-        (lambda lines: [b"[" * 1000 + b"]" * 1000 + b"\n"], "nested"),
+        (lambda lines: [b"[" * 1000 + b"]" * 1000 + b"\n"], "recursion limit"),
         (lambda lines: [b"x" * 5000], "longer than 4096 bytes"),
     ],
 )

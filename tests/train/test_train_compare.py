@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import RankStep, RunReport, StepRecord, compare_reports, merge
+from megatron_offload.train.records import RankStep, RunReport, StepRecord, compare_reports
 
 CONFIG = """
 model: {layers: 4, hidden: 32, heads: 2, sequence_length: 32, dropout: 0.1, tied_embeddings: true}
@@ -103,7 +103,7 @@ def report(loss=1.0, grad_norm=2.0, gradients="g", parameters="p", evaluation=3.
         RankStep(0, 0, 0, None, grad_norm, 0.1, gradients="same"),
         RankStep(1, 1, 0, loss, grad_norm, 0.1, gradients=gradients),
     ]
-    return RunReport([merge(1, 0.1, 64, ranks)], {1: evaluation}, ("q", parameters))
+    return RunReport([StepRecord.merge(1, 0.1, 64, ranks)], {1: evaluation}, ("q", parameters))
 
 
 def test_equal_reports_are_identical():
@@ -131,7 +131,7 @@ def test_no_digest_is_no_proof():
 
 def test_the_loss_is_averaged_over_data_parallel_ranks_in_their_order():
     ranks = [RankStep(index, 0, index, value, 1.0, 0.1) for index, value in enumerate([0.1, 0.2])]
-    record = merge(1, 0.1, 8, ranks)
+    record = StepRecord.merge(1, 0.1, 8, ranks)
     assert record.loss == (0.1 + 0.2) / 2
     assert isinstance(record, StepRecord)
     assert json.loads(record.to_json())["loss_hex"] == record.loss.hex()

@@ -36,7 +36,7 @@ def error_of(world_size=None, **sections):
         ({"run": {"shutdown_timeout_s": 0}}, "run.shutdown_timeout_s"),
         ({"run": {"resum": True}}, "did you mean 'resume'"),
         ({"data": {"micro_batch_size": -1}}, "data.micro_batch_size"),
-        ({"offload": {"prefetch_bytes": -1}}, "can't be negative"),
+        ({"offload": {"prefetch_bytes": -1}}, "a size is 0 or more bytes"),
         ({"offload": {"fraction": 1.5}}, "offload.fraction"),
         ({"offload": {"modules": ["core_atn"]}}, "did you mean 'core_attn'"),
         ({"offload": {"enabled": True, "modules": ["attn_proj"]}}, "add core_attn"),

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.train.records import RankStep, RunReport, StepRecord, merge, read_steps
+from megatron_offload.train.records import RankStep, RunReport, StepRecord, read_steps
 
 
 def record(step=1, loss=0.1, grad_norm=2.0):
@@ -18,7 +18,7 @@ def record(step=1, loss=0.1, grad_norm=2.0):
         RankStep(0, 0, 0, None, grad_norm, 0.5, peak_live_activation_bytes=7, gradients="ab"),
         RankStep(1, 1, 0, loss, grad_norm, 0.25, offloaded_bytes=3, groups=(group,)),
     ]
-    return merge(step, 1e-3, 64, ranks)
+    return StepRecord.merge(step, 1e-3, 64, ranks)
 
 
 @pytest.mark.parametrize("loss", [0.1, math.pi, 5e-324, math.inf])
