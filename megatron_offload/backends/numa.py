@@ -28,9 +28,7 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 def node_of_device(address: str | None, *, sysfs: Path = Path("/sys")) -> int | None:
     """Return the memory node next to a PCI device; None where there is no choice.
 
-    Args:
-        address: as the kernel writes it, such as ``0000:dc:02.0``; None where it is unknown.
-        sysfs: where the kernel shows devices and nodes.
+    Its address is as the kernel writes it, such as ``0000:dc:02.0``; None where it is unknown.
     """
     nodes = online_nodes(sysfs=sysfs)
     if address is None or len(nodes) < 2:

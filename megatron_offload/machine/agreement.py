@@ -6,9 +6,9 @@ Every rank returns the same, or raises the same error. A file that can't be writ
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -30,19 +30,14 @@ _BLOCK_BYTES = BLOCK_BYTES // 2
 """A training job has less memory and time to spare than the doctor."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobMachines:
-    """The machines of a job.
-
-    Attributes:
-        profiles: one for each machine, in the order of their first ranks.
-        is_new: whether they were measured just now.
-        path: where the first one's profile is kept; None where it couldn't be written.
-    """
+class JobMachines(NamedTuple):
+    """The machines of a job, in the order of their first ranks."""
 
     profiles: tuple[MachineProfile, ...]
     is_new: bool
+    """Whether they were measured just now."""
     path: Path | None
+    """Where the first one's profile is kept; None where it couldn't be written."""
 
 
 def agree_on_machines(
@@ -62,7 +57,7 @@ def agree_on_machines(
         backend: this rank's, with nothing under way, and copy streams of its own.
         device: what it says of itself.
         group: all ranks of the job; None for all there are.
-        cache: where profiles are kept; None takes the user's cache folder.
+        cache: as for `load_profile`.
         root: the folder in which ``etc`` and ``proc`` lie.
 
     Raises:

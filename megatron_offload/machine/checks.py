@@ -81,13 +81,7 @@ def check_devices(names: Sequence[str], num_shown: int) -> Finding:
 
 
 def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Finding:
-    """Hold what copies reach against what their link carries.
-
-    Args:
-        index: of the GPU.
-        path: its link, read while copies ran where ``rates`` is given.
-        rates: what was measured.
-    """
+    """Hold what copies reach against what their link carries, where possible while they run."""
     title = f"GPU {index}: link"
     if rates is None:
         advice = "measure it: leave out --no-bandwidth"
@@ -161,11 +155,7 @@ def check_memory_node(
 ) -> Finding:
     """Say whether a GPU's pinned memory comes from the node next to it.
 
-    Args:
-        index: of the GPU.
-        address: its PCI address.
-        root: the folder in which ``proc`` and ``sys`` lie.
-        may_place: whether memory can be asked from a node; None asks for a page.
+    ``may_place`` says whether memory can be asked from a node; None asks for a page.
     """
     title = f"GPU {index}: memory node"
     nodes = online_nodes(sysfs=root / "sys")
@@ -208,17 +198,9 @@ def may_place_pages(node: int) -> bool:
     return placed
 
 
-def check_host_memory(
-    num_ranks: int, slab_bytes: int, *, share: float = 0.5, root: Path = Path("/")
-) -> Finding:
-    """Say how much each rank may pin, by what the machine and its control groups have free.
-
-    Args:
-        num_ranks: ranks on this machine.
-        slab_bytes: pinned memory is taken in pieces of this size.
-        share: the part of the free memory that all of them may take (``host_memory_share``).
-        root: the folder in which ``proc`` and ``sys`` lie.
-    """
+def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")) -> Finding:
+    """Say how much each rank of this machine may pin, in slabs, by what accounts have free."""
+    share = 0.5  # of what is free, unless host_memory_share says otherwise
     cap_bytes = default_cap_bytes(share, {"LOCAL_WORLD_SIZE": str(num_ranks)}, root=root)
     found = f"{format_bytes(cap_bytes)} may be pinned by "
     found += f"each of {num_ranks} ranks" if num_ranks > 1 else "one rank"
@@ -331,12 +313,7 @@ def _megatron_version() -> str:
 def check_versions(
     package: str = "megatron-offload", version_of: Callable[[str], str] = found_version
 ) -> list[Finding]:
-    """Hold the installed versions of `NEWEST_SEEN` against what a package asks for.
-
-    Args:
-        package: whose metadata says what it asks for.
-        version_of: returns the version of a distribution.
-    """
+    """Hold the installed versions of `NEWEST_SEEN` against what a package's metadata asks for."""
     try:
         wanted = ["python", *(importlib.metadata.requires(package) or ())]
     except importlib.metadata.PackageNotFoundError:

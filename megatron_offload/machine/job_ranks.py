@@ -20,9 +20,7 @@ _Said = TypeVar("_Said")
 def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
     """Return what every rank of the group says, in the order of ranks; collective.
 
-    Args:
-        mine: what this rank says, which pickle must know.
-        group: None for all ranks; alone where `torch.distributed` isn't initialised.
+    Without `torch.distributed` that is ``mine`` alone.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]

@@ -78,7 +78,7 @@ class CopyRates(StrictModel):
 
 
 class GpuIdentity(StrictModel):
-    """Which GPU, in which place."""
+    """Which GPU, and where."""
 
     name: Word
     pci_address: Word | None
@@ -95,11 +95,6 @@ class MachineIdentity(StrictModel):
     driver_version: Word | None
     cuda_version: Word | None
     torch_version: Word
-
-    @property
-    def fingerprint(self) -> str:
-        """Return what tells this machine, so equipped, from others."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32]
 
 
 class GpuProfile(StrictModel):
@@ -131,17 +126,15 @@ class MachineProfile(StrictModel):
 def profile_path(identity: MachineIdentity, folder: Path | None = None) -> Path:
     """Return where the profile of a machine is kept; ``folder`` as for `load_profile`."""
     folder = folder or platformdirs.user_cache_path("megatron-offload", appauthor=False)
-    return folder / f"machine-{identity.fingerprint}.json"
+    fingerprint = hashlib.sha256(identity.model_dump_json().encode()).hexdigest()[:32]
+    return folder / f"machine-{fingerprint}.json"
 
 
 def load_profile(identity: MachineIdentity, folder: Path | None = None) -> MachineProfile | None:
     """Return what was last measured on this machine as it is now; None where that is unknown.
 
-    A file that is there and can't be taken is warned of.
-
-    Args:
-        identity: the machine as it is now.
-        folder: where profiles are kept; None takes the user's cache folder (XDG's rules on Linux).
+    A file that can't be taken is warned of. ``folder`` is where profiles are kept; None takes the
+    user's cache folder (XDG's rules on Linux).
     """
     path = profile_path(identity, folder)
     if not os.path.exists(path):
@@ -158,11 +151,7 @@ def load_profile(identity: MachineIdentity, folder: Path | None = None) -> Machi
 
 
 def save_profile(profile: MachineProfile, folder: Path | None = None) -> Path:
-    """Keep a profile for `load_profile`; return where it lies.
-
-    Raises:
-        ConfigError: it can't be written; what was there is untouched.
-    """
+    """Keep a profile for `load_profile`; return where it lies, or raise `ConfigError`."""
     path = profile_path(profile.identity, folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ class LiveActivationMeter(Observer):
         return self._peak_bytes
 
     def memory(self) -> DeviceMemory:
-        """Return what a device would tell of a memory that holds nothing else."""
+        """Return what a device that holds nothing else would tell."""
         live_bytes = self.live_bytes
         return DeviceMemory(live_bytes, live_bytes, self._peak_bytes, self._peak_bytes)
 

@@ -1,11 +1,8 @@
 """Record what one step showed: times, memory, and what each group saves.
 
-At each boundary one event is put on the compute stream and the allocator's numbers are read; when
-the step is over the times are read, and the host waits for the device for the first time.
-
-Of a step that moves something, memory is told as it would be if nothing had moved: what lies on
-the host alone just then is added. The engine counts it to the byte, and changes it at boundaries
-and where a reload is late; so between two looks the larger count is added to the peak.
+Nothing blocks the host while it is recorded: times are read when the step is over. Of a step that
+moves something, memory is told as it would be if nothing had moved: what lies on the host alone
+just then is added, and to a peak between two looks the larger count of both.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_offload.backends.base import Backend, DeviceMemory
+from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
@@ -34,7 +31,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
-from megatron_offload.observe.live_bytes import LiveActivationMeter, meter_of
+from megatron_offload.observe.live_bytes import meter_of
 from megatron_offload.observe.trace_step import surrounds
 
 _NO_SHAPE = RunShape()
@@ -82,20 +79,17 @@ def profile_step(
             train_step()
         save_profile(recorded.profile, "profile_0.json")
 
-    The step's time and memory go from the block's begin to the end of the step. Take one after the
-    first few, which are not like the rest. Samples of memory are the device's; the simulated device
-    has none of its own, there they are what a `LiveActivationMeter` counts that observes the
-    manager, and there are none without.
+    Time and memory go from the block's begin to the end of the step. Take one after the first few,
+    which are not like the rest. The simulated device has no memory of its own: there it is what a
+    `LiveActivationMeter` counts that observes the manager, and there are no samples without.
 
     Args:
         manager: whose groups are recorded.
         run: which part of which run the step is of.
-        moves: whether the step moves what others would. One that moves nothing tells more: its
-            times hold no waits for copies. Nothing is learned from it, and what it reserved is
-            given back. But it takes the memory of a step without offload.
+        moves: whether the step moves what others would. One that doesn't has no waits for copies in
+            its times, teaches the engine nothing, and takes the memory of a step without offload.
         peaks: whether the most between two boundaries is looked at. A device has one peak for all
-            who ask, which has to be reset for that: what it was is in the recorded step. A meter's
-            is put back.
+            who ask, which has to be reset for that: what it was is in the recorded step.
 
     Yields:
         The record, which is filled when the block is left, unless by an exception.
@@ -123,16 +117,14 @@ _Boundary: TypeAlias = Literal["start", "commit", "backward", "done"]
 
 
 class _Look(NamedTuple):
-    """What was found at one place of the program."""
+    """What was found at one place of the program; ``away`` is what lies on the host alone."""
 
     time: Any
-    """Of the compute stream, to be read when the step is over."""
     host_us: float
     memory: DeviceMemory | None
     away_bytes: int
-    """On the host alone."""
     most_away_bytes: int
-    """The most of that since the engine last changed it at a boundary."""
+    """Since the engine last changed it at a boundary."""
 
 
 class _Recorder(Observer):
@@ -149,9 +141,7 @@ class _Recorder(Observer):
         self._meter = meter_of(manager)
         # Where the device doesn't tell its memory, what the manager's meter counts.
         self._is_of_device = manager.backend.memory() is not None
-        self._source: Backend | LiveActivationMeter | None = self._meter
-        if self._is_of_device:
-            self._source = manager.backend
+        self._source = manager.backend if self._is_of_device else self._meter
         self._most_allocated_bytes = self._most_reserved_bytes = 0
         self._looks: list[_Look] = []
         self._marks: dict[OffloadGroup, dict[_Boundary, int]] = {}
@@ -164,7 +154,6 @@ class _Recorder(Observer):
     # Clock and memory
 
     def look(self) -> None:
-        """Look at clock and memory."""
         backend = self._backend
         with backend.uncounted():
             passed = backend.timestamp(backend.compute_stream())
@@ -278,11 +267,7 @@ class _Recorder(Observer):
     # The profile
 
     def finish(self) -> StepProfile:
-        """Wait for the step's end on the device; return what was seen.
-
-        Raises:
-            StateError: there was no whole step.
-        """
+        """Wait for the step's end on the device; return what was seen."""
         if self._learned is None:
             raise StateError(
                 "no step with a backward has ended inside profile_step: call the manager's reset, "
@@ -419,11 +404,7 @@ class _SavedBytes:
                 self._keepers.pop(block.identity, None)
 
     def fill(self, group: GroupProfile) -> GroupProfile:
-        """Return the group with its bytes that can move, those kept, and what keeps most of them.
-
-        One of ``parameter/buffer`` of some module, ``pipeline schedule`` and ``the program``, which
-        is all the rest, with the part of its graph that is in no group; empty where nothing does.
-        """
+        """Return the group with its bytes that can move, those kept, and who keeps most of them."""
         saved = self._saved.get(group.key, {})
         kept: Counter[str] = Counter()
         for identity, num_bytes in saved.items():

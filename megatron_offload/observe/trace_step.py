@@ -30,10 +30,7 @@ from megatron_offload.engine.observer import Direction, Observer
 
 @contextmanager
 def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepTrace]:
-    """Trace what runs inside; meant for one step, its ``reset`` included.
-
-    The first steps of a job are not like the rest: trace one after the order of backwards has been
-    learned.
+    """Trace what runs inside; meant for one step, its ``reset`` included, after the first few.
 
     Args:
         manager: whose copies and groups are traced.
@@ -168,11 +165,7 @@ class _Tracer(Observer):
     # Counters
 
     def _sample(self, time: Any = None) -> None:
-        """Note the counters that have changed, at ``time`` or the compute stream's present point.
-
-        What lies on the host and in flight is held twice. A group that came back before its release
-        is no longer on the host and still in flight, hence the bounds.
-        """
+        """Note the counters that have changed, at ``time`` or where the compute stream is now."""
         on_host, in_flight = self._host_pool.in_use.total_bytes, self._inflight.total()
         live_bytes = sum(self._live_bytes.values())
         values: dict[str, float] = {
@@ -180,6 +173,8 @@ class _Tracer(Observer):
             HOST_BYTES: on_host,
             PREFETCHED_BYTES: self._budget.held_bytes,
             LIVE_BYTES: live_bytes,
+            # What lies on the host and in flight is held twice; what came back before its release
+            # is in flight alone.
             HELD_BYTES: min(max(live_bytes - on_host + in_flight, 0), live_bytes),
         }
         changed = [name for name in values if values[name] != self._last_values.get(name)]
@@ -215,7 +210,6 @@ class _Tracer(Observer):
 def surrounds(outer: OffloadGroup, inner: OffloadGroup) -> bool:
     """Whether a group that backward is in can still be open when it enters ``inner``.
 
-    Only those around it are: earlier ones of the same chunk. Any other was left without a word, for
-    want of a gradient of its start.
+    Any other was left without a word, for want of a gradient of its start.
     """
     return outer.key.chunk == inner.key.chunk and outer.key.order < inner.key.order

@@ -1,13 +1,12 @@
-"""Profiles that are kept: read back as they were, or not at all."""
+"""Profiles that are kept are read back as they were, or not at all; what a driver says of links."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
-import stat
 from datetime import UTC, datetime
 
+import pynvml
 import pytest
 
 from megatron_offload.errors import ConfigError
@@ -20,12 +19,16 @@ from megatron_offload.machine.profile import (
     MachineProfile,
     PciLink,
     PciPath,
+    driver_version,
     load_profile,
+    num_nvidia_gpus,
     profile_path,
+    read_pci_path,
     save_profile,
 )
 
-GPU = GpuIdentity(name="NVIDIA H200", pci_address="0000:3b:00.0")
+ADDRESS = "0000:3b:00.0"
+GPU = GpuIdentity(name="NVIDIA H200", pci_address=ADDRESS)
 
 
 def make_identity(root, *, gpus=(GPU,), torch_version="2.13.0", cuda_version="13.0"):
@@ -79,20 +82,19 @@ def test_the_user_s_cache_folder_is_xdg_s(tmp_path, monkeypatch):
 def test_another_machine_has_another_profile(tmp_path, change):
     identity, other = make_identity(tmp_path), make_identity(tmp_path, **change)
     save_profile(make_profile(identity), tmp_path)
-    assert other.fingerprint != identity.fingerprint
     assert load_profile(other, tmp_path) is None
 
 
 def test_another_driver_kernel_host_or_machine_number_is_another_machine(tmp_path, monkeypatch):
-    seen = {make_identity(tmp_path).fingerprint}
+    seen = {profile_path(make_identity(tmp_path))}
     monkeypatch.setattr(module, "driver_version", lambda: "535.54")
-    seen.add(make_identity(tmp_path).fingerprint)
+    seen.add(profile_path(make_identity(tmp_path)))
     write(tmp_path / "etc/machine-id", "0123\n")
-    seen.add(make_identity(tmp_path).fingerprint)
+    seen.add(profile_path(make_identity(tmp_path)))
     monkeypatch.setattr(module.platform, "node", lambda: "elsewhere")
-    seen.add(make_identity(tmp_path).fingerprint)
+    seen.add(profile_path(make_identity(tmp_path)))
     monkeypatch.setattr(module.platform, "release", lambda: "0.1")
-    seen.add(make_identity(tmp_path).fingerprint)
+    seen.add(profile_path(make_identity(tmp_path)))
     assert len(seen) == 5
 
 
@@ -166,25 +168,82 @@ def test_a_folder_in_the_place_of_the_file_is_told(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def keep_saving(folder, identity, d2h_gbps, times):
-    for _ in range(times):
-        save_profile(make_profile(identity, d2h_gbps), folder)
+# The driver
 
 
-def test_writers_at_the_same_time_leave_one_whole_profile(tmp_path):
-    identity = make_identity(tmp_path / "machine")
-    rates = (10.0, 20.0, 30.0)
-    save_profile(make_profile(identity, rates[0]), tmp_path)
-    fork = multiprocessing.get_context("fork")
-    writers = [
-        fork.Process(target=keep_saving, args=(tmp_path, identity, rate, 40)) for rate in rates
-    ]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert load_profile(identity, tmp_path).gpus[0].rates.d2h_gbps in rates
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    (file,) = tmp_path.iterdir()
-    assert stat.S_ISREG(file.stat().st_mode)
+class Driver:
+    """Answers as NVML does; what it raises instead, it raises."""
+
+    def __init__(self, monkeypatch):
+        self.answers = {
+            "nvmlInit": None,
+            "nvmlShutdown": None,
+            "nvmlDeviceGetCount": 8,
+            "nvmlSystemGetDriverVersion": "580.159.04",
+            "nvmlDeviceGetCurrPcieLinkGeneration": 3,
+            "nvmlDeviceGetCurrPcieLinkWidth": 8,
+            "nvmlDeviceGetGpuMaxPcieLinkGeneration": 5,
+            "nvmlDeviceGetMaxPcieLinkWidth": 16,
+        }
+        self.calls = []
+        for name in self.answers:
+            monkeypatch.setattr(pynvml, name, lambda *_, name=name: self.answer(name))
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByPciBusId", self.find)
+
+    def answer(self, name):
+        self.calls.append(name)
+        if isinstance(self.answers[name], Exception):
+            raise self.answers[name]
+        return self.answers[name]
+
+    def find(self, address):
+        if address != ADDRESS:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return address
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = Driver(monkeypatch)
+    yield driver
+    assert driver.calls.count("nvmlShutdown") == driver.calls.count("nvmlInit") or isinstance(
+        driver.answers["nvmlInit"], Exception
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "width", "gbps", "text"),
+    [
+        (1, 16, 4.0, "PCIe 1.0 x16 (4.0 GB/s)"),
+        (2, 8, 4.0, "PCIe 2.0 x8 (4.0 GB/s)"),
+        (3, 16, 15.75, "PCIe 3.0 x16 (15.8 GB/s)"),
+        (4, 16, 31.51, "PCIe 4.0 x16 (31.5 GB/s)"),
+        (5, 16, 63.02, "PCIe 5.0 x16 (63.0 GB/s)"),
+        (6, 16, 121.0, "PCIe 6.0 x16 (121.0 GB/s)"),
+    ],
+)
+def test_a_link_carries_what_its_generation_says(generation, width, gbps, text):
+    link = PciLink(generation=generation, width=width)
+    assert link.gbps == pytest.approx(gbps, abs=0.02)
+    assert str(link) == text
+
+
+def test_the_gpu_s_link_is_read_as_it_is_and_could_be(driver):
+    path = read_pci_path(ADDRESS)
+    assert (path.now.generation, path.now.width) == (3, 8)
+    assert (path.most.generation, path.most.width) == (5, 16)
+    assert (driver_version(), num_nvidia_gpus()) == ("580.159.04", 8)
+
+
+@pytest.mark.parametrize("answer", [0, 255, -1, "x16", pynvml.NVMLError(3)])
+@pytest.mark.parametrize("name", ["CurrPcieLinkWidth", "GpuMaxPcieLinkGeneration"])
+def test_a_link_that_makes_no_sense_is_unknown(driver, name, answer):
+    driver.answers[f"nvmlDeviceGet{name}"] = answer
+    assert read_pci_path(ADDRESS) is None
+
+
+def test_an_address_that_is_none_or_absent_is_unknown_and_without_a_driver_all_is(driver):
+    for address in (None, "", "0000:ff:00.0"):
+        assert read_pci_path(address) is None
+    driver.answers["nvmlInit"] = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert (read_pci_path(ADDRESS), driver_version(), num_nvidia_gpus()) == (None, None, 0)
