@@ -16,8 +16,6 @@ from typing import NamedTuple
 from megatron_offload.config import environment_int
 from megatron_offload.files.kernel import read_field, read_int, read_kernel_text
 
-_MAX_PATH_LENGTH = 4096
-
 
 class _Version(NamedTuple):
     """What one version of control groups calls its files."""
@@ -103,8 +101,7 @@ def _own_group(root: Path, version: _Version) -> PurePosixPath | None:
             is_ours = "memory" in controllers.split(",")
         if is_ours and path.startswith("/"):
             # A group outside of the namespace has a name that leads up and out.
-            is_inside = ".." not in path.split("/") and len(path) <= _MAX_PATH_LENGTH
-            return PurePosixPath(path if is_inside else "/")
+            return PurePosixPath("/" if ".." in path.split("/") else path)
     return None
 
 

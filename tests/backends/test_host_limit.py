@@ -205,8 +205,8 @@ def test_with_both_versions_mounted_the_one_with_the_limit_counts(machine):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "max", "-5", "5.5", "0x10", "1e3", "²", "9" * 30, "9" * 100_000, "5 5", "a\n5"),
-        *(b"\xff\xfe", b"\0\0", b"5" + b"\0" * 10, b"\n" * (5 * 1024**2)),
+        *("", "max", "-5", "5.5", "0x10", "1e3", "²", "9" * 30, "5 5", "a\n5"),
+        *(b"\xff\xfe", b"\0\0", b"5" + b"\0" * 10),
     ],
     ids=lambda text: repr(text[:12]),
 )
@@ -231,13 +231,7 @@ def test_an_account_that_is_a_pipe_or_a_folder_is_absent(machine):
     "text",
     [
         *("", ":", "::", "0:", "0::", "0::job", "x::/job", "0:memory", "\n\n", "memory:/job"),
-        *(
-            "0::" + "/.." * 100,
-            "0::/" + "a/" * 5000,
-            "4:memory:/\x00",
-            b"\xff\xfe:",
-            "0::/job\\040",
-        ),
+        *("0::" + "/.." * 100, "4:memory:/\x00", b"\xff\xfe:", "0::/job\\040"),
     ],
 )
 def test_a_list_of_groups_that_makes_no_sense_is_survived(machine, text):

@@ -158,7 +158,7 @@ def test_one_node_is_no_question(machine):
     assert machine.node(may_place=False).level == "ok"
 
 
-@pytest.mark.parametrize("content", ["-1\n", "7\n", "x", b"\xff", b"9" * (5 << 20)])
+@pytest.mark.parametrize("content", ["-1\n", "7\n", "x", b"\xff"])
 def test_an_unknown_node_is_a_note(machine, content):
     machine.write(f"sys/bus/pci/devices/{GPU}/numa_node", content)
     finding = machine.node()
