@@ -141,7 +141,7 @@ class SimulatedBackend(Backend):
         self.observes = self._poison or self._check
         self._raises = on_hazard == "raise"
         self._removed_waits = removed_waits
-        self._is_plain = not (self._check or self._rng or removed_waits)
+        self._is_plain = not (self.observes or self._rng or removed_waits)
         self._num_accesses = 0
         self._device = Shadow()
         self._host = Shadow()
@@ -278,12 +278,13 @@ class SimulatedBackend(Backend):
         return stream.time_us
 
     def empty_device(self, num_bytes: int) -> torch.Tensor:
-        return self._lend(torch.empty(num_bytes, dtype=torch.uint8))
+        return self._fresh(torch.empty(num_bytes, dtype=torch.uint8))
 
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
-        return self._lend(torch.empty_like(host))
+        region = torch.empty_like(host)
+        return region if self._is_plain else self._fresh(region)
 
-    def _lend(self, region: torch.Tensor) -> torch.Tensor:
+    def _fresh(self, region: torch.Tensor) -> torch.Tensor:
         """Count fresh memory as used by the compute stream up to now (W6)."""
         if self._poison:
             region.view(-1).view(torch.uint8).fill_(_POISON)

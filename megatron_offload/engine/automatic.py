@@ -163,9 +163,9 @@ class AutomaticGroups:
         """Record a tensor that autograd saves; the pack hook."""
         forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
         if forward is None or forward.hooks is None:
-            return SavedTensor(tensor, None, self._name)
+            return SavedTensor(tensor, self._name)
         if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
-            return SavedTensor(tensor, None, self._name)
+            return SavedTensor(tensor, self._name)
         if is_wrapper(tensor) and not is_opted_out(tensor):
             return SavedWrapper(tensor, self.pack)
         group = forward.group

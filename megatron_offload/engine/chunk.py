@@ -10,7 +10,7 @@ import torch
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import Block, BlockRef, OffloadGroup, Rules
+from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, BlockRef, OffloadGroup, Rules
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.transfers import Transfers
@@ -82,43 +82,46 @@ class ChunkOffloadHandler:
         Returns:
             The record that autograd keeps; `SavedTensor.unpack` gives the tensor back.
         """
-        transfers, name = self.transfers, group.name
+        transfers = self.transfers
         for observer in transfers.observers:
             if not isinstance(tensor, torch.nn.Parameter):
                 observer.tensor_saved(tensor)
         storage_key = self.marks.activation_storage(tensor, transfers.backend)
         if storage_key is None:
-            return SavedTensor(tensor, None, name)
+            return SavedTensor(tensor, group.name)
         num_bytes, rules = tensor.nbytes, self.rules
         if num_bytes < rules.min_tensor_bytes or (
             rules.min_tensor_elements and tensor.numel() < rules.min_tensor_elements
         ):
             group.small_bytes += self._small_bytes(storage_key, num_bytes)
-            return SavedTensor(tensor, None, name)
+            return SavedTensor(tensor, group.name)
         offset = int(tensor.storage_offset())
+        record = SavedTensor(tensor, group.name, offset)
         low = offset * tensor.itemsize
         is_contiguous = tensor.is_contiguous()
         high = low + (num_bytes if is_contiguous else span_bytes(tensor))
+        alias, version = record.alias, record.version
         block = self._find_block(storage_key) if storage_key in self._blocks else None
         if block is not None:
-            if block.flight is None:
-                record = SavedTensor(tensor, block, name, offset)
-                block.add(record.alias, low, high, is_contiguous=is_contiguous)
-                block.ready = None  # told of one of them only, maybe
-                group.adopt(block)
-                return record
-            if block.covers(low, high) and block.version == tensor._version:
-                record = SavedTensor(tensor, block, name, offset)
-                if block.released:
-                    transfers.sources.empty(record.alias)
+            is_before_copy = block.flight is None
+            if is_before_copy or (block.covers(low, high) and block.version == version):
+                record.block = block
+                if is_before_copy:
+                    block.add(alias, low, high)
+                    block.ready = None  # told of one of them only, maybe
+                elif block.released:
+                    transfers.sources.empty(alias)
                 else:
-                    block.aliases.append(record.alias)
+                    block.aliases.append(alias)
                 group.adopt(block)
                 return record
-        version = tensor._version
-        block, self._blocks[storage_key] = group.new_block(transfers, storage_key, version)
-        record = SavedTensor(tensor, block, name, offset)
-        block.add(record.alias, low, high, is_contiguous=is_contiguous)
+        record.block = block = Block(transfers, group, storage_key, version, alias)
+        self._blocks[storage_key] = group.own(block)
+        misalignment = low % ALIGNMENT_BYTES
+        if is_contiguous and not misalignment:
+            block.like = record.size, record.dtype
+        block.low, block.high = low - misalignment, high
+        block.num_bytes = high - low + misalignment
         if tensor.__dict__:
             told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
             if told is not None and told[0] == version:

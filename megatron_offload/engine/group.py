@@ -13,7 +13,7 @@ block has a host region, a reload target, or a source that something else keeps 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +30,7 @@ from megatron_offload.engine.graph_break import graph_break
 if TYPE_CHECKING:
     from megatron_offload.memory.host_pool import HostRegion
 
-_ALIGNMENT_BYTES = 512
+ALIGNMENT_BYTES = 512
 """A block starts at a multiple of this within its storage, so that a reloaded tensor has the same
 alignment as its source: kernels choose their code path, and so their rounding, by alignment."""
 
@@ -108,7 +108,7 @@ class Block:
     """
 
     # Defaults of the class: most blocks are made, saved in and dropped without setting most.
-    num_bytes = low = high = address = counted_bytes = kept_bytes = 0
+    index = num_bytes = low = high = address = counted_bytes = kept_bytes = 0
     like: tuple[torch.Size, torch.dtype] | None = None
     ready: Event | None = None
     flight: Flight | None = None
@@ -120,13 +120,12 @@ class Block:
     stays = cancelled = released = forced_release = False
 
     def __init__(
-        self, store: Store, group: OffloadGroup, index: int, storage_key: int, version: int
+        self, store: Store, group: OffloadGroup, storage_key: int, version: int, alias: torch.Tensor
     ) -> None:
         self.group = group
-        self.index = index
         self.storage_key = storage_key
         self.version = version
-        self.aliases: list[torch.Tensor] = []
+        self.aliases = [alias]
         self.store = store  # last: without it there is nothing to give back
 
     @property
@@ -148,16 +147,12 @@ class Block:
         """Whether the byte range lies inside the region."""
         return self.low <= low and high <= self.high
 
-    def add(self, alias: torch.Tensor, low: int, high: int, *, is_contiguous: bool) -> None:
+    def add(self, alias: torch.Tensor, low: int, high: int) -> None:
         """Make room for one more alias of the storage; only before the copy is issued."""
-        misalignment = low % _ALIGNMENT_BYTES
-        low -= misalignment
-        if self.aliases:
-            self.like = None
-            low, high = min(self.low, low), max(self.high, high)
-        elif is_contiguous and not misalignment:
-            self.like = alias.shape, alias.dtype
-        self.low, self.high, self.num_bytes = low, high, high - low
+        self.like = None
+        self.low = min(self.low, low - low % ALIGNMENT_BYTES)
+        self.high = max(self.high, high)
+        self.num_bytes = self.high - self.low
         self.aliases.append(alias)
 
     @graph_break
@@ -207,30 +202,15 @@ class OffloadGroup(Group):
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
     """
 
-    __slots__ = (
-        "_num_lost",
-        "_num_saved",
-        "_references",
-        "elsewhere_bytes",
-        "leaf_hook",
-        "moving",
-        "rules",
-        "shared_bytes",
-        "small_bytes",
-    )
+    elsewhere_bytes = shared_bytes = small_bytes = 0
+    moving: Sequence[Block] = ()
+    leaf_hook: RemovableHandle | None = None
+    _num_saved = _num_lost = 0  # two counts, because one may be added to while the other is
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)
         self.rules = rules
-        self.elsewhere_bytes = 0
-        self.shared_bytes = 0
-        self.small_bytes = 0
-        self.moving: list[Block] = []
-        self.leaf_hook: RemovableHandle | None = None
         self._references: list[BlockRef] = []
-        # Two counts, because one may be added to while the other is.
-        self._num_saved = 0
-        self._num_lost = 0
 
     @property
     def is_spent(self) -> bool:
@@ -241,14 +221,14 @@ class OffloadGroup(Group):
         """Return the blocks that some record still needs."""
         return [block for found in self._references if (block := found()) is not None]
 
-    def new_block(self, store: Store, storage_key: int, version: int) -> tuple[Block, BlockRef]:
-        """Make a block of its own."""
+    def own(self, block: Block) -> BlockRef:
+        """Take a block that is its own."""
         references = self._references
-        block = Block(store, self, len(references), storage_key, version)
+        block.index = len(references)
         reference = weakref.ref(block)
         references.append(reference)
         self._num_saved += 1
-        return block, reference
+        return reference
 
     def adopt(self, block: Block) -> None:
         """Make a shared block one of this group's too: whoever needs it first reloads it."""

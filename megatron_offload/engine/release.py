@@ -48,7 +48,7 @@ class Sources:
         self._held: deque[Flight] = deque()
         self._copies_in_flight: dict[int, int] = {}
         """By storage: different parts of one may be saved, and copied, by different groups."""
-        self._empty: torch.Tensor | None = None
+        self._empty = backend.empty_device(0)
 
     def hold(self, group: OffloadGroup, blocks: list[Block], d2h: Event) -> int:
         """Hold the sources of blocks whose copies were issued.
@@ -96,12 +96,8 @@ class Sources:
             if num_others:
                 in_flight[key] = num_others
             block = found()
-            if block is None:
-                self._empty_all(aliases, group, is_last=not num_others)
-            elif not block.cancelled and self._release_block(block, is_last=not num_others):
-                assert block.region is not None
-                block.region.alone_bytes += block.num_bytes
-                alone_bytes += block.num_bytes
+            if block is None or not block.cancelled:
+                alone_bytes += self._release(block, aliases, group, is_last=not num_others)
         if alone_bytes:
             self._host_pool.alone.add(group.name, alone_bytes)
         self.budget.inflight_bytes -= flight.num_bytes
@@ -109,42 +105,44 @@ class Sources:
         if group.state is GroupState.OFFLOADING:
             group.advance(GroupState.ON_HOST)
 
-    def _release_block(self, block: Block, *, is_last: bool) -> bool:
-        """Drop a block's source; return whether its bytes are on the host alone."""
-        storage = block.aliases[0].untyped_storage()
-        if storage.data_ptr() != block.address:
-            # Someone emptied the storage meanwhile, so the copy may have read memory that was no
-            # longer its own. Whoever did it restores the contents before backward.
-            self.cancel(block)
-            return False
-        block.released = True  # from here on the host's copy is the one that counts
-        is_sole_owner = self._empty_all(block.aliases, block.group, is_last=is_last)
+    def _release(
+        self,
+        block: Block | None,
+        aliases: list[torch.Tensor],
+        group: OffloadGroup,
+        *,
+        is_last: bool,
+    ) -> int:
+        """Drop one source, whose block may be gone; return how many bytes are on the host alone."""
+        storage = aliases[0].untyped_storage()
+        if block is not None:
+            if storage.data_ptr() != block.address:
+                # Someone emptied the storage meanwhile, so the copy may have read memory that was
+                # no longer its own. Whoever did it restores the contents before backward.
+                self.cancel(block)
+                return 0
+            block.released = True  # from here on the host's copy is the one that counts
+        for alias in aliases:
+            alias.data = self._empty
+        aliases.clear()
+        is_sole_owner = num_owners(storage) == 1  # the Python handle
+        if is_last and self._backend.observes:
+            region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._backend.note_freed(region, group.label, sole_owner=is_sole_owner)
+        if block is None:
+            return 0
         if block.forced_release and is_last:
             storage.resize_(0)
         elif not is_sole_owner:
             block.storage_ref = StorageWeakRef(storage)
-            return True
-        block.storage_key = 0  # another storage may be found under it from here on
-        return True
-
-    def _empty_all(
-        self, aliases: list[torch.Tensor], group: OffloadGroup, *, is_last: bool
-    ) -> bool:
-        """Empty all aliases of one storage; return whether that was the last of its owners."""
-        storage = aliases[0].untyped_storage()
-        for alias in aliases:
-            self.empty(alias)
-        aliases.clear()
-        is_sole_owner = num_owners(storage) == 1  # the Python handle
-        if self._backend.observes and is_last:
-            region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._backend.note_freed(region, group.label, sole_owner=is_sole_owner)
-        return is_sole_owner
+        if block.storage_ref is None:
+            block.storage_key = 0  # another storage may be found under it from here on
+        assert block.region is not None
+        block.region.alone_bytes += block.num_bytes
+        return block.num_bytes
 
     def empty(self, alias: torch.Tensor) -> None:
         """Take the storage out of an alias; its version counter stays, for the in-place check."""
-        if self._empty is None:
-            self._empty = torch.empty(0, dtype=torch.uint8, device=alias.device)
         alias.data = self._empty
 
     def cancel(self, block: Block) -> None:

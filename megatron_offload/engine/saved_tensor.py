@@ -20,22 +20,20 @@ class SavedTensor:
 
     Args:
         tensor: what autograd saves.
-        block: where its bytes lie; None where it stays as it is.
         group_name: for messages.
-        offset: the tensor's offset in its storage, in elements; only with a block.
+        offset: the tensor's offset in its storage, in elements; None where it stays as it is, and
+            has no ``block`` either.
     """
 
     __slots__ = ("alias", "block", "dtype", "group_name", "offset", "size", "stride", "version")
 
-    def __init__(
-        self, tensor: torch.Tensor, block: Block | None, group_name: str, offset: int = 0
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, group_name: str, offset: int | None = None) -> None:
         # Detached, because holding a node's own output from that node would be a cycle.
         self.alias = tensor.detach()
-        self.version = tensor._version
-        self.block = block
+        self.version: int = tensor._version
+        self.block: Block | None = None
         self.group_name = group_name
-        if block is not None:
+        if offset is not None:
             self.size = tensor.shape
             self.stride = tensor.stride()
             self.offset = offset

@@ -75,7 +75,7 @@ class Transfers:
 
     def measure(self, group: OffloadGroup) -> None:
         """See what moving a group would copy; count what stays by choice, or is kept anyway."""
-        moving = group.moving = []
+        moving: list[Block] = []
         owners = self.owners
         num_bytes = 0
         for block in group.blocks():
@@ -94,11 +94,11 @@ class Transfers:
             else:
                 num_bytes += block_bytes
                 moving.append(block)
-        group.num_bytes = num_bytes
+        group.moving, group.num_bytes = moving, num_bytes
 
     def stay(self, group: OffloadGroup, reason: str) -> None:
         """Leave a group whose forward is over on the device."""
-        moving, group.moving = group.moving, []
+        moving, group.moving = group.moving, ()
         for block in moving:
             self._count_kept(group, block, reason)
         group.advance(GroupState.RESIDENT)
@@ -117,7 +117,7 @@ class Transfers:
         or to RESIDENT where nothing is left to move.
         """
         backend, observers = self.backend, self.observers
-        moving, group.moving = group.moving, []
+        moving, group.moving = group.moving, ()
         reused = self._take_host(group, moving)
         issued: list[Block] = []
         pairs: list[Pair] = []
@@ -168,7 +168,7 @@ class Transfers:
         if rules.max_inflight_blocks is not None:
             self.window.limit_blocks(rules.max_inflight_blocks)
 
-    def _take_host(self, group: OffloadGroup, blocks: list[Block]) -> list[Event]:
+    def _take_host(self, group: OffloadGroup, blocks: Sequence[Block]) -> list[Event]:
         """Give blocks host memory, as far as there is such; return who read it last."""
         pool, name = self.host_pool, group.name
         if len(blocks) > 1 and group.num_bytes <= self._shared_bytes:
@@ -470,7 +470,7 @@ class Transfers:
         self.window.abandon()
         self.sources.abandon()
         for group in groups:
-            group.moving = []
+            group.moving = ()
             # A failed backward may leave its graph alive for long: its data goes now.
             for block in group.blocks():
                 block.cancelled = True

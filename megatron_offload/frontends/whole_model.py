@@ -256,4 +256,4 @@ def _keep_on_device(module: nn.Module) -> None:
 @graph_break
 def _keep(tensor: torch.Tensor) -> SavedTensor:
     # Not the tensor itself: one that its own node saves would never be freed.
-    return SavedTensor(tensor, None, "kept")
+    return SavedTensor(tensor, "kept")

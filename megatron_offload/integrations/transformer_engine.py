@@ -304,7 +304,7 @@ class _FusedRun:
         if setting is None and self._surrounding is not None:
             pack, unpack = self._surrounding
             return SimpleNamespace(unpack=partial(unpack, pack(tensor)))
-        return SavedTensor(tensor, None, "kept")
+        return SavedTensor(tensor, "kept")
 
 
 def _settings_of(operations: list[nn.Module]) -> _FusedRun | None:

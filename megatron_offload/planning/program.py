@@ -97,15 +97,14 @@ class RankProgram:
 class WorkGroup(Group):
     """A group with its work, and the indices of its copies in the program."""
 
-    __slots__ = ("is_alive", "is_in_window", "offload", "reload", "work")
+    is_alive = True
+    is_in_window = False
+    offload = reload = -1
 
     def __init__(self, key: GroupKey, work: GroupWork, budget: DeviceBudget) -> None:
         super().__init__(key, work.name, budget)
         self.num_bytes = work.num_bytes
         self.work = work
-        self.is_alive = True
-        self.is_in_window = False
-        self.offload = self.reload = -1
 
     @property
     def is_spent(self) -> bool:
