@@ -90,17 +90,6 @@ def test_views_of_one_storage_are_copied_once_and_alias_again(timing):
             assert tensor.data_ptr() - base == expected[name].storage_offset() * tensor.itemsize
 
 
-def test_a_tensor_saved_twice_moves_once():
-    manager, seen = make_manager(), []
-    manager.begin_chunk()
-    x = torch.randn(2048)
-    loss = offload(manager, [x, x, x.view(2, 1024)], seen)
-    assert manager.transfers.stats.offloaded_bytes == x.nbytes
-    del x
-    loss.backward()
-    assert manager.transfers.stats.reloaded_bytes == 2048 * 4
-
-
 def test_only_the_bytes_between_the_first_and_the_last_view_move():
     manager, seen = make_manager(), []
     manager.begin_chunk()

@@ -220,33 +220,6 @@ def test_pinned_memory_follows_when_shapes_change_for_good(monkeypatch, timing):
     assert settled[16] < 0.6 * settled[32]
 
 
-def test_pinned_memory_comes_down_within_a_few_steps_of_a_change():
-    model = make_model()
-    manager = make_manager(host_slab_bytes=4 * KIB)
-    for _ in range(10):
-        run_step(model, manager, ORDER, rows=16)
-    before = manager.host_pool.stats.slab_bytes_total
-    for _ in range(10):
-        run_step(model, manager, ORDER, rows=8)
-    assert manager.host_pool.stats.slab_bytes_total < 0.6 * before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shapes", [(16, 8), (16, 8, 8, 4, 8)], ids=str)
-def test_alternating_shapes_unpin_nothing(monkeypatch, shapes):
-    model = make_model()
-    manager = make_manager(host_slab_bytes=32 * KIB)
-    for _ in range(8):
-        for rows in shapes:
-            run_step(model, manager, ORDER, rows=rows)
-    pinned, unpinned = watch_pins(manager, monkeypatch)
-    for _ in range(8):
-        for rows in shapes:
-            run_step(model, manager, ORDER, rows=rows)
-    assert unpinned == []
-    assert len(pinned) <= 1
-
-
 def test_a_trim_gives_everything_back_and_the_next_step_is_right(monkeypatch):
     model = make_model()
     expected = run_step(model, None, ORDER)

@@ -22,7 +22,6 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import StateError
-from megatron_offload.observe.live_bytes import LiveActivationMeter
 
 ORDER = one_forward_one_backward(4, depth=2)
 
@@ -53,28 +52,20 @@ def test_evaluation_passes_shift_nothing(grad):
     assert manager.last_step.num_late_reloads == 0
 
 
-def test_a_program_that_never_resets_does_not_grow():
-    model, manager = make_model(layers=1), make_manager()
-    for _ in range(1200):
-        forward(model, manager).backward()
-    assert len(manager.decisions.committed) < 2 * 1024
-    assert manager.last_profile is not None
-    manager.reset()
-    assert_nothing_left(manager)
-
-
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("inflight_bytes", [0, 40 * KIB, 4096 * KIB])
 def test_a_dropped_graph_leaves_nothing(timing, inflight_bytes):
     model = make_model()
-    manager = make_manager(timing, max_inflight_bytes=inflight_bytes)
+    manager = make_manager(timing, max_inflight_bytes=inflight_bytes, prefetch_bytes=24 * KIB)
     expected = run_step(model, None, ORDER)
     loss = forward(model, manager)
     assert manager.host_pool.in_use.total_bytes > 0
     del loss
     assert manager.host_pool.in_use.total_bytes == 0, "host memory goes with the graph, at once"
-    assert_same(expected, run_step(model, manager, ORDER))
-    assert_nothing_left(manager)
+    for _ in range(2):
+        assert_same(expected, run_step(model, manager, ORDER))
+        assert_nothing_left(manager)
+        forward(model, manager)  # before the next, which has learned an order
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -111,22 +102,6 @@ def test_gradients_of_a_part_of_the_graph(timing):
     expected = [g.clone() for g in torch.autograd.grad(forward(model, manager), last)]
     loss = forward(model, manager)
     assert_same(expected, torch.autograd.grad(loss, last))
-    del loss
-    manager.reset()
-    assert_nothing_left(manager)
-
-
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_frozen_inputs_need_no_boundaries(timing):
-    # Neither the input nor the first norm needs a gradient, so no boundary stands before the MLP.
-    model, manager = make_model(layers=1), make_manager(timing)
-    model[0].norm.requires_grad_(False)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    reference = make_manager(min_tensor_bytes=4096 * KIB)
-    expected = torch.autograd.grad(forward(model, reference, grad=False), trainable)
-    loss = forward(model, manager, grad=False)
-    assert manager.transfers.stats.offloaded_bytes > 0
-    assert_same(expected, torch.autograd.grad(loss, trainable))
     del loss
     manager.reset()
     assert_nothing_left(manager)
@@ -329,19 +304,6 @@ def test_a_forced_release_counts_for_what_a_group_before_has_copied():
     manager.join_offloads()
     assert y.untyped_storage().nbytes() == 0
     assert_same(expected, torch.autograd.grad(z.sum(), x))
-
-
-def test_device_memory_really_falls():
-    model = make_model(layers=6)
-    peaks = []
-    for fraction in (0.0, 1.0):
-        manager = make_manager(fraction=fraction, prefetch_bytes=0)
-        meter = LiveActivationMeter(model.parameters())
-        with meter, manager.observed_by(meter):
-            run_step(model, manager, [("F", 0), ("B", 0)])
-        peaks.append(meter.peak_bytes)
-        assert meter.live_bytes == 0
-    assert peaks[1] < 0.5 * peaks[0]
 
 
 def test_reset_instance_gives_host_memory_back():

@@ -30,6 +30,7 @@ def paths_to(state):
 @pytest.mark.parametrize("here", GroupState, ids=lambda s: s.name)
 @pytest.mark.parametrize("there", GroupState, ids=lambda s: s.name)
 def test_only_moves_in_the_table_are_made(here, there):
+    assert set(MOVES) == set(GroupState)
     group = make_group()
     for state in paths_to(here):
         group.advance(state)
@@ -41,10 +42,3 @@ def test_only_moves_in_the_table_are_made(here, there):
         group.advance(there)
     assert group.state is here, "a refused move must change nothing"
     assert all(state.name in str(error.value) for state in group.moves)
-
-
-def test_every_state_can_be_reached_and_left():
-    assert set(MOVES) == set(GroupState)
-    for state in GroupState:
-        assert paths_to(state) is not None
-        assert MOVES[state] or state is GroupState.DONE
