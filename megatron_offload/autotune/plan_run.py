@@ -20,7 +20,7 @@ from megatron_offload.core.profile import RunShape, StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import TargetError
 from megatron_offload.machine.job_ranks import gather
-from megatron_offload.observe.measure import MeasuredStep, can_weigh, time_step, weigh_step
+from megatron_offload.observe.measure import MeasuredStep, measure_step, tells_reserved
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.bandwidths import Bandwidths
 from megatron_offload.planning.plan import OffloadPlan
@@ -37,11 +37,7 @@ class PlanCheck:
             train_step()  # up to and with the manager's reset
         check.note()
 
-    Args:
-        manager: follows the plan.
-        search: begins with it.
-        plan_for: makes the plan for such targets on all ranks together, or raises `TargetError`.
-        gather_most: returns the most of what all ranks of each place in the pipeline say, in order.
+    ``plan_for`` makes the plan for such targets on all ranks together, or raises `TargetError`.
     """
 
     def __init__(
@@ -49,13 +45,15 @@ class PlanCheck:
         manager: PipelineOffloadManager,
         search: PlanSearch,
         plan_for: Callable[[Sequence[int]], OffloadPlan],
-        gather_most: Callable[[float], Sequence[float]],
+        pp_rank: int,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self._manager = manager
         self._search = search
         self._plan_for = plan_for
-        self._gather_most = gather_most
-        self._shown = 0.0
+        self._pp_rank = pp_rank
+        self._group = group
+        self._measured = MeasuredStep()
         manager.follow_plan(search.plan)
 
     @property
@@ -75,16 +73,11 @@ class PlanCheck:
         Where the plan is being timed, every other step moves nothing: it has to fit into memory as
         it does without offload.
         """
-        manager, search = self._manager, self._search
-        if isinstance(search, TimeSearch):
-            looking = time_step(manager, moves=search.next is Next.WITH)
-        else:
-            if search.starts_counting:
-                manager.backend.trim_device()
-            looking = weigh_step(manager)
-        with looking as measured:
-            yield measured
-        self._shown = measured.step_us or measured.reserved_bytes or 0
+        if self._search.wants_empty:
+            self._manager.backend.trim_device()
+        moves = self._search.next is Next.WITH
+        with measure_step(self._manager, moves=moves) as self._measured:
+            yield self._measured
 
     def note(self) -> str:
         """Do what follows from the last step, and return what there is to say of it; collective.
@@ -93,7 +86,12 @@ class PlanCheck:
             ConfigError: a new plan is wanted, and none can be made; on all ranks.
         """
         search, before = self._search, self._search.plan
-        search.note(self._gather_most(self._shown))
+        mine, reserved = self._measured, dict[int, int]()
+        found = gather((self._pp_rank, mine.reserved_bytes, mine.step_us), self._group)
+        for place, num_bytes, _ in found:
+            reserved[place] = max(num_bytes, reserved.get(place, 0))
+        step_us = max(each for _, _, each in found)
+        search.note(step_us, [reserved[place] for place in sorted(reserved)])
         while search.targets is not None:
             try:
                 search.answer(self._plan_for(search.targets))
@@ -180,12 +178,6 @@ def check_plan(
     def plan_for(targets: Sequence[int]) -> OffloadPlan:
         return named(chooser.ask(lambda each: each.under(targets)))
 
-    def gather_most(mine: float) -> list[float]:
-        found: dict[int, float] = {}
-        for place, said in gather((profile.run.pp_rank, mine), group):
-            found[place] = max(said, found.get(place, said))
-        return [found[place] for place in sorted(found)]
-
     search: PlanSearch
     if isinstance(planned, AutoConfig):
         percent = planned.most_slowdown_percent
@@ -193,7 +185,6 @@ def check_plan(
         search = TimeSearch(named(plan), highest, percent, planned.measured_plans)
     else:
         targets = planned.targets(profile.run.pp_size)
-        can_measure = all(gather(can_weigh(manager), group))
-        num_plans = planned.measured_plans if can_measure else 0
+        num_plans = planned.measured_plans if all(gather(tells_reserved(manager), group)) else 0
         search = MemorySearch(plan_for(targets), targets, num_plans)
-    return PlanCheck(manager, search, plan_for, gather_most)
+    return PlanCheck(manager, search, plan_for, profile.run.pp_rank, group)

@@ -68,7 +68,8 @@ class PlanSearch(ABC):
         self._tried: list[OffloadPlan] = []
         self._measured: list[OffloadPlan] = []
         self._steps: deque[tuple[Next, bool]] = deque()
-        self._shown: dict[Next, list[Sequence[float]]] = {}
+        self._times_us: dict[Next, list[float]] = {}
+        self._reserved_bytes: list[Sequence[int]] = []
         if most_plans and plan.moved_bytes:
             self._begin(plan)
 
@@ -80,16 +81,22 @@ class PlanSearch(ABC):
         return Next.NOTHING if self.targets is None else Next.PLAN
 
     @property
-    def starts_counting(self) -> bool:
-        """Whether the next step is the first of its plan that counts."""
-        return bool(self._steps) and self._steps[0][1] and not any(self._shown.values())
+    def wants_empty(self) -> bool:
+        """Whether what is reserved and unused is to be handed back before the next step."""
+        return len(self._steps) == _NUM_STEPS and Next.WITHOUT not in self._kinds
 
-    def note(self, shown: Sequence[float]) -> None:
-        """Take what the step that `next` asked for has shown: the most on each pipeline rank."""
+    def note(self, step_us: float, reserved_bytes: Sequence[int]) -> None:
+        """Take what the step that `next` asked for has shown.
+
+        Args:
+            step_us: its length on the slowest rank.
+            reserved_bytes: the most on each pipeline rank.
+        """
         kind, counts = self._steps.popleft()
         self.said = ""
         if counts:
-            self._shown[kind].append(tuple(shown))
+            self._times_us[kind].append(step_us)
+            self._reserved_bytes.append(reserved_bytes)
         if self._steps:
             return
         targets = self._judge()
@@ -120,7 +127,8 @@ class PlanSearch(ABC):
         self.plan = plan
         skipped = (Next.WITH,) if self._tried else self._kinds
         self._tried.append(plan)
-        self._shown = {kind: [] for kind in self._kinds}
+        self._times_us = {kind: [] for kind in self._kinds}
+        self._reserved_bytes = []
         self._steps.extend((kind, False) for kind in skipped)
         self._steps.extend((kind, True) for kind in self._kinds * _NUM_STEPS)
 
@@ -160,8 +168,7 @@ class TimeSearch(PlanSearch):
         super().answer(plan if plan is not None and plan.moved_bytes else None)
 
     def _judge(self) -> tuple[int, ...] | None:
-        without, moved = ([max(shown) for shown in self._shown[kind]] for kind in self._kinds)
-        cost = MeasuredCost.of(without, moved)
+        cost = MeasuredCost.of(*(self._times_us[kind] for kind in self._kinds))
         self.plan = replace(self.plan, measured=cost)
         self.said = f"the plan costs {cost}, at most {self._most_slowdown_percent:g} % is wanted"
         peak_bytes = _peak_bytes(self.plan)
@@ -211,7 +218,7 @@ class MemorySearch(PlanSearch):
         self._least_missed: list[int | None] = [None] * len(wanted_bytes)
 
     def _judge(self) -> tuple[int, ...] | None:
-        reserved = [int(max(each)) for each in zip(*self._shown[Next.WITH], strict=True)]
+        reserved = list(map(max, zip(*self._reserved_bytes, strict=True)))
         pairs = zip(self.plan.ranks, reserved, strict=True)
         ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
         self.plan = replace(self.plan, ranks=ranks)

@@ -9,26 +9,29 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ByteSize
 
+from megatron_offload.autotune.agree import agree_on_bandwidths
+from megatron_offload.autotune.plan_run import PlanCheck, check_plan
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.profile import RunShape, StepProfile
 from megatron_offload.core.trace import StepTrace
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.integrations import megatron_core
 from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.measure import MeasuredStep
+from megatron_offload.observe.recorder import RecordedStep, profile_step
+from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Parallel
 from megatron_offload.train.records import RankStep
 from megatron_offload.train.run_folder import plan_path
-
-if TYPE_CHECKING:
-    from megatron_offload.autotune.plan_run import PlanCheck
-    from megatron_offload.observe.measure import MeasuredStep
-    from megatron_offload.observe.recorder import RecordedStep
 
 _PLANNING = (AutoConfig, MemoryTargetConfig)
 
@@ -57,8 +60,6 @@ class OffloadSession:
         """Trace the step that is taken inside, `end_step` included; None where nothing moves."""
         if self._manager is None:
             return contextlib.nullcontext()
-        from megatron_offload.observe.trace_step import trace_step
-
         return trace_step(self._manager, rank)
 
     def profile(
@@ -70,8 +71,6 @@ class OffloadSession:
         """
         if self._manager is None:
             return contextlib.nullcontext()
-        from megatron_offload.observe.recorder import profile_step
-
         return profile_step(self._manager, run=run, moves=moves)
 
     def plan(self, profile: StepProfile, parallel: Parallel, config: TrainConfig) -> None:
@@ -81,9 +80,6 @@ class OffloadSession:
         are what `AutoConfig` would plan with. The plan is followed from the next step on; one that
         can't be made is a `ConfigError` on all ranks.
         """
-        from megatron_offload.autotune.agree import agree_on_bandwidths
-        from megatron_offload.autotune.plan_run import check_plan
-
         group, policy, output = parallel.host_group, self._policy, config.run.output
         plans_by = policy if isinstance(policy, _PLANNING) else AutoConfig(kind="auto")
         bandwidths = agree_on_bandwidths(self._manager, plans_by, group=group)
@@ -91,25 +87,19 @@ class OffloadSession:
             save_bandwidths(bandwidths, output / BANDWIDTHS_NAME)
         if config.plans:
             self._plan_path = plan_path(output) if parallel.is_owner else None
-            self._check = check_plan(
-                self._manager, profile, policy, bandwidths=bandwidths, group=group
+            self._save(
+                check_plan(self._manager, profile, policy, bandwidths=bandwidths, group=group)
             )
-            self._save_plan()
 
     @property
     def is_planning(self) -> bool:
         """Whether more steps have to tell what becomes of the run's plan."""
-        return self._check is not None and not self._check.is_over
+        return self._check is not None
 
-    @contextlib.contextmanager
-    def looking(self) -> Iterator[MeasuredStep | None]:
-        """Look at the step that is taken inside where it measures the plan; what it took."""
-        if self._check is None or self._check.is_over:
-            yield None
-            return
-        with self._check.step() as measured:
-            yield measured
-        self._is_looked_at = True
+    def looking(self) -> contextlib.AbstractContextManager[MeasuredStep | None]:
+        """Measure the step that is taken inside where it tells of the plan; None elsewhere."""
+        self._is_looked_at = self._check is not None
+        return contextlib.nullcontext() if self._check is None else self._check.step()
 
     def look_back(self) -> str:
         """Do what follows from a step that was looked at; return what there is to say of it."""
@@ -118,12 +108,13 @@ class OffloadSession:
         self._is_looked_at = False
         text = self._check.note()
         if text:
-            self._save_plan()
+            self._save(self._check)
         return text
 
-    def _save_plan(self) -> None:
-        if self._check is not None and self._plan_path is not None:
-            save_plan(self._check.plan, self._plan_path)
+    def _save(self, check: PlanCheck) -> None:
+        if self._plan_path is not None:
+            save_plan(check.plan, self._plan_path)
+        self._check = None if check.is_over else check
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""
@@ -156,10 +147,6 @@ def open_offload(
     if not offload.enabled:
         yield OffloadSession()
         return
-    from megatron_offload.engine.manager import PipelineOffloadManager
-    from megatron_offload.frontends.modules import offload_modules
-    from megatron_offload.integrations import megatron_core
-
     core, extra, patterns = split_modules(offload.modules)
     manager = PipelineOffloadManager.get_instance()
     # Megatron's call sites bring a limit in elements of their own, against which only values that a

@@ -10,7 +10,7 @@ from virtual_clock import RUN, SCHEDULE, VirtualJob
 
 from megatron_offload.autotune.plan_run import check_plan, plan_run
 from megatron_offload.errors import ConfigError
-from megatron_offload.observe.measure import can_weigh, time_step, weigh_step
+from megatron_offload.observe.measure import measure_step, tells_reserved
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 
@@ -47,7 +47,7 @@ def log(caplog):
 
 def usual_slowdown_percent(job):
     """Return what the steps from here on cost."""
-    with time_step(job.manager, moves=False) as bare:
+    with measure_step(job.manager, moves=False) as bare:
         job.step()
     job.step()
     return 100 * (job.step_us() / bare.step_us - 1)
@@ -181,7 +181,7 @@ def test_where_nobody_tells_what_is_reserved_a_plan_is_trusted():
     with profile_step(job.manager, run=RUN, moves=False) as recorded:
         job.step()
     job.manager.observers.remove(job.meter)
-    assert not can_weigh(job.manager)
+    assert not tells_reserved(job.manager)
     policy = policy_of(kind="memory_target", target_bytes=TARGET)
     assert check_plan(job.manager, recorded.profile, policy, schedule=SCHEDULE).is_over
 
@@ -210,25 +210,3 @@ def test_a_plan_that_sets_the_distances_is_refused_where_a_target_looks_for_them
     job = VirtualJob(GBPS, device_target_bytes=2**30).warmed_up()
     with pytest.raises(ConfigError, match="leave device_target_bytes out"):
         auto(job)
-
-
-# Weighing one step.
-
-
-def test_a_step_weighs_what_the_device_says_at_both_ends():
-    job = WeighedJob(1.0).warmed_up()
-    said = iter([5, 3, 4, 9])
-    job.backend.reserved_bytes = lambda: next(said)
-    for most in (5, 9):
-        with weigh_step(job.manager) as weighed:
-            assert weighed.reserved_bytes is None
-        assert weighed.reserved_bytes == most
-
-
-def test_where_the_device_says_nothing_the_meter_does_and_its_peak_is_put_back():
-    job = VirtualJob(GBPS).warmed_up()
-    job.meter.restore_peak(10**9)
-    with weigh_step(job.manager) as weighed:
-        job.step()
-    assert 0 < weighed.reserved_bytes < 10**6
-    assert job.meter.peak_bytes == 10**9

@@ -29,7 +29,8 @@ def plan_for(targets):
 def play(search, show, make=plan_for):
     """Be the machine until a plan stays; return what was asked for, and the steps of each plan.
 
-    ``show`` tells what a step shows, from the plan that it follows, or None.
+    ``show`` tells what a step shows, from the plan that it follows, or None: what ranks reserve, or
+    its time as well.
     """
     asked, steps = [], [[]]
     while search.next is not Next.NOTHING:
@@ -39,22 +40,23 @@ def play(search, show, make=plan_for):
             steps.append([])
         else:
             steps[-1].append(search.next)
-            search.note(show(search.plan if search.next is Next.WITH else None))
+            shown = show(search.plan if search.next is Next.WITH else None)
+            search.note(*(shown if isinstance(shown, tuple) else (1000.0, shown)))
     return asked, steps
 
 
 # Time.
 
 
-def times(*percents, noise=lambda: 1.0):
+def times(*percents):
     """Tell times of steps whose plans cost this much, one after the other."""
     costs = {}
 
     def show(plan):
         if plan is None:
-            return [1000.0 * noise()]
+            return 1000.0, [0]
         percent = percents[costs.setdefault(id(plan), len(costs))]
-        return [1000.0 * (1 + percent / 100) * noise()]
+        return 1000.0 * (1 + percent / 100), [0]
 
     return show
 
@@ -141,7 +143,7 @@ def test_steps_behind_a_change_do_not_count():
     starred, count = {1, 2, 9}, iter(range(1, 99))
     search = time_search(most_plans=2)
     show = times(9, 0.1)
-    play(search, lambda plan: [9e9] if next(count) in starred else show(plan))
+    play(search, lambda plan: (9e9, [0]) if next(count) in starred else show(plan))
     assert search.plan.measured.slowdown_percent == pytest.approx(0.1)
 
 
@@ -173,7 +175,7 @@ def test_whatever_moving_costs_the_limit_is_kept_and_little_memory_is_missed(see
 
     def show(plan):
         cost = 1 + percent(plan) / 100 if plan else 1.0
-        return [1000.0 * cost * rng.uniform(1, 1 + spread)]
+        return 1000.0 * cost * rng.uniform(1, 1 + spread), [0]
 
     search = TimeSearch(plan_for([peak]), FULL, limit, 4)
     asked, steps = play(search, show, lambda targets: plan_for([targets[0] // grain * grain]))
@@ -203,7 +205,7 @@ def plan_for_memory(targets):
 
 def test_a_plan_that_keeps_its_targets_and_uses_them_stays_after_four_steps():
     search = memory_search(WANTED, WANTED)
-    shown = iter([[9e9, 9e9], [WANTED, 1], [1, WANTED * 15 // 16], [1, 1]])
+    shown = iter([[10**9] * 2, [WANTED, 1], [1, WANTED * 15 // 16], [1, 1]])
     assert play(search, lambda plan: next(shown)) == ([], [[Next.WITH] * 4])
     assert [rank.measured_peak_bytes for rank in search.plan.ranks] == [WANTED, WANTED * 15 // 16]
     assert search.is_kept
@@ -275,7 +277,7 @@ def test_ranks_whose_memory_follows_their_plans_come_under_their_targets(seed):
 
     def show(plan):
         each = zip(targets, shares, offsets, strict=True)
-        return [share * target + offset for target, share, offset in each]
+        return [int(share * target + offset) for target, share, offset in each]
 
     search = MemorySearch(make(wanted), wanted, 4)
     _, steps = play(search, show, make)

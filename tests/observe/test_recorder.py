@@ -30,7 +30,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.observe.measure import time_step
+from megatron_offload.observe.measure import measure_step
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.footprint import Footprint
@@ -599,7 +599,7 @@ def test_several_watch_one_step_and_each_sees_what_it_would_see_alone(moves):
         alone.step()
     with (
         trace_step(together.manager) as trace,
-        time_step(together.manager, moves=moves) as timed,
+        measure_step(together.manager, moves=moves) as timed,
         profile_step(together.manager, moves=moves) as again,
         trace_step(together.manager) as inner,
     ):
