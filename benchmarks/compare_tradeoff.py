@@ -17,11 +17,9 @@ from collections.abc import Iterator
 
 from compare_simulation import FOLDER, ROOT, machine_of
 
-from megatron_offload.autotune.agree import Chooser
-from megatron_offload.core.machine import Machine, MachineConfig
-from megatron_offload.core.policy_config import AutoConfig
+from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import StepProfile
-from megatron_offload.planning.make_policy import resources_of
+from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.predict import job_of, predictor_of
 from megatron_offload.planning.profile_file import load_profile
@@ -54,10 +52,7 @@ def measured(data: dict) -> Iterator[tuple[str, list[dict]]]:
 
 def plans(profiles: list[StepProfile], machine: Machine) -> Iterator[tuple[str, OffloadPlan]]:
     """Yield plans of the recorded step, and what to call them."""
-    limits = {name: getattr(machine, name) for name in MachineConfig.model_fields}
-    given = {"machine": MachineConfig(**limits)}
-    resources = resources_of(AutoConfig(kind="auto", **given))
-    chooser = Chooser(profiles, job_of(profiles, SCHEDULE, resources.machine), resources)
+    chooser = Chooser(profiles, job_of(profiles, SCHEDULE, machine))
     yield "auto, 0.8 %", chooser.within(0.8)
     for target in TARGETS:
         plan = chooser.under((target * GIB,) * len(profiles))

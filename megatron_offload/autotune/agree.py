@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from megatron_offload.core.machine import MachineConfig
+from megatron_offload.core.machine import Machine, MachineConfig
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -21,20 +20,18 @@ from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.machine.agreement import JobMachines, agree_on_machines
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.job_ranks import gather
-from megatron_offload.planning.auto import AutoPlanner
 from megatron_offload.planning.bandwidths import (
     DEFAULTS,
     Bandwidths,
     measured_machine,
     simulated_machine,
 )
-from megatron_offload.planning.make_policy import resources_of
-from megatron_offload.planning.memory_target import MemoryPlanner, Resources
-from megatron_offload.planning.plan import OffloadPlan, check_profiles
+from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.plan import check_profiles
 from megatron_offload.planning.schedule import Schedule, make_schedule
 
 if TYPE_CHECKING:
-    from megatron_offload.planning.job import Job
+    from megatron_offload.planning.choice import Chooser
 
 _T = TypeVar("_T")
 
@@ -94,6 +91,7 @@ class JointChooser:
 
     def _make(self) -> Chooser:
         # It needs the simulator's library, which nothing else here does.
+        from megatron_offload.planning.choice import Chooser
         from megatron_offload.planning.predict import job_of
 
         profiles: dict[int, StepProfile] = {}
@@ -111,30 +109,13 @@ class JointChooser:
         if schedule is None:
             name = "interleaved" if run.vp_size > 1 else "1f1b"
             schedule = make_schedule(name, run.pp_size, run.num_microbatches, run.vp_size)
-        resources = resources_of(self._policy)
-        job = job_of(in_order, schedule, resources.machine, gpus_per_rank=resources.gpus_per_rank)
-        return Chooser(in_order, job, resources)
-
-
-class Chooser:
-    """Makes plans for targets, and for a share of the step's time."""
-
-    def __init__(self, profiles: Sequence[StepProfile], job: Job, resources: Resources) -> None:
-        self._of_one_step = profiles, job, resources
-        self._planner = MemoryPlanner(profiles, resources)
-        self.highest_bytes = self._planner.highest_bytes
-
-    def under(self, targets: Sequence[int]) -> OffloadPlan:
-        """Return the plan that keeps each rank within its target."""
-        return self._planner.plan(targets, "memory_target")
-
-    def within(self, most_slowdown_percent: float) -> OffloadPlan:
-        """Return the plan with the least memory that costs no more than that."""
-        from megatron_offload.planning.predict import predictor_of
-
-        profiles, job, resources = self._of_one_step
-        predict = predictor_of(job, attrgetter("peak_device_bytes"))
-        return AutoPlanner(profiles, predict, most_slowdown_percent, resources).plan()
+        policy = self._policy
+        machine = Machine(**dict(policy.machine or MachineConfig()))
+        job = job_of(in_order, schedule, machine, gpus_per_rank=policy.gpus_per_rank)
+        limits = policy.max_inflight_bytes, policy.prefetch_bytes
+        inflight, prefetch = (None if limit is None else int(limit) for limit in limits)
+        settings = RankSettings(max_inflight_bytes=inflight, prefetch_bytes=prefetch)
+        return Chooser(in_order, job, settings)
 
 
 def agree_on_bandwidths(

@@ -178,13 +178,12 @@ def check_plan(
     def plan_for(targets: Sequence[int]) -> OffloadPlan:
         return named(chooser.ask(lambda each: each.under(targets)))
 
+    plan, highest = chooser.ask(lambda each: (each.plan(planned), each.highest_bytes))
+    plan, num_plans = named(plan), planned.measured_plans
     search: PlanSearch
     if isinstance(planned, AutoConfig):
-        percent = planned.most_slowdown_percent
-        plan, highest = chooser.ask(lambda each: (each.within(percent), each.highest_bytes))
-        search = TimeSearch(named(plan), highest, percent, planned.measured_plans)
+        search = TimeSearch(plan, highest, planned.most_slowdown_percent, num_plans)
     else:
-        targets = planned.targets(profile.run.pp_size)
-        num_plans = planned.measured_plans if all(gather(tells_reserved(manager), group)) else 0
-        search = MemorySearch(plan_for(targets), targets, num_plans)
+        num_plans = num_plans if all(gather(tells_reserved(manager), group)) else 0
+        search = MemorySearch(plan, planned.targets(plan.pp_size), num_plans)
     return PlanCheck(manager, search, plan_for, profile.run.pp_rank, group)

@@ -13,7 +13,6 @@ from programs import (
     assert_same,
     make_config,
     make_model,
-    one_forward_one_backward,
     run_step,
 )
 
@@ -26,9 +25,12 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.recorder import profile_step
+from megatron_offload.planning import predict
 from megatron_offload.planning.bandwidths import DEFAULTS, Bandwidths, simulated_machine
+from megatron_offload.planning.schedule import make_schedule
 
-ORDER = one_forward_one_backward(6, depth=3)
+ORDER = [(action, microbatch) for action in "FB" for microbatch in range(6)]
+SCHEDULE = make_schedule("gpipe", 1, 6)
 RUN = RunShape(num_microbatches=6)
 FAST = {"node_gbps": 2.0, "d2h_gbps": 1.0, "h2d_gbps": 1.0, "both_gbps": 1.0}
 DAY = timedelta(days=1)
@@ -64,7 +66,7 @@ class Job:
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_memory_target_is_planned_for_and_followed(moves):
     job = Job(policy=TARGET).warmed_up()
-    plan = plan_run(job.manager, job.step, RUN, policy=job.policy, moves=moves)
+    plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy, moves=moves)
     assert job.num_steps == 2 + 1
     rank = plan.ranks[0]
     assert 0 < rank.moved_bytes < rank.saved_bytes
@@ -80,7 +82,7 @@ def test_a_memory_target_is_planned_for_and_followed(moves):
 def test_auto_saves_memory_where_copies_are_fast_and_predicts_it():
     job = Job().warmed_up()
     policy = make_config(policy={"kind": "auto", "machine": FAST, "measured_plans": 0}).policy
-    plan = plan_run(job.manager, job.step, RUN, policy=policy)
+    plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=policy)
     assert plan.policy == "auto"
     assert plan.ranks[0].predicted_step_us > 0
     assert plan.ranks[0].predicted_peak_bytes > 0
@@ -91,7 +93,7 @@ def test_a_target_that_cannot_be_met_changes_nothing():
     job = Job(policy={**TARGET, "target_bytes": 1}).warmed_up()
     moved_bytes = job.manager.last_step.offloaded_bytes
     with pytest.raises(TargetError, match="can't be brought under"):
-        plan_run(job.manager, job.step, RUN, policy=job.policy)
+        plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)
     job.step()
     assert job.manager.last_step.offloaded_bytes == moved_bytes > 0
 
@@ -100,7 +102,7 @@ def test_a_target_that_cannot_be_met_changes_nothing():
 def test_other_policies_plan_no_run(policy):
     job = Job(policy=policy)
     with pytest.raises(ConfigError, match="'memory_target' or 'auto', got "):
-        plan_run(job.manager, job.step, RUN, policy=job.policy)
+        plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)
     assert job.num_steps == 0
 
 
@@ -113,7 +115,7 @@ def profiled(job):
 def choose(job, profile, policy, question):
     """Ask a chooser, as `check_plan` does."""
     policy = make_config(policy=policy).policy
-    return JointChooser(job.manager, profile, policy, None, None).ask(question)
+    return JointChooser(job.manager, profile, policy, SCHEDULE, None).ask(question)
 
 
 def test_what_no_group_saves_counts_in_the_prediction():
@@ -184,14 +186,17 @@ def agreed(job, **keys):
 
 
 def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
-    policies = []
-    original = agree.resources_of
-    monkeypatch.setattr(agree, "resources_of", lambda p: policies.append(p) or original(p))
-    job = GpuJob(3.0, policy=UNSET).warmed_up()
-    plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
+    made = []
+    original = predict.job_of
+    monkeypatch.setattr(
+        predict, "job_of", lambda *given, **keys: made.append(original(*given, **keys)) or made[-1]
+    )
+    job = GpuJob(3.0, policy={**UNSET, "gpus_per_rank": 2}).warmed_up()
+    plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)
     (path,) = cache.iterdir()
     assert plan.bandwidths == f"measured now, one GPU, kept in {path}"
-    machine = original(policies[-1]).machine
+    machine = made[-1].machine
+    assert made[-1].gpus_per_rank == 2
     assert (machine.d2h_gbps, machine.h2d_gbps) == (pytest.approx(3), pytest.approx(6))
     assert (machine.node_d2h_gbps, machine.ranks_per_node) == (None, 1)
     assert plan.ranks[0].moved_bytes > 0
@@ -244,7 +249,7 @@ def test_copies_that_are_slow_on_purpose_are_not_measured(cache, caplog, setting
 def test_a_measurement_that_fails_leaves_the_defaults_and_says_so(cache, caplog):
     job = GpuJob(3.0, policy=UNSET).warmed_up()
     job.manager.backend.pins = False
-    plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
+    plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)
     assert plan.bandwidths.startswith(f"{DEFAULTS}; measuring failed: rank 0: ")
     assert plan.bandwidths.endswith("pinning failed: out of memory")
     assert plan.bandwidths in caplog.text
@@ -262,7 +267,7 @@ def test_a_profile_that_is_not_kept_is_said_in_the_plan(cache):
 
 def test_the_simulated_device_counts_as_it_says_it_is(cache):
     job = Job(policy=UNSET).warmed_up()
-    plan = plan_run(job.manager, job.step, RUN, policy=job.policy)
+    plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)
     assert plan.bandwidths == "the simulated device's own"
     simulated = job.manager.config.simulated
     assert agreed(job).machine == simulated_machine(simulated)
@@ -273,6 +278,6 @@ def test_the_simulated_device_counts_as_it_says_it_is(cache):
 def test_bandwidths_that_are_given_are_taken():
     job = Job(policy=UNSET).warmed_up()
     given = Bandwidths(machine=MachineConfig(), gpus_per_rank=1, origin="a guess")
-    check = check_plan(job.manager, profiled(job), job.policy, bandwidths=given)
+    check = check_plan(job.manager, profiled(job), job.policy, bandwidths=given, schedule=SCHEDULE)
     assert check.is_over
     assert check.plan.bandwidths == "a guess"

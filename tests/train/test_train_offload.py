@@ -14,7 +14,7 @@ from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.train.offload import OffloadSession
 
 AUTO = {"kind": "auto", "measured_plans": 1}
-TARGET = {"kind": "memory_target", "target_bytes": 110 * KIB}
+TARGET = {"kind": "memory_target", "target_bytes": 190 * KIB, "measured_plans": 1}
 
 
 class Rig:
