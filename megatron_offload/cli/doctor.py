@@ -17,8 +17,7 @@ from rich.text import Text
 from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
 from megatron_offload.files.text import replace_text
-from megatron_offload.machine.checks import Finding
-from megatron_offload.machine.examine import Examination, examine
+from megatron_offload.machine.examine import Examination, Finding, examine
 from megatron_offload.machine.host_syncs import HostSyncs
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.report.console import console, plain_table

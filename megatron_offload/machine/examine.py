@@ -1,39 +1,84 @@
-"""Looks at the machine as a whole.
+"""Looks at the machine as a whole, by one small function for each question.
 
 The examining process opens no device and changes nothing but the cached profile; what fails becomes
-a finding.
+a finding. A number that was measured beats one that the bus claims.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import importlib.metadata
+import importlib.util
+import mmap
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
+import psutil
 import torch
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.base import DeviceInfo
+from megatron_offload.backends.host_limit import default_cap_bytes
+from megatron_offload.backends.numa import node_of_device, online_nodes, prefer_node
 from megatron_offload.config import OffloadConfig
-from megatron_offload.errors import ConfigError
-from megatron_offload.files.kernel import read_kernel_text
-from megatron_offload.machine import checks
+from megatron_offload.core.units import format_bytes
+from megatron_offload.errors import ConfigError, shorten
+from megatron_offload.files.kernel import read_kernel_text, read_members
 from megatron_offload.machine.bandwidth import BandwidthError, measure_gpus
-from megatron_offload.machine.checks import Finding
 from megatron_offload.machine.profile import (
+    CopyRates,
     GpuIdentity,
     MachineIdentity,
     MachineProfile,
+    PciPath,
     driver_version,
     load_profile,
     num_nvidia_gpus,
     read_pci_path,
     save_profile,
 )
+
+NEWEST_SEEN = {
+    "python": "3.12",
+    "torch": "2.13",
+    "megatron-core": "0.19",
+    "transformer-engine": "2.20",
+}
+"""The newest versions that this package was run with; README.md says how."""
+
+_GOOD_SHARE = 0.7
+"""Of what a link carries, packet headers take 10 to 20 %; less than this has another cause."""
+
+_FREE_SHARE = 0.9
+"""A rate that falls no further than this, when others copy too, is as good as undisturbed."""
+
+_MUCH_SWAP_BYTES = 1024**3
+
+Level = Literal["ok", "note", "warning", "error"]
+"""``note``: worth knowing; ``warning``: offload works and costs more than it should; ``error``: it
+can't work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    title: str
+    """What was looked at."""
+    found: str
+    """What was found, with the numbers."""
+    advice: str = ""
+    """What to do about it; empty where nothing is to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +116,7 @@ def examine(
         findings.append(Finding("error", "CUDA", found, "see nvidia-smi"))
     else:
         names = [device.name for device in devices]
-        findings.append(checks.check_devices(names, num_nvidia_gpus()))
+        findings.append(check_devices(names, num_nvidia_gpus()))
     profile = None
     if devices:
         identity = identify_machine(devices, root=root)
@@ -83,20 +128,20 @@ def examine(
     for index, device in enumerate(devices):
         address = device.pci_address
         if profile is None:
-            findings.append(checks.check_link(index, read_pci_path(address), None))
+            findings.append(check_link(index, read_pci_path(address), None))
         else:
             gpu = profile.gpus[index]
-            findings.append(checks.check_link(index, gpu.pci, gpu.rates))
-            findings.append(checks.check_node_rates(index, gpu.rates, len(devices)))
-        findings.append(checks.check_memory_node(index, address, root=root))
-        findings.append(checks.check_iommu(index, address, root=root))
+            findings.append(check_link(index, gpu.pci, gpu.rates))
+            findings.append(check_node_rates(index, gpu.rates, len(devices)))
+        findings.append(check_memory_node(index, address, root=root))
+        findings.append(check_iommu(index, address, root=root))
     slab_bytes = OffloadConfig().host_slab_bytes
     findings += [
-        checks.check_host_memory(max(1, len(devices)), slab_bytes, root=root),
-        checks.check_swap(),
-        checks.check_memlock(),
-        *checks.check_environment(environ),
-        *checks.check_versions(),
+        check_host_memory(max(1, len(devices)), slab_bytes, root=root),
+        check_swap(),
+        check_memlock(),
+        *check_environment(environ),
+        *check_versions(),
     ]
     return Examination(tuple(findings), profile)
 
@@ -140,3 +185,292 @@ def _measure(
     except ConfigError as error:
         return profile, [Finding("note", title, f"it is not kept: {error}", "set XDG_CACHE_HOME")]
     return profile, []
+
+
+# GPUs and their links
+
+
+def check_devices(names: Sequence[str], num_shown: int) -> Finding:
+    """Say which GPUs PyTorch can use, of those that the driver shows."""
+    title = "GPUs"
+    if names:
+        return Finding("ok", title, f"{len(names)} of {', '.join(sorted(set(names)))}")
+    if num_shown:
+        found = f"the driver shows {num_shown}, and PyTorch can use none"
+        advice = "install a PyTorch that is built for CUDA; see that CUDA_VISIBLE_DEVICES hides "
+        advice += "nothing, and that a container was started with its GPUs"
+        return Finding("warning", title, found, advice)
+    found = "the driver shows none: offload runs on the simulated device, for tests"
+    advice = "run this where the training runs; a GPU that is there needs its driver (nvidia-smi)"
+    return Finding("note", title, found, advice)
+
+
+def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Finding:
+    """Hold what copies reach against what their link carries, where possible while they run."""
+    title = f"GPU {index}: link"
+    if rates is None:
+        advice = "measure it: leave out --no-bandwidth"
+        if path is None:
+            return Finding("note", title, "unknown: the driver doesn't show it", advice)
+        if path.now == path.most:
+            return Finding("ok", title, str(path.now))
+        return Finding("note", title, f"{path.now} of {path.most} while idle", advice)
+    alone = f"{rates.d2h_gbps:.1f} GB/s to the host, {rates.h2d_gbps:.1f} back"
+    if path is None:
+        return Finding("ok", title, f"{alone}; the driver doesn't show it")
+    if min(rates.d2h_gbps, rates.h2d_gbps) >= _GOOD_SHARE * path.most.gbps:
+        return Finding("ok", title, f"{alone}, of {path.most}")
+    if path.now.gbps < path.most.gbps:
+        found = f"{alone}; the link runs as {path.now}, and the GPU could do {path.most}"
+        advice = "see that the GPU sits firmly in a slot of that width, and what riser, BIOS and "
+        advice += "board allow"
+    else:
+        found = f"{alone}, of {path.now}"
+        advice = (
+            "see the findings on memory nodes and IOMMU, whether a link on the way is narrower or "
+            "a switch shares it (lspci -vv), whether something else copies, and, in a virtual "
+            "machine, how its memory is placed"
+        )
+    return Finding("warning", title, found, advice)
+
+
+def check_node_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
+    """Say what is left of a GPU's rates when both directions and all GPUs copy."""
+    both = min(rates.both_d2h_gbps / rates.d2h_gbps, rates.both_h2d_gbps / rates.h2d_gbps)
+    node = min(rates.node_d2h_gbps / rates.d2h_gbps, rates.node_h2d_gbps / rates.h2d_gbps)
+    found = f"{rates.both_d2h_gbps:.1f} GB/s to the host and {rates.both_h2d_gbps:.1f} back at once"
+    if num_gpus > 1:
+        found += f"; {rates.node_d2h_gbps:.1f} and {rates.node_h2d_gbps:.1f} while all {num_gpus} "
+        found += "GPUs copy"
+    title = f"GPU {index}: at once"
+    if min(both, node) >= _FREE_SHARE:
+        return Finding("ok", title, found)
+    advice = "plan with these numbers: in a step, copies go both ways"
+    if num_gpus > 1 and node < _FREE_SHARE * both:
+        advice = (
+            "plan with the last numbers, since the machine's memory is shared; what later pipeline "
+            "ranks keep, the first can use (resident_delta_bytes_across_pp_ranks)"
+        )
+    return Finding("note", title, found, advice)
+
+
+def check_iommu(index: int, address: str | None, *, root: Path = Path("/")) -> Finding:
+    """Say whether an IOMMU translates the addresses of a GPU's copies, which costs bandwidth."""
+    title = f"GPU {index}: IOMMU"
+    if address is None:
+        return Finding("note", title, "unknown")
+    kind = read_kernel_text(root / "sys/bus/pci/devices" / address / "iommu_group/type").strip()
+    if kind.startswith("DMA"):
+        found = f"it translates this GPU's addresses (domain type {kind[:20]!r})"
+        advice = "where copies stay below their link, boot with iommu=pt"
+        return Finding("note", title, found, advice)
+    passes = kind == "identity"
+    return Finding("ok", title, "addresses pass through it" if passes else "none is shown")
+
+
+# Memory of the host
+
+
+def check_memory_node(
+    index: int,
+    address: str | None,
+    *,
+    root: Path = Path("/"),
+    may_place: Callable[[int], bool] | None = None,
+) -> Finding:
+    """Say whether a GPU's pinned memory comes from the node next to it.
+
+    ``may_place`` says whether memory can be asked from a node; None asks for a page.
+    """
+    title = f"GPU {index}: memory node"
+    nodes = online_nodes(sysfs=root / "sys")
+    if len(nodes) == 1:
+        return Finding("ok", title, "the machine has one")
+    node = node_of_device(address, sysfs=root / "sys")
+    if node is None:
+        found = f"unknown; the machine has {len(nodes) or 'an unknown number'}"
+        advice = "bind each rank to the node next to its GPU (numactl, nvidia-smi topo -m)"
+        return Finding("note", title, found, advice)
+    status = read_kernel_text(root / "proc/self/status")
+    allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)
+    memory_nodes = read_members(allowed[1] if allowed else "")
+    if memory_nodes and node not in memory_nodes:
+        found = f"node {node} is next to it, and this process may only use {sorted(memory_nodes)}"
+        advice = f"give the job memory of node {node} (its cpuset, the container's --cpuset-mems)"
+        return Finding("warning", title, found, advice)
+    near_cpus = read_members(read_kernel_text(root / f"sys/devices/system/node/node{node}/cpulist"))
+    own_cpus = frozenset(psutil.Process().cpu_affinity())
+    is_far = bool(near_cpus) and not near_cpus & own_cpus
+    if own_cpus <= near_cpus or (may_place or may_place_pages)(node):
+        if not is_far:
+            return Finding("ok", title, f"{node}, where pinned memory comes from")
+        found = f"pinned memory comes from node {node}, but no CPU of this process is there"
+        advice = "launches take longer from afar: bind the rank (numactl --cpunodebind)"
+        return Finding("note", title, found, advice)
+    found = f"{node}; the kernel refuses mbind(2), so memory comes from where the process happens "
+    found += "to run, which is not there" if is_far else "to run"
+    advice = f"bind the rank (numactl --cpunodebind={node}), or let the container place memory "
+    advice += "(--cap-add SYS_NICE)"
+    return Finding("warning" if is_far else "note", title, found, advice)
+
+
+def may_place_pages(node: int) -> bool:
+    """Whether the kernel takes the wish for memory of a node (mbind), tried on one page."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        view = ctypes.c_char.from_buffer(page)
+        placed = prefer_node(ctypes.addressof(view), mmap.PAGESIZE, node)
+        del view  # the page can't be given back before
+    return placed
+
+
+def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")) -> Finding:
+    """Say how much each rank of this machine may pin, in slabs, by what accounts have free."""
+    share = 0.5  # of what is free, unless host_memory_share says otherwise
+    cap_bytes = default_cap_bytes(share, {"LOCAL_WORLD_SIZE": str(num_ranks)}, root=root)
+    found = f"{format_bytes(cap_bytes)} may be pinned by "
+    found += f"each of {num_ranks} ranks" if num_ranks > 1 else "one rank"
+    found += f" ({share:.0%} of what is free)"
+    if cap_bytes >= slab_bytes:
+        return Finding("ok", "host memory", found)
+    found += f", less than one slab of {format_bytes(slab_bytes)}"
+    advice = "free memory, raise the control group's limit (the container's --memory), or set "
+    advice += "host_memory_bytes; over it, tensors stay on the device"
+    return Finding("warning", "host memory", found, advice)
+
+
+def check_memlock() -> Finding:
+    """Say what the limit of locked memory is, and for whom."""
+    title = "locked memory (RLIMIT_MEMLOCK)"
+    limit_bytes, _ = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)
+    if limit_bytes == psutil.RLIM_INFINITY:
+        return Finding("ok", title, "no limit")
+    advice = "CUDA doesn't count what it pins, but RDMA does: ulimit -l unlimited (the container's "
+    advice += "--ulimit memlock=-1)"
+    return Finding("note", title, format_bytes(limit_bytes), advice)
+
+
+def check_swap() -> Finding:
+    """Say whether the machine swaps: pinned memory stays, so that others' goes."""
+    used_bytes = psutil.swap_memory().used
+    found = f"{format_bytes(used_bytes)} in use"
+    if used_bytes <= _MUCH_SWAP_BYTES:
+        return Finding("ok", "swap", found)
+    advice = "pinned memory pushes others out: lower host_memory_share, or see who needs so much"
+    return Finding("note", "swap", found, advice)
+
+
+# Environment and versions
+
+
+def check_environment(environ: Mapping[str, str]) -> list[Finding]:
+    """Say which environment variables stand in the way of copies beside kernels, or help."""
+    findings = [_check_allocator(environ)]
+
+    def add(level: Level, name: str, effect: str, when: str = "") -> None:
+        found = f"{shorten(repr(environ[name]))}: {effect}"
+        findings.append(Finding(level, name, found, f"unset {name}{when}"))
+
+    if environ.get(name := "CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        add("warning", name, "the host waits for every kernel and copy, so that nothing overlaps")
+    if environ.get(name := "PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
+        effect = "every allocation goes to the driver, and every release waits for the device"
+        add("warning", name, effect)
+    if environ.get(name := "NVTE_CPU_OFFLOAD_V1", "0") not in ("", "0"):
+        when = ", unless you compare the two, or Megatron-LM's own scripts ask for it"
+        add("note", name, "for megatron-core's own offload; this package does without", when)
+    if environ.get(name := "CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        effect = "as Megatron asks with tensor parallelism on GPUs before Blackwell: all streams "
+        effect += "share one queue, in which a copy may stand behind a kernel"
+        when = " (then it is 8) where copies come late, and without tensor parallelism"
+        add("note", name, effect, when)
+    return findings
+
+
+def _check_allocator(environ: Mapping[str, str]) -> Finding:
+    names = [n for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if environ.get(n)]
+    values = {environ[name] for name in names}
+    if len(values) > 1:
+        found = "both are set, to different values"
+        advice = "which one counts depends on PyTorch's version: set one"
+        return Finding("warning", " and ".join(names), found, advice)
+    title = names[0] if names else "PYTORCH_CUDA_ALLOC_CONF"
+    shown = shorten(repr(environ[title])) if names else "not set"
+    parts = (part.partition(":") for part in "".join(values).split(","))
+    settings = {key.strip(): value.strip() for key, _, value in parts}
+    if settings.get("backend", "native") != "native":
+        found = f"{shown}: not PyTorch's own allocator"
+        advice = "device_target_bytes goes by what that one has reserved; use max_inflight_bytes"
+        return Finding("note", title, found, advice)
+    if settings.get("expandable_segments") == "True":
+        return Finding("ok", title, shown)
+    advice = "where much more is reserved than allocated, try expandable_segments:True"
+    return Finding("note", title, shown, advice)
+
+
+def found_version(name: str) -> str:
+    """Return the version of a distribution: of what an import gives, not of what pip lists.
+
+    The two differ for megatron-core where another copy comes first on ``PYTHONPATH``. Its own file
+    is read for that, which takes no import.
+
+    Raises:
+        PackageNotFoundError: it isn't there.
+    """
+    if name == "python":
+        return platform.python_version()
+    version = _megatron_version() if name == "megatron-core" else ""
+    return version or importlib.metadata.version(name)
+
+
+def _megatron_version() -> str:
+    """Return the version that the megatron-core which would be imported gives itself, or ""."""
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except (ImportError, ValueError):
+        return ""
+    origin = Path(spec.origin) if spec is not None and spec.origin else Path()
+    text = read_kernel_text(origin.parent / "package_info.py")
+    parts = dict(re.findall(r"^(\w+) = '?\"?([\w.]*)['\"]?$", text, re.MULTILINE))
+    numbers = [parts.get(key, "") for key in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(numbers) + parts.get("PRE_RELEASE", "") if "".join(numbers).isdigit() else ""
+
+
+def check_versions(
+    package: str = "megatron-offload", version_of: Callable[[str], str] = found_version
+) -> list[Finding]:
+    """Hold the installed versions of `NEWEST_SEEN` against what a package's metadata asks for."""
+    try:
+        wanted = ["python", *(importlib.metadata.requires(package) or ())]
+    except importlib.metadata.PackageNotFoundError:
+        found = "this package is not installed, so it doesn't say which versions it takes"
+        advice = f"pip install {package}, or pip install -e its folder"
+        return [Finding("note", "versions", found, advice)]
+    findings: dict[str, Finding] = {}  # an extra that names others repeats what they ask for
+    for requirement in map(Requirement, wanted):
+        if requirement.name in NEWEST_SEEN and requirement.name not in findings:
+            findings[requirement.name] = _check_version(requirement, version_of)
+    return list(findings.values())
+
+
+def _check_version(requirement: Requirement, version_of: Callable[[str], str]) -> Finding:
+    name = requirement.name
+    wanted = f"{name}{requirement.specifier}"
+    is_extra = requirement.marker is not None and "extra" in str(requirement.marker)
+    try:
+        text = version_of(name)
+        version = Version(text)
+    except importlib.metadata.PackageNotFoundError:
+        if is_extra:
+            return Finding("ok", name, "not installed, and not needed")
+        return Finding("error", name, "not installed", f"pip install '{wanted}'")
+    except InvalidVersion:
+        return Finding("note", name, f"{shorten(repr(text))} is no version", f"wanted: {wanted}")
+    if not requirement.specifier.contains(version, prereleases=True):
+        level: Level = "warning" if is_extra else "error"
+        return Finding(level, name, f"{text}, too old or too new", f"pip install '{wanted}'")
+    newest = NEWEST_SEEN[name]
+    if version.release[:2] > Version(newest).release:
+        found = f"{text}, newer than any that this package was run with ({newest})"
+        advice = "megatron-offload compare shows whether bits stay the same"
+        return Finding("note", name, found, advice)
+    return Finding("ok", name, text)

@@ -11,8 +11,7 @@ from megatron_offload.cli import doctor
 from megatron_offload.cli.doctor import findings_table, sync_table
 from megatron_offload.cli.main import read_command
 from megatron_offload.errors import ConfigError
-from megatron_offload.machine.checks import Finding
-from megatron_offload.machine.examine import Examination
+from megatron_offload.machine.examine import Examination, Finding
 from megatron_offload.machine.host_syncs import HostSync, HostSyncs
 from megatron_offload.machine.profile import (
     CopyRates,

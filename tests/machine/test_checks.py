@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from megatron_offload.files.kernel import read_members
-from megatron_offload.machine import checks
-from megatron_offload.machine.checks import NEWEST_SEEN
+from megatron_offload.machine import examine as checks
+from megatron_offload.machine.examine import NEWEST_SEEN
 from megatron_offload.machine.profile import CopyRates, PciLink, PciPath
 
 GPU = "0000:3b:00.0"
