@@ -99,14 +99,14 @@ def forward(model, manager, *, grad=True, seed=1, rows=16):
     return x.square().mean()
 
 
-def run_step(model, manager, order, *, rows=16, seed=1):
+def run_step(model, manager, order, *, rows=16, seed=1, inputs=None):
     """Run one training step and return its losses and all gradients."""
-    width = model[0].norm.normalized_shape[0]
     for parameter in model.parameters():
         parameter.grad = None
-    generator = torch.Generator().manual_seed(seed)
-    num_microbatches = 1 + max(m for _, m in order)
-    inputs = [torch.randn(rows, width, generator=generator) for _ in range(num_microbatches)]
+    if inputs is None:
+        shape = 1 + max(m for _, m in order), rows, model[0].norm.normalized_shape[0]
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [torch.randn(shape[1:], generator=generator) for _ in range(shape[0])]
     losses, graphs = {}, {}
     for action, microbatch in order:
         if action == "B":
@@ -117,7 +117,7 @@ def run_step(model, manager, order, *, rows=16, seed=1):
             manager.begin_chunk()
         for block in model:
             x = block(x, manager)
-        graphs[microbatch] = x.square().mean()
+        graphs[microbatch] = x.float().square().mean()
         losses[microbatch] = graphs[microbatch].detach().clone()
     del x, graphs
     if manager:

@@ -20,6 +20,7 @@ class Trap:
     def __init__(self):
         self.num_calls = 0
         self.at = None
+        self.after = False
         self.error = InjectedError
 
     def passed(self):
@@ -27,12 +28,15 @@ class Trap:
         if self.num_calls - 1 == self.at:
             raise self.error
 
-    def around(self, call, *, after):
+    def around(self, call, *, after=None):
+        """Return a call that counts before or after it is made; by default as `after` says."""
+
         def trapped(*args, **kwargs):
-            if not after:
+            is_after = self.after if after is None else after
+            if not is_after:
                 self.passed()
             result = call(*args, **kwargs)
-            if after:
+            if is_after:
                 self.passed()
             return result
 

@@ -7,6 +7,7 @@ import mmap
 import platform
 import weakref
 
+import programs
 import pytest
 import torch
 from programs import assert_nothing_left, assert_same, one_forward_one_backward
@@ -87,23 +88,7 @@ def make_inputs(model, num_microbatches=6, rows=2048):
 
 
 def run_step(model, manager, inputs, order=ORDER):
-    for parameter in model.parameters():
-        parameter.grad = None
-    graphs, losses = {}, []
-    for action, microbatch in order:
-        if action == "B":
-            graphs.pop(microbatch).backward()
-            continue
-        x = inputs[microbatch].clone().requires_grad_()
-        if manager:
-            manager.begin_chunk()
-        for layer in model:
-            x = layer(x, manager)
-        graphs[microbatch] = x.float().square().mean()
-        losses.append(graphs[microbatch].detach())
-    if manager:
-        manager.reset()
-    return [*losses, *[p.grad.clone() for p in model.parameters()]]
+    return programs.run_step(model, manager, order, inputs=inputs)
 
 
 @pytest.fixture(autouse=True)

@@ -9,16 +9,13 @@ import pytest
 import torch
 from programs import assert_nothing_left, assert_same
 from test_cuda import MIB, ORDER, make_inputs, make_manager, make_model, run_step
+from traps import InjectedError, Trap
 
 from megatron_offload.errors import CorruptionError
 
 pytestmark = pytest.mark.gpu
 
 BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
-
-
-class InjectedError(Exception):
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -30,39 +27,19 @@ def _deterministic():
     torch.cuda.empty_cache()
 
 
-class Trap:
-    """Raises at one call of the backend."""
-
-    def __init__(self, manager, monkeypatch):
-        self.num_calls, self.at, self.after = 0, None, False
-        for name in BACKEND_CALLS:
-            call = getattr(manager.backend, name)
-            monkeypatch.setattr(manager.backend, name, self.around(call))
-
-    def around(self, call):
-        def trapped(*args, **kwargs):
-            self.num_calls += 1
-            is_it = self.num_calls - 1 == self.at
-            if is_it and not self.after:
-                raise InjectedError
-            result = call(*args, **kwargs)
-            if is_it:
-                raise InjectedError
-            return result
-
-        return trapped
-
-
 @pytest.mark.parametrize("tells", [True, False], ids=["step", "no step"])
 def test_an_error_at_every_call_of_the_backend(monkeypatch, tells):
     model = make_model(layers=2, width=512)
     inputs = make_inputs(model, rows=512)
     expected = run_step(model, None, inputs)
     manager = make_manager(max_inflight_bytes=2 * MIB, prefetch_bytes=4 * MIB)
-    trap = Trap(manager, monkeypatch)
+    trap = Trap()
+    for name in BACKEND_CALLS:
+        call = getattr(manager.backend, name)
+        monkeypatch.setattr(manager.backend, name, trap.around(call))
     for _ in range(2):
         assert_same(expected, run_step(model, manager, inputs))
-    trap.num_calls = 0
+    trap.arm(None)
     run_step(model, manager, inputs)
     num_calls = trap.num_calls
     del expected[:]
@@ -71,7 +48,8 @@ def test_an_error_at_every_call_of_the_backend(monkeypatch, tells):
     allocated = torch.cuda.memory_allocated()
     gc.freeze()  # the libraries needn't be looked through each time
     for position in range(3, num_calls, 5):
-        trap.num_calls, trap.at, trap.after = 0, position, position % 2 == 0
+        trap.arm(position)
+        trap.after = position % 2 == 0
         try:
             if tells:
                 with manager.step():
@@ -82,7 +60,7 @@ def test_an_error_at_every_call_of_the_backend(monkeypatch, tells):
             pass
         else:  # what is learned decides how many calls a step makes: this one had fewer
             assert position >= trap.num_calls > 0.8 * num_calls
-        trap.at = None
+        trap.disarm()
         assert_same(expected, run_step(model, manager, inputs))
         gc.collect()
         assert_nothing_left(manager)

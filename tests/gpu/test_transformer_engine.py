@@ -41,41 +41,30 @@ CONFIG = OffloadConfig(
 )
 
 
-def recipes():
-    from transformer_engine.common import recipe
-
-    kinds = {
-        "fp8-delayed": "DelayedScaling",
-        "fp8-current": "Float8CurrentScaling",
-        "fp8-block": "Float8BlockScaling",
-        "mxfp8": "MXFP8BlockScaling",
-    }
-    return {
-        "bf16": None,
-        **{name: getattr(recipe, kind)() for name, kind in kinds.items() if hasattr(recipe, kind)},
-    }
-
-
-PRECISIONS = ["bf16", "fp8-delayed", "fp8-current", "fp8-block", "mxfp8"]
+PRECISIONS = {
+    "bf16": None,
+    "fp8-delayed": ("DelayedScaling", "is_fp8_available"),
+    "fp8-current": ("Float8CurrentScaling", "is_fp8_available"),
+    "fp8-block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+}
+"""By precision the recipe's name, and the function that says whether the device can."""
 
 
 def recipe_of(precision):
     """Return the recipe of a precision; skips the test where the device can't."""
-    found = recipes()
-    if precision not in found:
+    from transformer_engine.common import recipe
+
+    if precision == "bf16":
+        return None
+    kind, check = PRECISIONS[precision]
+    if not hasattr(recipe, kind):
         pytest.skip(f"this TransformerEngine has no {precision}")
-    checks = {
-        "fp8-delayed": "is_fp8_available",
-        "fp8-current": "is_fp8_available",
-        "fp8-block": "is_fp8_block_scaling_available",
-        "mxfp8": "is_mxfp8_available",
-    }
-    if precision in checks:
-        result = getattr(te, checks[precision])()
-        is_there, reason = result if isinstance(result, tuple) else (result, "")
-        if not is_there:
-            pytest.skip(f"{precision}: {reason}")
-    return found[precision]
+    result = getattr(te, check)()
+    is_there, reason = result if isinstance(result, tuple) else (result, "")
+    if not is_there:
+        pytest.skip(f"{precision}: {reason}")
+    return getattr(recipe, kind)()
 
 
 def autocast(recipe):

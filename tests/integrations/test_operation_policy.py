@@ -22,11 +22,14 @@ WIDTH, ROWS = 32, 24
 
 @pytest.fixture
 def manager():
+    yield make_groups()
     policy.reset_operation_groups()
-    manager = make_manager()
-    policy.operation_groups(manager=manager)
-    yield manager
+
+
+def make_groups(timing="late"):
+    """Begin anew with operations' groups on another manager, and return that."""
     policy.reset_operation_groups()
+    return policy.operation_groups(manager=make_manager(timing)).manager
 
 
 def end_step(manager):
@@ -63,9 +66,7 @@ def gradients(model, *, around=None):
 )
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_exactly_the_chosen_operations_move(chosen, timing):
-    policy.reset_operation_groups()
-    manager = make_manager(timing)
-    policy.operation_groups(manager=manager)
+    manager = make_groups(timing)
     model = MLP()
     expected = gradients(model)
     for name in chosen:
@@ -137,9 +138,7 @@ def test_a_module_that_is_used_inside_itself(manager):
 @pytest.mark.parametrize("name", zoo.ZOO)
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_every_model_of_the_zoo(name, timing):
-    policy.reset_operation_groups()
-    manager = make_manager(timing)
-    policy.operation_groups(manager=manager)
+    manager = make_groups(timing)
 
     def context(model):
         for index, module in enumerate(model.modules()):
