@@ -101,10 +101,7 @@ class AutomaticGroups:
     ) -> None:
         """Move what is saved from here on, in this thread, until `end`.
 
-        Args:
-            name: what to call these groups, in place of the usual name.
-            vp_stage: virtual pipeline stage.
-            pp_rank: pipeline rank, as in the manager's `begin_chunk`.
+        ``name`` is for these groups alone; the others are as in the manager's `begin_chunk`.
         """
         self.manager.claim(is_inside=bool(self._forwards))
         if not self._forwards or self.manager.decisions.is_idle():

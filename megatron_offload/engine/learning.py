@@ -74,21 +74,17 @@ class Learner:
         profile: the last step, or None.
         kept: groups that the policy keeps on the device, each with the reason.
         residents: groups that stay in the device budget's room for such.
-        is_steady: whether the last step had the groups of the one before.
     """
 
     def __init__(
-        self,
-        config: OffloadConfig,
-        policy: OffloadPlan | RatioPolicy | None,
-        transfers: Transfers,
+        self, config: OffloadConfig, policy: OffloadPlan | RatioPolicy | None, transfers: Transfers
     ) -> None:
         self.policy = ModulesPolicy(fraction=config.fraction)
         self.pp_rank: int | None = None
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
         self.residents: frozenset[GroupKey] = frozenset()
-        self.is_steady = False
+        self._is_steady = False
         self._config = config
         self._listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
@@ -201,9 +197,9 @@ class Learner:
             profile = self._without_unlisted(profile)
         before = self.profile
         self.profile = before if profile == before else profile  # who went by it goes on
-        self.is_steady = before is not None and before.has_groups_of(profile)
+        self._is_steady = before is not None and before.has_groups_of(profile)
         self._fit_host_pool()
-        if self.is_steady:
+        if self._is_steady:
             self._fit()
         elif before is not None:
             self._owners.forget()
@@ -231,7 +227,7 @@ class Learner:
     def restart(self) -> None:
         """Learn anew what the step looks like; what the memory target has found stays."""
         self.profile = self._planned = None
-        self.is_steady = False
+        self._is_steady = False
         if self._plan is None:
             self.kept, self.residents = {}, frozenset()
         self._owners.forget()
@@ -270,7 +266,7 @@ class Learner:
 
     def bytes_away(self, last_step: StepStats) -> dict[str, int]:
         """Return the bytes off the device at the peak, per group name."""
-        if self.profile is None or self.is_steady:
+        if self.profile is None or self._is_steady:
             return {k: v for k, v in last_step.peak_away_bytes_by_name.items() if v}
         if self._keeps_everything():
             return {}
@@ -297,7 +293,7 @@ class Learner:
     def _fit_host_pool(self) -> None:
         """Unpin what the last steps didn't need; blocks the host where there is such."""
         pool, need = self._host_pool, self._host_need
-        at_once = self.is_steady and self._num_fits_left > 0
+        at_once = self._is_steady and self._num_fits_left > 0
         peak_bytes, pinned_bytes = pool.take_peak_bytes(), pool.stats.slab_bytes_total
         keep_bytes = need.keep_bytes(peak_bytes, pinned_bytes, at_once=at_once)
         if keep_bytes is not None:

@@ -369,13 +369,10 @@ class PipelineOffloadManager:
 
     @guarded
     def trim(self) -> int:
-        """Give back all memory that no graph needs now, pinned and on the device.
+        """Give back all memory that no graph needs now; return the bytes that were unpinned.
 
         For between steps, before something else needs the memory; the next step takes it again.
         Blocks the host until the copies under way are over.
-
-        Returns:
-            The bytes of host memory that were unpinned.
         """
         self.backend.sync_copies()
         self.tensor_pool.clear()

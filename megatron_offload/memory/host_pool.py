@@ -222,9 +222,7 @@ class HostPool:
                 "host_slab_bytes is %s and this process may pin %s (host_memory_share %g of what "
                 "the machine and its control groups have free, for all local ranks): no slab is "
                 "larger (lower host_slab_bytes)",
-                format_bytes(self.slab_bytes),
-                format_bytes(self.cap_bytes),
-                share,
+                *(self.slab_bytes, self.cap_bytes, share),
             )
 
     def allocate(
@@ -232,8 +230,7 @@ class HostPool:
     ) -> HostRegion | None:
         """Lend ``num_bytes``, or return None when memory is short.
 
-        That is counted, and each of its two reasons is warned of once: the cap, and memory that
-        can't be pinned.
+        Each of its two reasons is warned of once: the cap, and memory that can't be pinned.
 
         Raises:
             ValueError: ``num_bytes`` is not positive, or the pool is closed.
@@ -430,8 +427,7 @@ class HostPool:
         self._warn_once(
             "a slab of %s can't be pinned (%s): slabs are as small as what is asked for, which is "
             "slow (lower host_slab_bytes or host_memory_bytes)",
-            format_bytes(largest_bytes),
-            self.last_pin_error,
+            *(largest_bytes, self.last_pin_error),
         )
         return True
 
@@ -458,25 +454,21 @@ class HostPool:
             self._warn_once(
                 "host pool is full: asked %s, %s in use, %s of %s pinned; the tensors stay on the "
                 "device (raise host_memory_bytes or lower the fraction)",
-                format_bytes(num_bytes),
-                format_bytes(stats.in_use_bytes),
-                format_bytes(stats.slab_bytes_total),
-                format_bytes(self.cap_bytes),
+                *(num_bytes, stats.in_use_bytes, stats.slab_bytes_total, self.cap_bytes),
             )
             return
         stats.num_unpinnable += 1
         self._warn_once(
             "host memory can't be pinned: asked %s, %s pinned, error: %s; the tensors stay on "
             "the device (lower host_memory_bytes or host_slab_bytes)",
-            format_bytes(num_bytes),
-            format_bytes(stats.slab_bytes_total),
-            self.last_pin_error,
+            *(num_bytes, stats.slab_bytes_total, self.last_pin_error),
         )
 
-    def _warn_once(self, message: str, *numbers: object) -> None:
+    def _warn_once(self, message: str, *given: object) -> None:
+        """Warn, with numbers of bytes for people."""
         if message not in self._warned_of:
             self._warned_of.add(message)
-            _logger.warning(message, *numbers)
+            _logger.warning(message, *(format_bytes(n) if isinstance(n, int) else n for n in given))
 
 
 def _aligned(num_bytes: int) -> int:

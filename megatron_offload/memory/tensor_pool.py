@@ -127,16 +127,10 @@ class GPUTensorPool:
         """
         key = self._get_pool_key(tensor.shape, tensor.dtype)
         self._stats["free_requests"] += 1
-        lent = self._lent.get(key)
-        if lent is None:
-            raise ValueError(
-                f"no tensor of shape {key[0]} and dtype {tensor.dtype} was ever allocated here; "
-                f"known are {sorted(map(str, self._lent))}"
-            )
-        if lent.pop(id(tensor), None) is None:
+        if self._lent.get(key, {}).pop(id(tensor), None) is None:
             raise ValueError(
                 f"this tensor of shape {key[0]} and dtype {tensor.dtype} doesn't belong to this "
-                "pool, or was freed before"
+                f"pool, or was freed before; allocated here were {sorted(map(str, self._lent))}"
             )
         self._keep(key, tensor)
 

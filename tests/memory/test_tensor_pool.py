@@ -144,11 +144,10 @@ def test_a_status_needs_a_dtype_and_a_shape_that_was_asked_for(pool):
 
 
 def test_freeing_a_stranger_is_an_error(pool):
-    with pytest.raises(ValueError, match="ever allocated here"):
-        pool.free(torch.empty(2, 3))
-    pool.allocate((2, 3))
-    with pytest.raises(ValueError, match="doesn't belong"):
-        pool.free(torch.empty(2, 3))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"shape \(2, 3\).*doesn't belong"):
+            pool.free(torch.empty(2, 3))
+        pool.allocate((2, 3))
 
 
 def test_a_second_free_is_an_error_and_the_tensor_is_not_handed_out_twice(pool):
@@ -175,5 +174,5 @@ def test_clear_forgets_everything(pool):
     pool.free(pool.allocate((2, 3)))
     pool.clear()
     assert pool.get_pool_status()["pools"] == {}
-    with pytest.raises(ValueError, match="ever allocated here"):
+    with pytest.raises(ValueError, match="doesn't belong"):
         pool.free(tensor)
