@@ -22,26 +22,17 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def is_in_checkpoint() -> bool:
-    """Whether the hooks in force are those of a non-reentrant ``torch.utils.checkpoint``.
-
-    It counts what is saved inside it in forward and again in the recompute, so nothing may be
-    taken from under it; and what it drops needs no offload.
-    """
-    hooks = _top_saved_tensors_default_hooks(True)
-    return hooks is not None and _are_checkpoint_s(hooks)
-
-
-def _are_checkpoint_s(hooks: tuple[Any, ...]) -> bool:
-    return bool(hooks[0].__module__ == "torch.utils.checkpoint")
-
-
 def is_recording() -> bool:
-    """Whether what is saved here and now is saved for a backward, and not recomputed."""
+    """Whether what is saved here and now is saved for a backward, and not recomputed.
+
+    Not inside a non-reentrant ``torch.utils.checkpoint``: it counts what is saved inside it in
+    forward and again in the recompute, so nothing may be taken from under it; and what it drops
+    needs no offload.
+    """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
     hooks = _top_saved_tensors_default_hooks(True)
-    return hooks is None or not _are_checkpoint_s(hooks)
+    return hooks is None or hooks[0].__module__ != "torch.utils.checkpoint"
 
 
 def refuse_mutable_saves() -> None:

@@ -20,8 +20,7 @@ from megatron_offload.core.trace import (
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.program import RankProgram
-from megatron_offload.planning.replay import replay
+from megatron_offload.planning.replay import RankProgram, replay
 from megatron_offload.planning.streams import RELEASE, RELOAD, RankStreams, run_streams
 
 SEGMENT_BYTES = 2 * 1024**2

@@ -20,7 +20,7 @@ from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, Span, StepTrace
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.planning.job import Job
-from megatron_offload.planning.program import OpKind, RankProgram
+from megatron_offload.planning.replay import OpKind, RankProgram
 
 if TYPE_CHECKING:
     import simpy

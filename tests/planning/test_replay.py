@@ -7,8 +7,7 @@ from problems import peak_in_flight
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
-from megatron_offload.planning.program import OpKind
-from megatron_offload.planning.replay import replay, step_profile
+from megatron_offload.planning.replay import OpKind, replay, step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, gpipe, zero_bubble_h1
 
 

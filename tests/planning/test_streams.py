@@ -16,7 +16,7 @@ from megatron_offload.planning.job import (
     RankSettings,
     StageWork,
 )
-from megatron_offload.planning.program import OpKind, RankProgram
+from megatron_offload.planning.replay import OpKind, RankProgram
 from megatron_offload.planning.schedule import (
     Pass,
     PassKind,
