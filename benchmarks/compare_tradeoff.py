@@ -17,14 +17,11 @@ from collections.abc import Iterator
 
 from compare_simulation import FOLDER, ROOT, machine_of
 
-from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import StepProfile
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.predict import job_of, predictor_of
 from megatron_offload.planning.profile_file import load_profile
+from megatron_offload.planning.profiled_job import job_of
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import simulate
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.plots import plot_tradeoff
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, write_tradeoff
@@ -50,12 +47,11 @@ def measured(data: dict) -> Iterator[tuple[str, list[dict]]]:
             yield f"auto, {percent[1]} %" if percent else "no offload", ranks
 
 
-def plans(profiles: list[StepProfile], machine: Machine) -> Iterator[tuple[str, OffloadPlan]]:
+def plans(chooser: Chooser) -> Iterator[tuple[str, OffloadPlan]]:
     """Yield plans of the recorded step, and what to call them."""
-    chooser = Chooser(profiles, job_of(profiles, SCHEDULE, machine))
     yield "auto, 0.8 %", chooser.within(0.8)
     for target in TARGETS:
-        plan = chooser.under((target * GIB,) * len(profiles))
+        plan = chooser.under((target * GIB,) * len(chooser.without.ranks))
         yield ("no offload" if not plan.moved_bytes else f"target {target} GiB"), plan
 
 
@@ -85,14 +81,12 @@ def main() -> None:
         peaks, moved = ([rank[n] for rank in ranks] for n in ("peak_reserved_bytes", "d2h_bytes"))
         add(label, peaks, moved, percent)
     profiles = [load_profile(FOLDER / "profiles_c" / f"profile_{rank}.json") for rank in range(4)]
-    job = job_of(profiles, SCHEDULE, machine)
-    predict = predictor_of(job)
-    bare_us = simulate(job).step_us
-    for label, plan in sorted(plans(profiles, machine), key=lambda pair: pair[1].moved_bytes):
-        found = predict(plan)
-        percent = 100 * (found.step_us / bare_us - 1)
+    chooser = Chooser(profiles, job_of(profiles, SCHEDULE, machine))
+    for label, plan in sorted(plans(chooser), key=lambda pair: pair[1].moved_bytes):
+        percent = 100 * (plan.ranks[0].predicted_step_us / chooser.without.step_us - 1)
+        peaks = [rank.predicted_peak_bytes for rank in plan.ranks]
         moved = [rank.moved_bytes for rank in plan.ranks]
-        add(label, list(found.peak_bytes), moved, percent, is_predicted=True)
+        add(label, peaks, moved, percent, is_predicted=True)
     console().print(table)
     write_tradeoff(ROOT / "docs" / "benchmarks" / "tradeoff.json", MEMORY, points)
     tradeoff = TradeOff(memory=MEMORY, points=tuple(points))

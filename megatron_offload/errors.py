@@ -16,7 +16,6 @@ _MOST_LISTED = 50
 
 _EXTRAS = {
     "altair": ("report", "drawing a chart"),
-    "highspy": ("plan", "planning for a memory target"),
     "jinja2": ("report", "the HTML report"),
     "megatron.core": ("megatron", "training"),
     "shtab": ("completion", "completing words in a shell"),

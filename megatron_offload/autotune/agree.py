@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -26,12 +26,11 @@ from megatron_offload.planning.bandwidths import (
     measured_machine,
     simulated_machine,
 )
+from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan import check_profiles
-from megatron_offload.planning.schedule import Schedule, make_schedule
-
-if TYPE_CHECKING:
-    from megatron_offload.planning.choice import Chooser
+from megatron_offload.planning.profiled_job import job_of, schedule_of
+from megatron_offload.planning.schedule import Schedule
 
 _T = TypeVar("_T")
 
@@ -51,7 +50,7 @@ class JointChooser:
         manager: of this rank.
         profile: of this rank's step.
         policy: with the bandwidths to choose by.
-        schedule: what the ranks run; None for 1F1B, interleaved with virtual stages.
+        schedule: what the ranks run; None for what was seen, interleaved with virtual stages.
         group: all ranks that are to follow one plan; None for all there are.
     """
 
@@ -90,10 +89,6 @@ class JointChooser:
         return found  # type: ignore[return-value]
 
     def _make(self) -> Chooser:
-        # It needs the simulator's library, which nothing else here does.
-        from megatron_offload.planning.choice import Chooser
-        from megatron_offload.planning.predict import job_of
-
         profiles: dict[int, StepProfile] = {}
         for rank, (profile, marked) in enumerate(self._found):
             said = profile.run.pp_rank
@@ -105,11 +100,7 @@ class JointChooser:
                 )
             profiles.setdefault(said, profile)
         in_order = check_profiles(profiles.values())
-        run, schedule = in_order[0].run, self._schedule
-        if schedule is None:
-            name = "interleaved" if run.vp_size > 1 else "1f1b"
-            schedule = make_schedule(name, run.pp_size, run.num_microbatches, run.vp_size)
-        policy = self._policy
+        schedule, policy = self._schedule or schedule_of(in_order), self._policy
         machine = Machine(**dict(policy.machine or MachineConfig()))
         job = job_of(in_order, schedule, machine, gpus_per_rank=policy.gpus_per_rank)
         limits = policy.max_inflight_bytes, policy.prefetch_bytes

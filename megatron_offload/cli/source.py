@@ -43,8 +43,8 @@ from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan, check_profiles
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
-from megatron_offload.planning.predict import job_of, profiles_of
 from megatron_offload.planning.profile_file import load_profile
+from megatron_offload.planning.profiled_job import job_of, profiles_of, schedule_of
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import Simulation, settings_of
 
@@ -190,8 +190,7 @@ class SourceOptions(OptionsWithKeys):
     """A described job instead: a file, or the name of one in configs/models/."""
 
     schedule: str | None = None
-    """gpipe, 1f1b, interleaved or zb-h1; of a run, what it ran: interleaved with several virtual
-    stages, else 1f1b."""
+    """gpipe, 1f1b, interleaved or zb-h1; of a run, what it was seen to run."""
 
     machine: Path | None = None
     """Bandwidths: the JSON of 'doctor --output FILE', or YAML with keys of the section 'machine';
@@ -261,9 +260,10 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
     else:
         origin = f"{DEFAULTS}; --machine FILE takes others"
     around = validate(Surroundings, apply_overrides({"machine": section}, given.set), "--set")
-    shape = profiles[0].run
-    name = given.schedule or ("interleaved" if shape.vp_size > 1 else "1f1b")
-    passes = make_schedule(name, shape.pp_size, shape.num_microbatches, shape.vp_size)
+    passes, shape = schedule_of(profiles), profiles[0].run
+    if given.schedule is not None:
+        sizes = shape.pp_size, shape.num_microbatches, shape.vp_size
+        passes = make_schedule(given.schedule, *sizes)
     return Source(
         title=folder.resolve().name,
         job=job_of(profiles, passes, around.machine, gpus_per_rank=gpus_per_rank),

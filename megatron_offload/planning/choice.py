@@ -19,8 +19,8 @@ from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, 
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
+from megatron_offload.planning.footprint import Footprint, LiveGroup
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
-from megatron_offload.planning.live import Footprint, LiveGroup
 from megatron_offload.planning.plan import OffloadPlan, check_profiles, plan_of, rank_plan
 from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.planning.replay import replay
@@ -186,10 +186,6 @@ class Chooser:
         if isinstance(config, MemoryTargetConfig):
             return self.under(config.targets(len(self._ranks)))
         plan = plan_by_rule(config, self._profiles)
-        if plan.pp_size != len(self._ranks):
-            raise ConfigError(
-                f"the plan is for {plan.pp_size} pipeline ranks, the job has {len(self._ranks)}"
-            )
         return _predicted(plan, self._simulate(tuple(settings_of(plan, self._limits))))
 
     # The search

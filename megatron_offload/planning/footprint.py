@@ -1,134 +1,106 @@
-"""The device memory of one rank's step without offload, and when each group could be away.
-
-The allocator's samples and the times of the compute stream are paired by their order, because the
-host runs ahead of the device. Without samples, as on a CPU, memory is what the groups save.
-"""
+"""What one rank's work takes of memory without offload, and when its groups could be away."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from typing import NamedTuple
 
-from megatron_offload.core.profile import GroupKey, MemorySample, StepProfile
-from megatron_offload.errors import ConfigError
-from megatron_offload.planning.cover import Item, Problem
+import numpy as np
 
-_START, _COMMIT, _BACKWARD, _DONE = range(4)
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.trace import StepTrace
+from megatron_offload.planning.job import GroupWork, Job
+from megatron_offload.planning.pending import PendingMessages
+from megatron_offload.planning.schedule import PassKind
 
 
-@dataclass(frozen=True)
+class LiveGroup(NamedTuple):
+    """A group that can move."""
+
+    key: GroupKey
+    num_bytes: int
+    first_row: int
+    """The first piece of work that it may be away in."""
+    end_row: int
+    """The one that needs it again."""
+    life_us: float
+    """From its commit to its backward."""
+
+
 class Footprint:
-    """One rank's step as far as its memory goes.
+    """One rank's step without offload, a row for each piece of work.
+
+    Args:
+        job: the step.
+        rank: pipeline rank.
+        trace: what was simulated of it.
 
     Attributes:
-        profile: what was seen.
-        keys: of the groups that hold something and have a backward, in the order of ``items``.
-        items: these groups.
-        memory_bytes: most memory in each row, allocated.
-        waste_bytes: what is reserved besides.
+        rows: bytes that are allocated while a piece of work runs.
+        groups: those that can move.
+        times_us: of every group its start, commit, and backward's begin and end.
+        largest_bytes: of one group.
+        saved_bytes: the most that groups hold at one time.
     """
 
-    profile: StepProfile
-    keys: tuple[GroupKey, ...]
-    items: tuple[Item, ...]
-    memory_bytes: tuple[int, ...]
-    waste_bytes: int
-
-    @classmethod
-    def of(cls, profile: StepProfile) -> Footprint:
-        """Return the footprint of a step as it is without offload.
-
-        Raises:
-            ConfigError: times are missing, something moved uncounted, or samples lie elsewhere.
-        """
-        who = f"the profile of pipeline rank {profile.run.pp_rank}"
-        if profile.groups and not (profile.times and profile.step_us > 0):
-            raise ConfigError(f"{who} holds no times; profile a step with times and memory")
-        if profile.offloaded_bytes and not profile.counts_what_moved:
-            raise ConfigError(
-                f"{who} is of a step that moved {profile.offloaded_bytes} bytes, which its memory "
-                "doesn't count; profile another"
-            )
-        boundaries = [(index, kind) for _, _, index, kind in sorted(_boundaries(profile))]
-        samples = profile.memory or _saved_bytes(profile, boundaries)
-        if len(samples) not in (len(boundaries), len(boundaries) + 1):
-            raise ConfigError(
-                f"{who} holds {len(samples)} samples of memory for {len(boundaries)} boundaries of "
-                "groups"
-            )
-        nothing = MemorySample(0.0, 0, 0)
-        memory_bytes = tuple(
-            max(before.allocated_bytes, behind.allocated_bytes, behind.peak_bytes)
-            for before, behind in pairwise([nothing, *samples, nothing])
+    def __init__(self, job: Job, rank: int, trace: StepTrace | None) -> None:
+        assert trace is not None
+        self.groups: list[LiveGroup] = []
+        self.times_us: dict[GroupKey, list[float]] = {}
+        self._spans = iter(
+            span for span in trace.spans if span.stream == "compute" and span.kind != "stall"
         )
-        row_of = {boundary: row for row, boundary in enumerate(boundaries, start=1)}
-        moving = [
-            index
-            for index, group in enumerate(profile.groups)
-            if group.num_bytes and (index, _BACKWARD) in row_of
-        ]
-        reserved = max((sample.reserved_bytes for sample in samples), default=0)
-        return cls(
-            profile,
-            tuple(profile.groups[index].key for index in moving),
-            tuple(
-                Item(
-                    profile.groups[index].num_bytes,
-                    row_of[index, _COMMIT],
-                    row_of[index, _BACKWARD],
-                    profile.times[index].committed_us,
-                    profile.times[index].backward_us,
-                )
-                for index in moving
-            ),
-            memory_bytes,
-            max(0, reserved - max(memory_bytes, default=0)),
-        )
+        self._now_us = 0.0
+        self._held_bytes = job.static_bytes[rank]
+        self._pending = PendingMessages(job, rank)
+        self._rows: list[int] = []
+        first_rows: dict[GroupKey, int] = {}
+        chunks: dict[tuple[int, int], int] = {}
+        for one in job.schedule.ranks[rank]:
+            stage = job.stages[one.stage]
+            marked = [work.is_marked for work in stage.groups]
+            if any(marked):
+                chunks.setdefault((one.stage, one.microbatch), len(chunks))
+            is_forward = one.kind is PassKind.FORWARD
+            for place in range(len(marked))[:: 1 if is_forward else -1]:
+                work = stage.groups[place]
+                times = self._add_row(one.kind, work, stage.buffer_bytes)
+                if not work.is_marked or one.kind is PassKind.WEIGHT:
+                    continue
+                key = GroupKey(chunks[one.stage, one.microbatch], sum(marked[:place]))
+                if is_forward:
+                    self.times_us[key] = [*times]
+                    first_rows[key] = len(self._rows)
+                    continue
+                self.times_us[key] += times
+                if work.num_bytes:
+                    _, committed_us, backward_us, _ = self.times_us[key]
+                    last, life_us = len(self._rows) - 1, backward_us - committed_us
+                    group = LiveGroup(key, work.num_bytes, first_rows[key], last, life_us)
+                    self.groups.append(group)
+            self._pending.add_pass(one)
+        self.rows = np.array(self._rows, dtype=np.int64)
+        self.largest_bytes = max((group.num_bytes for group in self.groups), default=0)
+        changes = np.zeros(len(self._rows) + 1, dtype=np.int64)
+        for group in self.groups:
+            changes[group.first_row] += group.num_bytes
+            changes[group.end_row] -= group.num_bytes
+        self.saved_bytes = int(np.cumsum(changes).max(initial=0))
 
-    @cached_property
-    def peak_bytes(self) -> int:
-        """What the step takes without offload, waste included."""
-        return max(self.memory_bytes, default=0) + self.waste_bytes
-
-    @cached_property
-    def saved_peak_bytes(self) -> int:
-        """The most that all groups hold at one time."""
-        live = self.problem(0, 0, 1.0).live_bytes(range(len(self.items)))
-        return int(live.max(initial=0))
-
-    @cached_property
-    def largest_bytes(self) -> int:
-        """Bytes of the largest group."""
-        return max((item.num_bytes for item in self.items), default=0)
-
-    def problem(self, target_bytes: int, device_bytes: int, link_gbps: float) -> Problem:
-        """Return what to solve for a target that counts waste too; see `Problem`."""
-        target = target_bytes - self.waste_bytes
-        return Problem(self.items, self.memory_bytes, target, device_bytes, link_gbps)
-
-
-def _boundaries(profile: StepProfile) -> Iterator[tuple[float, int, int, int]]:
-    """Yield time, place among those of the same time, group and kind of every boundary."""
-    backward_places = {key: place for place, key in enumerate(profile.backward_order)}
-    for index, (group, times) in enumerate(zip(profile.groups, profile.times, strict=False)):
-        yield times.started_us, 2 * index, index, _START
-        yield times.committed_us, 2 * index + 1, index, _COMMIT
-        place = backward_places.get(group.key)
-        if place is not None:
-            place += len(profile.groups)
-            yield times.backward_us, 2 * place, index, _BACKWARD
-            yield times.done_us, 2 * place + 1, index, _DONE
-
-
-def _saved_bytes(
-    profile: StepProfile, boundaries: list[tuple[int, int]]
-) -> tuple[MemorySample, ...]:
-    """Return samples that hold what the groups save, and nothing else."""
-    held, samples = 0, []
-    for index, kind in boundaries:
-        num_bytes = profile.groups[index].num_bytes
-        held += {_COMMIT: num_bytes, _DONE: -num_bytes}.get(kind, 0)
-        samples.append(MemorySample(0.0, held, 0))
-    return tuple(samples)
+    def _add_row(self, kind: PassKind, work: GroupWork, buffer_bytes: int) -> tuple[float, float]:
+        """Add a piece of work; return its begin and end."""
+        temp_bytes, us = work.backward_temp_bytes, work.backward_us
+        if kind is PassKind.FORWARD:
+            temp_bytes, us = work.forward_temp_bytes, work.forward_us
+            self._held_bytes += work.num_bytes + work.kept_bytes
+        elif kind is PassKind.WEIGHT:
+            us = work.weight_us
+        elif kind is PassKind.INPUT:
+            us -= work.weight_us
+        self._rows.append(self._held_bytes + temp_bytes + buffer_bytes + self._pending.num_bytes)
+        if kind in (PassKind.BACKWARD, PassKind.WEIGHT):
+            self._held_bytes -= work.num_bytes + work.kept_bytes
+        start_us = self._now_us
+        if us > 0:
+            span = next(self._spans)
+            start_us, self._now_us = span.start_us, span.end_us
+        return start_us, self._now_us

@@ -1,4 +1,4 @@
-"""A step as the profiles of all its ranks have shown it.
+"""A step as the profiles of all its ranks have shown it, and the profiles of a step.
 
 Times of a group are medians over the microbatches. What lies between two groups of one chunk is
 compute as well, and its median too. Between two passes of a rank, other stages may have been waited
@@ -8,15 +8,26 @@ never waited gets its measured time back, as far as its microbatches are alike.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import GroupProfile, GroupTimes, StepProfile
+from megatron_offload.core.profile import (
+    GroupProfile,
+    GroupTimes,
+    MemorySample,
+    RunShape,
+    StepProfile,
+)
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.schedule import Pass, PassKind, Schedule
+from megatron_offload.planning.replay import step_profile
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
+from megatron_offload.planning.simulate import simulate
 
 _Timed = list[tuple[GroupProfile, GroupTimes]]
 """The groups of one chunk, in order."""
@@ -82,7 +93,10 @@ def _chunks_of(
 ) -> dict[tuple[int, int], _Timed]:
     """Return the timed groups of each stage and microbatch."""
     if len(profile.times) != len(profile.groups):
-        raise ConfigError(f"rank {rank}: the profile has no times; profile a timed step")
+        raise ConfigError(
+            f"the profile of pipeline rank {rank} holds no times; profile a step with times and "
+            "memory"
+        )
     if any(one.kind in (PassKind.INPUT, PassKind.WEIGHT) for one in passes):
         raise ConfigError("a profile has one time for a backward, and this schedule splits it")
     by_chunk: dict[int, _Timed] = defaultdict(list)
@@ -135,3 +149,81 @@ def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
         backward_us=statistics.median(one.done_us - one.backward_us for one in times),
         kept_bytes=statistics.median_high(group.elsewhere_bytes for group in groups),
     )
+
+
+def job_of(
+    profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine, *, gpus_per_rank: int = 1
+) -> Job:
+    """Return the step of the profiles, with peaks without offload as they were measured.
+
+    What groups don't save (weights, temporaries, what the allocator can't use) is always there.
+    """
+    peaks = list(map(measured_peak_bytes, profiles))
+    static = [0] * len(profiles)
+    job = job_from_profiles(profiles, schedule, machine, static, gpus_per_rank=gpus_per_rank)
+    explained = [rank.peak_device_bytes for rank in simulate(job).ranks]
+    static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
+    return replace(job, static_bytes=tuple(static), unused_bytes=0)
+
+
+def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
+    """Return the schedule of the profiles, in the order of ranks.
+
+    It is what they have seen; with virtual stages, which no profile tells of, interleaved 1F1B.
+    """
+    run = profiles[0].run
+    if run.vp_size > 1:
+        return make_schedule("interleaved", run.pp_size, run.num_microbatches, run.vp_size)
+    ranks = []
+    for stage, profile in enumerate(profiles):
+        begins_us: dict[Pass, float] = {}
+        seen = set(profile.backward_order)
+        for group, times in zip(profile.groups, profile.times, strict=False):
+            forward = Pass(stage, PassKind.FORWARD, group.key.chunk)
+            backward = Pass(stage, PassKind.BACKWARD, group.key.chunk)
+            begins_us.setdefault(forward, times.started_us)
+            backward_us = times.backward_us if group.key in seen else math.inf
+            begins_us[backward] = min(begins_us.get(backward, math.inf), backward_us)
+        ranks.append(tuple(sorted(begins_us, key=begins_us.__getitem__)))
+    num_chunks = len({one.microbatch for one in ranks[0]})
+    if not all(ranks):
+        return make_schedule("1f1b", run.pp_size, run.num_microbatches)
+    return Schedule("as profiled", run.pp_size, num_chunks, tuple(ranks))
+
+
+def measured_peak_bytes(profile: StepProfile) -> int:
+    """Return the most that a step reserved without offload; 0 where nobody looked."""
+    if profile.offloaded_bytes and not profile.counts_what_moved:
+        raise ConfigError(
+            f"the profile of pipeline rank {profile.run.pp_rank} is of a step that moved "
+            f"{profile.offloaded_bytes} bytes, which its memory doesn't count; profile another"
+        )
+    return max((max(sample[1:]) for sample in profile.memory), default=0)
+
+
+def profiles_of(job: Job) -> list[StepProfile]:
+    """Return what each pipeline rank would see in a step without offload.
+
+    Memory is one sample, at the end: what the step has taken at most.
+    """
+    step = simulate(job, record=True)
+    profiles = []
+    for rank, result in enumerate(step.ranks):
+        profile = step_profile(job, rank)
+        times = Footprint(job, rank, result.trace).times_us
+        reserved_bytes = result.peak_reserved_bytes
+        memory = MemorySample(step.step_us, job.static_bytes[rank], reserved_bytes, reserved_bytes)
+        schedule = job.schedule
+        num_virtual = len(schedule.stages_of(rank))
+        profiles.append(
+            replace(
+                profile,
+                times=tuple(GroupTimes(*times[group.key]) for group in profile.groups),
+                step_us=step.step_us,
+                memory=(memory,),
+                run=RunShape(
+                    schedule.num_microbatches, rank, schedule.num_ranks, num_virtual, rank
+                ),
+            )
+        )
+    return profiles

@@ -14,9 +14,8 @@ from pydantic import BeforeValidator, Field
 
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.strict_model import StrictModel
-from megatron_offload.planning.make_policy import check_installed
 from megatron_offload.planning.plan_file import load_plan
 
 BYTE_VOCABULARY = 256
@@ -339,8 +338,8 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
             )
     policy = config.offload.policy
     if config.offload.enabled:
-        if policy is not None:
-            check_installed(policy)
+        if isinstance(policy, (AutoConfig, MemoryTargetConfig)):
+            require("simpy")
         if isinstance(policy, PlanFileConfig):
             load_plan(policy.path)
         return

@@ -25,7 +25,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.planning import predict
 from megatron_offload.planning.bandwidths import DEFAULTS, Bandwidths, simulated_machine
 from megatron_offload.planning.schedule import make_schedule
 
@@ -187,9 +186,9 @@ def agreed(job, **keys):
 
 def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
     made = []
-    original = predict.job_of
+    original = agree.job_of
     monkeypatch.setattr(
-        predict, "job_of", lambda *given, **keys: made.append(original(*given, **keys)) or made[-1]
+        agree, "job_of", lambda *given, **keys: made.append(original(*given, **keys)) or made[-1]
     )
     job = GpuJob(3.0, policy={**UNSET, "gpus_per_rank": 2}).warmed_up()
     plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)

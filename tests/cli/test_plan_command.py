@@ -18,8 +18,8 @@ from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.planning.bandwidths import Bandwidths, save_bandwidths
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import RatioPolicy
-from megatron_offload.planning.predict import profiles_of
 from megatron_offload.planning.profile_file import load_profile, save_profile
+from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.simulate import settings_of, simulate
 from megatron_offload.report.tradeoff import read_tradeoff
 
@@ -419,7 +419,6 @@ def test_help_needs_no_extra(name, monkeypatch, capsys):
 
 
 def test_a_ratio_without_a_curve_needs_no_solver(model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "highspy", None)
     assert plan("--model", model, "--ratio", 0.5, "--curve", 0) == 0
 
 

@@ -55,7 +55,6 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
 
 
 def test_a_plan_is_followed(model, tmp_path, capsys):
-    pytest.importorskip("highspy")
     plan = tmp_path / "plan.json"
     words = ["--ratio", "0", "--curve", "0", "--output", str(plan)]
     assert main(["plan", "--model", str(model), *words]) == 0
@@ -252,7 +251,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expe
 
 def test_simulating_needs_no_torch(model, tmp_path):
     words = ["simulate", "--model", model, "--trace", tmp_path / "t.json"]
-    status, printed, _ = run_without(words, "torch", "highspy")
+    status, printed, _ = run_without(words, "torch")
     assert status == 0
     assert printed.endswith("imported:\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import replace
 from itertools import chain
 
@@ -24,7 +25,7 @@ from torch import nn
 from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import GroupKey, GroupTimes, RunShape
+from megatron_offload.core.profile import GroupKey, GroupTimes, MemorySample, RunShape
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
@@ -33,11 +34,15 @@ from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.measure import measure_step
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.footprint import Footprint
+from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.memory_target import MemoryTargetPolicy
 from megatron_offload.planning.profile_file import save_profile
-from megatron_offload.planning.profiled_job import job_from_profiles
+from megatron_offload.planning.profiled_job import (
+    job_from_profiles,
+    job_of,
+    measured_peak_bytes,
+    schedule_of,
+)
 from megatron_offload.planning.schedule import PassKind, interleaved_one_f_one_b, one_f_one_b
 from megatron_offload.planning.simulate import simulate
 
@@ -147,7 +152,6 @@ def test_peaks_are_left_alone_where_nobody_wants_them_and_where_nothing_tells_of
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
     assert recorded.profile.memory == ()
-    assert max(Footprint.of(recorded.profile).memory_bytes) == 6000
 
 
 class Telling(SimulatedBackend):
@@ -295,19 +299,29 @@ def test_nested_groups_lie_within_one_another():
             assert inner.done_us <= outer.done_us
 
 
+def rows_of(profile):
+    """Return the most memory between boundaries of groups, each end counted."""
+    nothing = MemorySample(0.0, 0, 0)
+    return [
+        max(one.allocated_bytes, other.allocated_bytes, other.peak_bytes)
+        for one, other in itertools.pairwise([nothing, *profile.memory, nothing])
+    ]
+
+
 def test_a_recorded_step_can_be_planned_with():
     program = Program()
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
-    footprint = Footprint.of(recorded.profile)
-    assert footprint.peak_bytes == footprint.saved_peak_bytes == 6000
-    pytest.importorskip("highspy")
-    plan = MemoryTargetPolicy(6000).make_plan([recorded.profile])
-    assert plan.ranks[0].moved_bytes == 0
+    assert measured_peak_bytes(recorded.profile) == 6000
+    pytest.importorskip("simpy")
+    profile = recorded.profile
+    job = job_of([profile], schedule_of([profile]), Machine())
+    plan = Chooser([profile], job).under((6000,))
+    assert (plan.ranks[0].moved_bytes, plan.ranks[0].predicted_peak_bytes) == (0, 6000)
     with profile_step(program.manager) as moved:
         program.step()
     with pytest.raises(ConfigError, match="moved 6000 bytes, which its memory doesn't count"):
-        Footprint.of(replace(moved.profile, counts_what_moved=False))
+        measured_peak_bytes(replace(moved.profile, counts_what_moved=False))
 
 
 @pytest.mark.sampled
@@ -326,11 +340,9 @@ def test_memory_is_told_as_if_nothing_had_moved(timing, budget_bytes, takes_peak
         program.step()
     assert moved.profile.offloaded_bytes > 0
     assert moved.profile.counts_what_moved
-    expected, found = Footprint.of(stayed.profile), Footprint.of(moved.profile)
-    assert found.keys == expected.keys
-    assert [item.num_bytes for item in found.items] == [item.num_bytes for item in expected.items]
-    assert found.memory_bytes == expected.memory_bytes
-    assert found.waste_bytes == expected.waste_bytes == 0
+    assert moved.profile == stayed.profile
+    assert rows_of(moved.profile) == rows_of(stayed.profile)
+    assert measured_peak_bytes(moved.profile) == max(rows_of(moved.profile))
 
 
 def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
@@ -350,8 +362,8 @@ def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
         with profile_step(program.manager, moves=moves) as recorded:
             program.step()
         assert (recorded.profile.offloaded_bytes > 0) == moves
-        footprint = Footprint.of(recorded.profile)
-        assert (footprint.waste_bytes, footprint.peak_bytes) == (500, 6500)
+        assert max(rows_of(recorded.profile)) == 6000
+        assert measured_peak_bytes(recorded.profile) == 6500
 
 
 @pytest.mark.parametrize("prefetch_bytes", [0, 24 * KIB, None])
@@ -370,10 +382,8 @@ def test_so_it_is_with_a_model_whose_tensors_share_memory(prefetch_bytes):
     with profile_step(manager) as moved:
         run_step(model, manager, order)
     assert moved.profile.offloaded_bytes > 100 * KIB
-    expected, found = Footprint.of(stayed.profile), Footprint.of(moved.profile)
-    assert found.keys == expected.keys
-    assert [item.num_bytes for item in found.items] == [item.num_bytes for item in expected.items]
-    assert found.memory_bytes == expected.memory_bytes
+    assert moved.profile == stayed.profile
+    assert rows_of(moved.profile) == rows_of(stayed.profile)
 
 
 def test_passes_without_a_backward_never_count():
@@ -523,7 +533,7 @@ def test_a_simulation_from_recorded_profiles_is_the_step_that_was_recorded(sched
     assert measured_us == pytest.approx(simulate(job).step_us)
     assert simulated.step_us == pytest.approx(measured_us, rel=0.02)
     for rank, profile in zip(simulated.ranks, profiles, strict=True):
-        assert rank.peak_device_bytes == Footprint.of(profile).peak_bytes
+        assert rank.peak_device_bytes == measured_peak_bytes(profile)
 
 
 class InjectedError(Exception):

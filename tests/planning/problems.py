@@ -1,9 +1,8 @@
-"""Random problems, profiles and jobs for the tests of planning."""
+"""Random profiles and jobs for the tests of planning."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
@@ -15,72 +14,11 @@ from megatron_offload.core.profile import (
     RunShape,
     StepProfile,
 )
-from megatron_offload.planning.cover import Item, Problem
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.predict import profiles_of
+from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.schedule import PassKind, make_schedule
 
 MIB = 2**20
-
-
-def pipeline_problem(rng):
-    """A rank of 1F1B: passes of a few microbatches in turn, the same groups in each."""
-    num_warmup = rng.randint(1, 4)
-    num_microbatches = rng.randint(num_warmup, 5)
-    sizes = [rng.choice([1, 2, 4, 6, 8]) * rng.choice([64, 96]) for _ in range(rng.randint(2, 4))]
-    passes = [(True, m) for m in range(num_warmup)]
-    for m in range(num_microbatches):
-        if m + num_warmup < num_microbatches:
-            passes.append((True, m + num_warmup))
-        passes.append((False, m))
-    now_us, held_bytes, begun, items = 0.0, rng.randint(0, 10_000) * MIB, {}, []
-    memory_bytes = [held_bytes]
-    for is_forward, m in passes:
-        order = range(len(sizes)) if is_forward else reversed(range(len(sizes)))
-        for group in order:
-            num_bytes = sizes[group] * MIB
-            if is_forward:
-                now_us += sizes[group] * rng.uniform(20, 60)
-                held_bytes += num_bytes
-                begun[m, group] = len(memory_bytes), now_us
-            memory_bytes.append(held_bytes)
-            if not is_forward:
-                row, committed_us = begun[m, group]
-                end_row = len(memory_bytes) - 1
-                items.append(Item(num_bytes, row, end_row, committed_us, now_us))
-                now_us += sizes[group] * rng.uniform(40, 100)
-                held_bytes -= num_bytes
-    largest = max(sizes) * MIB
-    return items, memory_bytes, 2 * largest, rng.choice([25.0, 50.0])
-
-
-def nasty_problem(rng):
-    """Intervals of any size anywhere, memory that they don't explain, times without a clock."""
-    num_rows = rng.randint(2, 20)
-    items, memory_bytes = [], [rng.choice([0, 0, rng.randint(0, 200)]) for _ in range(num_rows)]
-    for _ in range(rng.randint(1, 24)):
-        first = rng.randrange(num_rows)
-        end = rng.randint(first + 1, num_rows)
-        num_bytes = rng.choice([rng.randint(0, 10), rng.randint(1, 1000), rng.randint(90, 110)])
-        items.append(Item(num_bytes, first, end, float(first), float(end)))
-        for row in range(first, end):
-            memory_bytes[row] += num_bytes
-    largest = max(item.num_bytes for item in items)
-    return items, memory_bytes, rng.choice([0, largest, 2 * largest]), rng.choice([0.3, 1000.0])
-
-
-def random_problem(seed):
-    """Return a problem that some choice solves, half of the time an ordinary one."""
-    rng = random.Random(seed)
-    make = rng.choice([pipeline_problem, nasty_problem])
-    items, memory_bytes, device_bytes, link_gbps = make(rng)
-    problem = Problem(tuple(items), tuple(memory_bytes), 0, device_bytes, link_gbps)
-    least_bytes, most_bytes = problem.least_peak_bytes(), max(memory_bytes)
-    middle_bytes = (least_bytes + most_bytes) // 2
-    target_bytes = rng.choice(
-        [least_bytes, rng.randint(least_bytes, middle_bytes), rng.randint(least_bytes, most_bytes)]
-    )
-    return replace(problem, target_bytes=target_bytes)
 
 
 def random_profile(rng):

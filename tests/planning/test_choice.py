@@ -11,12 +11,15 @@ import pytest
 from problems import MIB, make_job, random_job
 
 from megatron_offload.core.machine import Machine
+from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
-from megatron_offload.planning.predict import profiles_of, settings_of
+from megatron_offload.planning.plan_file import save_plan
+from megatron_offload.planning.policy import RatioPolicy
+from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.schedule import one_f_one_b
-from megatron_offload.planning.simulate import simulate
+from megatron_offload.planning.simulate import settings_of, simulate
 
 NARROW = Machine(both_gbps=8, d2h_gbps=10, h2d_gbps=10, node_gbps=20)
 
@@ -143,12 +146,16 @@ def test_a_target_out_of_reach_says_by_how_much():
     chooser.under((chooser.lowest_bytes,) * 2)
 
 
-def test_targets_and_profiles_have_to_fit_the_job():
+def test_targets_profiles_and_plans_have_to_fit_the_job(tmp_path):
     job = make_job()
     with pytest.raises(ConfigError, match="3 memory targets are given for 2 pipeline ranks"):
         chooser_of(job).under((1 << 40,) * 3)
     with pytest.raises(ConfigError, match="profiles are of 1 pipeline ranks, the job has 2"):
         Chooser(profiles_of(make_job(ranks=1)), job)
+    save_plan(RatioPolicy(0.5).make_plan(profiles_of(job)), tmp_path / "plan.json")
+    config = PlanFileConfig(kind="plan_file", path=str(tmp_path / "plan.json"))
+    with pytest.raises(ConfigError, match="it is for 2 pipeline ranks, and there are 4"):
+        chooser_of(make_job(ranks=4)).plan(config)
 
 
 def test_times_with_waits_for_copies_are_no_ground_for_a_promise():

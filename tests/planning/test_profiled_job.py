@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
+from problems import make_job, random_job
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupTimes
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.profiled_job import job_from_profiles
+from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork
+from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
+from megatron_offload.planning.profile_file import parse_profile, profile_to_json
+from megatron_offload.planning.profiled_job import (
+    job_from_profiles,
+    job_of,
+    measured_peak_bytes,
+    profiles_of,
+    schedule_of,
+)
 from megatron_offload.planning.replay import step_profile
-from megatron_offload.planning.schedule import interleaved_one_f_one_b, one_f_one_b, zero_bubble_h1
-from megatron_offload.planning.simulate import simulate
+from megatron_offload.planning.schedule import (
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    zero_bubble_h1,
+)
+from megatron_offload.planning.simulate import settings_of, simulate
 
 MACHINE = Machine(p2p_latency_us=7.0, p2p_gbps=1.0)
 
@@ -31,7 +46,7 @@ def stage(number):
     )
 
 
-def profiles_of(job):
+def with_gaps(job):
     """Return what the engine would have seen of a step, by the times of a recorded simulation."""
     profiles = []
     for rank, result in enumerate(simulate(marked_all(job), record=True).ranks):
@@ -64,7 +79,7 @@ def test_a_profiled_step_takes_the_time_that_it_took(schedule):
     stages = tuple(stage(number) for number in range(schedule.num_stages))
     job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
     again = job_from_profiles(
-        profiles_of(job), schedule, MACHINE, job.static_bytes, output_bytes=2000
+        with_gaps(job), schedule, MACHINE, job.static_bytes, output_bytes=2000
     )
     before, after = simulate(job), simulate(again)
     # Work behind a rank's last group is before its next pass, so messages leave that much sooner.
@@ -77,7 +92,7 @@ def test_a_profiled_step_takes_the_time_that_it_took(schedule):
 def test_waiting_for_the_pipeline_is_no_work():
     schedule = one_f_one_b(4, 8)
     job = Job(schedule, tuple(stage(0) for _ in range(4)), (0,) * 4, MACHINE)
-    again = job_from_profiles(profiles_of(job), schedule, MACHINE, job.static_bytes)
+    again = job_from_profiles(with_gaps(job), schedule, MACHINE, job.static_bytes)
     first = simulate(job).ranks[0]
     assert first.stall_us["pipeline"] > 0.2 * first.compute_us
     assert simulate(again).ranks[0].compute_us == pytest.approx(first.compute_us, rel=0.02)
@@ -85,7 +100,7 @@ def test_waiting_for_the_pipeline_is_no_work():
 
 def test_what_no_profile_can_tell_is_refused():
     job = Job(one_f_one_b(2, 4), (stage(0), stage(1)), (0, 0), MACHINE)
-    timed = profiles_of(job)
+    timed = with_gaps(job)
     untimed = [replace(profile, times=()) for profile in timed]
     with pytest.raises(ConfigError, match="no times"):
         job_from_profiles(untimed, job.schedule, MACHINE, (0, 0))
@@ -95,3 +110,47 @@ def test_what_no_profile_can_tell_is_refused():
         job_from_profiles(timed, one_f_one_b(2, 6), MACHINE, (0, 0))
     with pytest.raises(ConfigError, match="splits it"):
         job_from_profiles(timed, zero_bubble_h1(2, 4), MACHINE, (0, 0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_profile_of_a_job_says_agrees_with_the_simulator(seed):
+    job = random_job(random.Random(seed))
+    step = simulate(job, None)
+    for profile, rank in zip(profiles_of(job), step.ranks, strict=True):
+        assert profile.step_us == step.step_us
+        parse_profile(profile_to_json(profile), "it")
+        assert measured_peak_bytes(profile) == rank.peak_reserved_bytes
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_a_job_of_profiles_has_their_peaks_and_takes_their_time(virtual):
+    job = make_job(ranks=2, virtual=virtual, microbatches=4)
+    again = job_of(profiles_of(job), job.schedule, job.machine)
+    before, after = simulate(job), simulate(again)
+    assert after.step_us == pytest.approx(before.step_us, rel=0.02)
+    for one, two in zip(before.ranks, after.ranks, strict=True):
+        assert two.peak_reserved_bytes == one.peak_reserved_bytes
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 6), gpipe(2, 4)])
+def test_a_schedule_is_what_was_seen(schedule):
+    stages = tuple(stage(number) for number in range(schedule.num_stages))
+    job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
+    assert schedule_of(profiles_of(job)).ranks == schedule.ranks
+
+
+def test_memory_that_leaves_out_what_moved_is_refused():
+    moved = [replace(one, offloaded_bytes=9) for one in profiles_of(make_job())]
+    with pytest.raises(ConfigError, match=r"rank 0 .* moved 9 bytes, which its memory doesn't"):
+        job_of(moved, one_f_one_b(2, 4), MACHINE)
+
+
+def test_a_rank_that_moves_nothing_has_no_engine_and_what_a_plan_keeps_does_not_move():
+    job = make_job(ranks=4, virtual=2, microbatches=8)
+    runs = profiles_of(job)
+    assert settings_of(RatioPolicy(0.0).make_plan(runs)) == [NO_OFFLOAD] * 4
+    plan = ModulesPolicy(modules=("mlp_*",)).make_plan(runs)
+    step = simulate(job, settings_of(plan))
+    for rank, result in zip(plan.ranks, step.ranks, strict=True):
+        assert not set(result.moved) & set(rank.kept)
+    assert step.ranks[0].moved

@@ -10,8 +10,6 @@ from megatron_offload.planning.plan_file import load_plan, save_plan
 from megatron_offload.planning.policy import RatioPolicy
 from megatron_offload.report.tradeoff import read_tradeoff
 
-pytest.importorskip("highspy")
-
 
 def test_without_profiles_there_is_no_plan(tmp_path):
     (tmp_path / "with_offload").mkdir()
