@@ -24,11 +24,9 @@ from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Parallel
 from megatron_offload.train.run_folder import (
-    FORMAT,
     CheckpointFolder,
     Manifest,
     digest_of_file,
-    found_versions,
     read_checkpoint,
 )
 
@@ -52,10 +50,6 @@ class Checkpoints:
     optimizer: Any
     data: Callable[[], str]
     """Returns a digest of the training data; it is called only if need be."""
-
-    def clean(self) -> None:
-        """Remove what a killed run left half written."""
-        self.parallel.on_owner(self.folder.clean)
 
     def save(self, step: int, evaluations: Mapping[int, float]) -> Path:
         """Write the state after ``step``, make it current, and remove what is too old.
@@ -109,23 +103,18 @@ class Checkpoints:
 
     def _publish(self, step: int, evaluations: Mapping[int, float], files: dict[str, str]) -> None:
         manifest = Manifest(
-            format=FORMAT,
             step=step,
             ranks=self.parallel.world_size,
             device=self.device.type,
             data=self.data(),
             evaluations=dict(evaluations),
-            versions=found_versions(),
             files=files,
         )
         self.folder.publish(manifest, self.config)
         self.folder.prune(self.config.run.keep_checkpoints)
 
     def _write(self, folder: Path) -> dict[str, str]:
-        """Write this rank's files; return their digests by name.
-
-        Of the ranks that hold the same stage the first data-parallel one writes it.
-        """
+        """Write this rank's files, a stage's if it is the first that holds it; return digests."""
         parts = {f"rank_{self.parallel.rank}": random_states(self.device)}
         if self.parallel.dp_rank == 0:
             parts[f"stage_{self.parallel.pp_rank}"] = _stage_tensors(self.optimizer, self.chunks)
@@ -203,10 +192,7 @@ def _read_tensors(
 
 
 def _stage_tensors(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return a stage's tensors by name, the live ones where there are such.
-
-    Those of the optimizer have the names of the parameters that they belong to.
-    """
+    """Return a stage's tensors, the live ones where there are such, by names of parameters."""
     names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     for index, chunk in enumerate(chunks):
@@ -231,10 +217,7 @@ def _stage_tensors(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> dict[st
 
 
 def _groups_with_step(optimizer: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield every parameter group that counts its steps, and the count's name.
-
-    TransformerEngine's Adam does; torch's keeps a tensor for each parameter.
-    """
+    """Yield groups that count steps, as TransformerEngine's Adam does, and the count's name."""
     for index, inner in enumerate(_inner_optimizers(optimizer)):
         for place, group in enumerate(inner.param_groups):
             if "step" in group:
@@ -248,11 +231,7 @@ def _inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _make_optimizer_states(optimizer: Any) -> None:
-    """Let optimizers that make their state in the first step make it now.
-
-    A step with gradients of zero: the optimizer itself knows best which tensors it wants, and
-    where. All that it may change is loaded afterwards.
-    """
+    """Let optimizers make their state now that do it in a step; what it changes is loaded later."""
     for inner in _inner_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:

@@ -64,11 +64,6 @@ class ModelConfig(StrictModel):
     """With local layers: megatron-core's unfused core attention, or PyTorch's fused one; ``auto``
     takes the fused one on a GPU."""
 
-    @property
-    def padded_vocabulary(self) -> int:
-        """Rows of the embedding."""
-        return -(-self.vocabulary // self.pad_vocabulary_to) * self.pad_vocabulary_to
-
     def model_post_init(self, _: Any, /) -> None:
         """Refuse head counts that don't divide, and unknown modules."""
         for key, of in (("heads", "hidden"), ("query_groups", "heads")):
@@ -276,8 +271,8 @@ class TrainConfig(StrictModel):
     @property
     def plans(self) -> bool:
         """Whether the run plans from one of its own steps."""
-        planning = (MemoryTargetConfig, AutoConfig)
-        return self.offload.enabled and isinstance(self.offload.policy, planning)
+        policy = self.offload.policy
+        return self.offload.enabled and isinstance(policy, AutoConfig | MemoryTargetConfig)
 
     @property
     def profiled_step(self) -> int:
@@ -287,11 +282,6 @@ class TrainConfig(StrictModel):
     def sequences_per_step(self, dp_size: int) -> int:
         """Return how many sequences a step takes over ``dp_size`` data-parallel ranks."""
         return self.data.microbatches * self.data.micro_batch_size * dp_size
-
-    @property
-    def default_ranks(self) -> int:
-        """Processes to start when no launcher says how many."""
-        return self.parallel.ranks or self.parallel.pipeline
 
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:

@@ -103,9 +103,7 @@ def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
             f"data.indexed needs megatron-core's compiled dataset helpers, which this installation "
             f"lacks for this Python ({error}); install a wheel made for it, or use data.text"
         ) from error
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
+    from megatron.core.datasets import blended_megatron_dataset_builder as builder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -141,7 +139,7 @@ def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    built = BlendedMegatronDatasetBuilder(
+    built = builder.BlendedMegatronDatasetBuilder(
         GPTDataset, [wanted, None, None], lambda: True, dataset_config
     ).build()
     return IndexedSource(built[0], config, dp_size)

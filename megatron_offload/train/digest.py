@@ -20,8 +20,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Return a digest of 128 bits of the bytes, dtypes and shapes of ``tensors``, in their order.
 
     Each piece of a tensor is summed on its device, every word of 64 bits times an odd weight of its
-    own, so that no single change can cancel; the sums are hashed on the host. It tells differences
-    by accident, not by intent.
+    own, so that no single change can cancel. It tells differences by accident, not by intent.
     """
     state = hashlib.blake2b(digest_size=16)
     sums: list[torch.Tensor] = []

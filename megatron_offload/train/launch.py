@@ -70,10 +70,13 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     from megatron_offload.train.parallel import check_device
 
     first = runs[0][1]
+    is_restarted = environment_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    rank, ranks = 0, first.parallel.ranks or first.parallel.pipeline
+    local_ranks = ranks
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    rank = environment_int("RANK") if is_rank else 0
-    ranks = environment_int("WORLD_SIZE", least=1) if is_rank else first.default_ranks
-    local_ranks = environment_int("LOCAL_WORLD_SIZE", 1, least=1) if is_rank else ranks
+    if is_rank:
+        rank, ranks = environment_int("RANK"), environment_int("WORLD_SIZE", least=1)
+        local_ranks = environment_int("LOCAL_WORLD_SIZE", 1, least=1)
     if rank >= ranks:
         raise ConfigError(
             f"RANK is {rank}, but WORLD_SIZE {ranks}; start the ranks with torchrun, or unset both"
@@ -84,7 +87,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     with locked(folders if rank == 0 else ()):
         if comparison is None:
             for _, config in runs:
-                check_output(config, ranks, is_restarted=_is_restarted())
+                check_output(config, ranks, is_restarted=is_restarted)
         else:
             check_comparison(comparison)
         kind = check_device(first, local_ranks, can_hide=not is_rank)
@@ -101,11 +104,6 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         if isinstance(reports, ConfigError):
             raise reports
         yield reports if rank == 0 else None
-
-
-def _is_restarted() -> bool:
-    """Return whether the launcher has started this rank again."""
-    return environment_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
 
 
 def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigError:
@@ -154,9 +152,8 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigE
 def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
     """Be one rank, from the environment that the launcher set.
 
-    What only a rank can find wrong (such as the contents of an indexed dataset) every rank finds
-    alike; it is returned, so that the launcher reports it as bad input and not as a crash. A rank
-    that a signal stopped exits here: returning would mean that the run is done.
+    What only ranks can find wrong, all find alike, and return it to be reported as bad input. A
+    rank that a signal stopped exits here: returning would mean that the run is done.
     """
     end_with_parent()
     # megatron-core says on every import which optional libraries it does without.
@@ -169,7 +166,7 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
     with open_process_group(kind, run.threads, run.timeout_s) as device:
         try:
             for title, config in runs:
-                resume = config.run.resume or _is_restarted()
+                resume = config.run.resume or environment_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
                 with collected_signals() as signals:
                     report = run_training(config, device, title, resume=resume, signals=signals)
                 if number := report.stopped_by or next(iter(signals), 0):
@@ -206,7 +203,15 @@ def second_signal_kills() -> Iterator[None]:
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    watcher = threading.Thread(target=_kill_on_second, args=(reader,), daemon=True)
+
+    def watch() -> None:
+        count = 0
+        while numbers := reader.recv(64):  # one byte for each signal, until the other end closes
+            count += sum(number in _STOPPING for number in numbers)
+            for process in multiprocessing.active_children() if count > 1 else ():
+                process.kill()
+
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()  # it takes the SIGINT that this thread leaves
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     resource_tracker.ensure_running()  # where it starts, it unblocks SIGINT
@@ -219,16 +224,6 @@ def second_signal_kills() -> Iterator[None]:
         writer.close()
         watcher.join()
         reader.close()
-
-
-def _kill_on_second(reader: socket.socket) -> None:
-    """Read signal numbers, one byte each, until the other end is closed."""
-    count = 0
-    while numbers := reader.recv(64):
-        count += sum(number in _STOPPING for number in numbers)
-        if count > 1:
-            for process in multiprocessing.active_children():
-                process.kill()
 
 
 def end_with_parent() -> None:

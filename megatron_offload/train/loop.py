@@ -97,7 +97,6 @@ class _Trainer:
         """Take every step that is left; report what happened on all ranks."""
         config, owner = self._config, self._parallel.is_owner
         report, keep_bytes = RunReport(), 0
-        self._checkpoints.clean()
         if resume:
             keep_bytes = self._restore(report)
         if owner:

@@ -34,7 +34,7 @@ from megatron_offload.train.config import TrainConfig
 def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedDataParallel]:
     """Build this rank's model chunks, in the order of their virtual stages."""
     transformer = _transformer_config(config, device)
-    virtual = config.parallel.virtual
+    virtual, multiple = config.parallel.virtual, config.model.pad_vocabulary_to
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     chunks = []
     for stage in range(virtual):
@@ -42,7 +42,7 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
         model = GPTModel(
             config=transformer,
             transformer_layer_spec=_layer_spec(config, device),
-            vocab_size=config.model.padded_vocabulary,
+            vocab_size=-(-config.model.vocabulary // multiple) * multiple,
             max_sequence_length=config.model.sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(False, vp_stage),

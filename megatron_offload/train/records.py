@@ -83,8 +83,7 @@ class RankStep:
     is_profiled: bool = False
     """Whether it was taken for a profile, so that its peaks and its time are not like others'."""
     measured_step_us: float | None = None
-    """Forwards and backwards on the device's clock, in a step by which a plan was measured; None in
-    others. In half of them nothing moves, and the others may follow a plan that doesn't stay."""
+    """Forwards and backwards on the device's clock, in a step by which a plan was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +129,11 @@ class StepRecord:
     @classmethod
     def from_json(cls, text: bytes | str, source: str) -> StepRecord:
         """Return the record that `to_json` made a line of, which errors call ``source``."""
-        try:
-            return _STEP_RECORD.validate_python(parse_json(text, source, allow_nan=True))
-        except pydantic.ValidationError as error:
-            issue = error.errors()[0]
-            where = ".".join(str(part) for part in issue["loc"])
-            raise ConfigError(
-                f"{source} is not a step that training wrote: {where!r}: {issue['msg']}"
-            ) from error
+        return validate(_Line, parse_json(text, source, allow_nan=True), source).root
 
 
-_STEP_RECORD = pydantic.TypeAdapter(StepRecord)
+class _Line(pydantic.RootModel[StepRecord]):
+    """A line of ``steps.jsonl``."""
 
 
 @dataclass(slots=True)
@@ -280,7 +273,10 @@ def compare_reports(config: TrainConfig, without: RunReport, offloaded: RunRepor
     steps = list(zip(without.steps, offloaded.steps, strict=True))
     by_rank = [list(zip(a.ranks, b.ranks, strict=True)) for a, b in steps]
     return Comparison(
-        losses_equal=tuple(_losses(a) == _losses(b) for a, b in steps),
+        losses_equal=tuple(
+            repr([a.loss, *(x.loss for x in a.ranks)]) == repr([b.loss, *(x.loss for x in b.ranks)])
+            for a, b in steps
+        ),
         grad_norms_equal=tuple(
             all(repr(x.grad_norm) == repr(y.grad_norm) for x, y in ranks) for ranks in by_rank
         ),
@@ -297,10 +293,6 @@ def compare_reports(config: TrainConfig, without: RunReport, offloaded: RunRepor
         without_offload=_numbers(without),
         with_offload=_numbers(offloaded),
     )
-
-
-def _losses(step: StepRecord) -> str:
-    return repr([step.loss, *(rank.loss for rank in step.ranks)])
 
 
 def _numbers(report: RunReport) -> _Numbers:

@@ -2,10 +2,9 @@
 
 Invariants: one run at a time writes into a folder, and what is refused is left as it was. A
 checkpoint's folder under its final name is whole, because it gets that name by one rename after
-everything in it is on disk, and only taking that name away comes before its removal. What is read
-is data: nothing in it is imported, called or unpickled.
-``config.yaml`` holds what was given and nothing else, so that the same command with it does the
-same run; which settings were left to the package matters to some of them.
+everything in it is on disk, and loses it first. What is read is data: nothing in it is imported,
+called or unpickled. ``config.yaml`` holds what was given alone, so that the same command with it
+does the same run: which settings were left to the package matters to some of them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, B
 
 CONFIG_NAME = "config.yaml"
 
-_FACTS_NAME, _LOCK_NAME = "run.json", ".lock"
+_FACTS_NAME = "run.json"
 _RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 _PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")
 
@@ -56,11 +55,9 @@ class RunFacts(StrictModel):
     """Where and with what a run was done."""
 
     device: str = Field(max_length=200)
-    """Name of rank 0's device."""
     is_simulated: bool
     """Whether there was no GPU: times then say nothing about one."""
     ranks: int = Field(ge=1)
-    """Processes of the run."""
     date: datetime
     """When it was started, or resumed."""
     versions: dict[str, str] = Field(max_length=100)
@@ -69,15 +66,12 @@ class RunFacts(StrictModel):
 
 @contextlib.contextmanager
 def locked(folders: Iterable[Path]) -> Iterator[None]:
-    """Make folders, and let no other process run into them inside this context.
-
-    The locks are those of open files, so that they end with the process, however it ends.
-    """
+    """Make folders, and let no other process run into them inside this context; a lock ends with its process."""
     with contextlib.ExitStack() as stack:
         for folder in folders:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(folder / _LOCK_NAME, blocking=False))
+                stack.enter_context(FileLock(folder / ".lock", blocking=False))
             except Timeout as error:
                 raise ConfigError(
                     f"run.output {folder}: another run writes into it; wait until it is done, or "
@@ -141,12 +135,12 @@ def _has_steps(folder: Path) -> bool:
 
 
 def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: bool) -> None:
-    """Write down what is about to run; for one rank of a run alone.
+    """Write down what is about to run, on one rank alone; ``gpu`` is what its GPU is called.
 
-    Timelines, profiles and bandwidths of an earlier run go where this one ``is_new``. ``gpu`` is
-    what rank 0's is called.
+    Where the run ``is_new``, timelines, profiles and bandwidths of an earlier one go.
     """
     folder = config.run.output
+    CheckpointFolder(folder).clean()
     if is_new:
         for path in list(folder.iterdir()):
             if _RANK_NAME.fullmatch(path.name) or path.name == BANDWIDTHS_NAME:
@@ -211,17 +205,14 @@ def trace_paths(folder: Path) -> dict[int, Path]:
 class Manifest(StrictModel):
     """What a checkpoint holds."""
 
-    format: int
+    format: int = FORMAT
     step: Annotated[int, Field(ge=1, lt=10**15)]
-    """Training steps that were done."""
     ranks: Annotated[int, Field(ge=1)]
     device: str
     """Kind of device, ``cpu`` or ``cuda``."""
     data: str
-    """Digest of the training data."""
     evaluations: dict[int, Bits]
-    """Evaluation losses so far, by step."""
-    versions: dict[str, str]
+    versions: dict[str, str] = Field(default_factory=lambda: found_versions())
     """What wrote it, for people."""
     files: dict[_FileName, str]
     """Digest of every file that holds tensors, by `digest_of_file`."""

@@ -16,7 +16,7 @@ def build(**sections):
 def error_of(world_size=None, **sections):
     try:
         config = build(**sections)
-        check_ranks(config, world_size or config.default_ranks)
+        check_ranks(config, world_size or config.parallel.ranks or config.parallel.pipeline)
     except ConfigError as error:
         return str(error)
     return pytest.fail("nothing was refused")

@@ -142,7 +142,7 @@ def test_on_a_gpu_the_run_is_itself_a_point(folder):
         ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
         ("with_offload/trace_0.json", "{", "not plain JSON"),
         ("with_offload/trace_0.json", '{"traceEvents": [{"pid": 0}]}', "not a trace"),
-        ("with_offload/steps.jsonl", '{"step": 1}\n', "not a step"),
+        ("with_offload/steps.jsonl", '{"step": 1}\n', "'loss' is required"),
         ("without_offload/steps.jsonl", "", "ends at step 0"),
         ("tradeoff.json", '{"points": []}', "points"),
         ("plan.json", '{"policyy": "x"}', "did you mean 'policy'"),
