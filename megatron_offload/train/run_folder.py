@@ -66,7 +66,7 @@ class RunFacts(StrictModel):
 
 @contextlib.contextmanager
 def locked(folders: Iterable[Path]) -> Iterator[None]:
-    """Make folders, and let no other process run into them inside this context, or before it ends."""
+    """Make folders, and lock them inside this context; their locks end with the process, too."""
     with contextlib.ExitStack() as stack:
         for folder in folders:
             try:
