@@ -136,7 +136,7 @@ def test_on_a_gpu_the_run_is_itself_a_point(folder):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("compare.json", "{}", "'identical' is required"),
+        ("compare.json", "{}", "'losses_equal' is required"),
         ("compare.json", "[]", "must hold a mapping"),
         ("config.yaml", "modell: {}", "did you mean 'model'"),
         ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
