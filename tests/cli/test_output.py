@@ -36,14 +36,11 @@ def test_a_picture_ends_in_png(tmp_path, name):
         check_place("--png", tmp_path)
 
 
-def test_folders_are_made(tmp_path):
+def test_folders_are_made_and_what_the_system_refuses_is_a_user_s_error(tmp_path):
     path = tmp_path / "a" / "b" / "c.json"
     with writing(path):
         path.write_text("x")
     assert path.read_text() == "x"
-
-
-def test_what_the_system_refuses_is_a_user_s_error():
     with pytest.raises(ConfigError, match="can't write x: No space left"), writing(Path("x")):
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""A page is whole by itself, has every section in every case, and escapes all that users named."""
+"""A page says what its numbers say, has every section in every case, and escapes what is named."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import itertools
 import json
 import re
 import sys
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
-from reports import HOSTILE, bare_report, gpu_report, trace
+from reports import GIB, HOSTILE, bare_report, gpu_report, trace
 
+from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.report.plots import MOST_TIMELINES
-from megatron_offload.report.report import render_report
+from megatron_offload.report.report import MemoryKind, Pair, render_report
 
 pytest.importorskip("jinja2")
 pytest.importorskip("altair")
@@ -63,6 +65,9 @@ def test_every_section_is_there_and_every_element_is_closed(page):
     assert [h["id"] for h in page.of("h2")] == SECTIONS
     assert [s["aria-labelledby"] for s in page.of("section")] == SECTIONS
     assert len(page.of("h1")) == len(page.of("main")) == 1
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert all(b <= a + 1 for a, b in itertools.pairwise(levels)), "no level is skipped"
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
 
@@ -73,12 +78,6 @@ def test_no_attribute_holds_markup(page):
             assert name.replace("-", "").isalpha()
             if name not in ("aria-label", "title"):
                 assert not set(value or "") & set('"<>'), (name, value)
-
-
-def test_headings_never_skip_a_level(page):
-    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
-    assert levels[0] == 1
-    assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
 
 
 def test_nothing_is_loaded_and_one_script_may_run(page):
@@ -100,7 +99,8 @@ def test_nothing_is_loaded_and_one_script_may_run(page):
         assert policy.endswith(f"script-src 'sha256-{base64.b64encode(digest).decode()}'")
 
 
-def test_every_table_has_a_caption_and_scrolls_in_its_own_box(page):
+def test_every_table_has_a_caption_and_its_own_box_and_every_picture_a_text(page):
+    assert all(a.get("class") != "chart" or a["aria-label"] for a in page.of("div"))
     tags = [tag for tag, _ in page.elements]
     tables = [index for index, tag in enumerate(tags) if tag == "table"]
     assert tables
@@ -109,11 +109,6 @@ def test_every_table_has_a_caption_and_scrolls_in_its_own_box(page):
         box = page.elements[index - 1][1]
         assert (box["class"], box["tabindex"], box["role"]) == ("scroll", "0", "region")
         assert box["aria-label"]
-
-
-def test_every_picture_has_a_text(page):
-    for attributes in page.of("div"):
-        assert attributes.get("class") != "chart" or attributes["aria-label"]
 
 
 def test_what_users_named_is_text_wherever_it_stands():
@@ -161,3 +156,42 @@ def test_without_a_package_the_extra_is_named(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=r"pip install 'megatron-offload\[report\]'"):
         render_report(gpu_report())
+
+
+def test_the_verdict_says_whether_the_bits_are_the_same():
+    assert gpu_report().verdict == "Bitwise identical over 5 steps on 2 ranks."
+    found = {"losses of 5 steps": True, "gradients of 2 ranks": False}
+    verdict = gpu_report(findings=found).verdict
+    assert verdict == "NOT the same bits (gradients of 2 ranks differ) over 5 steps on 2 ranks."
+    assert (
+        bare_report().verdict == "Not compared with a run without offload over 5 steps on 1 rank."
+    )
+
+
+def test_the_highest_rank_of_each_run_counts():
+    kind = MemoryKind("x", (Pair(5, 4), Pair(3, 6), Pair(None, None)))
+    assert kind.highest == (5, 6)
+    assert MemoryKind("x", ()).highest.change is None
+
+
+@pytest.mark.parametrize("pair", [Pair(None, 1), Pair(1, None), Pair(0, 1)])
+def test_a_change_needs_both(pair):
+    assert pair.change is None
+
+
+def test_groups_are_added_up_and_say_what_moved_and_why_the_rest_stayed():
+    kept = {"why": GIB, "more": GIB + GIB // 2}
+    ranks = [
+        {
+            "groups": [
+                asdict(GroupStats("x", 2, GIB, GIB, 5 * GIB // 2, kept)),
+                asdict(GroupStats("y")),
+            ]
+        },
+        {"groups": [asdict(GroupStats("x", 2, 2 * GIB))]},
+    ]
+    x, y = gpu_report(ranks=ranks).groups
+    assert (x["name"], x["num_groups"], x["offloaded_bytes"]) == ("x", 4, 3 * GIB)
+    moved = "3.0 GiB moved: named in offload.modules"
+    assert x["reasons"] == [moved, "1.5 GiB kept: more", "1.0 GiB kept: why"]
+    assert y["reasons"] == ["nothing in it to move: too small, or kept alive by something else"]
