@@ -103,7 +103,7 @@ class CudaBackend(Backend):
             self.d2h_stream = self.h2d_stream = torch.cuda.current_stream(self.device)
         self._nvtx = nvtx
         self._pin_memory = pin_memory
-        self._memory_node = node_of_device(_address_of(self._index))
+        self._memory_node = node_of_device(self.describe().pci_address)
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         # A wait is for what an event stands for when it is queued, so one event does for all.
@@ -219,16 +219,11 @@ class CudaBackend(Backend):
 
 
 def _describe(index: int) -> DeviceInfo:
-    return DeviceInfo(torch.cuda.get_device_properties(index).name, _address_of(index))
-
-
-def _address_of(index: int) -> str | None:
-    """Return a device's PCI address as the kernel writes it."""
     found: Any = torch.cuda.get_device_properties(index)
-    try:
-        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    except AttributeError:  # torch is older than these
-        return None
+    address = None
+    if hasattr(found, "pci_domain_id"):  # else torch is older
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return DeviceInfo(found.name, address)
 
 
 class _PinnedPages(mmap.mmap):

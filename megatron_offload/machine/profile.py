@@ -116,10 +116,9 @@ class MachineProfile(StrictModel):
 
     @model_validator(mode="after")
     def _one_for_each(self) -> MachineProfile:
-        if len(self.gpus) != len(self.identity.gpus):
-            raise ValueError(
-                f"{len(self.gpus)} GPUs were measured and the machine has {len(self.identity.gpus)}"
-            )
+        measured, there = len(self.gpus), len(self.identity.gpus)
+        if measured != there:
+            raise ValueError(f"{measured} GPUs were measured and the machine has {there}")
         return self
 
 
