@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 
 import pytest
 
@@ -238,19 +237,3 @@ def test_a_list_of_groups_that_makes_no_sense_is_survived(machine, text):
     machine.use_v2("/job")
     machine.write("proc/self/cgroup", text)
     assert machine.free() == FREE
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_broken_accounts_never_break_the_start(machine, seed):
-    rng = random.Random(seed)
-    machine.use_v2("/a/b") if seed % 2 else machine.use_v1("/a/b")
-    machine.limit_v2("a/b", 500_000, used=100_000)
-    machine.limit_v1("a/b", 500_000, used=100_000)
-    for path in sorted(machine.root.rglob("*")):
-        if path.is_file() and rng.random() < 0.5:
-            content = bytearray(path.read_bytes())
-            for _ in range(rng.randint(1, 8)):
-                if content:
-                    content[rng.randrange(len(content))] = rng.randrange(256)
-            path.write_bytes(content[: rng.randint(0, len(content))])
-    assert default_cap_bytes(1.0, {}, root=machine.root) >= 0
