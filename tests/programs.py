@@ -139,5 +139,13 @@ def assert_nothing_left(manager):
     assert not any(left.values()), left
 
 
+def check_steps(model, manager, order, num_steps=1, **given):
+    """Take steps with a manager: each gives the bits of one without it, and leaves nothing."""
+    expected = run_step(model, None, order, **given)
+    for _ in range(num_steps):
+        assert_same(expected, run_step(model, manager, order, **given))
+        assert_nothing_left(manager)
+
+
 def _left(manager):
     return {**manager.state_of(), "host pool": manager.host_pool.stats.in_use_bytes}

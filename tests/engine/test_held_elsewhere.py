@@ -113,29 +113,6 @@ def test_a_group_holds_what_is_still_needed_of_it():
     assert manager.budget.held_bytes == 0
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_parts_of_one_storage_in_two_groups(timing):
-    manager = make_manager(timing)
-    for _ in range(3):
-        seen = []
-        both = torch.arange(2048.0)
-        manager.begin_chunk()
-        loss = offload(manager, [both[:1024]], seen, "first")
-        loss = loss + offload(manager, [both[1024:]], seen, "second")
-        del both
-        loss = loss + offload(manager, [torch.randn(1024)], [], "filler")
-        loss.backward()
-        del loss
-        values = sorted((tensors[0] for tensors in seen), key=lambda tensor: float(tensor[0]))
-        assert torch.equal(torch.cat(values), torch.arange(2048.0))
-        del values
-        seen.clear()
-        manager.reset()
-        assert_nothing_left(manager)
-        assert manager.last_step.by_name["first"].reloaded_bytes == 4 * KIB
-        assert manager.last_step.by_name["second"].reloaded_bytes == 4 * KIB
-
-
 def test_pinned_memory_that_only_the_first_step_needed_is_given_back():
     manager = make_manager(host_slab_bytes=4 * KIB)
     pinned = []

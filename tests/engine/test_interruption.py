@@ -17,6 +17,7 @@ from programs import (
     KIB,
     assert_nothing_left,
     assert_same,
+    check_steps,
     forward,
     make_manager,
     make_model,
@@ -124,7 +125,6 @@ def test_an_error_at_every_call_of_the_backend(monkeypatch, timing, after, abort
 def test_an_error_while_the_host_pool_grows(monkeypatch):
     # In the first step of all, where each slab is new.
     model = make_model(layers=2)
-    expected = run_step(model, None, ORDER)
     for position in range(4):
         manager, trap = make_manager(host_slab_bytes=4 * KIB, **SETTINGS), Trap()
         call = manager.backend.empty_host
@@ -133,7 +133,7 @@ def test_an_error_while_the_host_pool_grows(monkeypatch):
         assert run_interrupted(model, manager, aborts=True)
         gc.collect()
         assert_nothing_left(manager)
-        assert_same(expected, run_step(model, manager, ORDER))
+        check_steps(model, manager, ORDER)
 
 
 @pytest.fixture
@@ -192,8 +192,7 @@ def test_memory_that_can_not_be_had_comes_later_or_from_what_is_in_flight(monkey
 
 def test_what_a_reload_has_got_is_given_back_where_the_rest_can_not_be_had(monkeypatch):
     model, manager = make_model(), make_manager(max_inflight_bytes=0, prefetch_bytes=16 * KIB)
-    expected = run_step(model, None, ORDER)
-    assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER)
     allocate, fails_at = manager.tensor_pool.allocate, [2, 6]
     kept = []  # so that no identity is used again
 
@@ -206,18 +205,17 @@ def test_what_a_reload_has_got_is_given_back_where_the_rest_can_not_be_had(monke
         return result
 
     monkeypatch.setattr(manager.tensor_pool, "allocate", allocate_and_fail_twice)
-    assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER)
     assert manager.last_step.num_memory_shortages == 2
     assert_nothing_left(manager)
 
 
 def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(monkeypatch):
     model, manager = make_model(), make_manager()
-    expected = run_step(model, None, ORDER)
     with monkeypatch.context() as context:
         refuse_memory(context, manager, lambda: True)
         assert run_interrupted(model, manager, aborts=False)
-    assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER)
     gc.collect()
     assert_nothing_left(manager)
 
@@ -306,7 +304,6 @@ def test_a_backward_may_run_in_another_thread_than_its_forward():
 
 def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):
     model, manager = make_model(layers=2), make_manager(**SETTINGS)
-    expected = run_step(model, None, ORDER)
     old = forward(model, manager)
     manager.reset()
     allocate, pool = manager.host_pool.allocate_parts, manager.host_pool
@@ -319,8 +316,7 @@ def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):
         return allocate(parts, name)
 
     monkeypatch.setattr(pool, "allocate_parts", allocate_while_a_graph_dies)
-    assert_same(expected, run_step(model, manager, ORDER))
-    assert_nothing_left(manager)
+    check_steps(model, manager, ORDER)
 
 
 def test_what_died_during_another_thread_s_call_is_not_counted_as_left():
@@ -371,8 +367,7 @@ def test_what_an_aborted_step_had_not_released_is_still_right():
 
 def test_a_step_that_ends_after_a_failed_call_teaches_nothing(monkeypatch):
     model, manager, trap = make_model(layers=2), make_manager(**SETTINGS), Trap()
-    expected = run_step(model, None, ORDER)
-    assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER)
     monkeypatch.setattr(manager.backend, "copy", trap.around(manager.backend.copy, after=False))
     trap.arm(5)
     with contextlib.suppress(InjectedError):
@@ -383,7 +378,7 @@ def test_a_step_that_ends_after_a_failed_call_teaches_nothing(monkeypatch):
     assert not manager.guard.has_failed
     gc.collect()
     assert_nothing_left(manager)
-    assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER)
 
 
 def test_hooks_that_nobody_took_off_are_gone_with_the_next_chunk():
@@ -417,13 +412,12 @@ def test_a_call_from_inside_a_call_is_an_error_and_no_deadlock():
             manager.trim()
 
     model, manager = make_model(), make_manager()
-    expected = run_step(model, None, ORDER)
     loss = forward(model, manager)
     with manager.observed_by(Trimming()):
         with pytest.raises(StateError, match="trim was called from inside a call"):
             loss.backward()
     manager.abort()
-    assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER)
 
 
 def test_every_entry_of_the_backend_is_trapped():

@@ -6,7 +6,15 @@ import logging
 
 import pytest
 import torch
-from programs import KIB, assert_same, make_manager, make_model, one_forward_one_backward, run_step
+from programs import (
+    KIB,
+    assert_same,
+    check_steps,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
 
 ORDER = one_forward_one_backward(8, depth=6)
 FIXED = 1024 * KIB
@@ -53,17 +61,14 @@ def make_settled(monkeypatch, model):
 @pytest.mark.parametrize("backward", [0, 11 * KIB])
 def test_steps_come_to_the_target_and_stay_there(room, waste, backward, monkeypatch):
     model = make_model()
-    expected = run_step(model, None, ORDER)
     target = FIXED + room
     manager, reserved, trims = make_measured(
         monkeypatch, waste=waste, backward=backward, device_target_bytes=target
     )
-    for _ in range(20):
-        assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER, 20)
     num_trims = len(trims)
     moved = manager.last_step.offloaded_bytes
-    for _ in range(3):
-        assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER, 3)
     assert len(trims) == num_trims, "once it is there nothing is trimmed any more"
     largest = max(group.num_bytes for group in manager.last_profile.groups)
     assert target - 2 * largest - target // 32 <= reserved[0] <= target
@@ -73,14 +78,12 @@ def test_steps_come_to_the_target_and_stay_there(room, waste, backward, monkeypa
 @pytest.mark.slow
 def test_a_warm_up_takes_what_no_backward_needs_yet(monkeypatch):
     model = make_model()
-    expected = run_step(model, None, ORDER)
     kept = {}
     for backward in (0, 24 * KIB):
         manager, reserved, _ = make_measured(
             monkeypatch, backward=backward, device_target_bytes=FIXED + 80 * KIB
         )
-        for _ in range(20):
-            assert_same(expected, run_step(model, manager, ORDER))
+        check_steps(model, manager, ORDER, 20)
         assert reserved[0] <= FIXED + 80 * KIB
         at_commits, commit = [], manager.commit
 
@@ -222,13 +225,12 @@ def test_pinned_memory_follows_when_shapes_change_for_good(monkeypatch, timing):
 
 def test_a_trim_gives_everything_back_and_the_next_step_is_right(monkeypatch):
     model = make_model()
-    expected = run_step(model, None, ORDER)
     manager = make_manager(host_slab_bytes=4 * KIB, retained_device_bytes=1024 * KIB)
     trims = []
     monkeypatch.setattr(manager.backend, "trim_device", lambda: trims.append(1))
     assert manager.trim() == 0
     for _ in range(4):
-        assert_same(expected, run_step(model, manager, ORDER))
+        check_steps(model, manager, ORDER)
         pinned_bytes = manager.host_pool.stats.slab_bytes_total
         assert manager.tensor_pool.retained_bytes > 0
         trims.clear()
@@ -242,7 +244,6 @@ def test_a_trim_gives_everything_back_and_the_next_step_is_right(monkeypatch):
 def test_a_trim_leaves_what_a_live_graph_needs(timing):
     model = make_model()
     manager = make_manager(timing, host_slab_bytes=4 * KIB)
-    expected = run_step(model, None, ORDER)
     commit, leave, trims = manager.commit, manager.leave_backward, []
 
     def commit_and_trim(*args, **options):
@@ -254,8 +255,7 @@ def test_a_trim_leaves_what_a_live_graph_needs(timing):
         trims.append(manager.trim())
 
     manager.commit, manager.leave_backward = commit_and_trim, leave_and_trim
-    for _ in range(3):
-        assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER, 3)
     assert sum(trims) > 0
 
 

@@ -9,6 +9,7 @@ from programs import (
     TIMINGS,
     assert_nothing_left,
     assert_same,
+    check_steps,
     forward,
     in_group,
     make_manager,
@@ -32,20 +33,17 @@ def test_changing_microbatch_counts_and_sequence_lengths_stay_exact(timing):
     counts = [(4, 2, 16), (1, 1, 16), (6, 3, 16), (2, 2, 5), (4, 4, 64), (4, 2, 16)]
     for count, depth, rows in counts:
         order = one_forward_one_backward(count, depth)
-        expected = run_step(model, None, order, rows=rows)
-        assert_same(expected, run_step(model, manager, order, rows=rows))
-        assert_nothing_left(manager)
+        check_steps(model, manager, order, rows=rows)
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_evaluation_passes_shift_nothing(grad):
     model, manager = make_model(), make_manager(prefetch_bytes=24 * KIB)
-    expected = run_step(model, None, ORDER)
     for _ in range(3):
         with torch.set_grad_enabled(grad):
             for _ in range(2):
                 forward(model, manager)
-        assert_same(expected, run_step(model, manager, ORDER))
+        check_steps(model, manager, ORDER)
     profile = manager.last_profile
     run_step(model, manager, ORDER)
     assert manager.last_profile == profile
@@ -57,14 +55,12 @@ def test_evaluation_passes_shift_nothing(grad):
 def test_a_dropped_graph_leaves_nothing(timing, inflight_bytes):
     model = make_model()
     manager = make_manager(timing, max_inflight_bytes=inflight_bytes, prefetch_bytes=24 * KIB)
-    expected = run_step(model, None, ORDER)
     loss = forward(model, manager)
     assert manager.host_pool.in_use.total_bytes > 0
     del loss
     assert manager.host_pool.in_use.total_bytes == 0, "host memory goes with the graph, at once"
     for _ in range(2):
-        assert_same(expected, run_step(model, manager, ORDER))
-        assert_nothing_left(manager)
+        check_steps(model, manager, ORDER)
         forward(model, manager)  # before the next, which has learned an order
 
 
@@ -133,7 +129,6 @@ class Raising(torch.autograd.Function):
 @pytest.mark.parametrize("where", ["forward", "inside a group", "backward"])
 def test_after_an_exception_the_next_step_is_right(where, timing):
     model, manager = make_model(), make_manager(timing)
-    expected = run_step(model, None, ORDER)
 
     def failing_step():
         with manager.step():
@@ -151,8 +146,7 @@ def test_after_an_exception_the_next_step_is_right(where, timing):
         with pytest.raises(InjectedError):
             failing_step()
         assert_nothing_left(manager)
-        assert_same(expected, run_step(model, manager, ORDER))
-        assert_nothing_left(manager)
+        check_steps(model, manager, ORDER)
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -248,9 +242,8 @@ def test_over_the_host_cap_tensors_stay_and_are_counted(cap_bytes, timing):
     manager = make_manager(
         timing, host_memory_bytes=cap_bytes, host_slab_bytes=4 * KIB, prefetch_bytes=0
     )
-    expected = run_step(model, None, ORDER)
     for _ in range(2):
-        assert_same(expected, run_step(model, manager, ORDER))
+        check_steps(model, manager, ORDER)
         assert manager.last_step.num_refused_blocks > 0
         assert manager.host_pool.stats.slab_bytes_total <= cap_bytes
         assert (manager.last_step.offloaded_bytes > 0) == (cap_bytes > 0)

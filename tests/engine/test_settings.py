@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from programs import (
-    assert_same,
+    check_steps,
     make_config,
     make_manager,
     make_model,
@@ -29,22 +29,17 @@ def second_rank():
     tell_pipeline_rank(None)
 
 
-def test_making_a_configuration_means_on():
-    assert OffloadConfig().enabled
-
-
 def test_what_is_not_enabled_records_and_moves_nothing_until_it_is_configured_again():
     model, manager = make_model(), make_manager()
-    expected = run_step(model, None, ORDER)
     manager.configure(make_config(enabled=False), backend=manager.backend)
     manager.enable_offload()  # megatron-core's layers call it; it is no word of the user's
     for _ in range(2):
-        assert_same(expected, run_step(model, manager, ORDER))
+        check_steps(model, manager, ORDER)
         assert manager.last_step.num_groups == 0
         assert not manager.last_step.by_name
     assert manager.host_pool.stats.slab_bytes_total == 0
     manager.configure(make_config(), backend=manager.backend)
-    assert_same(expected, run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER)
     assert manager.last_step.offloaded_bytes > 0
 
 
@@ -94,9 +89,7 @@ def test_groups_that_nobody_marks_stop_while_offload_is_disabled():
 
 def moved_names(manager, order=ORDER):
     model = make_model()
-    expected = run_step(model, None, order)
-    for _ in range(2):
-        assert_same(expected, run_step(model, manager, order))
+    check_steps(model, manager, order, 2)
     return {name for name, group in manager.last_step.by_name.items() if group.offloaded_bytes}
 
 
