@@ -20,7 +20,6 @@ from pathlib import Path
 from megatron_offload.config import OffloadConfig, apply_overrides
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.residents import choose_residents
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import (
@@ -30,6 +29,7 @@ from megatron_offload.planning.description import (
     load_description,
 )
 from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.policy import choose_residents
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.streams import RELEASE, RELOAD

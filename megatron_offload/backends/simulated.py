@@ -47,20 +47,6 @@ class SimulatedStream:
     An operation is ``(event, None, None)``, a wait, or ``(None, destination, source)``, a copy.
     """
 
-    __slots__ = (
-        "_backend",
-        "_clock",
-        "_executed",
-        "_index",
-        "_is_lazy",
-        "_queue",
-        "_us_per_byte",
-        "copied_bytes",
-        "name",
-        "num_copies",
-        "time_us",
-    )
-
     def __init__(
         self, name: str, index: int, backend: SimulatedBackend, *, is_lazy: bool, us_per_byte: float
     ) -> None:

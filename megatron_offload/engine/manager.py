@@ -20,7 +20,6 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.profile import GroupKey, StepProfile
-from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
@@ -36,7 +35,6 @@ from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.quantised_weights import keep_quantised_weights
-from megatron_offload.engine.release import Sources
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
@@ -125,19 +123,9 @@ class PipelineOffloadManager:
         self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
-        self.sources = Sources(self.backend, self.host_pool, self.budget, self.observers)
-        self.window: InFlightWindow[OffloadGroup] = InFlightWindow(
-            self.sources.release, self.budget
-        )
-        self.transfers = Transfers(
-            self.backend,
-            self.host_pool,
-            self.tensor_pool,
-            self.sources,
-            self.window,
-            self.guard,
-            self.observers,
-        )
+        pools = self.host_pool, self.tensor_pool
+        self.transfers = Transfers(self.backend, *pools, self.budget, self.guard, self.observers)
+        self.window = self.transfers.window
         self.learner = Learner(config, policy, self.transfers)
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
         if config.checking:

@@ -25,21 +25,14 @@ from megatron_offload.memory.storage import num_owners
 
 
 class Sources:
-    """The sources of one manager's copies, released by group, in the order of issue.
-
-    Args:
-        backend: whose compute stream waits for the copies.
-        host_pool: where the copies lie.
-        budget: counts what is in flight.
-        observers: are told of the waits.
-    """
+    """The sources of one manager's copies, released by group, in the order of issue."""
 
     def __init__(
         self,
         backend: Backend,
         host_pool: HostPool,
         budget: DeviceBudget,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[Observer],
     ) -> None:
         self._backend = backend
         self._host_pool = host_pool

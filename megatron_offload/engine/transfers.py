@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
+from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.graph_break import graph_break
@@ -43,10 +44,12 @@ class Transfers:
         backend: streams, events and copies.
         host_pool: where offloaded bytes live.
         tensor_pool: where reloaded bytes live.
-        sources: what is being copied to the host.
-        window: which groups that are.
-        guard: held by whoever calls; `keep`, `ready_target` and `free` take it themselves.
+        budget: counts what is in flight.
+        guard: held by whoever calls; `keep_source`, `target_of` and `free` take it themselves.
         observers: are told of copies and waits.
+
+    Attributes:
+        sources: what is being copied to the host, of the groups in ``window``.
     """
 
     def __init__(
@@ -54,18 +57,17 @@ class Transfers:
         backend: Backend,
         host_pool: HostPool,
         tensor_pool: TensorPool,
-        sources: Sources,
-        window: InFlightWindow[OffloadGroup],
+        budget: DeviceBudget,
         guard: Guard,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[Observer],
     ) -> None:
         self.backend = backend
         self.guard = guard
         self.host_pool = host_pool
         self.tensor_pool = tensor_pool
-        self.sources = sources
-        self.window = window
-        self.budget = sources.budget
+        self.budget = budget
+        self.sources = Sources(backend, host_pool, budget, observers)
+        self.window: InFlightWindow[OffloadGroup] = InFlightWindow(self.sources.release, budget)
         self.stats = StepStats()
         self.observers = observers
         self.owners = ForeignOwners()

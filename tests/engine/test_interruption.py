@@ -339,8 +339,8 @@ def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch
     parameters = list(model.parameters())
     expected = torch.autograd.grad(forward(model, None), parameters)
     loss = forward(model, manager)
-    trap.error, release = KeyboardInterrupt, manager.sources._release
-    monkeypatch.setattr(manager.sources, "_release", trap.around(release, after=True))
+    trap.error, release = KeyboardInterrupt, manager.transfers.sources._release
+    monkeypatch.setattr(manager.transfers.sources, "_release", trap.around(release, after=True))
     trap.arm(position)
     with contextlib.suppress(KeyboardInterrupt):
         manager.join_offloads()

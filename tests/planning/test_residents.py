@@ -8,7 +8,7 @@ import random
 import pytest
 
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
-from megatron_offload.core.residents import choose_residents
+from megatron_offload.planning.policy import choose_residents
 
 
 def make_profile(spans, sizes=None):
