@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 from pydantic_settings import CliToggleFlag
@@ -17,7 +16,7 @@ from rich.text import Text
 from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
 from megatron_offload.files.text import replace_text
-from megatron_offload.machine.examine import Examination, Finding, examine
+from megatron_offload.machine.examine import Finding, examine
 from megatron_offload.machine.host_syncs import HostSyncs
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.report.console import console, plain_table
@@ -36,7 +35,6 @@ example: megatron-offload doctor --output doctor.json
 """
 
 
-_FORMAT = 1
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 
@@ -57,27 +55,23 @@ def run(given: Given) -> int:
     """Look at the machine and print what was found; return the exit status."""
     check_place("--output", given.output)
     examination = examine(bandwidth=not given.no_bandwidth)
-    text = json.dumps(as_json(examination), indent=1) + "\n"
+    profile = examination.profile
+    data = {
+        "format": 1,
+        "findings": [asdict(finding) for finding in examination.findings],
+        "profile": profile.model_dump(mode="json") if profile is not None else None,
+    }
+    text = json.dumps(data, indent=1) + "\n"
     if given.json_:
         sys.stdout.write(text)
     else:
-        if examination.profile is not None:
-            console().print(rates_table(examination.profile))
+        if profile is not None:
+            console().print(rates_table(profile))
         console().print(findings_table(examination.findings))
     if given.output is not None:
         with writing(given.output):
             replace_text(given.output, text)
     return int(any(finding.level == "error" for finding in examination.findings))
-
-
-def as_json(examination: Examination) -> dict[str, Any]:
-    """Return all that was found as plain data; bandwidths in 10^9 bytes a second."""
-    profile = examination.profile
-    return {
-        "format": _FORMAT,
-        "findings": [dataclasses.asdict(finding) for finding in examination.findings],
-        "profile": profile.model_dump(mode="json") if profile is not None else None,
-    }
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

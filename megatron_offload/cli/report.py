@@ -87,10 +87,7 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_report(folder: Path) -> Report:
-    """Read what a run has left.
-
-    Args:
-        folder: ``run.output`` of a ``train`` or a ``compare``.
+    """Read what ``run.output`` of a ``train`` or a ``compare`` holds.
 
     Raises:
         ConfigError: it holds no run, or something in it is damaged.
@@ -180,12 +177,9 @@ def _memory(plain: RunReport | None, offloaded: RunReport) -> list[MemoryKind]:
 
 
 def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) -> TradeOff | None:
-    """Return the points of the folder's file, and those that the run itself has measured.
+    """Return the points of the folder's file, and those that the run has measured.
 
-    Args:
-        folder: the run's or the comparison's.
-        memory: what was measured.
-        change: how much longer a step took, as a share; None where that was not measured.
+    ``change`` says how much longer a step took, as a share; None where that was not measured.
     """
     path = folder / "tradeoff.json"
     given = read_tradeoff(path) if path.exists() else None
@@ -193,13 +187,12 @@ def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) 
         return None
     kinds = {kind.name: kind for kind in memory}
     name = given.memory if given else next(iter(kinds), "")
+    peaks = kinds[name].highest if name in kinds else (None, None)
+    percents = (0.0, None if change is None else 100 * change)
     points = [*given.points] if given else []
-    if name in kinds:
-        times = (0.0, None if change is None else 100 * change)
-        for label, peak, percent in zip(
-            ("no offload", "this run"), kinds[name].highest, times, strict=True
-        ):
-            if peak is not None:
-                point = TradeOffPoint(label=label, peak_bytes=int(peak), step_time_percent=percent)
-                points.append(point)
+    points += [
+        TradeOffPoint(label=label, peak_bytes=int(peak), step_time_percent=percent)
+        for label, peak, percent in zip(("no offload", "this run"), peaks, percents, strict=True)
+        if peak is not None
+    ]
     return TradeOff(memory=name, points=tuple(points)) if points else None

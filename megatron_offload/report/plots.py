@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_offload.core.trace import (
     HELD_BYTES,
@@ -30,9 +30,6 @@ from megatron_offload.core.units import byte_unit, format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.report.console import printable
 from megatron_offload.report.tradeoff import TradeOff, frontier
-
-if TYPE_CHECKING:
-    import altair
 
 NEEDED = ("altair", "vl_convert")
 """Packages that a chart needs."""
@@ -101,8 +98,8 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
 
 def memory_chart(
     peaks: Sequence[tuple[float | None, float | None]], title: str, ranks: Sequence[int] = ()
-) -> altair.LayerChart:
-    """Return each rank's peaks as bars.
+) -> Any:
+    """Return a chart of each rank's peaks as bars.
 
     Args:
         peaks: bytes without and with offload, of each rank; None where they were not measured.
@@ -127,8 +124,8 @@ def memory_chart(
     return bars + base.mark_text(align="left", dx=4).encode(text="label:N")
 
 
-def timeline_chart(trace: StepTrace, end_us: float) -> altair.VConcatChart:
-    """Return one rank's step: a lane for each stream, and how many bytes were where.
+def timeline_chart(trace: StepTrace, end_us: float) -> Any:
+    """Return a chart of one rank's step: a lane for each stream, and how many bytes were where.
 
     Args:
         trace: the step.
@@ -193,8 +190,8 @@ def timeline_chart(trace: StepTrace, end_us: float) -> altair.VConcatChart:
     return both.resolve_scale(x="shared", color="independent")
 
 
-def tradeoff_chart(tradeoff: TradeOff) -> altair.LayerChart:
-    """Return memory against step time; what no other setting beats in both is joined by a line.
+def tradeoff_chart(tradeoff: TradeOff) -> Any:
+    """Return a chart of memory against step time; a line joins what nothing beats in both.
 
     Numbers count from 1 by memory, the least first.
     """
