@@ -34,11 +34,7 @@ def current_index() -> int:
 
 
 def visible_devices() -> tuple[DeviceInfo, ...]:
-    """Describe the devices that this process can use; makes no context on any of them.
-
-    Raises:
-        RuntimeError: there are devices and CUDA can't be started.
-    """
+    """Describe the devices that this process can use; makes no context on any of them."""
     if not is_available():
         return ()
     return tuple(_describe(index) for index in range(torch.cuda.device_count()))
@@ -202,9 +198,6 @@ class CudaBackend(Backend):
         PyTorch's own pinned allocator rounds up to a power of two, so the pages are allocated
         plainly and registered with the driver. Where the machine has several memory nodes, they
         come from the one next to the device.
-
-        Raises:
-            RuntimeError: the memory can't be had or can't be pinned.
         """
         if not self._pin_memory:
             return torch.empty(num_bytes, dtype=torch.uint8)

@@ -1,8 +1,7 @@
 """The simulated device, with compute that takes as long as the program really does.
 
 Between two calls of the backend the compute stream has worked for as long as the host took. What
-the calls themselves take (copies, poison, the search for hazards) is no compute, as a real device
-has no such work; copies take the virtual time of their bytes.
+the calls themselves take (poison, the search for hazards) is no compute.
 """
 
 from __future__ import annotations

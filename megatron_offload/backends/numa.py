@@ -57,8 +57,7 @@ def prefer_node(
         node: the memory node.
         syscall: C's ``syscall``; None takes the process's own.
 
-    Returns:
-        Whether the kernel agreed; if not, all is as it was.
+    Returns whether the kernel agreed; if not, all is as it was.
     """
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node < _MAX_NODES:

@@ -133,9 +133,8 @@ class StepTrace:
 
     def of(self, stream: str) -> list[Span]:
         """Return the spans of one stream in the order of time."""
-        return sorted(
-            (span for span in self.spans if span.stream == stream), key=lambda span: span.start_us
-        )
+        spans = (span for span in self.spans if span.stream == stream)
+        return sorted(spans, key=lambda span: span.start_us)
 
     def summary(self) -> TraceSummary:
         """Add up what the spans say."""
@@ -236,16 +235,8 @@ def _events(trace: StepTrace) -> Iterable[dict[str, Any]]:
                     args["GB/s"] = round(span.num_bytes / span.duration_us / 1e3, 3)
             if span.wait:
                 args["wait"] = span.wait
-            yield {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.kind,
-                "pid": pid,
-                "tid": tid,
-                "ts": span.start_us,
-                "dur": span.duration_us,
-                "args": args,
-            }
+            place = {"pid": pid, "tid": tid, "ts": span.start_us, "dur": span.duration_us}
+            yield {"ph": "X", "name": span.name, "cat": span.kind, **place, "args": args}
     for counter in sorted(trace.counters, key=lambda counter: counter.time_us):
         args = {"bytes": counter.value}
         yield {"ph": "C", "name": counter.name, "pid": pid, "ts": counter.time_us, "args": args}

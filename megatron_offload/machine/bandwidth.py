@@ -32,16 +32,12 @@ from megatron_offload.machine.profile import CopyRates, GpuProfile, PciPath, rea
 from megatron_offload.memory.host_pool import HostPool
 
 BLOCK_BYTES = 128 * 1024**2
-"""What one copy moves: large enough that starting it costs nothing, and that two of them don't stay
-in a processor's cache."""
+"""What one copy moves: starting it costs nothing, and two don't stay in a processor's cache."""
 
 _NUM_COPIES = 6
 """In each round and direction; the first warms up. At 3 GB/s all rounds take 5 s, at 50 0.3 s."""
 
 _NUM_ROUNDS = 3
-
-_KILL_TIMEOUT_S = 5.0
-"""A process that is stuck in the driver may not end; it is left to the system then."""
 
 _WAITS = {"d2h": Wait.W1, "h2d": Wait.W6}
 """What the first copy of a round waits for: whatever used its device memory before."""
@@ -58,12 +54,12 @@ def measure_gpus(
     block_bytes: int = BLOCK_BYTES,
     timeout_s: float = 120.0,
 ) -> tuple[GpuProfile, ...]:
-    """Measure GPUs, each alone and all at once; most of the time goes into starting processes.
+    """Measure all GPUs that this process can use, each alone and all at once, by `measure_copies`.
 
-    Each GPU gets a process of its own; this one opens no device, and none outlives the call.
+    Each gets a process of its own; this one opens no device, and none outlives the call.
 
     Args:
-        num_gpus: all that this process can use.
+        num_gpus: how many there are.
         config: which backend; None takes CUDA.
         block_bytes: what each copy moves.
         timeout_s: after so many seconds whatever still runs is killed.
@@ -90,7 +86,7 @@ def measure_gpus(
         finally:
             for process in context.processes:
                 process.kill()
-                process.join(_KILL_TIMEOUT_S)
+                process.join(5.0)  # one that is stuck in the driver is left to the system
     profiles = dict(results.get() for _ in range(num_gpus))
     return tuple(profiles[rank] for rank in range(num_gpus))
 

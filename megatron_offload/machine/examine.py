@@ -104,7 +104,7 @@ def examine(
             measured before.
         environ: the environment that training runs in.
         root: the folder in which ``etc``, ``proc`` and ``sys`` lie.
-        cache: where profiles are kept; None takes the user's cache folder.
+        cache: as for `load_profile`.
     """
     findings = []
     devices: Sequence[DeviceInfo] = ()
@@ -227,10 +227,12 @@ def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Fin
     else:
         found = f"{alone}, of {path.now}"
         advice = (
-            "see the findings on memory nodes and IOMMU, whether a link on the way is narrower or "
-            "a switch shares it (lspci -vv), whether something else copies, and, in a virtual "
-            "machine, how its memory is placed"
+            "see the findings on memory nodes and IOMMU, whether a link on the way is narrower "
         )
+        advice += (
+            "or shared (lspci -vv), whether something else copies, and, in a virtual machine, "
+        )
+        advice += "how its memory is placed"
     return Finding("warning", title, found, advice)
 
 
@@ -247,10 +249,8 @@ def check_node_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
         return Finding("ok", title, found)
     advice = "plan with these numbers: in a step, copies go both ways"
     if num_gpus > 1 and node < _FREE_SHARE * both:
-        advice = (
-            "plan with the last numbers, since the machine's memory is shared; what later pipeline "
-            "ranks keep, the first can use (resident_delta_bytes_across_pp_ranks)"
-        )
+        advice = "plan with the last numbers, since the machine's memory is shared; what later "
+        advice += "ranks keep, the first can use (resident_delta_bytes_across_pp_ranks)"
     return Finding("note", title, found, advice)
 
 

@@ -162,8 +162,6 @@ def save_profile(profile: MachineProfile, folder: Path | None = None) -> Path:
 
 def read_pci_path(address: str | None) -> PciPath | None:
     """Return the link of the GPU at a PCI address; None where it is unknown or makes no sense."""
-    if address is None:
-        return None
 
     def path() -> PciPath:
         gpu = pynvml.nvmlDeviceGetHandleByPciBusId(address)
@@ -178,7 +176,7 @@ def read_pci_path(address: str | None) -> PciPath | None:
             ),
         )
 
-    return _ask(path)
+    return _ask(path) if address is not None else None
 
 
 def driver_version() -> str | None:

@@ -6,7 +6,6 @@ lives in counts once, from when it is first seen until it is really freed. None 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Iterable
@@ -40,7 +39,8 @@ class LiveActivationMeter(Observer):
         self._emptied: set[int] = set()
         self._live_bytes = 0
         self._peak_bytes = 0
-        self._hooks = contextlib.ExitStack()
+        pack = functools.partial(_pack, weakref.ref(self))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     @property
     def live_bytes(self) -> int:
@@ -90,13 +90,11 @@ class LiveActivationMeter(Observer):
     tensor_saved = tensor_reloaded = observe
 
     def __enter__(self) -> LiveActivationMeter:
-        pack = functools.partial(_pack, weakref.ref(self))
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        self._hooks.enter_context(hooks)
+        self._hooks.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hooks.close()
+        self._hooks.__exit__()
 
     def _measure(self, keys: Iterable[int]) -> None:
         for key in list(keys):

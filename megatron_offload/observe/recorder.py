@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -39,19 +39,16 @@ _NO_SHAPE = RunShape()
 _Identity: TypeAlias = tuple[GroupKey, int]
 
 
+@dataclass(slots=True)
 class RecordedStep:
-    """What `profile_step` has recorded, once its block is left.
+    """What `profile_step` has recorded, once its block is left."""
 
-    Attributes:
-        peak_allocated_bytes: the most that was allocated since the device's own peaks were last
-            reset by someone else, before the step or in it; None where nothing is known.
-        peak_reserved_bytes: likewise.
-    """
-
-    def __init__(self) -> None:
-        self.peak_allocated_bytes: int | None = None
-        self.peak_reserved_bytes: int | None = None
-        self._profile: StepProfile | None = None
+    peak_allocated_bytes: int | None = None
+    """The most that was allocated since the device's own peaks were last reset by someone else,
+    before the step or in it; None where nothing is known."""
+    peak_reserved_bytes: int | None = None
+    """Likewise."""
+    _profile: StepProfile | None = None
 
     @property
     def profile(self) -> StepProfile:
@@ -165,13 +162,6 @@ class _Recorder(Observer):
     def _away(self) -> int:
         return self._host_pool.alone.total_bytes if self._moves else 0
 
-    def _settle(self) -> None:
-        """Forget the peak of what the engine does at a boundary, which counts at either end."""
-        away_bytes = self._away()
-        if away_bytes != self._settled_away_bytes:
-            self._memory()
-            self._settled_away_bytes = away_bytes
-
     def _memory(self) -> DeviceMemory | None:
         """Return what there is now, with the peak since the last look; None if nothing is known."""
         found = self._source.memory() if self._source is not None else None
@@ -210,7 +200,13 @@ class _Recorder(Observer):
                 self._saved.commit(group)
 
     def group_committed(self, group: OffloadGroup) -> None:
-        self._settle()
+        """Forget the peak of what the engine does at a boundary, which counts at either end."""
+        away_bytes = self._away()
+        if away_bytes != self._settled_away_bytes:
+            self._memory()
+            self._settled_away_bytes = away_bytes
+
+    backward_left = group_committed
 
     def backward_enters(self, group: OffloadGroup) -> None:
         for left in [left for left in self._open if not surrounds(left, group)]:
@@ -220,7 +216,7 @@ class _Recorder(Observer):
         self._open.append(group)
 
     def backward_entered(self, group: OffloadGroup) -> None:
-        self._settle()
+        self.group_committed(group)
         # A graph of an earlier step may have groups of the same keys.
         if self._learned is None and "start" in self._marks.get(group, ()):
             with self._backend.uncounted():
@@ -230,9 +226,6 @@ class _Recorder(Observer):
         # Of several, as through a graph that is kept, the last.
         if group in self._open:
             self._leave(group)
-
-    def backward_left(self, group: OffloadGroup) -> None:
-        self._settle()
 
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         self._saved.observe(tensor)
