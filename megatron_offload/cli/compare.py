@@ -50,11 +50,7 @@ _NUM_TARGETS = 3
 
 
 def run(given: RunOptions) -> int:
-    """Run without and with offload, print and write the comparison.
-
-    Returns:
-        0 where the runs are bitwise identical, else 1; 0 on torchrun's ranks other than 0.
-    """
+    """Compare two runs; return 0 where their bits are the same, or on ranks but 0, else 1."""
     config = read_config(given)
     folder = config.run.output
     plain, offloaded = (_variant(config, name) for name in FOLDERS)
@@ -118,11 +114,7 @@ def _print(config: TrainConfig, reports: Sequence[RunReport], result: Comparison
 
 
 def _plan(folder: Path) -> list[str]:
-    """Plan from the profiles that the run has left, or predict the plan that it followed.
-
-    Returns:
-        What became of it, line by line.
-    """
+    """Plan from the profiles that the run has left, or predict the plan that it followed."""
     try:
         if not find_profiles(folder):
             return []

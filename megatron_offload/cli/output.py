@@ -42,11 +42,7 @@ def check_place(flag: str, path: Path | None, *, draws: bool = False) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Make a file's folder, and turn what the operating system refuses into a user's error.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
+    """Make a file's folder; what the operating system refuses is a `ConfigError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -55,11 +51,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def draw_timelines(traces: Sequence[StepTrace], path: Path, title: str) -> str:
-    """Draw the timelines of the first ranks; return what to say of the picture.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
+    """Draw the timelines of the first ranks into a file; return what to say of the picture."""
     with writing(path):
         num_drawn = plot_timeline(traces, path, title)
     return f"picture: {path}, {num_drawn} of {len(traces)} ranks"
@@ -67,10 +59,6 @@ def draw_timelines(traces: Sequence[StepTrace], path: Path, title: str) -> str:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Show in a terminal, on the standard error stream, what takes its time.
-
-    Yields:
-        What is to be told how far the work is.
-    """
+    """Show in a terminal what takes its time; yield what is to be told how far the work is."""
     with console(stderr=True).status(what, spinner="line") as status:
         yield lambda text: status.update(f"{what}: {text}")

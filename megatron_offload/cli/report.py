@@ -71,12 +71,7 @@ def run(given: Given) -> int:
 
 
 def write_page(folder: Path, output: Path | None = None) -> Path:
-    """Write the report of a folder; return its path.
-
-    Raises:
-        ConfigError: the folder holds no run, something in it is damaged, a package is missing, or
-            the file can't be written.
-    """
+    """Write the report of a folder; return its path. Raises what `read_report` does."""
     path = output or folder / "report.html"
     require(*NEEDED)
     check_place("--output", output)

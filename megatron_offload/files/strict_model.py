@@ -77,16 +77,10 @@ _MOST_ISSUES = 20
 
 
 def validate(model: type[Model], data: Any, source: str) -> Model:
-    """Build ``model`` from plain data.
-
-    Args:
-        model: the section's class.
-        data: a mapping of nested plain values.
-        source: what to call the input in an error, such as the file's path.
+    """Build ``model`` from a mapping of plain values, which an error calls ``source``.
 
     Raises:
-        ConfigError: it is no mapping; or all that is wrong, one line each, with the nearest valid
-            key.
+        ConfigError: all that is wrong, one line each, with the nearest valid key.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(

@@ -37,14 +37,11 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derived from SafeLoader
     except yaml.MarkedYAMLError as error:
-        problem = error.problem or error.context or "it can't be parsed"
-        raise _wrong(shorten(problem), error.problem_mark or error.context_mark) from error
+        mark = error.problem_mark or error.context_mark
+        problem = shorten(error.problem or error.context or "it can't be parsed", 200)
+        raise ConfigError(f"line {mark.line + 1}: {problem}" if mark else problem) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {shorten(' '.join(str(error).split()))}") from error
-
-
-def _wrong(problem: str, mark: Any) -> ConfigError:
-    return ConfigError(f"line {mark.line + 1}: {problem}" if mark is not None else problem)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -69,7 +66,7 @@ class _StrictLoader(yaml.SafeLoader):
         elif self._depth > MAX_DEPTH:
             problem = f"nested deeper than {MAX_DEPTH} levels"
         if problem:
-            raise _wrong(problem, event.start_mark)
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -88,15 +85,15 @@ class _StrictLoader(yaml.SafeLoader):
             elif key in mapping:
                 problem = f"key {shorten(key)!r} is given twice"
             if problem:
-                raise _wrong(problem, key_node.start_mark)
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             mapping[str(key)] = self.construct_object(value_node, deep=True)
         return mapping
 
     def text(self, node: yaml.ScalarNode) -> str:
         text: str = node.value
         if any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in text):
-            problem = "a text can't hold the character \\0, nor half a character (a surrogate)"
-            raise _wrong(problem, node.start_mark)
+            problem = "a text can't hold the character \\0, nor half of one (a surrogate)"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return text
 
     def number(self, node: yaml.ScalarNode) -> int | float:
@@ -110,7 +107,7 @@ class _StrictLoader(yaml.SafeLoader):
                 raise ValueError
         except ValueError as error:
             problem = f"{shorten(text)} is no number that can be used here"
-            raise _wrong(problem, node.start_mark) from error
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
         return value
 
 

@@ -40,12 +40,9 @@ def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
 def open_regular(path: str | Path, *, follow_link: bool = True) -> BufferedReader:
     """Open a regular file for reading bytes; the caller closes it.
 
-    Args:
-        path: the file's.
-        follow_link: whether ``path`` itself may be a symbolic link.
-
     Raises:
-        ConfigError: it is missing, something else such as a folder or a pipe, or unreadable.
+        ConfigError: it is missing, unreadable, a link that is not followed, or something else such
+            as a folder or a pipe.
     """
     try:
         # Opening a pipe would wait for its writer.
@@ -67,13 +64,8 @@ def read_json(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Any:
 def parse_json(text: bytes | str, source: str, *, allow_nan: bool = False) -> Any:
     """Return what a JSON text holds, in time that grows with its length alone.
 
-    Args:
-        text: the JSON.
-        source: what to call it in an error, such as the file's path.
-        allow_nan: take ``NaN`` and ``Infinity`` too, as Python itself writes them.
-
-    Raises:
-        ConfigError: it isn't JSON, or nested very deep.
+    Errors, which are ConfigErrors, call it ``source``; it may hold ``NaN`` and ``Infinity``, as
+    Python itself writes them, where they are allowed.
     """
     try:
         return from_json(text, allow_inf_nan=allow_nan)

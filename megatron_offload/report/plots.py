@@ -69,11 +69,7 @@ _CHUNK = re.compile(r"\[chunk (\d+),")
 def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> int:
     """Draw the step on each of the first `MOST_TIMELINES` ranks into a PNG file.
 
-    Returns:
-        How many ranks were drawn.
-
-    Raises:
-        ConfigError: Altair is not installed.
+    Returns how many were drawn. ConfigError: Altair is not installed.
     """
     end_us = last_us(traces)
     charts = []
@@ -87,11 +83,7 @@ def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One ste
 
 
 def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against time") -> None:
-    """Draw what settings cost in memory and in time, and their names, into a PNG file.
-
-    Raises:
-        ConfigError: Altair is not installed.
-    """
+    """Draw what settings cost in memory and in time, and their names, into a PNG file."""
     names = [f"{number}  {point.label}" for number, point in enumerate(tradeoff.by_memory, start=1)]
     _write_png(_titled(tradeoff_chart(tradeoff), title, names), path)
 
@@ -99,12 +91,9 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
 def memory_chart(
     peaks: Sequence[tuple[float | None, float | None]], title: str, ranks: Sequence[int] = ()
 ) -> Any:
-    """Return a chart of each rank's peaks as bars.
+    """Return a chart of the bytes that each rank took at its peak, without and with offload.
 
-    Args:
-        peaks: bytes without and with offload, of each rank; None where they were not measured.
-        title: which memory that is.
-        ranks: their numbers; empty for 0 and on.
+    Ranks are called 0 and on where ``ranks`` is empty. None was not measured.
     """
     alt = _altair()
     scale, unit = byte_unit(max((x for pair in peaks for x in pair if x is not None), default=0))
@@ -127,9 +116,7 @@ def memory_chart(
 def timeline_chart(trace: StepTrace, end_us: float) -> Any:
     """Return a chart of one rank's step: a lane for each stream, and how many bytes were where.
 
-    Args:
-        trace: the step.
-        end_us: where its axis ends, such as `last_us` of all ranks.
+    Its axis ends at ``end_us``, such as `last_us` of all ranks.
     """
     alt = _altair()
     end_us = end_us or 1.0

@@ -75,25 +75,14 @@ def _bytes_table(title: str, ranks: Sequence[Mapping[str, int]]) -> Table:
 
 
 def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Return one line for each rank.
-
-    Args:
-        ranks: mappings with the keys of `_RANK`, and on a GPU of `_GPU`.
-        title: stands above the table.
-    """
+    """Return one line for each rank: a mapping with the keys of `_RANK`, on a GPU of `_GPU` too."""
     on_gpu = any(rank.get("peak_reserved_bytes") is not None for rank in ranks)
     columns = _RANK | _GPU if on_gpu else _RANK
     return plain_table(title, list(columns), 0, (_cells(rank, columns) for rank in ranks))
 
 
 def group_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Return one line for each group name on each rank.
-
-    Args:
-        ranks: mappings with ``rank`` and ``groups``: a sequence of mappings with the keys of
-            `_GROUP` but the rank.
-        title: stands above the table.
-    """
+    """Return one line for each of each rank's ``groups``: mappings with the keys of `_GROUP`."""
     groups = ({**group, "rank": rank["rank"]} for rank in ranks for group in rank["groups"])
     return plain_table(title, list(_GROUP), 2, (_cells(group, _GROUP) for group in groups))
 
