@@ -212,7 +212,7 @@ PRELUDES = {
         "from megatron_offload.integrations.transformer_engine import activation_offloading as of\n"
         "assert [of(one) for one in mlp] == [True, False, None]",
     ),
-    "MemoryTargetPolicy(20 << 30)": (
+    "chooser.under([20 << 30] * 4)": (
         "from pathlib import Path\n"
         "from megatron_offload.planning.description import load_description\n"
         "from megatron_offload.planning.profiled_job import profiles_of\n"
@@ -273,7 +273,7 @@ SHOWN = {
     "<run.output>/checkpoints/": "a folder's tree",
     "flags / YAML ──> OffloadConfig": "a diagram",
     "autograd graph ──> SavedTensor": "a diagram",
-    "profile ──> policy ──> solver": "a diagram",
+    "profile ──> policy ─────────────> plan": "a diagram",
     "the plan was made for another run": "an error",
 }
 """How blocks begin that are neither commands nor programs, and what they are."""
