@@ -273,7 +273,7 @@ SHOWN = {
     "<run.output>/checkpoints/": "a folder's tree",
     "flags / YAML ──> OffloadConfig": "a diagram",
     "autograd graph ──> SavedTensor": "a diagram",
-    "profile ──> policy ─────────────> plan": "a diagram",
+    "profiles ──> job ──> choice ──> plan": "a diagram",
     "the plan was made for another run": "an error",
 }
 """How blocks begin that are neither commands nor programs, and what they are."""
