@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -42,23 +42,22 @@ class _Forward:
     num_bytes: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Saved:
     """A record, and the group that backward reaches with it."""
 
-    __slots__ = ("_group", "_groups", "_record")
-
-    def __init__(self, groups: AutomaticGroups, group: OffloadGroup, record: SavedTensor) -> None:
-        self._groups = groups
-        self._group = group
-        self._record = record
+    groups: AutomaticGroups
+    group: OffloadGroup
+    record: SavedTensor
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor; the first of its group tells the manager that backward is there."""
-        if self._record.block is not None:
-            self._groups.reach(self._group)
-        return self._record.unpack()
+        if self.record.block is not None:
+            self.groups.reach(self.group)
+        return self.record.unpack()
 
 
+@dataclass(eq=False)
 class AutomaticGroups:
     """Moves what autograd saves between `begin` and `end`, which may nest.
 
@@ -74,26 +73,16 @@ class AutomaticGroups:
         on_step: called when a step was found to be over.
     """
 
-    def __init__(
-        self,
-        manager: PipelineOffloadManager,
-        name: str,
-        *,
-        min_tensor_bytes: int | None = None,
-        max_inflight_tensors: int | None = None,
-        should_offload: Callable[[int], bool] | None = None,
-        finds_steps: bool = True,
-        on_step: Callable[[], None] | None = None,
-    ) -> None:
-        self.manager = manager
-        self.should_offload = should_offload
-        self._name = name
-        self._min_tensor_bytes = min_tensor_bytes
-        self._max_inflight_tensors = max_inflight_tensors
-        self._finds_steps = finds_steps
-        self._on_step = on_step
-        self._forwards: list[_Forward] = []
-        self._reached: dict[OffloadGroup, None] = {}
+    manager: PipelineOffloadManager
+    name: str
+    _: KW_ONLY
+    min_tensor_bytes: int | None = None
+    max_inflight_tensors: int | None = None
+    should_offload: Callable[[int], bool] | None = None
+    finds_steps: bool = True
+    on_step: Callable[[], None] | None = None
+    _forwards: list[_Forward] = field(default_factory=list, init=False)
+    _reached: dict[OffloadGroup, None] = field(default_factory=dict, init=False)
 
     @graph_break
     def begin(
@@ -106,17 +95,17 @@ class AutomaticGroups:
         self.manager.claim(is_inside=bool(self._forwards))
         if not self._forwards or self.manager.decisions.is_idle():
             self._forget_interrupted()
-        if self._finds_steps and not self._forwards:
+        if self.finds_steps and not self._forwards:
             self.end_step_if_over()
         chunk = self.manager.begin_chunk(vp_stage=vp_stage, pp_rank=pp_rank)
-        if self._min_tensor_bytes is not None:
-            chunk.rules.min_tensor_bytes = self._min_tensor_bytes
-        chunk.rules.max_inflight_blocks = self._max_inflight_tensors
+        if self.min_tensor_bytes is not None:
+            chunk.rules.min_tensor_bytes = self.min_tensor_bytes
+        chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
         hooks = saved_tensors_hooks(self.pack, unpack) if self.manager.do_offload else None
         if hooks is not None:
             hooks.__enter__()
-        self._forwards.append(_Forward(chunk, hooks, name or self._name))
+        self._forwards.append(_Forward(chunk, hooks, name or self.name))
 
     @graph_break
     def end(self, *, has_failed: bool = False) -> None:
@@ -151,8 +140,8 @@ class AutomaticGroups:
         """End the step if something was saved in it and nothing of that is left; return whether."""
         self.leave_spent()
         is_over = self.manager.end_step_if_over()
-        if is_over and self._on_step is not None:
-            self._on_step()
+        if is_over and self.on_step is not None:
+            self.on_step()
         return is_over
 
     @graph_break
@@ -160,9 +149,9 @@ class AutomaticGroups:
         """Record a tensor that autograd saves; the pack hook."""
         forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
         if forward is None or forward.hooks is None:
-            return SavedTensor(tensor, self._name)
+            return SavedTensor(tensor, self.name)
         if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
-            return SavedTensor(tensor, self._name)
+            return SavedTensor(tensor, self.name)
         if is_wrapper(tensor) and not is_opted_out(tensor):
             return SavedWrapper(tensor, self.pack)
         group = forward.group
@@ -174,7 +163,7 @@ class AutomaticGroups:
         saved = _Saved(self, group, record)
         forward.num_tensors += 1
         forward.num_bytes += record.block.num_bytes
-        most = self._max_inflight_tensors
+        most = self.max_inflight_tensors
         is_full = most is not None and forward.num_tensors >= most
         if is_full or forward.num_bytes >= _GROUP_BYTES:
             self._commit(forward)
