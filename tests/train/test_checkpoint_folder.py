@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from megatron_offload.errors import ConfigError
@@ -39,30 +37,23 @@ def names(folder):
     return sorted(path.name for path in folder.path.iterdir())
 
 
-def test_a_checkpoint_is_not_there_until_it_is_published(folder):
+def test_the_newest_of_those_that_are_published_counts(folder):
     assert folder.latest() is None
-    part = folder.begin(3)
-    (part / "data").write_text("3")
+    (folder.begin(3) / "half").write_text("")
+    assert list(folder.begin(3).iterdir()) == []
+    (folder.part_of(3) / "data").write_text("3")
     assert folder.latest() is None
     publish(folder, 3)
-    assert folder.latest() == folder.path_of(3)
-    assert (folder.path_of(3) / "data").read_text() == "3"
-
-
-def test_the_newest_is_the_one_of_the_highest_step(folder):
+    assert (folder.latest() / "data").read_text() == "3"
     write(folder, 9, 10, 1_000_000, 2)
     assert folder.latest() == folder.path_of(1_000_000)
 
 
-def test_writing_again_begins_with_an_empty_folder(folder):
-    (folder.begin(1) / "half").write_text("")
-    assert list(folder.begin(1).iterdir()) == []
-
-
-def test_pruning_keeps_the_newest(folder):
+def test_pruning_keeps_the_newest_and_copies(folder):
     write(folder, 1, 2, 3)
+    (folder.path / "step_000001.bak").mkdir()
     folder.prune(2)
-    assert names(folder) == ["step_000002", "step_000003"]
+    assert names(folder) == ["step_000001.bak", "step_000002", "step_000003"]
 
 
 def test_a_kill_while_pruning_leaves_no_half_checkpoint(folder, monkeypatch):
@@ -101,33 +92,21 @@ def test_a_name_that_only_looks_like_ours_is_refused(folder, name):
         folder.latest()
 
 
-def test_pruning_in_a_run_leaves_copies_alone(folder):
-    write(folder, 1, 2)
-    (folder.path / "step_000001.bak").mkdir()
-    folder.prune(1)
-    assert names(folder) == ["step_000001.bak", "step_000002"]
-
-
-def test_a_checkpoint_that_is_a_file_or_a_link_is_refused(folder, tmp_path):
+def test_what_is_a_file_or_a_link_is_refused(folder, tmp_path):
     write(folder, 1)
-    (folder.path / "step_000002").write_text("")
-    with pytest.raises(ConfigError, match="step_000002 is no folder"):
-        folder.latest()
-    os.unlink(folder.path / "step_000002")
-    (folder.path / "step_000002").symlink_to(folder.path_of(1))
-    with pytest.raises(ConfigError, match="step_000002 is no folder"):
-        folder.latest()
-
-
-def test_checkpoints_that_are_a_file_or_a_link_are_refused(folder, tmp_path):
-    folder.path.write_text("")
-    with pytest.raises(ConfigError, match="is a link or no folder; checkpoints need"):
-        folder.latest()
-    os.unlink(folder.path)
-    folder.path.symlink_to(tmp_path)
-    for action in (folder.latest, folder.clean, lambda: folder.begin(1)):
-        with pytest.raises(ConfigError, match="is a link"):
-            action()
+    second = folder.path_of(2)
+    for make in (second.touch, lambda: second.symlink_to(folder.path_of(1))):
+        make()
+        with pytest.raises(ConfigError, match="step_000002 is no folder of a checkpoint"):
+            folder.latest()
+        second.unlink()
+    folder.path.rename(tmp_path / "elsewhere")
+    for make in (folder.path.touch, lambda: folder.path.symlink_to(tmp_path / "elsewhere")):
+        make()
+        for action in (folder.latest, folder.clean, lambda: folder.begin(1)):
+            with pytest.raises(ConfigError, match="is a link or no folder; checkpoints need"):
+                action()
+        folder.path.unlink()
 
 
 def test_a_folder_without_permission_is_refused(folder, monkeypatch):

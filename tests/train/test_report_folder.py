@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -88,7 +89,9 @@ def test_the_page_s_folder_is_made(tmp_path):
     folder = write_run(tmp_path / "run")
     page = tmp_path / "pages" / "of" / "mine" / "run.html"
     assert main(["report", str(folder), "--output", str(page)]) == 0
-    assert page.exists()
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    with pytest.raises(ConfigError, match="can't write"):
+        report.write_page(folder, Path("/proc/none/page.html"))
     with pytest.raises(ConfigError, match="is a folder; name a file"):
         report.write_page(folder, tmp_path)
 

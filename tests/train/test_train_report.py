@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from training_runs import TINY
@@ -13,13 +12,9 @@ from training_runs import TINY
 from megatron_offload.cli import compare, report
 from megatron_offload.cli import trace as trace_command
 from megatron_offload.config import load_yaml
-from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
-from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
 from megatron_offload.train.config import TrainConfig
 
 pytest.importorskip("jinja2")
@@ -97,22 +92,6 @@ def test_a_single_run_has_a_report_too(compared, tmp_path):
     assert report.write_page(folder).read_text().count('<figure class="timeline">') == 2
 
 
-def test_points_of_a_tradeoff_are_shown(folder):
-    points = [TradeOffPoint(label="all", peak_bytes=7, step_time_percent=1.0, is_predicted=True)]
-    write_tradeoff(folder / "tradeoff.json", "allocated memory", points)
-    assert report.read_report(folder).tradeoff.points == tuple(points)
-
-
-def test_a_plan_is_shown(folder):
-    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
-    plan = OffloadPlan("memory_target", 2, 2, (RankPlan((choice,)), RankPlan((choice,))))
-    save_plan(plan, folder / "plan.json")
-    assert report.read_report(folder).plan == plan
-    text = report.write_page(folder).read_text()
-    assert "frees most" in text
-    assert "memory_target" in text
-
-
 def test_on_a_gpu_the_run_is_itself_a_point(folder):
     for name in ("without_offload", "with_offload"):
         path = folder / name / "steps.jsonl"
@@ -138,7 +117,6 @@ def test_on_a_gpu_the_run_is_itself_a_point(folder):
     [
         ("compare.json", "{}", "'losses_equal' is required"),
         ("compare.json", "[]", "must hold a mapping"),
-        ("config.yaml", "modell: {}", "did you mean 'model'"),
         ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
         ("with_offload/trace_0.json", "{", "not plain JSON"),
         ("with_offload/trace_0.json", '{"traceEvents": [{"pid": 0}]}', "not a trace"),
@@ -180,28 +158,19 @@ def test_folders_without_a_run_are_refused(folder, tmp_path):
         report.read_report(folder)
 
 
-def test_the_report_command_writes_where_it_is_told(folder, tmp_path, capsys):
-    page = tmp_path / "deep" / "page.html"
-    assert report.run(report.Given(folder=folder, output=page)) == 0
-    assert capsys.readouterr().out.strip() == f"report: {page}"
-    assert page.read_text().startswith("<!DOCTYPE html>")
-    with pytest.raises(ConfigError, match="can't write"):
-        report.run(report.Given(folder=folder, output=Path("/proc/none/page.html")))
-
-
-def test_the_trace_command_merges_and_draws(folder, tmp_path, capsys):
-    pytest.importorskip("altair")
-    picture = tmp_path / "timeline.png"
-    assert trace_command.run(trace_command.Given(folder=folder, png=picture)) == 0
-    assert "2 of 2 ranks" in capsys.readouterr().out
+def test_the_trace_command_merges(folder):
+    assert trace_command.run(trace_command.Given(folder=folder)) == 0
     merged = read_traces(folder / "trace.json")
     assert merged == trace_command.read_run_traces(folder)
     assert [trace.rank for trace in merged] == [0, 1]
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_timelines_that_are_missing_or_mixed_up_are_said(folder):
     inner = folder / "with_offload"
+    both = [read_traces(inner / f"trace_{rank}.json")[0] for rank in range(2)]
+    write_traces(inner / "trace_1.json", both)
+    with pytest.raises(ConfigError, match=r"trace_1\.json is of rank 0, 1;"):
+        report.read_report(folder)
     shutil.copy(inner / "trace_0.json", inner / "trace_1.json")
     with pytest.raises(ConfigError, match=r"trace_1.json is of rank 0"):
         trace_command.run(trace_command.Given(folder=folder))
@@ -210,14 +179,6 @@ def test_timelines_that_are_missing_or_mixed_up_are_said(folder):
     with pytest.raises(ConfigError, match=r"run\.trace_step: 4"):
         trace_command.run(trace_command.Given(folder=folder))
     assert report.read_report(folder).traces == []
-
-
-def test_a_trace_of_two_ranks_is_none_of_one(folder):
-    inner = folder / "with_offload"
-    both = [read_traces(inner / f"trace_{rank}.json")[0] for rank in range(2)]
-    write_traces(inner / "trace_0.json", both)
-    with pytest.raises(ConfigError, match=r"trace_0\.json is of rank 0, 1;"):
-        report.read_report(folder)
 
 
 def test_compare_says_why_there_is_no_page(folder, monkeypatch):
