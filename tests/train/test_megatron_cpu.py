@@ -55,10 +55,6 @@ def test_everything_is_restored_after_an_error_too():
     with pytest.raises(KeyError):
         fail_inside()
     assert snapshot() == before
-
-
-def test_contexts_nest():
-    before = snapshot()
     with cpu_bridges():
         outer = snapshot()
         with cpu_bridges():

@@ -34,10 +34,6 @@ def test_every_bit_counts(dtype, count):
     assert digest([tensor]) == before
 
 
-def test_the_sign_of_zero_counts():
-    assert digest([torch.zeros(5)]) != digest([-torch.zeros(5)])
-
-
 def test_order_shape_dtype_and_cut_count():
     a, b = torch.arange(100.0), torch.arange(100.0, 200.0)
     found = {
@@ -48,8 +44,11 @@ def test_order_shape_dtype_and_cut_count():
         digest([a.view(torch.int32), b]),
         digest([a]),
         digest([]),
+        digest([torch.zeros(3)]),
+        digest([-torch.zeros(3)]),
+        digest([torch.zeros(4)]),
     }
-    assert len(found) == 7
+    assert len(found) == 10
 
 
 def test_changes_that_cancel_in_a_plain_sum_are_seen():
@@ -60,12 +59,6 @@ def test_changes_that_cancel_in_a_plain_sum_are_seen():
     moved[100] += 5
     moved[101] -= 5
     assert len({digest([a]), digest([swapped]), digest([moved])}) == 3
-
-
-def test_zeros_at_the_end_count():
-    assert digest([torch.zeros(3, dtype=torch.uint8)]) != digest(
-        [torch.zeros(4, dtype=torch.uint8)]
-    )
 
 
 def test_views_are_digested_as_what_they_show():
