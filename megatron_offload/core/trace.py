@@ -89,8 +89,6 @@ class TraceSummary:
     """The sums of one trace."""
 
     duration_us: float
-    compute_us: float
-    """The compute stream outside its stalls; where the host is too slow, idle time too."""
     stall_us: dict[str, float]
     """What the compute stream lost, by wait."""
     busy_us: dict[str, float]
@@ -138,7 +136,6 @@ class StepTrace:
 
     def summary(self) -> TraceSummary:
         """Add up what the spans say."""
-        compute = [span for span in self.of("compute") if span.kind != "stall"]
         stall_us: dict[str, float] = {}
         for span in self.of("compute"):
             if span.kind == "stall":
@@ -147,7 +144,6 @@ class StepTrace:
         first_us = min((span.start_us for span in self.spans), default=0.0)
         return TraceSummary(
             duration_us=max((span.end_us for span in self.spans), default=0.0) - first_us,
-            compute_us=sum(span.duration_us for span in compute),
             stall_us=dict(sorted(stall_us.items())),
             busy_us={name: sum(span.duration_us for span in copies[name]) for name in copies},
             num_bytes={name: sum(span.num_bytes for span in copies[name]) for name in copies},
