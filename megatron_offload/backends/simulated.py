@@ -228,8 +228,8 @@ class SimulatedBackend(Backend):
                 read, written = self._device, self._host
                 if stream._index == _H2D:
                     read, written = written, read
-                self._access(read, source, stream, writes=False, label=label)
-                self._access(written, destination, stream, writes=True, label=label)
+                self._access(read, source, stream, False, label)
+                self._access(written, destination, stream, True, label)
         destinations, sources = zip(*pairs, strict=True)
         num_bytes = sum([destination.nbytes for destination in destinations])
         if stream._is_lazy:
@@ -245,8 +245,7 @@ class SimulatedBackend(Backend):
         return self.record(stream)
 
     def is_done(self, event: SimulatedEvent) -> bool:
-        if self._rng:
-            self._run_some()
+        self._run_some()
         if event.stream._executed < event.position:
             return False
         if self._check:  # the host knows, so all that it queues from here on is ordered
@@ -276,9 +275,8 @@ class SimulatedBackend(Backend):
             region.view(-1).view(torch.uint8).fill_(_POISON)
         if self._check:
             label = f"empty_device({region.nbytes})"
-            self._access(self._device, region, self._compute, writes=True, label=label)
-        if self._rng:
-            self._run_some()
+            self._access(self._device, region, self._compute, True, label)
+        self._run_some()
         return region
 
     def empty_host(self, num_bytes: int) -> torch.Tensor:
@@ -299,24 +297,21 @@ class SimulatedBackend(Backend):
             unordered = self._unordered(self._device, start, end, self._compute, True)
             record = self._device.add if unordered else self._device.replace
             record(start, end, self._number(self._compute, True, label))
-        if self._rng:
-            self._run_some()
+        self._run_some()
 
     def note_consumed(self, region: torch.Tensor, label: str) -> None:
         if self._check:
-            self._access(self._device, region, self._compute, writes=False, label=label)
-        if self._rng:
-            self._run_some()
+            self._access(self._device, region, self._compute, False, label)
+        self._run_some()
 
     def note_freed(self, region: torch.Tensor, label: str, *, sole_owner: bool) -> None:
         # The next user writes to it; with a sole owner that happens now, as poison.
         if self._check:
             label = f"after free of {label}"
-            self._access(self._device, region, self._compute, writes=True, label=label)
+            self._access(self._device, region, self._compute, True, label)
         if self._poison and sole_owner:
             region.fill_(_POISON)
-        if self._rng:
-            self._run_some()
+        self._run_some()
 
     # When queued work runs.
 
@@ -365,33 +360,23 @@ class SimulatedBackend(Backend):
         return Access(order, stream.name, writes, label)
 
     def _access(
-        self,
-        shadow: Shadow,
-        region: torch.Tensor,
-        stream: SimulatedStream,
-        *,
-        writes: bool,
-        label: str,
+        self, used: Shadow, region: torch.Tensor, stream: SimulatedStream, writes: bool, label: str
     ) -> None:
         """Check an access against all earlier ones of the same bytes and put it on record."""
         if region.nbytes == 0:
             return
         start = region.data_ptr()
         end = start + region.nbytes
-        unordered = self._unordered(shadow, start, end, stream, writes)
+        unordered = self._unordered(used, start, end, stream, writes)
         access = self._number(stream, writes, label)
         found: dict[Wait, Hazard] = {}
         for earlier in unordered:
-            missing = self._missing_wait(shadow is self._host, earlier, access)
+            missing = self._missing_wait(used is self._host, earlier, access)
             found.setdefault(missing, Hazard(missing, earlier, access))
-        for hazard in found.values():
-            if self._raises:
-                raise HazardError(str(hazard))
-            self.hazards.append(hazard)
-        if writes:
-            shadow.replace(start, end, access)
-        else:
-            shadow.add(start, end, access)
+        if found and self._raises:
+            raise HazardError(str(next(iter(found.values()))))
+        self.hazards += found.values()
+        (used.replace if writes else used.add)(start, end, access)
 
     def _unordered(
         self, shadow: Shadow, start: int, end: int, stream: SimulatedStream, writes: bool

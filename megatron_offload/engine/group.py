@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -48,34 +48,26 @@ class Store(Protocol):
         """Take back what a block holds that no one will read any more; from its finalizer."""
 
 
+@dataclass(slots=True, eq=False)
 class Flight:
-    """The copies of one group to the host, from their issue to their release.
+    """The copies of one group to the host, from their issue to their release."""
 
-    Attributes:
-        group: whose they are.
-        d2h: the event behind them.
-        parts: of each, the block, the aliases that keep its memory even where the graph is dropped
-            before the copy ends, and its storage.
-        num_bytes: what of it counts as in flight.
-    """
-
-    __slots__ = ("d2h", "group", "num_bytes", "parts")
-
-    def __init__(self, group: OffloadGroup, d2h: Event) -> None:
-        self.group = group
-        self.d2h = d2h
-        self.parts: list[tuple[BlockRef, list[torch.Tensor], int]] = []
-        self.num_bytes = 0
+    group: OffloadGroup
+    d2h: Event
+    """The event behind them."""
+    parts: list[tuple[BlockRef, list[torch.Tensor], int]] = field(default_factory=list)
+    """Of each, the block, the aliases that keep its memory even where the graph is dropped before
+    the copy ends, and its storage."""
+    num_bytes: int = 0
+    """What of it counts as in flight."""
 
 
+@dataclass(slots=True, eq=False)
 class Reload:
     """One bulk reload: its event, and which streams have waited for it already."""
 
-    __slots__ = ("event", "waited_keys")
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-        self.waited_keys: list[Hashable] = []
+    event: Event
+    waited_keys: list[Hashable] = field(default_factory=list)
 
 
 class Block:

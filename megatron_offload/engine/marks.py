@@ -102,19 +102,19 @@ class Marks:
         if base is not None and (isinstance(base, torch.nn.Parameter) or has_mark(base)):
             return None
         storage_key: int = tensor.untyped_storage()._cdata
-        return None if self.holds(storage_key) else storage_key
-
-    def holds(self, storage_key: int) -> bool:
-        """Whether the storage of this identity belongs to a parameter or was marked."""
         if self._parameter_storages is None:
-            self._parameter_storages = {
-                parameter.untyped_storage()._cdata for parameter in self._parameters.values()
-            }
-            for storages in (self._storages, _everywhere):
-                for key in [key for key, ref in list(storages.items()) if ref.expired()]:
-                    storages.pop(key, None)
-        return (
-            storage_key in self._parameter_storages
+            self._find_storages()
+        is_marked = (
+            storage_key in (self._parameter_storages or ())
             or storage_key in self._storages
             or storage_key in _everywhere
         )
+        return None if is_marked else storage_key
+
+    def _find_storages(self) -> None:
+        """See where the parameters are, and forget the marked storages that have gone."""
+        found = {parameter.untyped_storage()._cdata for parameter in self._parameters.values()}
+        for storages in (self._storages, _everywhere):
+            for key in [key for key, ref in list(storages.items()) if ref.expired()]:
+                storages.pop(key, None)
+        self._parameter_storages = found
