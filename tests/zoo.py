@@ -139,6 +139,18 @@ class Checkpointed(nn.Module):
         return self.output(x)
 
 
+class Mlp(nn.Module):
+    """Two linear layers by Megatron's names."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.linear_fc1 = nn.Linear(width, 4 * width)
+        self.linear_fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+
+
 def tokens(generator, vocabulary):
     return torch.randint(0, vocabulary, (3, 12), generator=generator)
 

@@ -151,11 +151,5 @@ def _clip_grad_by_total_norm(
     use_decoupled_grad: bool = False,
 ) -> None:
     """Scale gradients in place to ``max_norm``; megatron-core's own insists on CUDA tensors."""
-    coefficient = max_norm / (total_norm + 1.0e-6)
-    if coefficient >= 1.0:
-        return
-    name = "decoupled_grad" if use_decoupled_grad else "grad"
-    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-        grad = getattr(parameter, name, None)
-        if grad is not None:
-            grad.detach().mul_(coefficient)
+    norm = torch.tensor(total_norm, dtype=torch.float64)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from programs import assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
+from zoo import Mlp
 
 import megatron_offload
 from megatron_offload.engine.boundary import commit_group, start_group
@@ -22,16 +23,6 @@ from megatron_offload.frontends.whole_model import (
     get_act_offloading_ctx_manager,
 )
 from megatron_offload.integrations import transformer_engine as policy
-
-
-class Mlp(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear_fc1 = nn.Linear(width, 4 * width)
-        self.linear_fc2 = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x)))
 
 
 class Layer(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from programs import assert_same, make_config, make_manager
 from torch import nn
+from zoo import Mlp
 
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.modules import offload_modules
@@ -34,16 +35,6 @@ def loaded(file):
 WAYS = pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda model: loaded(saved(model))], ids=["deepcopy", "file"]
 )
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear_fc1 = nn.Linear(32, 64)
-        self.linear_fc2 = nn.Linear(64, 32)
-
-    def forward(self, x):
-        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x)))
 
 
 class Model(nn.Module):
