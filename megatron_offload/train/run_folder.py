@@ -29,7 +29,6 @@ from pydantic import Field
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model, validate
 from megatron_offload.files.text import open_regular, read_json, replace_text, sync_folder
-from megatron_offload.machine.examine import found_version
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.config import RunConfig, TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, Bits, read_steps
@@ -158,6 +157,8 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: 
 
 def found_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run computes."""
+    from megatron_offload.machine.examine import found_version  # imports torch
+
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

@@ -364,17 +364,6 @@ def test_a_missing_extra_is_noticed_before_any_work(model, monkeypatch, capsys):
     assert "needs simpy, which is missing; run: pip install 'megatron-offload[plan]'\n" in error
 
 
-@pytest.mark.parametrize("name", ["plan", "simulate"])
-def test_help_needs_no_extra(name, monkeypatch, capsys):
-    for module in ("simpy", "altair"):
-        monkeypatch.setitem(sys.modules, module, None)
-    for module in [one for one in sys.modules if one.startswith("megatron_offload.planning.str")]:
-        monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(SystemExit) as exit_error:
-        main([name, "--help"])
-    assert exit_error.value.code == 0
-
-
 def test_a_ratio_without_a_curve_needs_no_solver(model, monkeypatch):
     assert plan("--model", model, "--ratio", 0.5, "--curve", 0) == 0
 
