@@ -27,7 +27,7 @@ from megatron_offload.files.strict_model import Bytes, validate
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.simulate import Simulation, settings_of, simulate
+from megatron_offload.planning.simulate import Simulation, simulate
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import plan_list, plan_table
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
@@ -181,7 +181,7 @@ def make(
     say("candidates are simulated")
     chooser = Chooser(source.profiles, source.job, source.default)
     plan = replace(chooser.plan(config), bandwidths=source.machine)
-    step = simulate(source.job, settings_of(plan, source.default))
+    step = chooser.simulate(plan)
     points = list(_curve(source, chooser, num_targets, say)) if num_targets else []
     if points:
         points.append(_point(f"the plan ({plan.policy})", step, chooser.without, is_plan=True))
@@ -284,8 +284,7 @@ def _curve(
     for index in range(num_targets if lowest < highest else 0):  # else nothing can move
         say(f"target {index + 1} of {num_targets} for the trade-off curve")
         target = lowest + (highest - lowest) * index // num_targets
-        plan = chooser.under((target,) * len(without.ranks))
-        step = simulate(source.job, settings_of(plan, source.default))
+        step = chooser.simulate(chooser.under((target,) * len(without.ranks)))
         yield _point(f"target {format_bytes(target)}", step, without)
 
 

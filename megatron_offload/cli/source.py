@@ -62,12 +62,6 @@ class Recorded:
     offload: OffloadConfig
 
     @property
-    def budgets(self) -> Budgets:
-        """The budgets that were set, and no other."""
-        names = Budgets.model_fields.keys() & self.offload.model_fields_set
-        return Budgets(**{name: getattr(self.offload, name) for name in names})
-
-    @property
     def own_plan(self) -> Path | None:
         """The file of the plan that the run made and followed, if it came to that."""
         path = self.path.parent / PLAN_NAME
@@ -156,8 +150,12 @@ class Source:
     @property
     def default(self) -> RankSettings:
         """What counts where no plan says something else: the flags', then the run's."""
-        run = self.recorded.budgets if self.recorded else Budgets()
-        return self.around.offload.over(run.over(RankSettings()))
+        given: dict[str, Any] = {}
+        run = self.recorded.offload if self.recorded else Budgets()
+        for section in (run, self.around.offload):
+            names = Budgets.model_fields.keys() & section.model_fields_set
+            given |= {name: getattr(section, name) for name in names}
+        return RankSettings(**given)
 
     def as_run(self) -> list[RankSettings]:
         """Return what each rank does, as the run did it; flags win. Without a run, `default`.

@@ -185,8 +185,11 @@ class Chooser:
             return self.within(config.most_slowdown_percent)
         if isinstance(config, MemoryTargetConfig):
             return self.under(config.targets(len(self._ranks)))
-        plan = plan_by_rule(config, self._profiles)
-        return _predicted(plan, self._simulate(tuple(settings_of(plan, self._limits))))
+        return self._predicted(plan_by_rule(config, self._profiles))
+
+    def simulate(self, plan: OffloadPlan) -> Simulation:
+        """Return the step with a plan."""
+        return self._simulate(tuple(settings_of(plan, self._limits)))
 
     # The search
 
@@ -230,18 +233,15 @@ class Chooser:
         """Return what a rank does to keep a target, with the largest room that this leaves it."""
         if self._peak(rank, NO_OFFLOAD) <= target:
             return NO_OFFLOAD
-        everything = self._settings(rank, one, rank.keys)
-        while one.room and self._peak(rank, everything) > target:
-            one = one._replace(room=one.room - 1)
-            everything = self._settings(rank, one, rank.keys)
-        if self._peak(rank, everything) > target:  # by its split alone
-            one = _Way(order=one.order)
-            everything = self._settings(rank, one, rank.keys)
+        rooms = [one._replace(room=room) for room in range(one.room, -1, -1)]
+        for way in (*rooms, _Way(order=one.order)):
+            everything = self._settings(rank, way, rank.keys)
+            if self._peak(rank, everything) <= target:
+                break
         room_bytes = (everything.max_inflight_bytes or 0) + (everything.prefetch_bytes or 0)
         aim_bytes = target - self._peak(rank, NO_OFFLOAD) + int(rank.rows.max())
         for _ in range(_MOST_TRIES):
-            moved = rank.cover(one.order, aim_bytes, room_bytes)
-            settings = self._settings(rank, one, moved)
+            settings = self._settings(rank, way, rank.cover(way.order, aim_bytes, room_bytes))
             excess_bytes = self._peak(rank, settings) - target
             if excess_bytes <= 0:
                 return settings
@@ -276,7 +276,6 @@ class Chooser:
 
     def _plan(self, kind: str, chosen: _Settings, reasons: Sequence[str]) -> OffloadPlan:
         """Return the plan of what ranks do; each rank's reason is that of what need not move."""
-        step = self._simulate(chosen)
         machine = self._job.machine
         num_gpus = min(machine.ranks_per_node, len(chosen)) * self._job.gpus_per_rank
         gbps = min(
@@ -309,16 +308,17 @@ class Chooser:
                     prefetch_bytes=settings.prefetch_bytes if moved else None,
                 )
             )
-        return _predicted(plan_of(kind, self._profiles, plans), step)
+        return self._predicted(plan_of(kind, self._profiles, plans))
 
-
-def _predicted(plan: OffloadPlan, step: Simulation) -> OffloadPlan:
-    """Return a plan with what its step would be written in."""
-    ranks = (
-        replace(rank, predicted_peak_bytes=one.peak_reserved_bytes, predicted_step_us=step.step_us)
-        for rank, one in zip(plan.ranks, step.ranks, strict=True)
-    )
-    return replace(plan, ranks=tuple(ranks))
+    def _predicted(self, plan: OffloadPlan) -> OffloadPlan:
+        """Return a plan with what its step would be written in."""
+        step = self.simulate(plan)
+        us, peaks = step.step_us, [rank.peak_reserved_bytes for rank in step.ranks]
+        ranks = (
+            replace(rank, predicted_peak_bytes=peak_bytes, predicted_step_us=us)
+            for rank, peak_bytes in zip(plan.ranks, peaks, strict=True)
+        )
+        return replace(plan, ranks=tuple(ranks))
 
 
 class _Rank(Footprint):

@@ -361,11 +361,6 @@ class Budgets(StrictModel):
     host_slab_bytes: Bytes = Field(default=ByteSize(_SETTINGS.host_slab_bytes), gt=0)
     """Pinned memory comes in pieces of this."""
 
-    def over(self, settings: RankSettings) -> RankSettings:
-        """Return settings with those replaced that were given here."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return replace(settings, **given)
-
 
 class Surroundings(StrictModel):
     """What stands around a model: machine and budgets."""

@@ -8,8 +8,7 @@ import numpy as np
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import StepTrace
-from megatron_offload.planning.job import GroupWork, Job
-from megatron_offload.planning.pending import PendingMessages
+from megatron_offload.planning.job import GroupWork, Job, PendingMessages
 from megatron_offload.planning.schedule import PassKind
 
 

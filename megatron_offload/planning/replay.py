@@ -25,8 +25,7 @@ from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.planning.job import GroupWork, Job, RankSettings
-from megatron_offload.planning.pending import PendingMessages
+from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings
 from megatron_offload.planning.schedule import Pass, PassKind
 
 

@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork
-from megatron_offload.planning.pending import QUEUED_LAUNCHES, PendingMessages
+from megatron_offload.planning.job import (
+    NO_OFFLOAD,
+    QUEUED_LAUNCHES,
+    GroupWork,
+    Job,
+    PendingMessages,
+    StageWork,
+)
 from megatron_offload.planning.replay import replay
 from megatron_offload.planning.schedule import Pass, PassKind, make_schedule, one_f_one_b
 from megatron_offload.planning.simulate import simulate
