@@ -197,9 +197,11 @@ def test_what_could_not_be_pinned_keeps_nothing_alive():
 
 
 def test_a_slab_that_can_t_be_pinned_is_told_once_with_its_numbers(caplog):
-    pool = make(Unpinnable(8 * KIB))
+    backend = Unpinnable(8 * KIB)
+    pool = make(backend)
     for _ in range(3):
         assert pool.allocate(6 * KIB) is not None
+    assert backend.asked == [64 * KIB, 6 * KIB, 6 * KIB, 6 * KIB], "smaller ones are tried"
     (record,) = caplog.records
     assert record.getMessage() == (
         "a slab of 64.0 KiB can't be pinned (cannot pin): slabs are as small as what is asked for, "
@@ -243,13 +245,6 @@ def test_what_could_not_be_pinned_is_not_tried_again_until_shrink():
     backend.limit_bytes = 1024 * KIB
     pool.shrink()
     assert pool.allocate(1000) is not None
-
-
-def test_a_smaller_slab_is_tried_when_a_full_one_can_t_be_pinned():
-    backend = Unpinnable(8 * KIB)
-    pool = make(backend)
-    assert pool.allocate(6 * KIB) is not None
-    assert backend.asked == [64 * KIB, 6 * KIB]
 
 
 # Giving back.
