@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder, and none over what another has left."""
+"""A folder is one run's; a checkpoint has its name only while it is whole."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import pytest
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
+from megatron_offload.train import run_folder
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RankStep, StepRecord, open_log
-from megatron_offload.train.run_folder import check_comparison, check_output, locked
+from megatron_offload.train.run_folder import (
+    FORMAT,
+    CheckpointFolder,
+    Manifest,
+    check_comparison,
+    check_output,
+    check_same_run,
+    locked,
+)
 
 STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
 
@@ -125,3 +134,165 @@ def test_a_comparison_replaces_no_run_and_no_checkpoint(tmp_path):
     (tmp_path / "with_offload/checkpoints/step_000001").rmdir()
     with pytest.raises(ConfigError, match=r"holds a run \(steps\.jsonl\) and not a comparison"):
         check_comparison(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CheckpointFolder(tmp_path)
+
+
+def write(folder, *steps):
+    for step in steps:
+        (folder.begin(step) / "data").write_text(str(step))
+        publish(folder, step)
+
+
+def publish(folder, step):
+    about = {"device": "cpu", "data": "", "evaluations": {}, "versions": {}, "files": {}}
+    manifest = Manifest(format=FORMAT, step=step, ranks=1, **about)
+    folder.publish(manifest, config())
+
+
+def names(folder):
+    return sorted(path.name for path in folder.path.iterdir())
+
+
+def test_the_newest_of_those_that_are_published_counts(folder):
+    assert folder.latest() is None
+    (folder.begin(3) / "half").write_text("")
+    assert list(folder.begin(3).iterdir()) == []
+    (folder.part_of(3) / "data").write_text("3")
+    assert folder.latest() is None
+    publish(folder, 3)
+    assert (folder.latest() / "data").read_text() == "3"
+    write(folder, 9, 10, 1_000_000, 2)
+    assert folder.latest() == folder.path_of(1_000_000)
+
+
+def test_pruning_keeps_the_newest_and_copies(folder):
+    write(folder, 1, 2, 3)
+    (folder.path / "step_000001.bak").mkdir()
+    folder.prune(2)
+    assert names(folder) == ["step_000001.bak", "step_000002", "step_000003"]
+
+
+def test_a_kill_while_pruning_leaves_no_half_checkpoint(folder, monkeypatch):
+    write(folder, 1, 2)
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.prune(1)
+    assert folder.latest() == folder.path_of(2)
+    folder.clean()
+    assert names(folder) == ["step_000002"]
+
+
+def test_cleaning_removes_only_our_half_written_folders(folder, tmp_path):
+    write(folder, 1)
+    folder.begin(2)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").write_text("")
+    (folder.path / ".step_000003.part").symlink_to(tmp_path / "elsewhere")
+    for name in ("notes", ".step_x.part", ".nfs01"):
+        (folder.path / name).mkdir()
+    folder.clean()
+    assert names(folder) == [".nfs01", ".step_x.part", "notes", "step_000001"]
+    assert (tmp_path / "elsewhere" / "kept").exists()
+
+
+@pytest.mark.parametrize("name", ["step_10", "step_000010.bak", "step_0000010", "step_latest"])
+def test_a_name_that_only_looks_like_ours_is_refused(folder, name):
+    write(folder, 1, 2)
+    (folder.path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} is no folder of a checkpoint"):
+        folder.latest()
+
+
+def test_what_is_a_file_or_a_link_is_refused(folder, tmp_path):
+    write(folder, 1)
+    second = folder.path_of(2)
+    for make in (second.touch, lambda: second.symlink_to(folder.path_of(1))):
+        make()
+        with pytest.raises(ConfigError, match="step_000002 is no folder of a checkpoint"):
+            folder.latest()
+        second.unlink()
+    folder.path.rename(tmp_path / "elsewhere")
+    for make in (folder.path.touch, lambda: folder.path.symlink_to(tmp_path / "elsewhere")):
+        make()
+        for action in (folder.latest, folder.clean, lambda: folder.begin(1)):
+            with pytest.raises(ConfigError, match="is a link or no folder; checkpoints need"):
+                action()
+        folder.path.unlink()
+
+
+def test_a_folder_without_permission_is_refused(folder, monkeypatch):
+    write(folder, 1)
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(run_folder.Path, "iterdir", denied)
+    with pytest.raises(ConfigError, match="checkpoints: Permission denied"):
+        folder.latest()
+
+
+def config(**sections):
+    return validate(TrainConfig, sections, "test")
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"offload": {"enabled": True, "fraction": 0.5}},
+        {"run": {"output": "elsewhere", "log_interval": 7, "keep_checkpoints": 9, "resume": True}},
+        {"run": {"trace_step": 4, "profile_step": 3, "profile_moves": True}},
+        {"run": {"eval_interval": 5, "hash_gradients": "every", "checkpoint_interval": 3}},
+    ],
+)
+def test_what_does_not_change_a_bit_may_differ(folder, now):
+    check_same_run(folder.path, config(), config(**now), 5)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({"model": {"layers": 8}}, {}, "model.layers was 8, this run has 4"),
+        ({}, {"parallel": {"virtual": 2}}, "parallel.virtual was 1, this run has 2"),
+        ({}, {"run": {"steps": 20}}, "run.steps was 10, this run has 20"),
+        ({}, {"run": {"deterministic": False}}, "run.deterministic was True"),
+        ({}, {"optimizer": {"clip_grad": 2}}, "optimizer.clip_grad was 1.0"),
+        (
+            {"data": {"indexed": "a"}, "schedule": {"decay": "constant"}},
+            {"data": {"indexed": "a"}, "schedule": {"decay": "constant"}, "run": {"steps": 11}},
+            "run.steps was 10",
+        ),
+        (
+            {"data": {"indexed": "a"}},
+            {"data": {"indexed": "a"}, "run": {"eval_interval": 1}},
+            "run.eval_interval > 0 was False",
+        ),
+    ],
+)
+def test_what_changes_the_numbers_may_not_differ(folder, before, now, expected):
+    with pytest.raises(ConfigError, match=expected):
+        check_same_run(folder.path, config(**before), config(**now), 5)
+
+
+def test_more_steps_extend_a_whole_run_whose_data_do_not_hang_on_them(folder):
+    longer = {"run": {"steps": 20}}
+    check_same_run(folder.path, config(), config(**longer), 10)
+    with pytest.raises(ConfigError, match=r"run\.steps was 20, this run has 10"):
+        check_same_run(folder.path, config(**longer), config(), 10)
+    indexed = {"data": {"indexed": "a"}}
+    with pytest.raises(ConfigError, match=r"run\.steps was 10, this run has 20"):
+        check_same_run(folder.path, config(**indexed), config(**indexed, **longer), 10)
+
+
+def test_every_key_that_may_differ_exists():
+    for section, keys in run_folder._MAY_DIFFER.items():
+        fields = type(getattr(config(), section)).model_fields
+        assert keys is True or keys <= set(fields)

@@ -1,14 +1,10 @@
 """Two processes train and compare: what is equal is called equal, and a lost bit is not."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 from training_runs import run, words
-
-from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import RankStep, RunReport, StepRecord, compare_reports
 
 ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=3")
 
@@ -62,37 +58,6 @@ def test_train_takes_megatrons_flags_and_data_parallel_ranks(tmp_path):
         assert ranks[0]["loss"] != ranks[1]["loss"]
         assert step["tokens"] == 2 * 2 * 8
         assert {group["name"] for group in ranks[0]["groups"]} == {"mlp_act", "layer"}
-
-
-def report(loss=1.0, grad_norm=2.0, gradients="g", parameters="p", evaluation=3.0):
-    ranks = [
-        RankStep(0, 0, 0, None, grad_norm, 0.1, gradients="same"),
-        RankStep(1, 1, 0, loss, grad_norm, 0.1, gradients=gradients),
-    ]
-    return RunReport([StepRecord.merge(1, 0.1, 64, ranks)], {1: evaluation}, ("q", parameters))
-
-
-def test_equal_reports_are_identical():
-    assert compare_reports(TrainConfig(), report(), report()).identical
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"loss": math.nextafter(1.0, 2.0)},
-        {"grad_norm": math.nextafter(2.0, 1.0)},
-        {"gradients": "h"},
-        {"parameters": "r"},
-        {"evaluation": 3.5},
-        {"loss": math.nan},
-    ],
-)
-def test_the_smallest_difference_anywhere_counts(other):
-    assert not compare_reports(TrainConfig(), report(), report(**other)).identical
-
-
-def test_no_digest_is_no_proof():
-    assert not compare_reports(TrainConfig(), *[report(gradients=None)] * 2).identical
 
 
 @pytest.mark.slow

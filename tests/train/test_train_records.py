@@ -9,7 +9,14 @@ import pytest
 
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.train.records import RankStep, RunReport, StepRecord, read_steps
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.records import (
+    RankStep,
+    RunReport,
+    StepRecord,
+    compare_reports,
+    read_steps,
+)
 
 
 def record(step=1, loss=0.1, grad_norm=2.0):
@@ -59,6 +66,7 @@ def test_without_an_end_all_whole_lines_are_read(tmp_path):
     path.write_text("".join(lines) + '{"step": 4, "lo')
     records, size = read_steps(tmp_path)
     assert records == [record(1), record(2), record(3)]
+    assert read_steps(tmp_path / "none", 5, ranks=2) == ([], 0)
     assert size == sum(map(len, lines))
     path.write_text(lines[0] + lines[2])
     with pytest.raises(ConfigError, match="step 3, which does not follow"):
@@ -85,5 +93,32 @@ def test_a_profiled_step_counts_for_no_peak_and_no_time():
     assert StepRecord.from_json(profiled.to_json(), "line") == profiled
 
 
-def test_no_log_is_no_lines(tmp_path):
-    assert read_steps(tmp_path, 5, ranks=2) == ([], 0)
+def report(loss=1.0, grad_norm=2.0, gradients="g", parameters="p", evaluation=3.0):
+    ranks = [
+        RankStep(0, 0, 0, None, grad_norm, 0.1, gradients="same"),
+        RankStep(1, 1, 0, loss, grad_norm, 0.1, gradients=gradients),
+    ]
+    return RunReport([StepRecord.merge(1, 0.1, 64, ranks)], {1: evaluation}, ("q", parameters))
+
+
+def test_equal_reports_are_identical():
+    assert compare_reports(TrainConfig(), report(), report()).identical
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"loss": math.nextafter(1.0, 2.0)},
+        {"grad_norm": math.nextafter(2.0, 1.0)},
+        {"gradients": "h"},
+        {"parameters": "r"},
+        {"evaluation": 3.5},
+        {"loss": math.nan},
+    ],
+)
+def test_the_smallest_difference_anywhere_counts(other):
+    assert not compare_reports(TrainConfig(), report(), report(**other)).identical
+
+
+def test_no_digest_is_no_proof():
+    assert not compare_reports(TrainConfig(), *[report(gradients=None)] * 2).identical
