@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -241,12 +240,6 @@ def test_simulating_needs_no_torch(model, tmp_path):
     status, printed, _ = run_without(words, "torch")
     assert status == 0
     assert printed.endswith("imported:\n")
-
-
-def test_a_missing_extra_is_named(model, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "altair", None)
-    assert run("--model", model, "--png", "x.png") == 2
-    assert "run: pip install 'megatron-offload[report]'\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "models").glob("*.yaml")), ids=str)

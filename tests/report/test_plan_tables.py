@@ -10,19 +10,8 @@ from megatron_offload.report.tables import PlanRow, plan_list, plan_rows, plan_t
 
 def plan_of(*ranks):
     """Return a plan of groups, each a name, its bytes, whether it moves, and why."""
-    return OffloadPlan(
-        "x",
-        1,
-        1,
-        tuple(
-            RankPlan(
-                tuple(
-                    GroupChoice(GroupKey(0, index), *choice) for index, choice in enumerate(choices)
-                )
-            )
-            for choices in ranks
-        ),
-    )
+    found = [[GroupChoice(GroupKey(0, i), *one) for i, one in enumerate(rank)] for rank in ranks]
+    return OffloadPlan("x", 1, 1, tuple(RankPlan(tuple(choices)) for choices in found))
 
 
 def test_reasons_that_differ_in_their_times_are_one_with_a_range():
@@ -36,19 +25,14 @@ def test_reasons_that_differ_in_their_times_are_one_with_a_range():
     ]
 
 
-def test_what_says_something_else_is_a_row_of_its_own():
+def test_rows_of_a_name_stand_together_what_moves_comes_first_and_reasons_stay_apart():
     plan = plan_of(
-        [("a", 1, False, "kept 3 of them"), ("b", 1, True, "x"), ("a", 1, False, "kept 4 of them")]
+        [("a", 1, False, "kept 3 of them"), ("b", 1, True, "x"), ("a", 1, False, "kept 4 of them")],
+        [("a", 1, True, "z"), ("b", 1, False, "x")],
     )
-    assert [row.reason for row in plan_rows(plan)] == ["kept 3 of them", "kept 4 of them", "x"]
-
-
-def test_rows_of_a_name_stand_together_and_what_moves_comes_first():
-    plan = plan_of(
-        [("a", 1, False, "x"), ("b", 1, True, "y")], [("a", 1, True, "z"), ("b", 1, False, "x")]
-    )
-    assert [(row.name, row.moves) for row in plan_rows(plan)] == [
-        *(("a", True), ("a", False), ("b", True), ("b", False))
+    assert [(row.name, row.moves, row.reason) for row in plan_rows(plan)] == [
+        *(("a", True, "z"), ("a", False, "kept 3 of them"), ("a", False, "kept 4 of them")),
+        *(("b", True, "x"), ("b", False, "x")),
     ]
 
 
