@@ -66,11 +66,8 @@ def machine(tmp_path):
 # Shares.
 
 
-def test_half_of_what_is_free_is_the_default(machine):
+def test_half_of_what_is_free_is_the_default_and_local_ranks_divide_it(machine):
     assert default_cap_bytes(environ={}, root=machine.root) == FREE // 2
-
-
-def test_local_ranks_divide_the_share(machine):
     for share, ranks in [(0.5, 4), (1.0, 1), (0.25, 2)]:
         environ = {"LOCAL_WORLD_SIZE": str(ranks)}
         assert default_cap_bytes(share, environ, root=machine.root) == FREE * share // ranks

@@ -275,19 +275,6 @@ def test_without_the_check_nothing_is_found():
 # When copies happen.
 
 
-def test_late_copies_happen_when_something_waits_for_them():
-    backend = make("late")
-    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
-    d2h_done = offload(backend, filled(7), host)
-    assert not backend.is_done(d2h_done)
-    assert torch.equal(host, filled(POISON))
-    h2d_done = reload(backend, host, target, d2h_done)
-    assert torch.equal(target, filled(POISON))
-    backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
-    assert backend.is_done(d2h_done)
-    assert torch.equal(target, filled(7))
-
-
 def test_a_late_queue_runs_up_to_the_event_and_no_further():
     backend = make("late")
     first, second = backend.empty_host(NUM_BYTES), backend.empty_host(NUM_BYTES)

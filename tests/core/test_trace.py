@@ -156,24 +156,6 @@ def test_a_foreign_file_is_refused(tmp_path, data):
         read_traces(path)
 
 
-def test_what_is_no_json_is_refused(tmp_path):
-    (tmp_path / "empty.json").write_text("")
-    with pytest.raises(ValueError, match="not plain JSON"):
-        read_traces(tmp_path / "empty.json")
-    with pytest.raises(ValueError, match="No such file"):
-        read_traces(tmp_path / "absent.json")
-
-
-def test_a_failed_write_leaves_the_trace_that_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "trace.json"
-    small_trace().write_chrome(path)
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space")))
-    with pytest.raises(OSError, match="no space"):
-        small_trace(rank=1).write_chrome(path)
-    assert read_traces(path)[0] == small_trace()
-    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
-
-
 @pytest.mark.parametrize("timing", ["eager", "late", "random"])
 @pytest.mark.parametrize("inflight_bytes", [0, 24 * 1024, None])
 def test_a_traced_step_is_the_same_step(timing, inflight_bytes):

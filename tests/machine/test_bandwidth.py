@@ -21,7 +21,7 @@ from megatron_offload.machine.bandwidth import (
     measure_gpus,
 )
 from megatron_offload.machine.job_ranks import JobRanks
-from megatron_offload.machine.profile import CopyRates, GpuProfile, PciLink, PciPath
+from megatron_offload.machine.profile import PciLink, PciPath
 
 KIB = 1024
 
@@ -257,30 +257,6 @@ def test_every_gpu_has_a_process_and_a_result():
 def test_a_process_that_fails_is_told_with_its_reason():
     with pytest.raises(BandwidthError, match=r"measuring GPU 0 failed: .*got 0"):
         measure_gpus(1, config=SIMULATED, block_bytes=0)
-
-
-class Finished:
-    """Stands in for processes that are done."""
-
-    processes = ()
-
-    def join(self, timeout):
-        return True
-
-
-def test_results_stand_in_the_order_of_the_gpus_whoever_was_first(monkeypatch):
-    first, second = (
-        GpuProfile(rates=dict.fromkeys(CopyRates.model_fields, rate), pci=None) for rate in (1, 2)
-    )
-
-    def start(function, arguments, num_processes, **settings):
-        assert num_processes == 2
-        arguments[-1].put((1, second))
-        arguments[-1].put((0, first))
-        return Finished()
-
-    monkeypatch.setattr(bandwidth.mp, "start_processes", start)
-    assert measure_gpus(2) == (first, second)
 
 
 def wait_forever(*arguments):
