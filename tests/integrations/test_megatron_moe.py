@@ -5,7 +5,6 @@ Run with another megatron-core first on PYTHONPATH, the same tests hold for that
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import subprocess
@@ -291,15 +290,6 @@ def test_a_megatron_core_without_the_step_is_named(missing, monkeypatch):
     else:
         monkeypatch.delattr(DeepepManager, "_indices_to_multihot")
     with pytest.raises(IntegrationError, match=r"0\.11\.0 has no _DeepepManager.*0\.12 to 0\.19"):
-        megatron_moe.install()
-
-
-def test_without_megatron_core_the_error_says_how_to_get_it(monkeypatch):
-    def absent(name):
-        raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
-
-    monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(IntegrationError, match=r"not installed.*pip install 'megatron-offload"):
         megatron_moe.install()
 
 
