@@ -44,14 +44,8 @@ class JointChooser:
     """What the first rank chooses with, asked by all ranks together; collective, as all it does.
 
     It chooses by the first profile of each pipeline rank: those of other data-parallel or
-    tensor-parallel ranks are the same but for noise.
-
-    Args:
-        manager: of this rank.
-        profile: of this rank's step.
-        policy: with the bandwidths to choose by.
-        schedule: what the ranks run; None for what was seen, interleaved with virtual stages.
-        group: all ranks that are to follow one plan; None for all there are.
+    tensor-parallel ranks are the same but for noise. ``policy`` has the bandwidths to choose by;
+    without a ``schedule`` it goes by the one that was seen.
     """
 
     def __init__(
@@ -121,11 +115,6 @@ def agree_on_bandwidths(
     earlier measurement; where one has none, all ranks measure now, which takes some tenths of a
     second for each GPU of a machine. Where that fails, or copies have no streams or no pinned
     memory of their own, it is the defaults, with a warning.
-
-    Args:
-        manager: between two steps.
-        policy: ``memory_target`` or ``auto``, the same on all ranks.
-        group: all ranks that are to follow one plan; None for all there are.
 
     Raises:
         ConfigError: another policy is given.

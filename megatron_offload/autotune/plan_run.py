@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -26,9 +27,13 @@ from megatron_offload.planning.bandwidths import Bandwidths
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.schedule import Schedule
 
+if TYPE_CHECKING:
+    from megatron_offload.planning.choice import Chooser
+
 _logger = logging.getLogger(__name__)
 
 
+@dataclass
 class PlanCheck:
     """A plan, measured by the steps that follow it; ``plan`` says what was measured so far.
 
@@ -36,35 +41,29 @@ class PlanCheck:
         with check.step():
             train_step()  # up to and with the manager's reset
         check.note()
-
-    ``plan_for`` makes the plan for such targets on all ranks together, or raises `TargetError`.
     """
 
-    def __init__(
-        self,
-        manager: PipelineOffloadManager,
-        search: PlanSearch,
-        plan_for: Callable[[Sequence[int]], OffloadPlan],
-        pp_rank: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._manager = manager
-        self._search = search
-        self._plan_for = plan_for
-        self._pp_rank = pp_rank
-        self._group = group
-        self._measured = MeasuredStep()
-        manager.follow_plan(search.plan)
+    manager: PipelineOffloadManager
+    search: PlanSearch
+    """Begins with the plan."""
+    plan_for: Callable[[Sequence[int]], OffloadPlan]
+    """Plans for such targets on all ranks together, or raises `TargetError` on all."""
+    pp_rank: int
+    group: dist.ProcessGroup | None
+    _measured: MeasuredStep = field(default_factory=MeasuredStep)
+
+    def __post_init__(self) -> None:
+        self.manager.follow_plan(self.search.plan)
 
     @property
     def plan(self) -> OffloadPlan:
         """The plan that is followed, with what was measured of it."""
-        return self._search.plan
+        return self.search.plan
 
     @property
     def is_over(self) -> bool:
         """Whether the plan stays as it is."""
-        return self._search.next is Next.NOTHING
+        return self.search.next is Next.NOTHING
 
     @contextmanager
     def step(self) -> Iterator[MeasuredStep]:
@@ -73,10 +72,10 @@ class PlanCheck:
         Where the plan is being timed, every other step moves nothing: it has to fit into memory as
         it does without offload.
         """
-        if self._search.wants_empty:
-            self._manager.backend.trim_device()
-        moves = self._search.next is Next.WITH
-        with measure_step(self._manager, moves=moves) as self._measured:
+        if self.search.wants_empty:
+            self.manager.backend.trim_device()
+        moves = self.search.next is Next.WITH
+        with measure_step(self.manager, moves=moves) as self._measured:
             yield self._measured
 
     def note(self) -> str:
@@ -85,23 +84,23 @@ class PlanCheck:
         Raises:
             ConfigError: a new plan is wanted, and none can be made; on all ranks.
         """
-        search, before = self._search, self._search.plan
+        search, before = self.search, self.search.plan
         mine, reserved = self._measured, dict[int, int]()
-        found = gather((self._pp_rank, mine.reserved_bytes, mine.step_us), self._group)
+        found = gather((self.pp_rank, mine.reserved_bytes, mine.step_us), self.group)
         for place, num_bytes, _ in found:
             reserved[place] = max(num_bytes, reserved.get(place, 0))
         step_us = max(each for _, _, each in found)
         search.note(step_us, [reserved[place] for place in sorted(reserved)])
         while search.targets is not None:
             try:
-                search.answer(self._plan_for(search.targets))
+                search.answer(self.plan_for(search.targets))
             except TargetError as error:
                 _logger.info("no other plan: %s", error)
                 search.answer(None)
         if search.plan is not before:
-            self._manager.follow_plan(search.plan)
+            self.manager.follow_plan(search.plan)
         if self.is_over:
-            self._manager.backend.trim_device()  # what only the steps without offload needed
+            self.manager.backend.trim_device()  # what only the steps without offload needed
         if search.said:
             _logger.log(logging.INFO if search.is_kept else logging.WARNING, "%s", search.said)
         return search.said
@@ -170,20 +169,23 @@ def check_plan(
     limits = {key: getattr(manager.config, key) for key in ("max_inflight_bytes", "prefetch_bytes")}
     limits = {key: limit for key, limit in limits.items() if limit is not None}
     planned = planned.model_copy(update={**limits, "machine": bandwidths.machine})
-    chooser, origin = JointChooser(manager, profile, planned, schedule, group), bandwidths.origin
+    chooser = JointChooser(manager, profile, planned, schedule, group)
 
-    def named(plan: OffloadPlan) -> OffloadPlan:
-        return replace(plan, policy=planned.kind, bandwidths=origin)
+    def plan_by(question: Callable[[Chooser], OffloadPlan]) -> OffloadPlan:
+        return replace(chooser.ask(question), policy=planned.kind, bandwidths=bandwidths.origin)
 
-    def plan_for(targets: Sequence[int]) -> OffloadPlan:
-        return named(chooser.ask(lambda each: each.under(targets)))
-
-    plan, highest = chooser.ask(lambda each: (each.plan(planned), each.highest_bytes))
-    plan, num_plans = named(plan), planned.measured_plans
+    plan, num_plans = plan_by(lambda each: each.plan(planned)), planned.measured_plans
     search: PlanSearch
     if isinstance(planned, AutoConfig):
-        search = TimeSearch(plan, highest, planned.most_slowdown_percent, num_plans)
+        highest_bytes = chooser.ask(lambda each: each.highest_bytes)
+        search = TimeSearch(plan, highest_bytes, planned.most_slowdown_percent, num_plans)
     else:
         num_plans = num_plans if all(gather(tells_reserved(manager), group)) else 0
         search = MemorySearch(plan, planned.targets(plan.pp_size), num_plans)
-    return PlanCheck(manager, search, plan_for, profile.run.pp_rank, group)
+    return PlanCheck(
+        manager,
+        search,
+        lambda targets: plan_by(lambda each: each.under(targets)),
+        profile.run.pp_rank,
+        group,
+    )

@@ -68,8 +68,7 @@ class PlanSearch(ABC):
         self._tried: list[OffloadPlan] = []
         self._measured: list[OffloadPlan] = []
         self._steps: deque[tuple[Next, bool]] = deque()
-        self._times_us: dict[Next, list[float]] = {}
-        self._reserved_bytes: list[Sequence[int]] = []
+        self._shown: list[tuple[Next, float, Sequence[int]]] = []
         if most_plans and plan.moved_bytes:
             self._begin(plan)
 
@@ -95,8 +94,7 @@ class PlanSearch(ABC):
         kind, counts = self._steps.popleft()
         self.said = ""
         if counts:
-            self._times_us[kind].append(step_us)
-            self._reserved_bytes.append(reserved_bytes)
+            self._shown.append((kind, step_us, reserved_bytes))
         if self._steps:
             return
         targets = self._judge()
@@ -110,13 +108,15 @@ class PlanSearch(ABC):
         """Take the plan for `targets`; None where there is none."""
         assert self.targets is not None
         if plan is None:
-            pairs = zip(self._planned, self.targets, strict=True)
             # Who was to come down does so by half.
-            self.targets = tuple(new if new >= old else (old + new) // 2 for old, new in pairs)
-            pairs = zip(self._planned, self.targets, strict=True)
+            pairs = [
+                (old, new if new >= old else (old + new) // 2)
+                for old, new in zip(self._planned, self.targets, strict=True)
+            ]
+            self.targets = tuple(new for _, new in pairs)
             if all(old - new <= old // (4 * _MARGIN_SHARE) for old, new in pairs):
                 self._settle()
-        elif plan in self._tried:
+        elif plan in self._tried or not (plan.moved_bytes or self._kinds == (Next.WITH,)):
             self._settle()
         else:
             self._planned, self.targets = self.targets, None
@@ -127,22 +127,33 @@ class PlanSearch(ABC):
         self.plan = plan
         skipped = (Next.WITH,) if self._tried else self._kinds
         self._tried.append(plan)
-        self._times_us = {kind: [] for kind in self._kinds}
-        self._reserved_bytes = []
+        self._shown = []
         self._steps.extend((kind, False) for kind in skipped)
         self._steps.extend((kind, True) for kind in self._kinds * _NUM_STEPS)
 
     def _settle(self) -> None:
-        self.targets = None
-        self._choose()
+        """Let the best of the plans that were measured stay."""
+        last, self.targets = self.plan, None
+        self.plan = min(self._measured, key=self._rating)
+        self.is_kept = not self._rating(self.plan)[0]
+        if not self.is_kept:
+            self._give_up()
+        elif self.plan is last:
+            self.said += ": kept"
+        else:
+            self.said += "; an earlier plan is followed again: kept"
 
     @abstractmethod
     def _judge(self) -> tuple[int, ...] | None:
         """Write into the plan what was measured; return the next targets, None for no other."""
 
     @abstractmethod
-    def _choose(self) -> None:
-        """Let the best of the plans that were measured stay."""
+    def _rating(self, plan: OffloadPlan) -> tuple[int, int]:
+        """Return by how much a plan breaks its promise, and what is compared besides; less wins."""
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """Say what becomes of the best plan, which breaks its promise."""
 
 
 class TimeSearch(PlanSearch):
@@ -163,12 +174,10 @@ class TimeSearch(PlanSearch):
         self._quick_bytes = highest_bytes
         self._slow_bytes: int | None = None
 
-    def answer(self, plan: OffloadPlan | None) -> None:
-        """Take the plan for `targets`; one that moves nothing is none."""
-        super().answer(plan if plan is not None and plan.moved_bytes else None)
-
     def _judge(self) -> tuple[int, ...] | None:
-        cost = MeasuredCost.of(*(self._times_us[kind] for kind in self._kinds))
+        cost = MeasuredCost.of(
+            *([us for kind, us, _ in self._shown if kind is each] for each in self._kinds)
+        )
         self.plan = replace(self.plan, measured=cost)
         self.said = f"the plan costs {cost}, at most {self._most_slowdown_percent:g} % is wanted"
         peak_bytes = _peak_bytes(self.plan)
@@ -183,23 +192,18 @@ class TimeSearch(PlanSearch):
     def _is_quick(self, cost: MeasuredCost) -> bool:
         return cost.slowdown_percent <= self._most_slowdown_percent + cost.noise_percent
 
-    def _choose(self) -> None:
-        costs = [(plan, plan.measured) for plan in self._measured if plan.measured]
-        quick = [plan for plan, cost in costs if self._is_quick(cost)]
-        self.is_kept = bool(quick)
-        if not quick:
-            found = ", ".join(f"{cost.slowdown_percent:+.2f}" for _, cost in costs)
-            self.plan = keep_all(
-                self.plan,
-                f"moving costs too much time: {found} % of the step was measured, "
-                f"at most {self._most_slowdown_percent:g} % is wanted",
-            )
-            self.said += "; nothing moves from here on: no plan was fast enough"
-            return
-        last, self.plan = self.plan, min(quick, key=_peak_bytes)
-        if self.plan is not last:
-            self.said += f"; an earlier plan is followed again, which costs {self.plan.measured}"
-        self.said += ": kept"
+    def _rating(self, plan: OffloadPlan) -> tuple[int, int]:
+        assert plan.measured is not None
+        return int(not self._is_quick(plan.measured)), _peak_bytes(plan)
+
+    def _give_up(self) -> None:
+        costs = [plan.measured.slowdown_percent for plan in self._measured if plan.measured]
+        self.plan = keep_all(
+            self.plan,
+            f"moving costs too much time: {', '.join(f'{cost:+.2f}' for cost in costs)} % of the "
+            f"step was measured, at most {self._most_slowdown_percent:g} % is wanted",
+        )
+        self.said += "; nothing moves from here on: no plan was fast enough"
 
 
 class MemorySearch(PlanSearch):
@@ -218,7 +222,7 @@ class MemorySearch(PlanSearch):
         self._least_missed: list[int | None] = [None] * len(wanted_bytes)
 
     def _judge(self) -> tuple[int, ...] | None:
-        reserved = list(map(max, zip(*self._reserved_bytes, strict=True)))
+        reserved = list(map(max, zip(*(sizes for _, _, sizes in self._shown), strict=True)))
         pairs = zip(self.plan.ranks, reserved, strict=True)
         ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
         self.plan = replace(self.plan, ranks=ranks)
@@ -244,24 +248,14 @@ class MemorySearch(PlanSearch):
                 return planned
         return higher
 
-    def _missed_bytes(self, plan: OffloadPlan) -> int:
-        """Return what ranks reserve above their targets, all together."""
+    def _rating(self, plan: OffloadPlan) -> tuple[int, int]:
         pairs = zip(plan.ranks, self._wanted_bytes, strict=True)
-        return sum(max(0, (rank.measured_peak_bytes or 0) - wanted) for rank, wanted in pairs)
+        missed = (max(0, (rank.measured_peak_bytes or 0) - wanted) for rank, wanted in pairs)
+        return sum(missed), plan.moved_bytes
 
-    def _choose(self) -> None:
-        def rating(plan: OffloadPlan) -> tuple[int, int]:
-            return self._missed_bytes(plan), plan.moved_bytes
-
-        last, self.plan = self.plan, min(self._measured, key=rating)
-        missed_bytes = self._missed_bytes(self.plan)
-        self.is_kept = not missed_bytes
-        if self.plan is not last:
-            self.said += "; an earlier plan is followed again"
-        if missed_bytes:
-            self.said += f"; {format_bytes(missed_bytes, 2)} more than wanted stay reserved"
-        else:
-            self.said += ": kept"
+    def _give_up(self) -> None:
+        missed_bytes, _ = self._rating(self.plan)
+        self.said += f"; {format_bytes(missed_bytes, 2)} more than wanted stay reserved"
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:

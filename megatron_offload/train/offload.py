@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,42 +36,29 @@ from megatron_offload.train.run_folder import plan_path
 _PLANNING = (AutoConfig, MemoryTargetConfig)
 
 
+@dataclass
 class OffloadSession:
-    """One run's offloading, or none: then every counter is 0.
+    """One run's offloading, or none: then every counter is 0."""
 
-    ``resets_itself`` says that megatron-core's schedules end the step.
-    """
-
-    def __init__(
-        self,
-        manager: Any = None,
-        policy: PolicyConfig | None = None,
-        *,
-        resets_itself: bool = False,
-    ) -> None:
-        self._manager = manager
-        self._policy = policy
-        self._resets_itself = resets_itself
-        self._check: PlanCheck | None = None
-        self._plan_path: Path | None = None
-        self._is_looked_at = False
+    manager: PipelineOffloadManager | None = None
+    policy: PolicyConfig | None = None
+    resets_itself: bool = False
+    """Whether megatron-core's schedules end the step."""
+    _check: PlanCheck | None = None
+    _plan_path: Path | None = None
+    _is_looked_at: bool = False
 
     def trace(self, rank: int) -> contextlib.AbstractContextManager[StepTrace | None]:
         """Trace the step that is taken inside, `end_step` included; None where nothing moves."""
-        if self._manager is None:
-            return contextlib.nullcontext()
-        return trace_step(self._manager, rank)
+        return trace_step(self.manager, rank) if self.manager else contextlib.nullcontext()
 
     def profile(
         self, run: RunShape, *, moves: bool
     ) -> contextlib.AbstractContextManager[RecordedStep | None]:
-        """Profile the step that is taken inside, `end_step` included; None where nothing moves.
-
-        The step moves what others would where ``moves`` says so, and nothing otherwise.
-        """
-        if self._manager is None:
+        """Profile the step that is taken inside, `end_step` included; None where nothing moves."""
+        if self.manager is None:
             return contextlib.nullcontext()
-        return profile_step(self._manager, run=run, moves=moves)
+        return profile_step(self.manager, run=run, moves=moves)
 
     def plan(self, profile: StepProfile, parallel: Parallel, config: TrainConfig) -> None:
         """Leave the bandwidths that count beside a profiled step, and plan if asked; collective.
@@ -80,15 +67,16 @@ class OffloadSession:
         are what `AutoConfig` would plan with. The plan is followed from the next step on; one that
         can't be made is a `ConfigError` on all ranks.
         """
-        group, policy, output = parallel.host_group, self._policy, config.run.output
+        assert self.manager is not None
+        group, policy, output = parallel.host_group, self.policy, config.run.output
         plans_by = policy if isinstance(policy, _PLANNING) else AutoConfig(kind="auto")
-        bandwidths = agree_on_bandwidths(self._manager, plans_by, group=group)
+        bandwidths = agree_on_bandwidths(self.manager, plans_by, group=group)
         if parallel.is_owner:
             save_bandwidths(bandwidths, output / BANDWIDTHS_NAME)
         if config.plans:
             self._plan_path = plan_path(output) if parallel.is_owner else None
             self._save(
-                check_plan(self._manager, profile, policy, bandwidths=bandwidths, group=group)
+                check_plan(self.manager, profile, policy, bandwidths=bandwidths, group=group)
             )
 
     @property
@@ -118,14 +106,14 @@ class OffloadSession:
 
     def end_step(self) -> dict[str, Any]:
         """End a training step; return its counters under the names of `RankStep`."""
-        if self._manager is None:
+        if self.manager is None:
             return {}
-        if not self._resets_itself:
-            self._manager.reset()
-        stats = self._manager.last_step
+        if not self.resets_itself:
+            self.manager.reset()
+        stats = self.manager.last_step
         return {
             **{x.name: getattr(stats, x.name) for x in fields(RankStep) if hasattr(stats, x.name)},
-            "pinned_host_bytes": self._manager.host_pool.stats.slab_bytes_total,
+            "pinned_host_bytes": self.manager.host_pool.stats.slab_bytes_total,
             "groups": tuple(stats.by_name.values()),
         }
 

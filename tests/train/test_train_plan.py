@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 
 import pytest
@@ -48,7 +49,7 @@ def plain(tmp_path_factory):
 def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, tmp_path):
     last = steps_of(plain)[-1]
     live_bytes = [rank["peak_live_activation_bytes"] for rank in last["ranks"]]
-    target_bytes = int(0.8 * min(live_bytes))
+    target_bytes = int(0.9 * min(live_bytes))
     settings = (OFFLOAD, TARGET, f"offload.policy.target_bytes={target_bytes}")
     settings += ("offload.simulated.d2h_gbps=7.5", "run.profile_moves=true")
     status, errors = train(tmp_path, LONG, *settings)
@@ -63,7 +64,8 @@ def test_a_target_is_kept_by_every_rank_and_no_bit_changes(plain, tmp_path):
     assert source.job.machine.d2h_gbps == 7.5
     found = steps_of(tmp_path)
     assert [step["ranks"][0]["is_profiled"] for step in found].index(True) == 2
-    assert f"at most {format_bytes(target_bytes, 2)} is wanted: kept" in errors
+    wanted = f"at most {format_bytes(target_bytes, 2)} is wanted"
+    assert re.search(rf"{wanted}(; an earlier plan is followed again)?: kept", errors), errors
     # With a step that moves something no step takes what it takes without offload.
     peaks = [[rank["peak_live_activation_bytes"] for rank in step["ranks"]] for step in found]
     most_bytes = [max(of_rank) for of_rank in zip(*peaks, strict=True)]
