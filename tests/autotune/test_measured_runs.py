@@ -67,7 +67,7 @@ def test_a_plan_that_costs_what_was_predicted_stays(log, monkeypatch):
     assert cost.with_us == pytest.approx(plan.ranks[0].predicted_step_us, rel=1e-3)
     assert usual_slowdown_percent(job) == pytest.approx(cost.slowdown_percent)
     assert job.manager.learner.kept == plan.ranks[0].kept
-    assert log.messages == [f"the plan costs {cost}, at most 0.5 % is wanted: kept"]
+    assert log.messages == [f"the plan costs {cost}, at most 1 % is wanted: kept"]
     assert parse_plan(plan_to_json(plan), "it") == plan
 
 
@@ -165,15 +165,6 @@ def test_the_target_holds_whatever_the_allocator_takes(share):
         assert plan.moved_bytes > first.moved_bytes
     if share < 0.9:
         assert plan.moved_bytes < first.moved_bytes
-
-
-def test_where_no_plan_keeps_the_target_the_nearest_stays_with_a_warning(log):
-    job = WeighedJob(10.0).warmed_up()
-    plan = target(job)
-    assert log.records[-1].levelno == logging.WARNING
-    assert log.messages[-1].endswith(" more than wanted stay reserved")
-    assert plan.moved_bytes > 0
-    assert job.most_reserved_bytes() == plan.ranks[0].measured_peak_bytes > TARGET
 
 
 def test_where_nobody_tells_what_is_reserved_a_plan_is_trusted():

@@ -78,16 +78,6 @@ def test_a_memory_target_is_planned_for_and_followed(moves):
         assert job.manager.budget.prefetch_bytes == rank.prefetch_bytes
 
 
-def test_auto_saves_memory_where_copies_are_fast_and_predicts_it():
-    job = Job().warmed_up()
-    policy = make_config(policy={"kind": "auto", "machine": FAST, "measured_plans": 0}).policy
-    plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=policy)
-    assert plan.policy == "auto"
-    assert plan.ranks[0].predicted_step_us > 0
-    assert plan.ranks[0].predicted_peak_bytes > 0
-    job.step()
-
-
 def test_a_target_that_cannot_be_met_changes_nothing():
     job = Job(policy={**TARGET, "target_bytes": 1}).warmed_up()
     moved_bytes = job.manager.last_step.offloaded_bytes
@@ -111,51 +101,15 @@ def profiled(job):
     return recorded.profile
 
 
-def choose(job, profile, policy, question):
-    """Ask a chooser, as `check_plan` does."""
-    policy = make_config(policy=policy).policy
-    return JointChooser(job.manager, profile, policy, SCHEDULE, None).ask(question)
-
-
-def test_what_no_group_saves_counts_in_the_prediction():
-    job = Job().warmed_up()
-    found = profiled(job)
-    peaks = []
-    for weights_bytes in (0, 64 * 1024 * KIB):
-        memory = tuple(
-            sample._replace(
-                allocated_bytes=sample.allocated_bytes + weights_bytes,
-                reserved_bytes=sample.reserved_bytes + weights_bytes,
-                peak_bytes=sample.peak_bytes + weights_bytes,
-            )
-            for sample in found.memory
-        )
-        policy = {"kind": "auto", "machine": FAST}
-        plan = choose(job, replace(found, memory=memory), policy, lambda each: each.within(0.0))
-        peaks.append(plan.ranks[0].predicted_peak_bytes)
-    assert peaks[1] - peaks[0] == pytest.approx(64 * 1024 * KIB, abs=2 * 1024 * KIB)
-
-
 def test_the_first_profile_of_each_pipeline_rank_counts(monkeypatch):
-    job = Job().warmed_up()
+    job = Job(policy=TARGET).warmed_up()
     mine = profiled(job)
     plans = []
     for ranks in ([(mine, None)], [(mine, None), (replace(mine, step_us=1e9), 0)]):
         monkeypatch.setattr(agree, "gather", lambda _, group, ranks=ranks: ranks)
-        plans.append(choose(job, mine, TARGET, lambda each: each.under([100 * KIB])))
+        chooser = JointChooser(job.manager, mine, job.policy, SCHEDULE, None)
+        plans.append(chooser.ask(lambda each: each.under([100 * KIB])))
     assert plans[0] == plans[1]
-
-
-def test_a_rank_that_would_follow_the_part_of_another_is_refused():
-    job = Job(policy=TARGET).warmed_up()
-    with pytest.raises(ConfigError, match="rank 0: its profile is of pipeline rank 1, and its gro"):
-        plan_run(
-            job.manager,
-            job.step,
-            RunShape(num_microbatches=6, pp_rank=1, pp_size=2),
-            policy=job.policy,
-        )
-    job.step()
 
 
 # Bandwidths.
