@@ -53,7 +53,7 @@ def taken(job, check, step):
 
 def slowest_counts(rank):
     """The plan is slow on the second rank alone, and of another length on each."""
-    job, check = checked(rank, kind="auto")
+    job, check = checked(rank, kind="auto", measured_plans=1)
 
     def slow(measured):
         measured.step_us += 5000.0 * rank * bool(job.moved_bytes[-1])
@@ -63,7 +63,7 @@ def slowest_counts(rank):
 
 def fullest_counts(rank):
     """The second rank alone reserves more than it should."""
-    job, check = checked(rank, kind="memory_target", target_bytes=150_000, measured_plans=2)
+    job, check = checked(rank, kind="memory_target", target_bytes=150_000, measured_plans=1)
 
     def full(measured):
         measured.reserved_bytes = 145_000 + 15_000 * rank
