@@ -135,6 +135,14 @@ class Program:
 
     def step(self, number):
         """Take a step; return its time in ms, its loss (None but on the last stage), its hash."""
+        step_ms, _, losses = self.timed_step(number)
+        loss = None
+        if losses:
+            loss = float(torch.stack([entry["loss"] for entry in losses]).double().mean()).hex()
+        return step_ms, loss, digest(self.gradients)
+
+    def timed_step(self, number):
+        """Take a step; return its time in ms, the host's part of it, and the schedule's losses."""
         tokens = self.tokens(number)
         dist.barrier()
         self.synchronize()
@@ -151,12 +159,9 @@ class Program:
             forward_only=False,
         )
         self.mode.end_step()
+        host_ms = (time.perf_counter() - start) * 1e3
         self.synchronize()
-        step_ms = (time.perf_counter() - start) * 1e3
-        loss = None
-        if losses:
-            loss = float(torch.stack([entry["loss"] for entry in losses]).double().mean()).hex()
-        return step_ms, loss, digest(self.gradients)
+        return (time.perf_counter() - start) * 1e3, host_ms, losses
 
     def tokens(self, number):
         generator = torch.Generator(self.device).manual_seed(self.spec["seed"] + number)
