@@ -16,7 +16,7 @@ from megatron_offload.config import apply_overrides, load_yaml
 from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import Bytes, StrictModel, validate
-from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, UnitWork
 from megatron_offload.planning.schedule import make_schedule
 
 LAYER_GROUPS = (
@@ -179,6 +179,7 @@ class _Costs:
         norm_bytes: int = 0,
         residual_bytes: int = 0,
         gathered_bytes: int = 0,
+        units: tuple[UnitWork, ...] = (),
     ) -> GroupWork:
         """Return a linear layer's group, in bytes of each tensor that it saves.
 
@@ -201,7 +202,13 @@ class _Costs:
             weight_us=weight_us,
             forward_temp_bytes=output_bytes + gathered_bytes,
             backward_temp_bytes=gradient_bytes + input_bytes + output_bytes + gathered_bytes,
+            units=tuple(unit for unit in units if unit.num_bytes >= self.model.min_tensor_bytes),
         )
+
+    def unit(self, name: str, read_bytes: int, made_bytes: int, parent: int) -> UnitWork:
+        """Return what only reads and writes, from what a group so many places before it holds."""
+        us = self.us_of_traffic(read_bytes + made_bytes)
+        return UnitWork(name, made_bytes, us, (parent,))
 
     def pointwise(self, name: str, saved: int, output_bytes: int) -> GroupWork:
         """Return the group of what only reads and writes: a norm, an activation."""
@@ -240,7 +247,13 @@ class _Costs:
         is_fused = model.fused_norm
         norm_bytes = hidden if is_fused else 0
         saved = (hidden, hidden) if is_fused else (hidden,)
-        before = {"norm_bytes": norm_bytes, "gathered_bytes": self.gathered_bytes}
+        norm = self.unit("norm", hidden, hidden, 0 if is_fused else 1)
+        activation = self.unit("mlp_act", self.fc1_bytes, self.ffn_bytes, 1)
+        before: dict[str, Any] = {
+            "norm_bytes": norm_bytes,
+            "gathered_bytes": self.gathered_bytes,
+            "units": (norm,),
+        }
         qkv_width = model.hidden + 2 * model.kv_width
         fc1_width = model.ffn * (2 if model.gated_mlp else 1)
         groups = [
@@ -252,7 +265,12 @@ class _Costs:
             self.linear("mlp_fc1", model.hidden, fc1_width, saved, **before),
             self.pointwise("mlp_act", self.fc1_bytes, self.ffn_bytes),
             self.linear(
-                "mlp_fc2", model.ffn, model.hidden, (self.ffn_bytes,), residual_bytes=hidden
+                "mlp_fc2",
+                model.ffn,
+                model.hidden,
+                (self.ffn_bytes,),
+                residual_bytes=hidden,
+                units=(activation,),
             ),
         ]
         if is_fused:

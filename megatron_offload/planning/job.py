@@ -7,11 +7,25 @@ second, of one direction unless said.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_offload.core.machine import Machine, check, check_numbers
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
+
+
+class UnitWork(NamedTuple):
+    """What one unit of a group saves that can be made again instead."""
+
+    unit: str
+    num_bytes: int
+    """Part of what the group saves."""
+    us: float
+    """What making it again takes, in the group's backward."""
+    parents: tuple[int, ...] = ()
+    """The groups that hold what it is made from: so many places before it in its stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +52,36 @@ class GroupWork:
     """The most its backward takes for a while beyond what was saved."""
     is_marked: bool = True
     """Whether the engine sees it as a group; if not, all that it saves stays."""
+    units: tuple[UnitWork, ...] = ()
+    """What of ``num_bytes`` can be made again."""
+    remade: tuple[UnitWork, ...] = ()
+    """What is made again, and so no part of ``num_bytes`` any more."""
 
     def __post_init__(self) -> None:
         owner = f"group {self.name!r}"
         check_numbers(self, owner)
         check(owner, self.weight_us <= self.backward_us, "weight_us is more than backward_us")
+        unit_bytes = sum(unit.num_bytes for unit in self.units)
+        check(owner, unit_bytes <= self.num_bytes, f"its units have {unit_bytes} bytes, it fewer")
+
+    def making_again(self, names: Collection[str]) -> GroupWork:
+        """Return the same work with some units made again.
+
+        Their bytes are there while its forward runs, which makes them, and while its backward does.
+        """
+        chosen = tuple(unit for unit in self.units if unit.unit in names)
+        if not (chosen and self.is_marked):
+            return self
+        num_bytes = sum(unit.num_bytes for unit in chosen)
+        return replace(
+            self,
+            num_bytes=self.num_bytes - num_bytes,
+            backward_us=self.backward_us + sum(unit.us for unit in chosen),
+            forward_temp_bytes=self.forward_temp_bytes + num_bytes,
+            backward_temp_bytes=self.backward_temp_bytes + num_bytes,
+            units=tuple(unit for unit in self.units if unit not in chosen),
+            remade=self.remade + chosen,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +122,9 @@ class RankSettings:
     """Pinned memory comes in slabs of this; where they are full, a copy to the host waits for the
     reload that empties its place."""
     offloads: bool = True
-    """Whether there is an engine at all."""
+    """Whether anything may move."""
+    recompute: tuple[frozenset[str], ...] = ()
+    """The units that are made again, by virtual stage; none where that is left out."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "settings", above_zero=("host_slab_bytes",))
@@ -129,6 +170,16 @@ class Job:
             f"the schedule has {schedule.num_ranks} ranks, static_bytes are given for {num_static}",
         )
         check("job", min(self.static_bytes) >= 0, "static_bytes can't be negative")
+
+    def making_again(self, rank: int, recompute: Sequence[Collection[str]]) -> Job:
+        """Return the same step, with units of a rank made again, by its virtual stages."""
+        if not any(recompute):
+            return self
+        stages = list(self.stages)
+        for stage, names in zip(self.schedule.stages_of(rank), recompute, strict=False):
+            groups = tuple(group.making_again(names) for group in stages[stage].groups)
+            stages[stage] = replace(stages[stage], groups=groups)
+        return replace(self, stages=tuple(stages))
 
 
 QUEUED_LAUNCHES = 1024

@@ -96,6 +96,8 @@ class RankProgram:
     returned_bytes: int = 0
     """Copied to the host for nothing: backward came, or was near, before the release."""
     num_late: int = 0
+    remade_bytes: int = 0
+    remade_us: float = 0.0
     moved: list[GroupKey] = field(default_factory=list)
     """Groups whose copy to the host was issued, in that order."""
     memory: list[MemoryCounts] = field(default_factory=list)
@@ -126,6 +128,7 @@ class _Replay:
     def __init__(self, job: Job, rank: int, settings: RankSettings, records: bool) -> None:
         static_bytes = job.static_bytes[rank]
         self.program = RankProgram(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
+        job = job.making_again(rank, settings.recompute)
         self._job = job
         self._settings = settings
         self._records = records
@@ -183,7 +186,9 @@ class _Replay:
 
     def _backward(self, one: Pass) -> None:
         stage = self._job.stages[one.stage]
-        for group in reversed(self._chunks[one.stage, one.microbatch]):
+        chunk = self._chunks[one.stage, one.microbatch]
+        for place in reversed(range(len(chunk))):
+            group = chunk[place]
             work = group.work
             us = work.backward_us
             if one.kind is PassKind.WEIGHT:
@@ -195,6 +200,8 @@ class _Replay:
             if is_seen:
                 self._decisions.enter_backward(group)
                 self._await_reload(group)
+            if work.remade and one.kind is not PassKind.WEIGHT:
+                self._make_again(chunk, place)
             is_last = one.kind is not PassKind.INPUT
             temp_bytes = work.backward_temp_bytes + stage.buffer_bytes
             self._compute(us, temp_bytes, group, is_backward=True)
@@ -205,6 +212,17 @@ class _Replay:
                 self._decisions.leave_backward(group)
         if one.kind is not PassKind.INPUT:
             del self._chunks[one.stage, one.microbatch]
+
+    def _make_again(self, chunk: list[WorkGroup], place: int) -> None:
+        """Count what a backward makes again, and wait for what other groups hold of its inputs."""
+        for unit in chunk[place].work.remade:
+            self.program.remade_bytes += unit.num_bytes
+            self.program.remade_us += unit.us
+            for distance in unit.parents:
+                parent = chunk[place - distance]
+                if distance and parent.work.is_marked and self._settings.offloads:
+                    self._decisions.bring_back(parent)
+                    self._await_reload(parent)
 
     def _exchange(self, kind: OpKind, one: Pass) -> None:
         """Receive from the stage before, or send to the one behind, as a pass goes.

@@ -51,6 +51,10 @@ class RankResult:
     """The part of ``offloaded_bytes`` whose memory was still there when it was needed."""
     num_late: int
     """Reloads that were issued only when their backward had begun."""
+    remade_bytes: int
+    """Made again in backward, and so neither kept nor moved."""
+    remade_us: float
+    """What that takes, as a part of ``compute_us``."""
     moved: tuple[GroupKey, ...]
     """Groups whose copy to the host was issued, in that order."""
     trace: StepTrace | None = None
@@ -143,6 +147,8 @@ def _result(job: Job, rank: RankStreams) -> RankResult:
         reloaded_bytes=program.reloaded_bytes,
         returned_bytes=program.returned_bytes,
         num_late=program.num_late,
+        remade_bytes=program.remade_bytes,
+        remade_us=program.remade_us,
         moved=tuple(program.moved),
         trace=rank.trace,
     )

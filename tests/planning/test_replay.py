@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from problems import peak_in_flight
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
+from megatron_offload.planning.job import (
+    NO_OFFLOAD,
+    GroupWork,
+    Job,
+    RankSettings,
+    StageWork,
+    UnitWork,
+)
 from megatron_offload.planning.replay import OpKind, replay, step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, gpipe, zero_bubble_h1
 
@@ -138,3 +147,49 @@ def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
     last = recorded.memory[-1]
     assert (last.saved_bytes, last.host_bytes, last.inflight_bytes) == (0, 0, 0)
     assert plain.kinds == recorded.kinds
+
+
+def test_what_is_made_again_is_there_in_its_own_forward_and_backward_alone():
+    norm = (UnitWork("norm", 6, 0.5),)
+    job = one_rank(work(10, units=norm), work(1000))
+    settings = replace(NO_OFFLOAD, recompute=(frozenset({"norm", "other"}),))
+    program = replay(job, 0, settings)
+    assert program.peak_device_bytes == 1004
+    assert program.peak_temp_bytes == 6
+    assert program.arguments == [1.0, 1.0, 2.0, 2.5]
+    assert (program.remade_bytes, program.remade_us) == (6, 0.5)
+    alone = replay(one_rank(work(10, units=norm)), 0, settings)
+    assert alone.peak_device_bytes == 10
+    moving = replay(job, 0, replace(settings, offloads=True, max_inflight_bytes=0))
+    assert moving.offloaded_bytes == 4
+
+
+def test_what_it_is_made_from_comes_back_before():
+    units = (UnitWork("act", 10, 0.5, (1,)),)
+    job = one_rank(work(10), work(20, units=units), work(10))
+    settings = RankSettings(
+        kept=frozenset({GroupKey(0, 1), GroupKey(0, 2)}),
+        max_inflight_bytes=0,
+        prefetch_bytes=0,
+        recompute=(frozenset({"act"}),),
+    )
+    # The first group is on the host until the second's backward makes from it what it needs.
+    assert kinds(replay(job, 0, settings)) == "COACC" + "CRACC"
+    assert kinds(replay(job, 0, replace(settings, recompute=()))) == "COACC" + "CCRAC"
+
+
+def test_units_are_made_again_where_a_virtual_stage_says_so():
+    units = (UnitWork("act", 10, 0.5),)
+    passes = tuple(
+        Pass(stage, PassKind(kind), 0) for stage, kind in ((0, "F"), (1, "F"), (1, "B"), (0, "B"))
+    )
+    job = Job(Schedule("any", 2, 1, (passes,)), (StageWork((work(20, units=units),)),) * 2, (0,))
+    for names, made in (
+        ((), 0),
+        (("act",), 10),
+        (("act", ""), 10),
+        (("", "act"), 10),
+        (("act",) * 2, 20),
+    ):
+        settings = RankSettings(recompute=tuple(frozenset({name}) for name in names))
+        assert replay(job, 0, settings).remade_bytes == made
