@@ -1,18 +1,16 @@
 """This package beside what people use today: one command, one JSON, one table.
 
-    python3 benchmarks/bench_peers.py --shape c --modes none ours-five ours-all megatron recompute \
-        --output DIR
+    python3 benchmarks/bench_peers.py --shape a --modes none recompute ours-auto --output DIR
 
 A mode is one of the names below, and for this package's own any fields of `OffloadConfig` behind a
 colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0.8``. Values behind
-one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 1 and those behind.
-``policy.kind=auto`` or ``memory_target`` plans at the third step of the warm-up, which needs a
-fourth then. ``auto`` measures its plan there as well, by up to 29 more steps with the same
-microbatches, for which ``--timeout`` has to leave time; no timed step comes before that is over:
+one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 1 and those behind:
 
     none         no offload; what all others are compared with
+    ours-auto    this package, which chooses among all of attention and MLP by itself, as in
+                 ours-auto:policy.most_slowdown_percent=8
+    ours-all     this package, all of attention and MLP moved
     ours-five    this package, Megatron's five modules of a dense layer (or --modules)
-    ours-all     this package, every saved tensor of every layer
     ours-whole   this package's OffloadActivations, as in ours-whole:max_fwd_stash_size=3
     ours         this package, any modules: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
     megatron     megatron-core's own offload, the same five (or --modules, or as for ours); its
@@ -21,16 +19,23 @@ microbatches, for which ``--timeout`` has to leave time; no timed step comes bef
     trl          TRL's OffloadActivations, where it is installed; PP=1 only
     save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around each forward
     recompute    full recompute, layer by layer
+    recompute-selective
+                 Megatron's recompute_modules: its norms and its dense MLP, or as in
+                 recompute-selective:modules=core_attn
 
-Each mode runs in processes of its own; one that fails or takes too long is a row with its reason.
-Peaks and what the host holds are the most of the measured steps; in warm-up nothing is learned yet.
-R is the drop of the peak against ``none`` over the most bytes held on the host. ``--examine`` adds
-a step outside the measured ones to this package's own modes: it is traced (a Chrome trace for each
-mode, stalls by cause in the JSON), and tells what lay on the host alone when the device's peak came
-by; R@ is the same drop over those bytes. Each mode begins by measuring what the link to the host
-gives all ranks together, and copies of the examined step are held against that. ``--profile`` adds
-one more step to this package's own modes, in which nothing moves, and writes what it showed to
-``profiles/MODE/profile_RANK.json``, to plan with (docs/planning.md).
+A mode that plans takes the steps for it at the third step of the warm-up, which needs a fourth
+then; all of them have the same microbatches, and ``--timeout`` has to leave time for them.
+
+Each mode runs in processes of its own, which import what they need while the mode before them runs.
+One that fails or takes too long is a row with its reason. Peaks and what the host holds are the
+most of the measured steps; in warm-up nothing is learned yet. R is the drop of the peak against
+``none`` over the most bytes held on the host. Each mode begins by measuring what the link to the
+host gives all ranks together. ``--examine`` adds a step outside the measured ones to this package's
+own modes: it is traced (a Chrome trace for each mode; stalls by cause and the copies' bandwidths in
+the table). ``--profile`` adds one more, in which nothing moves, and writes what it showed to
+``profiles/MODE/profile_RANK.json``, to plan with (docs/planning.md). With ``--deterministic`` speed
+and bits come from one run: kernels give the same bits each time, and the command ends with exit
+code 1 if a mode of this package gives others than ``none``.
 ``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
 """
 
@@ -59,10 +64,29 @@ from bench_peers_table import rows, table
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("bench_peers_worker.py")
 FIVE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
-KINDS = (
-    *("none", "ours-five", "ours-all", "ours-whole", "ours", "megatron"),
-    *("te", "trl", "save_on_cpu", "recompute"),
+ALL = (
+    *("mlp_fc1", "mlp_act", "mlp_fc2", "**.self_attention.linear_qkv"),
+    *("**.self_attention.core_attention", "**.self_attention.linear_proj"),
 )
+"""All of attention and MLP: what a dense layer computes between its residuals."""
+KINDS = {
+    "none": (),
+    "ours-auto": ALL,
+    "ours-all": ALL,
+    "ours-five": FIVE,
+    "ours-whole": (),
+    "ours": FIVE,
+    "megatron": FIVE,
+    "te": (),
+    "trl": (),
+    "save_on_cpu": (),
+    "recompute": (),
+    "recompute-selective": ("layernorm", "mlp"),
+}
+"""By mode the modules that it moves, or makes again, where nothing else is said."""
+SETTINGS = {"ours-auto": ("policy.kind=auto",)}
+"""By mode the settings that are its own."""
+CHOOSES_MODULES = ("ours", "megatron", "recompute-selective")
 SINGLE_STAGE = ("te", "trl")
 WHOLE_MODEL_SETTINGS = ("max_fwd_stash_size", "min_offload_size")
 PLANNING_KINDS = ("auto", "memory_target")
@@ -81,6 +105,8 @@ SHAPES = {
     # 72 * hidden^2 FLOP: at 50 GB/s each way 2.6 us of copies, at 600 TFLOP/s 0.5 us of compute.
     # A microbatch saves 16 GiB, which with all else makes about 28 GiB without offload.
     "d": {**_BASE, "layers": 16, "hidden": 2048, "seq": 4096, "mbs": 4, "microbatches": 2},
+    # Where the host's work is the step: some half a millisecond of it a group, with 480 groups.
+    "small": {**_BASE, "layers": 24, "hidden": 2048, "seq": 2048, "mbs": 2, "microbatches": 4},
     "bitwise": {**_BASE, "layers": 16, "hidden": 1024, "seq": 2048, "mbs": 1, "microbatches": 8}
     | {"pp": 4, "vpp": 2},
     "tiny": {"layers": 4, "hidden": 64, "heads": 4, "seq": 32, "mbs": 2, "microbatches": 4}
@@ -108,14 +134,14 @@ def parse_arguments(arguments=None):
     parser.add_argument("--normalization", choices=("RMSNorm", "LayerNorm"), help="likewise")
     parser.add_argument("--positions", choices=("rope", "none"), help="likewise")
     parser.add_argument(
-        "--modes", nargs="+", default=["none", "ours-five", "ours-all", "megatron", "recompute"]
+        "--modes", nargs="+", default=["none", "recompute", "megatron", "ours-all", "ours-auto"]
     )
     parser.add_argument("--modules", nargs="+", help="for ours, ours-five and megatron")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before them")
     parser.add_argument("--repetitions", type=int, default=1, help="odd ones in reverse order")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mode")
-    parser.add_argument("--deterministic", action="store_true", help="as for --shape bitwise")
+    parser.add_argument("--deterministic", action="store_true", help="kernels; checks bits as well")
     parser.add_argument("--examine", action="store_true", help="trace one more step of ours")
     parser.add_argument("--profile", action="store_true", help="profile one more step of ours")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -130,6 +156,9 @@ def parse_arguments(arguments=None):
         options.specs = [read_mode(text, options.modules) for text in options.modes]
     except ValueError as error:
         parser.error(str(error))
+    for spec in options.specs:
+        if options.device == "cpu" and spec["kind"].startswith("ours"):
+            spec["options"].insert(0, "simulated.host_time=true")  # who plans wants times
     plans = {f"policy.kind={kind}" for kind in PLANNING_KINDS}
     needed = PLAN_AT_STEP + 1  # the first with the plan takes its memory anew
     if options.warmup < needed and any(plans & set(spec["options"]) for spec in options.specs):
@@ -171,12 +200,12 @@ def read_mode(text, modules=None):
     items = [item for item in rest.split(",") if item]
     if any("=" not in item for item in items):
         raise ValueError(f"{text!r}: settings are key=value, separated by commas")
-    chosen = ["layer"] if kind == "ours-all" else list(modules or FIVE)
-    options, arguments = [], {}
+    chosen = list(modules if modules and KINDS[kind] == FIVE else KINDS[kind])
+    options, arguments = list(SETTINGS.get(kind, ())), {}
     te_v1 = "1" if kind == "megatron" else "0"
     for item in items:
         key, _, value = item.partition("=")
-        if key == "modules" and kind in ("ours", "megatron"):
+        if key == "modules" and kind in CHOOSES_MODULES:
             chosen = value.split("+")
         elif key == "te_v1" and kind == "megatron" and value in ("0", "1"):
             te_v1 = value
@@ -211,47 +240,59 @@ def order_of(specs, repetition):
     return list(specs) if repetition % 2 == 0 else list(reversed(specs))
 
 
-def run_mode(options, spec, repetition):
-    """Run one mode in processes of its own; return its record, whatever happened."""
-    sizes = options.sizes
-    record = {"mode": spec["mode"], "repetition": repetition, "status": "ok", "error": None}
-    if spec["kind"] in SINGLE_STAGE and sizes["pp"] > 1:
-        return record | {"status": "left out", "error": "knows no pipeline parallelism"}
-    words = re.sub(r"[^\w.=-]+", "_", spec["mode"])[:80]  # file names have an end
-    label = f"{options.modes.index(spec['mode'])}_{words}"
-    logs = options.output / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "spec.json"
-        whole = {**sizes, **spec, "results": folder, "timeout_s": options.timeout}
+class ModeRun:
+    """One mode in processes of its own, which import what they need and wait until `finish`."""
+
+    def __init__(self, options, spec, repetition):
+        self._options, self._spec = options, spec
+        self._record = {"mode": spec["mode"], "repetition": repetition, "status": "ok"}
+        words = re.sub(r"[^\w.=-]+", "_", spec["mode"])[:80]  # file names have an end
+        self._label = f"{options.modes.index(spec['mode'])}_{words}.{repetition}"
+        self._folder = tempfile.TemporaryDirectory()
+        self._ranks = None
+        if spec["kind"] in SINGLE_STAGE and options.sizes["pp"] > 1:
+            return
+        logs = options.output / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        path = Path(self._folder.name) / "spec.json"
+        whole = {**options.sizes, **spec, "results": self._folder.name}
         for name in ("device", "steps", "warmup", "seed", "deterministic", "examine", "profile"):
             whole[name] = getattr(options, name)
-        path.write_text(json.dumps(whole))
-        started = time.monotonic()
-        status, failed_rank = run_ranks(
-            [sys.executable, str(WORKER), str(path)],
-            worker_environment(options, spec),
-            [logs / f"{label}.{repetition}.rank{rank}.log" for rank in range(sizes["pp"])],
-            options.timeout,
+        path.write_text(json.dumps(whole | {"timeout_s": options.timeout}))
+        self._logs = [logs / f"{self._label}.rank{rank}.log" for rank in range(options.sizes["pp"])]
+        self._ranks = Ranks(
+            [sys.executable, str(WORKER), str(path)], worker_environment(options, spec), self._logs
         )
-        record["seconds"] = round(time.monotonic() - started, 1)
-        if status == "ok":
-            ranks = [Path(folder) / f"rank{rank}.json" for rank in range(sizes["pp"])]
-            traces = sorted(Path(folder).glob("trace*.json"))
-            if traces:
-                keep_traces(traces, options.output / "traces" / f"{label}.{repetition}.json")
-            for plan in Path(folder).glob("plan.json"):
-                (options.output / "plans").mkdir(exist_ok=True)
-                shutil.copy(plan, options.output / "plans" / f"{label}.{repetition}.json")
-            profiles = sorted(Path(folder).glob("profile_*.json"))
-            if profiles:
-                keep_profiles(profiles, options.output / "profiles" / f"{label}.{repetition}")
-            return record | {"ranks": [json.loads(file.read_text()) for file in ranks]}
-        error = f"after {options.timeout:g} s"
-        if failed_rank is not None:
-            log = logs / f"{label}.{repetition}.rank{failed_rank}.log"
-            error = f"rank {failed_rank}: {_reason(Path(folder), failed_rank, log)}"
-        return record | {"status": status, "error": error}
+
+    def finish(self):
+        """Run the mode; return its record, whatever happened."""
+        if self._ranks is None:
+            return self._record | {"status": "left out", "error": "knows no pipeline parallelism"}
+        with self._folder as folder:
+            started = time.monotonic()
+            status, rank = self._ranks.run(self._options.timeout)
+            record = self._record | {"status": status, "seconds": time.monotonic() - started}
+            if status == "ok":
+                return record | {"error": None, "ranks": self._collect(Path(folder))}
+            error = f"after {self._options.timeout:g} s"
+            if rank is not None:
+                file = Path(folder) / f"rank{rank}.json"
+                reason = json.loads(file.read_text()).get("error") if file.exists() else None
+                error = f"rank {rank}: {reason or last_line(self._logs[rank])}"
+            return record | {"error": error}
+
+    def _collect(self, folder):
+        """Keep what the ranks have left beside their numbers, which are returned."""
+        output = self._options.output
+        if traces := sorted(folder.glob("trace*.json")):
+            keep_traces(traces, output / "traces" / f"{self._label}.json")
+        if (plan := folder / "plan.json").exists():
+            (output / "plans").mkdir(exist_ok=True)
+            shutil.copy(plan, output / "plans" / f"{self._label}.json")
+        if profiles := sorted(folder.glob("profile_*.json")):
+            keep_profiles(profiles, output / "profiles" / self._label)
+        files = (folder / f"rank{rank}.json" for rank in range(self._options.sizes["pp"]))
+        return [json.loads(file.read_text()) for file in files]
 
 
 def keep_traces(paths, path):
@@ -271,17 +312,10 @@ def keep_profiles(paths, folder):
         shutil.copyfile(path, folder / path.name)
 
 
-def _reason(folder, rank, log):
-    file = folder / f"rank{rank}.json"
-    if file.exists():
-        return json.loads(file.read_text()).get("error", "failed after it had finished")
-    return last_line(log.read_text(errors="replace"))
-
-
-def last_line(text):
+def last_line(log):
     """Return the last line of a log that says something."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "ended without a word"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "ended without a word")
 
 
 def worker_environment(options, spec):
@@ -315,40 +349,51 @@ def _free_port():
             return port
 
 
-def run_ranks(command, environment, logs, timeout_s=math.inf, *, shows_first=False):
-    """Run one process a rank; return ("ok" | "failed" | "timed out", the rank that failed first).
+class Ranks:
+    """One process a rank, which may wait for a line of input before it takes the device.
 
-    With ``shows_first`` the first rank's output is this process's.
+    Args:
+        logs: A file for each rank's output.
+        shows_first: whether the first rank's output is this process's instead.
     """
-    processes = []
-    deadline = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [_end(process) for process in processes])
+
+    def __init__(self, command, environment, logs, *, shows_first=False):
+        self._processes = []
         for rank, log in enumerate(logs):
-            file = stack.enter_context(log.open("w"))
-            output = None if shows_first and rank == 0 else file
             ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(
-                subprocess.Popen(
-                    command, env=ranked, stdout=output, stderr=file, start_new_session=True
+            with log.open("w") as file:
+                process = subprocess.Popen(
+                    command,
+                    env=ranked,
+                    stdin=subprocess.PIPE,
+                    stdout=None if shows_first and rank == 0 else file,
+                    stderr=file,
+                    start_new_session=True,
                 )
-            )
-        while time.monotonic() < deadline:
-            codes = [process.poll() for process in processes]
-            failed = [rank for rank, code in enumerate(codes) if code]
-            if failed:  # others may have something to say as well
-                time.sleep(min(GRACE_S, max(0.0, deadline - time.monotonic())))
-                return "failed", failed[0]
-            if all(code == 0 for code in codes):
-                return "ok", None
-            time.sleep(0.1)
-    return "timed out", None
+            self._processes.append(process)
 
-
-def _end(process):
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    def run(self, timeout_s=math.inf):
+        """Let all go; return ("ok" | "failed" | "timed out", the rank that failed first)."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            for process in self._processes:
+                with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+                    stdin.write(b"go\n")
+            while time.monotonic() < deadline:
+                codes = [process.poll() for process in self._processes]
+                failed = [rank for rank, code in enumerate(codes) if code]
+                if failed:  # others may have something to say as well
+                    time.sleep(min(GRACE_S, max(0.0, deadline - time.monotonic())))
+                    return "failed", failed[0]
+                if all(code == 0 for code in codes):
+                    return "ok", None
+                time.sleep(0.1)
+            return "timed out", None
+        finally:
+            for process in self._processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
 
 
 def main():
@@ -370,14 +415,18 @@ def main():
         },
         "runs": [],
     }
-    for repetition in range(options.repetitions):
-        for spec in order_of(options.specs, repetition):
-            record = run_mode(options, spec, repetition)
-            report["runs"].append(record)
-            took = f"{record.get('seconds', 0):.0f} s"
-            print(f"{spec['mode']}: {record['error'] or record['status']}, {took}", flush=True)
-            save(report, options.output)
+    todo = [(spec, n) for n in range(options.repetitions) for spec in order_of(options.specs, n)]
+    waiting = ModeRun(options, *todo[0])
+    for following in [*todo[1:], None]:
+        run, waiting = waiting, following and ModeRun(options, *following)
+        report["runs"].append(record := run.finish())
+        took = f"{record.get('seconds', 0):.0f} s"
+        print(f"{record['mode']}: {record['error'] or record['status']}, {took}", flush=True)
+        save(report, options.output)
     print((options.output / "bench_peers.txt").read_text())
+    others = [run["mode"] for run in report["rows"] if run.get("bitwise") is False]
+    if options.deterministic and any(mode.startswith("ours") for mode in others):
+        sys.exit(f"other bits than without offload: {', '.join(dict.fromkeys(others))}")
 
 
 def check_settings(options):

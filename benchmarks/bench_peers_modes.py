@@ -15,9 +15,6 @@ from pathlib import Path
 
 import torch
 from bench_peers import PLAN_AT_STEP, PLANNING_KINDS, options_of_rank
-from bench_peers_table import link_shares
-
-from megatron_offload.engine.observer import Observer
 
 
 class Mode:
@@ -25,7 +22,6 @@ class Mode:
 
     def __init__(self, spec):
         self.spec = spec
-        self.link_gbps = None
         self.examination = {}
         self.planning = {}
         self.held_bytes = 0
@@ -90,6 +86,12 @@ class Recompute(Nothing):
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
+
+
+class RecomputeSelective(Nothing):
+    def transformer_options(self):
+        modules = list(self.spec["modules"])
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 class Marked(Mode):
@@ -175,25 +177,15 @@ class Ours(Marked):
     def examined(self, rank):
         from megatron_offload.observe.trace_step import trace_step
 
-        watch = None
-        with contextlib.ExitStack() as stack:
-            if self.spec["device"] == "cuda":
-                watch = PeakWatch(self.manager, take_peak_bytes)
-                stack.enter_context(self.manager.observed_by(watch))
-            trace = stack.enter_context(trace_step(self.manager, rank))
+        with trace_step(self.manager, rank) as trace:
             yield
         trace.write_chrome(Path(self.spec["results"]) / f"trace{rank}.json")
         summary = trace.summary()
         self.examination = {
-            "held_at_peak_bytes": watch and watch.held_bytes,
-            "inflight_at_peak_bytes": watch and watch.inflight_bytes,
-            "prefetched_at_peak_bytes": watch and watch.prefetched_bytes,
-            "device_profile": watch.profile if watch else [],
             "traced_step_us": summary.duration_us,
             "stall_us": summary.stall_us,
             "busy_us": summary.busy_us,
             "gbps": {stream: summary.gbps(stream) for stream in summary.busy_us},
-            "link_share": link_shares(trace.spans, self.link_gbps) if self.link_gbps else None,
         }
 
     @contextlib.contextmanager
@@ -271,53 +263,6 @@ class OursWhole(Ours):
         if not self.context.end_step():
             raise RuntimeError("something of the step is still alive")
         self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_away_bytes)
-
-
-class PeakWatch(Observer):
-    """Looks at every boundary whether the device's peak has come by, and what was held then.
-
-    What is held changes at boundaries; a peak that is seen later came by with what was held since
-    the one before.
-
-    Args:
-        manager: whose bytes are asked for.
-        take_peak_bytes: returns the device's peak since the last call.
-
-    Attributes:
-        profile: for each boundary its number, the device's peak since the one before, and what of
-            it was in flight, held and resident.
-    """
-
-    def __init__(self, manager, take_peak_bytes):
-        self.held_bytes = self.inflight_bytes = self.prefetched_bytes = None
-        self.profile = []
-        self._manager = manager
-        self._take_peak_bytes = take_peak_bytes
-        self._peak_bytes = 0
-        self._now = (0, 0, 0, 0)
-        take_peak_bytes()
-
-    def _look(self, *_, **__):
-        peak_bytes = self._take_peak_bytes()
-        if peak_bytes > self._peak_bytes:
-            self._peak_bytes = peak_bytes
-            self.held_bytes, self.inflight_bytes, self.prefetched_bytes, _ = self._now
-        self.profile.append((len(self.profile), peak_bytes, *self._now[1:]))
-
-    def _note(self, *_):
-        budget = self._manager.budget
-        host_bytes = self._manager.host_pool.in_use.total_bytes - budget.inflight_bytes
-        self._now = (host_bytes, budget.inflight_bytes, budget.held_bytes, budget.resident_bytes)
-
-    group_commits = backward_enters = backward_leaves = _look
-    group_committed = backward_entered = backward_left = _note
-
-
-def take_peak_bytes():
-    """Return the device's peak since the last call."""
-    peak_bytes = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return peak_bytes
 
 
 class Megatron(Marked):
@@ -422,12 +367,14 @@ MODES = {
     "ours": Ours,
     "ours-five": Ours,
     "ours-all": Ours,
+    "ours-auto": Ours,
     "ours-whole": OursWhole,
     "megatron": Megatron,
     "te": TransformerEngine,
     "trl": Trl,
     "save_on_cpu": SaveOnCpu,
     "recompute": Recompute,
+    "recompute-selective": RecomputeSelective,
 }
 
 

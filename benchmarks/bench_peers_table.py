@@ -4,10 +4,8 @@ A record is one mode in one repetition, with one entry per rank. A row is one mo
 all repetitions: peaks are the highest, times and ratios the median. Times are of the slowest rank,
 and a ratio is taken against ``none`` of the same repetition.
 
-R is how much of what lies on the host the device's peak gives back, and comes in two kinds. Both
-divide the drop of the peak against ``none``: R by the most bytes that the host held in the measured
-steps, whenever that was; R@, known for an examined mode, by the bytes that lay on the host alone,
-released on the device, when the device's peak came by.
+R is how much of what the host holds the device's peak gives back: the drop of the peak against
+``none`` over the most bytes that the host held in the measured steps, whenever that was.
 """
 
 from __future__ import annotations
@@ -16,19 +14,17 @@ import statistics
 
 GIB = 2**30
 
-COUNTERS = (
-    *("late_reloads", "early_returns", "kept_bytes", "refused_bytes", "held_elsewhere_bytes"),
-    *("num_groups", "max_inflight_bytes", "prefetch_bytes", "pinned_now_bytes", "in_use_bytes"),
-)
-"""What only this package reports."""
-
-LINK = ("link_gbps", "gbps", "link_share")
-"""What the link gave before the model, what an examined step's copies made of it, and the share."""
-
 PEAKS = (
     *("peak_allocated_bytes", "peak_reserved_bytes"),
     *("overall_peak_allocated_bytes", "overall_peak_reserved_bytes"),
 )
+HELD = ("pinned_bytes", "torch_pinned_bytes", "held_bytes")
+STEADY = (
+    *("d2h_bytes", "h2d_bytes", "kept_bytes", "refused_bytes", "held_elsewhere_bytes"),
+    *("late_reloads", "early_returns", "num_groups", "max_inflight_bytes", "prefetch_bytes"),
+    *("pinned_now_bytes", "in_use_bytes", "link_gbps", "gbps", "stall_us"),
+)
+"""What a row takes from the last repetition, where a mode tells it."""
 
 
 def rows(runs):
@@ -78,16 +74,11 @@ def _rank_row(mine, references, rank):
     entries = [run["ranks"][rank] for run in mine]
     others = [run["ranks"][rank] for run in references.values()]
     row = {"rank": entries[0]["rank"]}
-    for key in (*PEAKS, "pinned_bytes", "torch_pinned_bytes", "held_bytes"):
-        row[key] = _highest(entry.get(key) for entry in entries)
-    row["held_at_peak_bytes"] = _highest(entry.get("held_at_peak_bytes") for entry in entries)
-    for key in ("d2h_bytes", "h2d_bytes", *COUNTERS, *LINK):
-        if entries[-1].get(key) is not None:
-            row[key] = entries[-1][key]
+    row |= {key: _highest(entry.get(key) for entry in entries) for key in (*PEAKS, *HELD)}
+    row |= {key: entries[-1][key] for key in STEADY if entries[-1].get(key) is not None}
     for name, key in (("allocated", PEAKS[0]), ("reserved", PEAKS[1])):
         without = _highest(other[key] for other in others)
         row[f"r_{name}"] = returned(without, row[key], row["held_bytes"])
-        row[f"r_at_peak_{name}"] = returned(without, row[key], row["held_at_peak_bytes"])
     row["gradient_hash"] = entries[-1]["gradient_hashes"][-1]
     row["first_gradient_hash"] = entries[-1]["gradient_hashes"][0]
     pairs = [
@@ -115,18 +106,14 @@ def _highest(values):
     return max(known) if known else None
 
 
-R_KEYS = ("r_allocated", "r_reserved", "r_at_peak_allocated", "r_at_peak_reserved")
-
 HEAD = (
-    *("mode", "rank", "ms", "ratio", "alloc", "reserved", "ever", "pinned", "held", "d2h", "h2d"),
-    *("R alloc", "R res", "R@ alloc", "R@ res", "late", "early", "kept", "refused"),
+    *("mode", "rank", "ms", "ratio", "alloc", "reserved", "ever", "pinned", "held"),
+    *("moved", "back", "kept", "R alloc", "R res", "late", "early", "refused"),
     *("bitwise", "loss", "gradients"),
 )
-
-
 LINK_HEAD = (
-    *("mode", "rank", "d2h", "h2d", "d2h of both", "h2d of both"),
-    *("copied d2h", "share", "copied h2d", "share"),
+    *("mode", "rank", "d2h", "h2d", "d2h of both", "h2d of both", "copied d2h", "copied h2d"),
+    "waited, ms",
 )
 
 
@@ -139,7 +126,7 @@ def table(report):
         "",
         "Sizes in GiB, peaks after warm-up; 'ever' is reserved and 'pinned' page-locked from the "
         "first step on. R is the drop of the peak against none over the most bytes held on the "
-        "host, R@ over those that lay on the host alone when the device's peak came by.",
+        "host.",
         "",
         *_aligned([HEAD, *(_cells_of(row) for row in ran)]),
     ]
@@ -147,8 +134,8 @@ def table(report):
     if linked:
         text += [
             "",
-            "The link in GB/s, before the model; the copies of an examined step, and their share "
-            "of what the link would have moved meanwhile.",
+            "The link in GB/s, before the model; what the copies of an examined step got of it, and"
+            " its waits.",
             "",
             *_aligned([LINK_HEAD, *linked]),
         ]
@@ -183,10 +170,10 @@ def _cells_of(row):
         f"{row['step_ms']:.1f}",
         "-" if ratio is None else f"{(ratio - 1) * 100:+.2f}%",
         *(_gib(row[key]) for key in (PEAKS[0], PEAKS[1], PEAKS[3])),
-        *(_gib(row.get(key)) for key in ("pinned_bytes", "held_bytes", "d2h_bytes", "h2d_bytes")),
-        *("-" if row[key] is None else f"{row[key]:.3f}" for key in R_KEYS),
+        *(_gib(row.get(key)) for key in ("pinned_bytes", "held_bytes", *STEADY[:3])),
+        *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("r_allocated", "r_reserved")),
         *(str(row.get(key, "-")) for key in ("late_reloads", "early_returns")),
-        *(_gib(row.get(key)) for key in ("kept_bytes", "refused_bytes")),
+        _gib(row.get("refused_bytes")),
         {True: "yes", False: "NO", None: "-"}[row["bitwise"]],
         "-" if row["loss"] is None else f"{float.fromhex(row['loss']):.9g}",
         row["gradient_hash"],
@@ -198,35 +185,9 @@ def _gib(num_bytes):
 
 
 def _link_cells_of(row):
-    link, copied, shares = (row.get(key) or {} for key in LINK)
+    link, copied, stalls = (row.get(key, {}) for key in ("link_gbps", "gbps", "stall_us"))
     numbers = [link[key] for key in ("d2h", "h2d", "both_d2h", "both_h2d")]
-    for stream in ("d2h", "h2d"):
-        numbers += [copied.get(stream), shares.get(stream)]
-    formats = (*["{:.2f}"] * 5, "{:.1%}", "{:.2f}", "{:.1%}")
-    cells = ["-" if n is None else f.format(n) for n, f in zip(numbers, formats, strict=True)]
-    return row["mode"], str(row["rank"]), *cells
-
-
-def link_shares(spans, link_gbps):
-    """Return for each copy stream what it moved over what the link would have moved meanwhile.
-
-    The link is taken at its bandwidth alone where only this direction copied, and at its bandwidth
-    in both directions where the other one copied too. None for a stream that never copied.
-
-    Args:
-        spans: of one traced step; those of the compute stream are passed over.
-        link_gbps: ``d2h`` and ``h2d`` alone, ``both_d2h`` and ``both_h2d`` at once.
-    """
-    shares = {}
-    for stream, other in (("d2h", "h2d"), ("h2d", "d2h")):
-        mine, others = ([s for s in spans if s.stream == name] for name in (stream, other))
-        both_us = sum(
-            max(0.0, min(a.end_us, b.end_us) - max(a.start_us, b.start_us))
-            for a in mine
-            for b in others
-        )
-        alone_us = sum(span.end_us - span.start_us for span in mine) - both_us
-        expected = alone_us * link_gbps[stream] + both_us * link_gbps[f"both_{stream}"]
-        moved_bytes = sum(span.num_bytes for span in mine)
-        shares[stream] = moved_bytes / (expected * 1e3) if expected else None
-    return shares
+    numbers += [copied.get("d2h"), copied.get("h2d")]
+    waits = " ".join(f"{why} {us / 1e3:.1f}" for why, us in stalls.items())
+    cells = ["-" if number is None else f"{number:.2f}" for number in numbers]
+    return row["mode"], str(row["rank"]), *cells, waits or "-"

@@ -1,10 +1,12 @@
 """One rank of one mode of `bench_peers.py`: builds the model, takes the steps, writes what it saw.
 
-    python bench_peers_worker.py SPEC.json
+    echo | python bench_peers_worker.py SPEC.json
 
-`bench_peers.py` starts it once per rank, with the rank in the environment. What differs between the
-modes is one class each, below; the model, the data and the steps know nothing of it. A failure is
-written to the rank's file as well, and ends the process at once, so that no rank waits for another.
+`bench_peers.py` starts it once per rank, with the rank in the environment. It imports what it needs
+and waits for a line before it takes the device, so that the mode before it may still run. What
+differs between the modes is one class each, in `bench_peers_modes.py`; the model, the data and the
+steps know nothing of it. A failure is written to the rank's file as well, and ends the process at
+once, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -200,11 +202,15 @@ def join_ranks(kind, timeout_s):
     return device
 
 
+def load_megatron():
+    for name in ("models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel.schedules"):
+        importlib.import_module(f"megatron.core.{name}")
+
+
 @contextlib.contextmanager
 def prepared_megatron(*, on_gpu, is_deterministic):
     """Load megatron-core: with bridges for a CPU, or deterministic where that is asked for."""
-    for name in ("models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel.schedules"):
-        importlib.import_module(f"megatron.core.{name}")
+    load_megatron()
     with contextlib.ExitStack() as stack:
         if not on_gpu:  # its bridges reach the modules that are loaded
             from megatron.core.transformer.moe import moe_utils
@@ -243,7 +249,6 @@ def run(spec, rank):
         torch.manual_seed(spec["seed"] + pp_rank)
         model_parallel_cuda_manual_seed(spec["seed"] + pp_rank, force_reset_rng=True)
         mode = MODES[spec["kind"]]({**spec, "rank": rank})
-        mode.link_gbps = link_gbps
         mode.prepare()
         chunks = build_chunks(spec, mode, device)
         mode.attach(chunks, pp_rank)
@@ -322,9 +327,12 @@ def main():
     rank = int(os.environ["RANK"])
     logging.basicConfig(format="%(relativeCreated)8d ms %(name)s: %(message)s")
     logging.getLogger("megatron_offload").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    load_megatron()
+    if not sys.stdin.readline():  # whoever started this process is gone
+        return
     # A hang leaves in the log where it was.
     faulthandler.dump_traceback_later(max(1.0, spec["timeout_s"] - 5))
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     result_path = Path(spec["results"]) / f"rank{rank}.json"
     try:
         result = run(spec, rank)
@@ -338,6 +346,9 @@ def main():
         os._exit(1)
     write(result_path, result)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the kernel takes memory back sooner than destructors give it
 
 
 def write(path, data):

@@ -41,7 +41,7 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from bench_peers import FIVE, SHAPES, check_sizes, last_line, run_ranks, worker_environment
+from bench_peers import FIVE, SHAPES, Ranks, check_sizes, last_line, worker_environment
 
 WORKER = Path(__file__).with_name("check_bitwise_worker.py")
 
@@ -240,14 +240,14 @@ def launch(options, todo, path, attempt, stop_at):
         spec_path = Path(folder) / "spec.json"
         spec_path.write_text(json.dumps(spec))
         command = [sys.executable, str(WORKER), str(spec_path)]
-        status, rank = run_ranks(command, environment, names, shows_first=True)
+        status, rank = Ranks(command, environment, names, shows_first=True).run()
         if status == "ok":
             return None
         failures = [json.loads(file.read_text()) for file in Path(folder).glob("rank*.json")]
         if failures:  # the first; others may have failed because that one did
             failure = min(failures, key=lambda failure: failure["at"])
             return f"rank {failure['rank']}: {failure['reason']}"
-    return f"rank {rank}: {last_line(names[rank].read_text(errors='replace'))}"
+    return f"rank {rank}: {last_line(names[rank])}"
 
 
 def settle(report, todo, reason):

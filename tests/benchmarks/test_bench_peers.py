@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,24 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_peers
 import bench_peers_worker
-from bench_peers_modes import MODES, PeakWatch
-from bench_peers_table import (
-    COUNTERS,
-    HEAD,
-    is_bitwise,
-    last_loss,
-    link_shares,
-    returned,
-    rows,
-    table,
-)
-from programs import KIB, make_manager, make_model, one_forward_one_backward, run_step
+from bench_peers_modes import MODES
+from bench_peers_table import HEAD, STEADY, is_bitwise, last_loss, returned, rows, table
 
 from megatron_offload.backends import cuda
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.core.trace import Span
-from megatron_offload.engine.observer import Observer
 
 GIB = 2**30
 
@@ -93,7 +82,7 @@ def test_flags_replace_sizes():
         (["--shape", "a", "--vpp", "2"], "VPP above 1"),
         (["--shape", "a", "--hidden", "1000", "--heads", "7"], "no multiple"),
         (["--shape", "a", "--steps", "0"], "--steps"),
-        (["--shape", "a", "--modes", "none", "ours-five:policy.kind=auto"], "needs --warmup 4"),
+        (["--shape", "a", "--warmup", "3", "--modes", "none", "ours-auto"], "needs --warmup 4"),
     ],
 )
 def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
@@ -105,7 +94,7 @@ def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
 def test_a_mode_carries_its_settings():
     spec = bench_peers.read_mode("ours-all:max_inflight_bytes=1GiB,fraction=0.5")
     assert spec["kind"] == "ours-all"
-    assert spec["modules"] == ["layer"]
+    assert spec["modules"] == list(bench_peers.ALL)
     assert spec["options"] == ["max_inflight_bytes=1GiB", "fraction=0.5"]
     options = ["prefetch_bytes=3GiB|2GiB|1GiB", "fraction=0.5"]
     assert [bench_peers.options_of_rank(options, rank) for rank in (0, 1, 3)] == [
@@ -115,6 +104,11 @@ def test_a_mode_carries_its_settings():
     ]
     assert bench_peers.read_mode("ours-five")["modules"] == list(bench_peers.FIVE)
     assert bench_peers.read_mode("ours", ["mlp_act"])["modules"] == ["mlp_act"]
+    assert bench_peers.read_mode("ours-all", ["mlp_act"])["modules"] == list(bench_peers.ALL)
+    spec = bench_peers.read_mode("ours-auto:policy.most_slowdown_percent=8")
+    assert spec["options"] == ["policy.kind=auto", "policy.most_slowdown_percent=8"]
+    spec = bench_peers.read_mode("recompute-selective:modules=core_attn")
+    assert spec["modules"] == ["core_attn"]
     spec = bench_peers.read_mode("ours-whole:max_fwd_stash_size=3,prefetch_bytes=1GiB")
     assert spec["arguments"] == {"max_fwd_stash_size": 3}
     assert spec["options"] == ["prefetch_bytes=1GiB"]
@@ -174,20 +168,6 @@ def test_rows_compare_with_none_of_the_same_repetition():
     assert ours0["bitwise"]
 
 
-def test_r_at_the_peak_divides_by_what_lay_on_the_host_alone_then():
-    examined = entry(0, 105.0, 26 * GIB, 29 * GIB, held=8 * GIB, held_at_peak_bytes=5 * GIB)
-    runs = [record("none", entry(0)), record("ours-all", examined), record("trl", entry(0, held=1))]
-    none, ours, trl = rows(runs)
-    assert (ours["r_allocated"], ours["r_reserved"]) == (0.5, 0.375)
-    assert (ours["r_at_peak_allocated"], ours["r_at_peak_reserved"]) == (0.8, 0.6)
-    assert none["r_at_peak_allocated"] is None
-    assert trl["r_at_peak_reserved"] is None
-    columns = slice(HEAD.index("R alloc"), HEAD.index("R@ res") + 1)
-    lines = {line.split()[0]: line.split() for line in table(report_of(runs)).splitlines() if line}
-    assert lines["ours-all"][columns] == ["0.500", "0.375", "0.800", "0.600"]
-    assert lines["none"][columns] == ["-"] * 4
-
-
 def test_one_differing_step_is_not_bitwise():
     none = record("none", entry(0), entry(1))
     other = record("te", entry(0), entry(1, gradient_hashes=["xx", "bb"]))
@@ -211,7 +191,7 @@ def test_failures_are_rows_and_never_the_end():
 
 
 def test_the_table_shows_counters_and_every_column():
-    counters = dict.fromkeys(COUNTERS, 3)
+    counters = dict.fromkeys(STEADY[:-3], 3)
     runs = [record("none", entry(0)), record("ours-five", entry(0, 101.0, held=GIB, **counters))]
     lines = table(report_of(runs)).splitlines()
     head = next(line for line in lines if line.startswith("mode"))
@@ -244,7 +224,7 @@ def run_script(tmp_path, monkeypatch, script, *arguments):
     monkeypatch.setattr(bench_peers, "GRACE_S", 0.2)
     options = parse("--shape", "tiny", "--device", "cpu", "--modes", "none", *arguments)
     options.output = tmp_path / "out"
-    return bench_peers.run_mode(options, options.specs[0], 0)
+    return bench_peers.ModeRun(options, options.specs[0], 0).finish()
 
 
 def test_a_crash_is_a_record_with_its_last_line(tmp_path, monkeypatch):
@@ -253,6 +233,19 @@ def test_a_crash_is_a_record_with_its_last_line(tmp_path, monkeypatch):
     assert found["status"] == "failed"
     assert found["error"] == "rank 1: boom"
     assert found["seconds"] < 30
+
+
+def test_a_mode_waits_until_it_is_let_go(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    words = "import pathlib; pathlib.Path(__file__).with_suffix('.{}').touch()"
+    worker.write_text("\n".join((words.format("here"), "assert input()", words.format("gone"))))
+    ranks = bench_peers.Ranks([sys.executable, str(worker)], {}, [tmp_path / "0.log"])
+    while not worker.with_suffix(".here").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert not worker.with_suffix(".gone").exists()
+    assert ranks.run(20) == ("ok", None)
+    assert worker.with_suffix(".gone").exists()
 
 
 def test_a_hang_is_a_record(tmp_path, monkeypatch):
@@ -291,28 +284,7 @@ def test_the_whole_model_s_settings_reach_it():
     assert mode.manager.config.prefetch_bytes == 2**30
 
 
-def copy_span(stream, start_us, end_us, gbps):
-    num_bytes = round((end_us - start_us) * gbps * 1e3)
-    return Span(stream, stream, "g", start_us, end_us - start_us, num_bytes)
-
-
 LINK = {"d2h": 50.0, "h2d": 60.0, "both_d2h": 40.0, "both_h2d": 30.0}
-
-
-def test_copies_are_held_against_the_link_of_one_direction_or_of_both():
-    spans = [
-        Span("compute", "forward", "g", 0, 1000),
-        copy_span("d2h", 0, 100, 25),  # alone
-        copy_span("h2d", 400, 500, 60),  # alone
-        copy_span("d2h", 200, 300, 40),  # beside all of the next
-        copy_span("h2d", 200, 300, 15),
-    ]
-    assert link_shares(spans[:2], LINK) == {"d2h": 0.5, "h2d": None}
-    assert link_shares(spans[:3], LINK) == {"d2h": 0.5, "h2d": 1.0}
-    shares = link_shares(spans, LINK)
-    assert shares["d2h"] == pytest.approx((25 + 40) / (50 + 40))
-    assert shares["h2d"] == pytest.approx((60 + 15) / (60 + 30))
-    assert link_shares([], LINK) == {"d2h": None, "h2d": None}
 
 
 def test_the_link_is_measured_each_way_alone_and_both_ways_at_once(monkeypatch):
@@ -328,33 +300,20 @@ def test_the_link_is_measured_each_way_alone_and_both_ways_at_once(monkeypatch):
 
 def test_the_table_shows_the_link_where_it_was_measured():
     link = {"link_gbps": LINK}
-    examined = entry(0, held=GIB, **link, gbps={"d2h": 45.0, "h2d": None})
-    examined["link_share"] = {"d2h": 0.9, "h2d": None}
+    examined = entry(0, held=GIB, **link, gbps={"d2h": 45.0, "h2d": None}, stall_us={"W2": 1500.0})
     text = table(report_of([record("none", entry(0, **link)), record("ours-all", examined)]))
     last = [line.split() for line in text.splitlines()[-2:]]
-    assert last[0] == ["none", "0", "50.00", "60.00", "40.00", "30.00", *"----"]
-    assert last[1] == ["ours-all", "0", "50.00", "60.00", "40.00", "30.00", "45.00", "90.0%", *"--"]
+    assert last[0] == ["none", "0", "50.00", "60.00", "40.00", "30.00", *"---"]
+    assert last[1] == [
+        "ours-all",
+        "0",
+        "50.00",
+        "60.00",
+        "40.00",
+        "30.00",
+        "45.00",
+        *"-",
+        "W2",
+        "1.5",
+    ]
     assert "GB/s" not in table(report_of([record("none", entry(0))]))
-
-
-@pytest.mark.parametrize("number", [1, 7, 12, 20])
-def test_what_was_held_when_the_peak_came_by(number):
-    order = one_forward_one_backward(4, depth=2)
-    model = make_model()
-    manager = make_manager(max_inflight_bytes=8 * KIB, prefetch_bytes=8 * KIB)
-    run_step(model, manager, order)
-    released = [0]
-
-    class Count(Observer):
-        def note(self, group):
-            blocks = {id(b): b for group in manager.decisions.groups() for b in group.blocks()}
-            alone = [b.num_bytes for b in blocks.values() if b.host is not None and b.released]
-            released.append(sum(alone))
-
-        group_committed = backward_entered = backward_left = note
-
-    watch = PeakWatch(manager, lambda: 1 + (len(released) > number))
-    with manager.observed_by(Count(), watch):
-        run_step(model, manager, order)
-    assert max(released) > 0
-    assert watch.held_bytes == released[number]
