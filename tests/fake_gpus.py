@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_offload.backends.base import DeviceInfo
 from megatron_offload.backends.host_timed import HostTimedBackend
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.machine import agreement
+from megatron_offload.machine import bandwidth
 
 KIB = 1024
 
@@ -40,4 +40,4 @@ class FakeGpu(HostTimedBackend):
 
 def copy_little(monkeypatch):
     """Let a measurement copy blocks that a CPU copies quickly."""
-    monkeypatch.setattr(agreement, "_BLOCK_BYTES", 64 * KIB)
+    monkeypatch.setattr(bandwidth, "BLOCK_BYTES", 128 * KIB)

@@ -17,8 +17,7 @@ from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, 
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, OffloadError
-from megatron_offload.machine.agreement import JobMachines, agree_on_machines
-from megatron_offload.machine.bandwidth import BandwidthError
+from megatron_offload.machine.bandwidth import BandwidthError, measure_machines
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.planning.bandwidths import (
     DEFAULTS,
@@ -111,28 +110,31 @@ def agree_on_bandwidths(
 ) -> Bandwidths:
     """Return what copies get on the machines of all ranks; collective, and between steps.
 
-    The policy's own section ``machine`` wins. Without one it is what the machines have kept of an
-    earlier measurement; where one has none, all ranks measure now, which takes some tenths of a
-    second for each GPU of a machine. Where that fails, or copies have no streams or no pinned
-    memory of their own, it is the defaults, with a warning.
+    The policy's own section ``machine`` wins. Without one all ranks measure now, which takes some
+    tenths of a second for each GPU of a machine. Where that fails, or copies have no streams or no
+    pinned memory of their own, it is the defaults, with a warning.
 
     Raises:
         ConfigError: another policy is given.
     """
     planned = planning_policy(policy)
-    machine, device = planned.machine, manager.backend.describe()
+    machine = planned.machine
     if machine is not None:
         origin = "the policy's section 'machine'" if machine.model_fields_set else DEFAULTS
-    elif device is None:
+    elif manager.backend.describe() is None:
         machine = simulated_machine(manager.config.simulated)
         origin = "the simulated device's own"
     else:
         try:
             if not (manager.config.copy_streams and manager.config.pin_memory):
                 raise BandwidthError("it needs copy_streams and pin_memory")
-            machines = agree_on_machines(manager.backend, device, group=group)
-            machine = measured_machine(machines.profiles, planned.gpus_per_rank)
-            origin = _origin_of(machines)
+            machines = measure_machines(manager.backend, group)
+            machine = measured_machine(machines, planned.gpus_per_rank)
+            num_gpus = len(machines[0])
+            whose = f"{num_gpus} GPUs at once" if num_gpus > 1 else "one GPU"
+            if len(machines) > 1:
+                whose = f"the slowest of {len(machines)} machines"
+            origin = f"measured now, {whose}"
         except BandwidthError as error:
             machine = MachineConfig()
             origin = f"{DEFAULTS}; measuring failed: {str(error)[:_MOST_REASON]}"
@@ -146,13 +148,3 @@ def planning_policy(policy: PolicyConfig | None) -> MemoryTargetConfig | AutoCon
         given = "none" if policy is None else repr(policy.kind)
         raise ConfigError(f"a run is planned by policy 'memory_target' or 'auto', got {given}")
     return policy
-
-
-def _origin_of(machines: JobMachines) -> str:
-    first = machines.profiles[0]
-    when = "measured now" if machines.is_new else f"measured {first.measured_at:%Y-%m-%d}"
-    whose = f"{len(first.gpus)} GPUs at once" if len(first.gpus) > 1 else "one GPU"
-    if len(machines.profiles) > 1:
-        whose = f"the slowest of {len(machines.profiles)} machines"
-    place = f"kept in {machines.path}" if machines.path is not None else "not kept"
-    return f"{when}, {whose}, {place}"

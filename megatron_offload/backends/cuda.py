@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_offload.backends.base import Backend, DeviceInfo, DeviceMemory, Pair, Wait
-from megatron_offload.backends.numa import node_of_device, prefer_node
+from megatron_offload.backends.numa import near_cpus, running_on
 from megatron_offload.errors import IntegrationError
 
 _logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class CudaBackend(Backend):
             self.d2h_stream = self.h2d_stream = torch.cuda.current_stream(self.device)
         self._nvtx = nvtx
         self._pin_memory = pin_memory
-        self._memory_node = node_of_device(self.describe().pci_address)
+        self._near_cpus = near_cpus(self.describe().pci_address)
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         # A wait is for what an event stands for when it is queued, so one event does for all.
@@ -201,7 +201,8 @@ class CudaBackend(Backend):
         """
         if not self._pin_memory:
             return torch.empty(num_bytes, dtype=torch.uint8)
-        pages = _PinnedPages(num_bytes, self._memory_node)
+        with running_on(self._near_cpus):  # registering is what touches the pages first
+            pages = _PinnedPages(num_bytes)
         return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
 
     def graph_stream(self) -> torch.cuda.Stream:
@@ -224,14 +225,12 @@ class _PinnedPages(mmap.mmap):
 
     _address = 0
 
-    def __new__(cls, num_bytes: int, node: int | None = None) -> _PinnedPages:
+    def __new__(cls, num_bytes: int) -> _PinnedPages:
         try:
             pages = super().__new__(cls, -1, num_bytes)
         except (OSError, OverflowError, ValueError) as error:
             raise RuntimeError(f"{num_bytes} bytes of host memory can't be had: {error}") from error
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-        if node is not None:
-            prefer_node(address, num_bytes, node)  # registering is what touches them first
         _register(address, num_bytes)
         pages._address = address
         return pages

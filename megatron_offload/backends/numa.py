@@ -1,81 +1,42 @@
-"""Places host memory on the memory node that a device is attached to.
+"""Where a device is attached: the CPUs next to it, and memory that comes from there.
 
-A wish, never a need: with one node, an unknown node or a kernel that refuses, nothing is done, and
-the memory comes from wherever the kernel takes it.
+A wish, never a need: where the kernel doesn't say or refuses, memory comes from anywhere.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
+import contextlib
 import os
-import platform
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_offload.files.kernel import read_kernel_text, read_members, to_int
-
-_logger = logging.getLogger(__name__)
-
-_MBIND = {"x86_64": 237, "aarch64": 235}
-"""The number of mbind(2), by machine."""
-
-_MPOL_PREFERRED = 1
-_MAX_NODES = 1024
-_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+from megatron_offload.files.kernel import read_kernel_text, read_members
 
 
-def node_of_device(address: str | None, *, sysfs: Path = Path("/sys")) -> int | None:
-    """Return the memory node next to a PCI device; None where there is no choice.
+def near_cpus(address: str | None, *, sysfs: Path = Path("/sys")) -> frozenset[int]:
+    """Return the CPUs next to a PCI device, which are all where the machine has one memory node.
 
-    Its address is as the kernel writes it, such as ``0000:dc:02.0``; None where it is unknown.
+    Its address is as the kernel writes it, such as ``0000:dc:02.0``; none where that is unknown.
     """
-    nodes = online_nodes(sysfs=sysfs)
-    if address is None or len(nodes) < 2:
-        return None
-    text = read_kernel_text(sysfs / "bus/pci/devices" / address / "numa_node").strip()
-    node = to_int(text)
-    if node not in nodes:
-        _logger.debug("the memory node of device %s is unknown (%r)", address, text[:20])
-        return None
-    return node
+    if address is None:
+        return frozenset()
+    return read_members(read_kernel_text(sysfs / "bus/pci/devices" / address / "local_cpulist"))
 
 
-def online_nodes(*, sysfs: Path = Path("/sys")) -> frozenset[int]:
-    """Return the machine's memory nodes; none where the kernel doesn't say."""
-    return read_members(read_kernel_text(sysfs / "devices/system/node/online"))
+@contextlib.contextmanager
+def running_on(cpus: frozenset[int]) -> Iterator[bool]:
+    """Run this thread on some CPUs inside; yield whether it does, or ran there anyway.
 
-
-def prefer_node(
-    address: int, num_bytes: int, node: int, *, syscall: Callable[..., int] | None = None
-) -> bool:
-    """Have pages that nobody has touched yet come from ``node``, as long as it has any.
-
-    Args:
-        address: where they begin; a multiple of the page size.
-        num_bytes: their size; the kernel rounds it up to whole pages.
-        node: the memory node.
-        syscall: C's ``syscall``; None takes the process's own.
-
-    Returns whether the kernel agreed; if not, all is as it was.
+    The kernel takes memory that nobody has touched yet from where the thread runs that touches it.
     """
-    number = _MBIND.get(platform.machine())
-    if number is None or not 0 <= node < _MAX_NODES:
-        return False
-    words = (ctypes.c_ulong * (node // _BITS + 1))()
-    words[node // _BITS] = 1 << node % _BITS
-    if syscall is None:
-        syscall = ctypes.CDLL(None, use_errno=True).syscall
-    result = syscall(
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(num_bytes),
-        ctypes.c_int(_MPOL_PREFERRED),
-        words,
-        ctypes.c_ulong(len(words) * _BITS + 1),  # the kernel reads one bit less than it is told
-        ctypes.c_uint(0),
-    )
-    if result != 0:
-        reason = os.strerror(ctypes.get_errno())
-        _logger.debug("%d bytes can't be placed on memory node %d: %s", num_bytes, node, reason)
-    return result == 0
+    before = os.sched_getaffinity(0)
+    is_there = before <= cpus
+    if cpus and not is_there:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cpus)
+            is_there = True
+    try:
+        yield is_there
+    finally:
+        if os.sched_getaffinity(0) != before:
+            os.sched_setaffinity(0, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Finding, examine
-from megatron_offload.machine.host_syncs import HostSyncs
+from megatron_offload.machine.host_syncs import HostSync
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.report.console import console, plain_table
 
@@ -26,8 +27,7 @@ Say what is wrong with this machine for offload, and measure how fast its GPUs c
 
 reads    this machine: GPUs, links, memory nodes, limits, environment, versions; needs no root
 prints   what was looked at, what was found, and what to do
-writes   what was measured to the user's cache folder; --output: all of it as JSON, which
-         'megatron-offload plan --machine FILE' reads
+writes   --output: all of it as JSON, which 'megatron-offload plan --machine FILE' reads
 
 exit status: 0 offload can work here, 1 an error was found, 2 bad input
 
@@ -45,7 +45,7 @@ class Given(Options):
     """Print JSON in place of tables."""
 
     no_bandwidth: CliToggleFlag[bool] = False
-    """Don't measure; show what was measured here before."""
+    """Don't measure."""
 
     output: Path | None = None
     """Write the JSON here as well."""
@@ -91,11 +91,15 @@ def rates_table(profile: MachineProfile) -> Table:
     return plain_table(f"Copies, GB/s (10^9 bytes), measured {when}", columns, 0, rows)
 
 
-def sync_table(syncs: HostSyncs) -> Table:
-    """Return one line for each place where the host waits, most often first."""
+def sync_table(syncs: Counter[HostSync], num_steps: int = 1) -> Table:
+    """Return one line for each place where the host waited in some steps, most often first."""
     rows = (
-        (f"{sync.file}:{sync.line}" if sync.file else "no Python code", sync.call, f"{n:g}")
-        for sync, n in syncs.per_step()
+        (
+            f"{sync.file}:{sync.line}" if sync.file else "no Python code",
+            sync.call,
+            f"{n / num_steps:g}",
+        )
+        for sync, n in syncs.most_common()
     )
     columns = ["place", "source", "times a step"]
     return plain_table("Where the host waits for the device", columns, 2, rows)

@@ -304,7 +304,7 @@ def _read_machine(path: Path, gpus_per_rank: int) -> dict[str, Any]:
     profile = validate(MachineProfile, data, str(path))
     if not profile.gpus:
         raise ConfigError(f"{path} is of a machine without a GPU")
-    return measured_machine([profile], gpus_per_rank).model_dump()
+    return measured_machine([profile.gpus], gpus_per_rank).model_dump()
 
 
 def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:

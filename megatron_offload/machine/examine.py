@@ -1,16 +1,12 @@
 """Looks at the machine as a whole, by one small function for each question.
 
-The examining process opens no device and changes nothing but the cached profile; what fails becomes
-a finding. A number that was measured beats one that the bus claims.
+The examining process opens no device and changes nothing; what fails becomes a finding.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import importlib.metadata
 import importlib.util
-import mmap
 import os
 import platform
 import re
@@ -21,30 +17,24 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-import torch
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.base import DeviceInfo
 from megatron_offload.backends.host_limit import default_cap_bytes
-from megatron_offload.backends.numa import node_of_device, online_nodes, prefer_node
+from megatron_offload.backends.numa import near_cpus, running_on
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError, shorten
-from megatron_offload.files.kernel import read_kernel_text, read_members
+from megatron_offload.errors import shorten
+from megatron_offload.files.kernel import read_kernel_text
 from megatron_offload.machine.bandwidth import BandwidthError, measure_gpus
 from megatron_offload.machine.profile import (
     CopyRates,
-    GpuIdentity,
-    MachineIdentity,
     MachineProfile,
     PciPath,
-    driver_version,
-    load_profile,
     num_nvidia_gpus,
     read_pci_path,
-    save_profile,
 )
 
 NEWEST_SEEN = {
@@ -87,24 +77,18 @@ class Examination:
 
     findings: tuple[Finding, ...]
     profile: MachineProfile | None
-    """Bandwidths, measured now or kept from before; None where there are none."""
+    """Bandwidths; None where they were not measured."""
 
 
 def examine(
-    *,
-    bandwidth: bool = True,
-    environ: Mapping[str, str] = os.environ,
-    root: Path = Path("/"),
-    cache: Path | None = None,
+    *, bandwidth: bool = True, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Examination:
-    """Look at everything, and keep what was measured.
+    """Look at everything.
 
     Args:
-        bandwidth: measure it, which takes some seconds and wants idle GPUs; else take what was
-            measured before.
+        bandwidth: measure it, which takes some seconds and wants idle GPUs.
         environ: the environment that training runs in.
-        root: the folder in which ``etc``, ``proc`` and ``sys`` lie.
-        cache: as for `load_profile`.
+        root: the folder in which ``proc`` and ``sys`` lie.
     """
     findings = []
     devices: Sequence[DeviceInfo] = ()
@@ -118,13 +102,13 @@ def examine(
         names = [device.name for device in devices]
         findings.append(check_devices(names, num_nvidia_gpus()))
     profile = None
-    if devices:
-        identity = identify_machine(devices, root=root)
-        if bandwidth:
-            profile, failures = _measure(identity, cache)
-            findings += failures
-        else:
-            profile = load_profile(identity, cache)
+    if devices and bandwidth:
+        try:
+            gpus = measure_gpus(len(devices))
+            profile = MachineProfile(measured_at=datetime.now(UTC), gpus=gpus)
+        except BandwidthError as error:
+            advice = "see that the GPUs are free, and what the findings on host memory say"
+            findings.append(Finding("error", "bandwidth", str(error), advice))
     for index, device in enumerate(devices):
         address = device.pci_address
         if profile is None:
@@ -135,56 +119,14 @@ def examine(
             findings.append(check_node_rates(index, gpu.rates, len(devices)))
         findings.append(check_memory_node(index, address, root=root))
         findings.append(check_iommu(index, address, root=root))
-    slab_bytes = OffloadConfig().host_slab_bytes
     findings += [
-        check_host_memory(max(1, len(devices)), slab_bytes, root=root),
+        check_host_memory(max(1, len(devices)), OffloadConfig().host_slab_bytes, root=root),
         check_swap(),
         check_memlock(),
         *check_environment(environ),
         *check_versions(),
     ]
     return Examination(tuple(findings), profile)
-
-
-def identify_machine(
-    gpus: Sequence[DeviceInfo] | None = None, *, root: Path = Path("/")
-) -> MachineIdentity:
-    """Return the identity under which `load_profile` finds what was measured here.
-
-    Args:
-        gpus: those that share the machine's bandwidth; None for all that the process can use.
-        root: the folder in which ``etc`` lies.
-
-    Raises:
-        RuntimeError: there are CUDA devices and CUDA can't be started.
-    """
-    gpus = gpus if gpus is not None else visible_devices()
-    host = f"{platform.node()}\n{read_kernel_text(root / 'etc/machine-id')}".encode()
-    return MachineIdentity(
-        host_hash=hashlib.sha256(host).hexdigest()[:16],
-        kernel=platform.release()[:200],
-        gpus=tuple(GpuIdentity(name=gpu.name, pci_address=gpu.pci_address) for gpu in gpus),
-        driver_version=driver_version(),
-        cuda_version=torch.version.cuda,
-        torch_version=str(torch.__version__),
-    )
-
-
-def _measure(
-    identity: MachineIdentity, cache: Path | None
-) -> tuple[MachineProfile | None, list[Finding]]:
-    title = "bandwidth"
-    try:
-        gpus = measure_gpus(len(identity.gpus))
-    except BandwidthError as error:
-        advice = "see that the GPUs are free, and what the findings on host memory say"
-        return None, [Finding("error", title, str(error), advice)]
-    profile = MachineProfile(identity=identity, measured_at=datetime.now(UTC), gpus=gpus)
-    try:
-        save_profile(profile, cache)
-    except ConfigError as error:
-        return profile, [Finding("note", title, f"it is not kept: {error}", "set XDG_CACHE_HOME")]
-    return profile, []
 
 
 # GPUs and their links
@@ -271,56 +213,27 @@ def check_iommu(index: int, address: str | None, *, root: Path = Path("/")) -> F
 # Memory of the host
 
 
-def check_memory_node(
-    index: int,
-    address: str | None,
-    *,
-    root: Path = Path("/"),
-    may_place: Callable[[int], bool] | None = None,
-) -> Finding:
-    """Say whether a GPU's pinned memory comes from the node next to it.
-
-    ``may_place`` says whether memory can be asked from a node; None asks for a page.
-    """
+def check_memory_node(index: int, address: str | None, *, root: Path = Path("/")) -> Finding:
+    """Say whether a GPU's pinned memory comes from the memory next to it."""
     title = f"GPU {index}: memory node"
-    nodes = online_nodes(sysfs=root / "sys")
-    if len(nodes) == 1:
-        return Finding("ok", title, "the machine has one")
-    node = node_of_device(address, sysfs=root / "sys")
-    if node is None:
-        found = f"unknown; the machine has {len(nodes) or 'an unknown number'}"
-        advice = "bind each rank to the node next to its GPU (numactl, nvidia-smi topo -m)"
-        return Finding("note", title, found, advice)
-    status = read_kernel_text(root / "proc/self/status")
-    allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)
-    memory_nodes = read_members(allowed[1] if allowed else "")
-    if memory_nodes and node not in memory_nodes:
-        found = f"node {node} is next to it, and this process may only use {sorted(memory_nodes)}"
-        advice = f"give the job memory of node {node} (its cpuset, the container's --cpuset-mems)"
-        return Finding("warning", title, found, advice)
-    near_cpus = read_members(read_kernel_text(root / f"sys/devices/system/node/node{node}/cpulist"))
-    own_cpus = frozenset(psutil.Process().cpu_affinity())
-    is_far = bool(near_cpus) and not near_cpus & own_cpus
-    if own_cpus <= near_cpus or (may_place or may_place_pages)(node):
-        if not is_far:
-            return Finding("ok", title, f"{node}, where pinned memory comes from")
-        found = f"pinned memory comes from node {node}, but no CPU of this process is there"
-        advice = "launches take longer from afar: bind the rank (numactl --cpunodebind)"
-        return Finding("note", title, found, advice)
-    found = f"{node}; the kernel refuses mbind(2), so memory comes from where the process happens "
-    found += "to run, which is not there" if is_far else "to run"
-    advice = f"bind the rank (numactl --cpunodebind={node}), or let the container place memory "
-    advice += "(--cap-add SYS_NICE)"
-    return Finding("warning" if is_far else "note", title, found, advice)
-
-
-def may_place_pages(node: int) -> bool:
-    """Whether the kernel takes the wish for memory of a node (mbind), tried on one page."""
-    with mmap.mmap(-1, mmap.PAGESIZE) as page:
-        view = ctypes.c_char.from_buffer(page)
-        placed = prefer_node(ctypes.addressof(view), mmap.PAGESIZE, node)
-        del view  # the page can't be given back before
-    return placed
+    near = near_cpus(address, sysfs=root / "sys")
+    if not near:
+        advice = "on a machine with several, bind each rank to the node next to its GPU (numactl, "
+        return Finding("note", title, "unknown", advice + "nvidia-smi topo -m)")
+    own = os.sched_getaffinity(0)
+    if own & near:
+        return Finding("ok", title, "pinned memory comes from next to it")
+    with running_on(near) as is_there:
+        cpus = f"--physcpubind={min(near)}-{max(near)}"
+        if is_there:
+            found = "pinned memory comes from next to it, but no CPU of this process is there"
+            advice = f"launches take longer from afar: bind the rank (numactl {cpus})"
+            return Finding("note", title, found, advice)
+    found = "this process may not run next to it, so its pinned memory comes from another node"
+    advice = (
+        f"give the job CPUs {min(near)}-{max(near)} (its cpuset, the container's --cpuset-cpus)"
+    )
+    return Finding("warning", title, found, advice)
 
 
 def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")) -> Finding:
@@ -435,16 +348,9 @@ def _megatron_version() -> str:
     return ".".join(numbers) + parts.get("PRE_RELEASE", "") if "".join(numbers).isdigit() else ""
 
 
-def check_versions(
-    package: str = "megatron-offload", version_of: Callable[[str], str] = found_version
-) -> list[Finding]:
-    """Hold the installed versions of `NEWEST_SEEN` against what a package's metadata asks for."""
-    try:
-        wanted = ["python", *(importlib.metadata.requires(package) or ())]
-    except importlib.metadata.PackageNotFoundError:
-        found = "this package is not installed, so it doesn't say which versions it takes"
-        advice = f"pip install {package}, or pip install -e its folder"
-        return [Finding("note", "versions", found, advice)]
+def check_versions(version_of: Callable[[str], str] = found_version) -> list[Finding]:
+    """Hold the installed versions of `NEWEST_SEEN` against what this package asks for."""
+    wanted = ["python", *(importlib.metadata.requires("megatron-offload") or ())]
     findings: dict[str, Finding] = {}  # an extra that names others repeats what they ask for
     for requirement in map(Requirement, wanted):
         if requirement.name in NEWEST_SEEN and requirement.name not in findings:
@@ -454,20 +360,19 @@ def check_versions(
 
 def _check_version(requirement: Requirement, version_of: Callable[[str], str]) -> Finding:
     name = requirement.name
-    wanted = f"{name}{requirement.specifier}"
     is_extra = requirement.marker is not None and "extra" in str(requirement.marker)
+    advice = f"pip install '{name}{requirement.specifier}'"
     try:
         text = version_of(name)
         version = Version(text)
     except importlib.metadata.PackageNotFoundError:
         if is_extra:
             return Finding("ok", name, "not installed, and not needed")
-        return Finding("error", name, "not installed", f"pip install '{wanted}'")
+        return Finding("error", name, "not installed", advice)
     except InvalidVersion:
-        return Finding("note", name, f"{shorten(repr(text))} is no version", f"wanted: {wanted}")
+        return Finding("note", name, f"{shorten(repr(text))} is no version", advice)
     if not requirement.specifier.contains(version, prereleases=True):
-        level: Level = "warning" if is_extra else "error"
-        return Finding(level, name, f"{text}, too old or too new", f"pip install '{wanted}'")
+        return Finding("warning" if is_extra else "error", name, f"{text}, unsupported", advice)
     newest = NEWEST_SEEN[name]
     if version.release[:2] > Version(newest).release:
         found = f"{text}, newer than any that this package was run with ({newest})"

@@ -40,20 +40,18 @@ class HostSync(NamedTuple):
     """The line's source, shortened; empty where it isn't there."""
 
 
-class HostSyncs:
-    """The waits of some steps."""
+@contextlib.contextmanager
+def find_host_syncs() -> Iterator[Counter[HostSync]]:
+    """Count the waits within that ``torch.cuda.set_sync_debug_mode`` sees, by line.
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self.counts: Counter[HostSync] = Counter()
-        """How often the host waited at each place, in all steps together."""
-        self._lock = threading.Lock()  # backward has threads of its own
+    The first steps wait for things that later ones have (memory, learned orders): warm up before.
+    Not seen are ``torch.cuda.synchronize()``, ``Event.synchronize()``, and what waits inside of
+    other libraries, such as NCCL. A wait in backward's C++ part is told when ``backward`` returns.
+    """
+    counts: Counter[HostSync] = Counter()
+    lock = threading.Lock()  # backward has threads of its own
 
-    def per_step(self) -> list[tuple[HostSync, float]]:
-        """Return each place and how often the host waits there in a step, most often first."""
-        return [(sync, count / self.num_steps) for sync, count in self.counts.most_common()]
-
-    def _add(self) -> None:
+    def count() -> None:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
             frame = frame.f_back
@@ -61,26 +59,8 @@ class HostSyncs:
         if frame is not None:
             file, line = frame.f_code.co_filename, frame.f_lineno
             sync = HostSync(file, line, shorten(linecache.getline(file, line).strip(), 60))
-        with self._lock:
-            self.counts[sync] += 1
+        with lock:
+            counts[sync] += 1
 
-
-@contextlib.contextmanager
-def find_host_syncs(*, num_steps: int = 1) -> Iterator[HostSyncs]:
-    """Count the waits within that ``torch.cuda.set_sync_debug_mode`` sees, by line.
-
-    The first steps wait for things that later ones have (memory, learned orders): warm up before.
-    Not seen are ``torch.cuda.synchronize()``, ``Event.synchronize()``, and what waits inside of
-    other libraries, such as NCCL. A wait in backward's C++ part is told when ``backward`` returns.
-
-    Args:
-        num_steps: how many training steps run within.
-
-    Raises:
-        ValueError: ``num_steps`` is less than 1.
-    """
-    if num_steps < 1:
-        raise ValueError(f"num_steps is at least 1, got {num_steps}")
-    syncs = HostSyncs(num_steps)
-    with backends.watch_syncs(syncs._add):
-        yield syncs
+    with backends.watch_syncs(count):
+        yield counts

@@ -59,11 +59,6 @@ class JobRanks:
         """Return what every rank says, as `gather` does; collective."""
         return gather(mine, self._group)
 
-    def of_my_machine(self, said: list[_Said]) -> list[_Said]:
-        """Return of what ranks said that of this machine's, in the order of ranks."""
-        mine = self.machines[self.rank]
-        return [each for each, name in zip(said, self.machines, strict=True) if name == mine]
-
     def meet(self) -> None:
         """Wait until all ranks are here."""
         if not self._is_alone:

@@ -1,35 +1,17 @@
-"""What the driver says of a machine's GPUs, and what was measured on them, kept for later.
-
-The driver is asked by NVML; without one all is unknown. Files lie in the user's cache folder, one
-for each fingerprint: of the machine, its GPUs, the driver and CUDA. What is broken or of another
-machine counts as absent.
-"""
+"""What the driver says of a machine's GPUs, by NVML, and what was measured on them."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-import platformdirs
 import pynvml
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import AwareDatetime, Field
 
-from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, read_model
-from megatron_offload.files.text import replace_text
-
-_logger = logging.getLogger(__name__)
-
-_MAX_PROFILE_BYTES = 256 * 1024
-_MAX_GPUS = 64
+from megatron_offload.files.strict_model import StrictModel
 
 _Answer = TypeVar("_Answer")
 
-Word = Annotated[str, Field(max_length=200)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
 
 _LANE_GBPS = (0.25, 0.5, 0.985, 1.969, 3.938, 7.563)
@@ -77,26 +59,6 @@ class CopyRates(StrictModel):
     """To the device meanwhile."""
 
 
-class GpuIdentity(StrictModel):
-    """Which GPU, and where."""
-
-    name: Word
-    pci_address: Word | None
-
-
-class MachineIdentity(StrictModel):
-    """All that bandwidth hangs on; where it changes, what was measured no longer counts."""
-
-    host_hash: Word
-    """Of the host's name and machine number, which others need not see."""
-    kernel: Word
-    gpus: tuple[GpuIdentity, ...] = Field(max_length=_MAX_GPUS)
-    """Those that the process can use, in CUDA's order."""
-    driver_version: Word | None
-    cuda_version: Word | None
-    torch_version: Word
-
-
 class GpuProfile(StrictModel):
     """What was measured on one GPU."""
 
@@ -108,56 +70,10 @@ class GpuProfile(StrictModel):
 class MachineProfile(StrictModel):
     """What was measured on a machine."""
 
-    version: Literal[2] = 2
-    identity: MachineIdentity
+    version: Literal[3] = 3
     measured_at: AwareDatetime
-    gpus: tuple[GpuProfile, ...] = Field(max_length=_MAX_GPUS)
-    """For each of the identity's GPUs."""
-
-    @model_validator(mode="after")
-    def _one_for_each(self) -> MachineProfile:
-        measured, there = len(self.gpus), len(self.identity.gpus)
-        if measured != there:
-            raise ValueError(f"{measured} GPUs were measured and the machine has {there}")
-        return self
-
-
-def profile_path(identity: MachineIdentity, folder: Path | None = None) -> Path:
-    """Return where the profile of a machine is kept; ``folder`` as for `load_profile`."""
-    folder = folder or platformdirs.user_cache_path("megatron-offload", appauthor=False)
-    fingerprint = hashlib.sha256(identity.model_dump_json().encode()).hexdigest()[:32]
-    return folder / f"machine-{fingerprint}.json"
-
-
-def load_profile(identity: MachineIdentity, folder: Path | None = None) -> MachineProfile | None:
-    """Return what was last measured on this machine as it is now; None where that is unknown.
-
-    A file that can't be taken is warned of. ``folder`` is where profiles are kept; None takes the
-    user's cache folder (XDG's rules on Linux).
-    """
-    path = profile_path(identity, folder)
-    if not os.path.exists(path):
-        return None
-    try:
-        profile = read_model(MachineProfile, path, limit_bytes=_MAX_PROFILE_BYTES)
-    except ConfigError as error:
-        _logger.warning("what was measured on this machine can't be read: %s", error)
-        return None
-    if profile.identity != identity:
-        _logger.warning("%s is of another machine, and is not taken", path)
-        return None
-    return profile
-
-
-def save_profile(profile: MachineProfile, folder: Path | None = None) -> Path:
-    """Keep a profile for `load_profile`; return where it lies, or raise `ConfigError`."""
-    path = profile_path(profile.identity, folder)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, profile.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"can't write {path}: {error.strerror}") from error
-    return path
+    gpus: tuple[GpuProfile, ...] = Field(max_length=64)
+    """Those that the process could use, in CUDA's order."""
 
 
 def read_pci_path(address: str | None) -> PciPath | None:
@@ -177,11 +93,6 @@ def read_pci_path(address: str | None) -> PciPath | None:
         )
 
     return _ask(path) if address is not None else None
-
-
-def driver_version() -> str | None:
-    """Return the version of NVIDIA's driver; None without one."""
-    return _ask(lambda: str(pynvml.nvmlSystemGetDriverVersion())[:200])
 
 
 def num_nvidia_gpus() -> int:

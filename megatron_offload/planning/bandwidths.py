@@ -16,7 +16,7 @@ from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.files.text import read_json, replace_text
-from megatron_offload.machine.profile import MachineProfile
+from megatron_offload.machine.profile import GpuProfile
 
 BANDWIDTHS_NAME = "bandwidths.json"
 """Beside the profiles of a run that has planned."""
@@ -39,10 +39,12 @@ class Bandwidths(StrictModel):
     """Where they come from, in words; a plan has room for it and for the path of its file."""
 
 
-def measured_machine(profiles: Sequence[MachineProfile], gpus_per_rank: int = 1) -> MachineConfig:
+def measured_machine(
+    machines: Sequence[Sequence[GpuProfile]], gpus_per_rank: int = 1
+) -> MachineConfig:
     """Return what every rank of a job can count on: the numbers of the slowest GPU and machine."""
-    rates = [gpu.rates for profile in profiles for gpu in profile.gpus]
-    slowest = min(profiles, key=lambda profile: _total_gbps(profile) / len(profile.gpus))
+    rates = [gpu.rates for machine in machines for gpu in machine]
+    slowest = min(machines, key=lambda machine: _total_gbps(machine) / len(machine))
     return MachineConfig(
         d2h_gbps=min(rate.d2h_gbps for rate in rates),
         h2d_gbps=min(rate.h2d_gbps for rate in rates),
@@ -50,7 +52,7 @@ def measured_machine(profiles: Sequence[MachineProfile], gpus_per_rank: int = 1)
         node_gbps=_total_gbps(slowest),
         node_d2h_gbps=None,  # all GPUs were not measured one way
         node_h2d_gbps=None,
-        ranks_per_node=max(1, len(slowest.gpus) // gpus_per_rank),
+        ranks_per_node=max(1, len(slowest) // gpus_per_rank),
     )
 
 
@@ -88,6 +90,6 @@ def _missing(model: BaseModel) -> list[str]:
     return [name for name in type(model).model_fields if name not in model.model_fields_set]
 
 
-def _total_gbps(profile: MachineProfile) -> float:
+def _total_gbps(machine: Sequence[GpuProfile]) -> float:
     """Return what all GPUs of a machine copy together, in and out added."""
-    return sum(gpu.rates.node_d2h_gbps + gpu.rates.node_h2d_gbps for gpu in profile.gpus)
+    return sum(gpu.rates.node_d2h_gbps + gpu.rates.node_h2d_gbps for gpu in machine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 
 import pytest
 from fake_gpus import FakeGpu, copy_little
@@ -32,7 +31,6 @@ ORDER = [(action, microbatch) for action in "FB" for microbatch in range(6)]
 SCHEDULE = make_schedule("gpipe", 1, 6)
 RUN = RunShape(num_microbatches=6)
 FAST = {"node_gbps": 2.0, "d2h_gbps": 1.0, "h2d_gbps": 1.0, "both_gbps": 1.0}
-DAY = timedelta(days=1)
 UNSET = {"kind": "memory_target", "target_bytes": 100 * KIB, "measured_plans": 0}
 TARGET = {**UNSET, "machine": FAST}
 
@@ -125,12 +123,9 @@ class GpuJob(Job):
         self.manager.observers.append(LiveActivationMeter(self.model.parameters()))
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Measure quickly, and keep what was measured in the test's folder."""
+@pytest.fixture(autouse=True)
+def measured_quickly(monkeypatch):
     copy_little(monkeypatch)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "megatron-offload"
 
 
 def agreed(job, **keys):
@@ -138,7 +133,7 @@ def agreed(job, **keys):
     return agree_on_bandwidths(job.manager, policy)
 
 
-def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
+def test_a_run_plans_with_what_its_machine_gives(monkeypatch):
     made = []
     original = agree.job_of
     monkeypatch.setattr(
@@ -146,30 +141,13 @@ def test_a_run_plans_with_what_its_machine_gives(cache, monkeypatch):
     )
     job = GpuJob(3.0, policy={**UNSET, "gpus_per_rank": 2}).warmed_up()
     plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)
-    (path,) = cache.iterdir()
-    assert plan.bandwidths == f"measured now, one GPU, kept in {path}"
+    assert plan.bandwidths == "measured now, one GPU"
     machine = made[-1].machine
     assert made[-1].gpus_per_rank == 2
     assert (machine.d2h_gbps, machine.h2d_gbps) == (pytest.approx(3), pytest.approx(6))
     assert (machine.node_d2h_gbps, machine.ranks_per_node) == (None, 1)
     assert plan.ranks[0].moved_bytes > 0
     job.step()
-
-
-def test_what_is_kept_is_not_measured_again(cache):
-    first, later = GpuJob(3.0), GpuJob(20.0)
-    measured = agreed(first)
-    assert measured.machine.d2h_gbps == pytest.approx(3)
-    assert measured.machine.node_gbps == pytest.approx(9)
-    assert measured.machine.ranks_per_node == 1
-    kept = agreed(later)
-    assert later.manager.backend.num_copies == 0
-    assert kept.machine == measured.machine
-    (path,) = cache.iterdir()
-    today = datetime.now(UTC)
-    assert kept.origin in [
-        f"measured {day:%Y-%m-%d}, one GPU, kept in {path}" for day in (today, today - DAY)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -180,26 +158,24 @@ def test_what_is_kept_is_not_measured_again(cache):
         (FAST, 1.0, "the policy's section 'machine'"),
     ],
 )
-def test_a_section_machine_wins_and_nothing_is_measured(cache, machine, d2h_gbps, origin):
+def test_a_section_machine_wins_and_nothing_is_measured(machine, d2h_gbps, origin):
     job = GpuJob(3.0)
     found = agreed(job, machine=machine)
     assert (found.machine.d2h_gbps, found.origin) == (d2h_gbps, origin)
     assert job.manager.backend.num_copies == 0
-    assert not cache.exists()
 
 
 @pytest.mark.parametrize("setting", ["pin_memory", "copy_streams"])
-def test_copies_that_are_slow_on_purpose_are_not_measured(cache, caplog, setting):
+def test_copies_that_are_slow_on_purpose_are_not_measured(caplog, setting):
     job = GpuJob(3.0, **{setting: False})
     found = agreed(job)
     assert found.machine == MachineConfig()
     assert found.origin == f"{DEFAULTS}; measuring failed: it needs copy_streams and pin_memory"
     assert found.origin in caplog.text
     assert job.manager.backend.num_copies == 0
-    assert not cache.exists()
 
 
-def test_a_measurement_that_fails_leaves_the_defaults_and_says_so(cache, caplog):
+def test_a_measurement_that_fails_leaves_the_defaults_and_says_so(caplog):
     job = GpuJob(3.0, policy=UNSET).warmed_up()
     job.manager.backend.pins = False
     plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)
@@ -207,25 +183,16 @@ def test_a_measurement_that_fails_leaves_the_defaults_and_says_so(cache, caplog)
     assert plan.bandwidths.endswith("pinning failed: out of memory")
     assert plan.bandwidths in caplog.text
     assert plan.ranks[0].moved_bytes > 0
-    assert not cache.exists()
     job.step()
 
 
-def test_a_profile_that_is_not_kept_is_said_in_the_plan(cache):
-    cache.write_text("in the way")
-    found = agreed(GpuJob(3.0))
-    assert found.machine.d2h_gbps == pytest.approx(3)
-    assert found.origin == "measured now, one GPU, not kept"
-
-
-def test_the_simulated_device_counts_as_it_says_it_is(cache):
+def test_the_simulated_device_counts_as_it_says_it_is():
     job = Job(policy=UNSET).warmed_up()
     plan = plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)
     assert plan.bandwidths == "the simulated device's own"
     simulated = job.manager.config.simulated
     assert agreed(job).machine == simulated_machine(simulated)
     assert simulated.d2h_gbps == 1.0
-    assert not cache.exists()
 
 
 def test_bandwidths_that_are_given_are_taken():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,6 @@ class Runtime:
         self.answer = 0
         self.last_error = 0
         self.pinned = {}
-        self.nodes = []
 
     def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802 - CUDA's name
         assert flags == 0
@@ -46,7 +46,6 @@ def runtime(monkeypatch):
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(cuda, "_clear_last_error", lambda: setattr(runtime, "last_error", 0))
-    monkeypatch.setattr(cuda, "prefer_node", lambda *asked: runtime.nodes.append(asked))
     return runtime
 
 
@@ -86,13 +85,13 @@ def test_memory_that_can_not_be_had_is_an_error_of_the_documented_kind(runtime, 
     assert not runtime.pinned
 
 
-def test_the_memory_node_is_asked_for_before_the_pages_are_touched(runtime):
-    pages = cuda._PinnedPages(8 * KIB, 1)
-    ((address, num_bytes, node),) = runtime.nodes
-    assert (address, num_bytes, node) == (pages._address, 8 * KIB, 1)
-    del pages
-    cuda._PinnedPages(8 * KIB)
-    assert len(runtime.nodes) == 1, "without a node nothing is asked"
+def test_pages_are_registered_next_to_the_device(runtime, monkeypatch):
+    backend = object.__new__(cuda.CudaBackend)
+    backend._pin_memory, backend._near_cpus = True, frozenset({max(os.sched_getaffinity(0))})
+    ran_on = []
+    monkeypatch.setattr(cuda, "_register", lambda *_: ran_on.append(os.sched_getaffinity(0)))
+    assert backend.empty_host(8 * KIB).nbytes == 8 * KIB
+    assert ran_on == [backend._near_cpus]
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])

@@ -73,18 +73,8 @@ def load_model(path, **options):
 
 def measured(folder, num_gpus=8):
     """Write what the doctor would of a machine; return the file's path."""
-    gpu = {"name": "some GPU", "pci_address": None}
-    identity = {
-        "host_hash": "x",
-        "kernel": "x",
-        "gpus": [gpu] * num_gpus,
-        "driver_version": None,
-        "cuda_version": None,
-        "torch_version": "2.13",
-    }
     profile = {
-        "version": 2,
-        "identity": identity,
+        "version": 3,
         "measured_at": "2026-11-21T00:00:00Z",
         "gpus": [{"rates": RATES, "pci": None}] * num_gpus,
     }

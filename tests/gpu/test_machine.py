@@ -20,9 +20,8 @@ from megatron_offload.backends.cuda import CudaBackend
 from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.profile import RunShape
 from megatron_offload.machine.bandwidth import measure_copies
-from megatron_offload.machine.examine import examine, identify_machine
+from megatron_offload.machine.examine import examine
 from megatron_offload.machine.host_syncs import find_host_syncs
-from megatron_offload.machine.profile import load_profile
 
 pytestmark = pytest.mark.gpu
 
@@ -72,21 +71,19 @@ def test_devices_are_described_without_a_context_on_any():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_machine_is_examined_in_other_processes(tmp_path):
+def test_the_machine_is_examined_in_other_processes():
     allocated_bytes = torch.cuda.memory_allocated()
     before = time.monotonic()
-    examination = examine(cache=tmp_path)
+    examination = examine()
     print(f"\n{time.monotonic() - before:.1f} s")  # noqa: T201 - for whoever runs it with -s
     for finding in examination.findings:
         print(finding)  # noqa: T201 - for whoever runs it with -s
     assert len(examination.profile.gpus) == torch.cuda.device_count()
     assert "error" not in {finding.level for finding in examination.findings}
     assert torch.cuda.memory_allocated() == allocated_bytes
-    assert examine(bandwidth=False, cache=tmp_path).profile == examination.profile
 
 
-def test_a_run_measures_its_gpu_once_and_plans_with_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_run_measures_its_gpu_and_plans_with_it():
     host = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
     plain = {"d2h": plain_gbps(host, device), "h2d": plain_gbps(device, host)}
@@ -109,14 +106,11 @@ def test_a_run_measures_its_gpu_once_and_plans_with_it(tmp_path, monkeypatch):
     assert found.machine.d2h_gbps == pytest.approx(plain["d2h"], rel=0.2)
     assert found.machine.h2d_gbps == pytest.approx(plain["h2d"], rel=0.2)
     assert found.machine.ranks_per_node == 1
-    assert found.origin.startswith("measured now, one GPU, kept in ")
-    this = visible_devices()[torch.cuda.current_device()]
-    assert manager.backend.describe() == this
-    assert load_profile(identify_machine([this])) is not None
+    assert found.origin.startswith("measured now, one GPU")
+    assert manager.backend.describe() == visible_devices()[torch.cuda.current_device()]
     run = RunShape(num_microbatches=6)
     plan = plan_run(manager, lambda: run_step(model, manager, inputs), run, policy=policy)
-    assert not plan.bandwidths.startswith("measured now")
-    assert plan.bandwidths.startswith("measured ")
+    assert plan.bandwidths.startswith("measured now")
     assert_same(reference, run_step(model, manager, inputs))
     manager.close()
 
@@ -139,7 +133,7 @@ def test_lines_that_make_the_host_wait_are_found():
     torch.cuda.synchronize()
     found_mode = torch.cuda.get_sync_debug_mode()
     this = test_lines_that_make_the_host_wait_are_found
-    with find_host_syncs(num_steps=2) as syncs:
+    with find_host_syncs() as syncs:
         for _ in range(2):
             y = WaitsInBackward.apply(x * 2)
             total = y.detach().sum().item() + 1
@@ -147,11 +141,11 @@ def test_lines_that_make_the_host_wait_are_found():
         torch.cuda.current_stream().synchronize()
     assert total == 9
     assert torch.cuda.get_sync_debug_mode() == found_mode
-    found = {sync.call: (sync, times) for sync, times in syncs.per_step()}
+    found = {sync.call: (sync, times) for sync, times in syncs.items()}
     assert {call: times for call, (_, times) in found.items()} == {
-        "total = y.detach().sum().item() + 1": 1,
-        "assert gradient.sum().item() >= 0": 1,
-        "torch.cuda.current_stream().synchronize()": 0.5,
+        "total = y.detach().sum().item() + 1": 2,
+        "assert gradient.sum().item() >= 0": 2,
+        "torch.cuda.current_stream().synchronize()": 1,
     }
     assert {sync.file for sync, _ in found.values()} == {__file__}
     first_line = this.__code__.co_firstlineno
@@ -169,10 +163,10 @@ def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):
     torch.cuda.synchronize()
     for owner in (torch.cuda, torch.cuda.Event):  # which PyTorch doesn't warn of
         monkeypatch.setattr(owner, "synchronize", lambda *_: pytest.fail("the host waits"))
-    with find_host_syncs(num_steps=3) as syncs:
+    with find_host_syncs() as syncs:
         for _ in range(3):
             run_step(model, manager, inputs)
     assert manager.last_step.reloaded_bytes > 0
     monkeypatch.undo()
-    assert not syncs.counts
+    assert not syncs
     manager.close()

@@ -9,8 +9,8 @@ import pytest
 from megatron_offload.backends.base import DeviceInfo
 from megatron_offload.machine import examine as module
 from megatron_offload.machine.bandwidth import BandwidthError
-from megatron_offload.machine.examine import examine, identify_machine
-from megatron_offload.machine.profile import CopyRates, GpuProfile, load_profile
+from megatron_offload.machine.examine import examine
+from megatron_offload.machine.profile import CopyRates, GpuProfile
 
 GPUS = tuple(DeviceInfo("NVIDIA H200", f"0000:{bus}:00.0") for bus in ("3b", "5e"))
 RATES = CopyRates(**dict.fromkeys(CopyRates.model_fields, 50.0))
@@ -37,8 +37,7 @@ class Machine:
         return (GpuProfile(rates=RATES, pci=None),) * num_gpus
 
     def examine(self, **settings):
-        settings = {"environ": {}, "root": self.root, "cache": self.root / "cache", **settings}
-        return examine(**settings)
+        return examine(environ={}, root=self.root, **settings)
 
 
 @pytest.fixture
@@ -64,22 +63,6 @@ def test_every_gpu_is_measured_and_looked_at(machine):
     assert "error" not in levels(examination)
 
 
-def test_what_was_measured_is_kept_and_shown_later_without_measuring(machine):
-    first = machine.examine()
-    later = machine.examine(bandwidth=False)
-    assert len(machine.measured) == 1
-    assert later.profile == first.profile is not None
-    # What is free just now is another matter.
-    lasting = [
-        [finding for finding in each.findings if finding.title not in ("host memory", "swap")]
-        for each in (first, later)
-    ]
-    assert lasting[0] == lasting[1]
-    assert len(lasting[0]) >= len(first.findings) - 2
-    identity = identify_machine(root=machine.root)
-    assert load_profile(identity, machine.root / "cache") == first.profile
-
-
 def test_without_a_measurement_links_are_read_idle(machine):
     examination = machine.examine(bandwidth=False)
     assert examination.profile is None
@@ -97,22 +80,12 @@ def test_a_measurement_that_fails_is_an_error_and_the_rest_is_told(machine):
     assert "GPU 1: memory node" in [finding.title for finding in examination.findings]
 
 
-def test_a_cache_that_can_t_be_written_is_a_note(machine):
-    (machine.root / "file").write_text("")
-    examination = machine.examine(cache=machine.root / "file/cache")
-    (finding,) = [finding for finding in examination.findings if finding.title == "bandwidth"]
-    assert finding.level == "note"
-    assert "it is not kept: can't write" in finding.found
-    assert examination.profile is not None
-
-
 def test_without_a_gpu_nothing_is_measured_and_nothing_is_wrong(machine):
     machine.devices = ()
     examination = machine.examine()
     assert machine.measured == []
     assert examination.profile is None
     assert levels(examination) <= {"ok", "note"}
-    assert not (machine.root / "cache").exists()
 
 
 def test_a_cuda_that_can_t_be_started_is_an_error(machine):
@@ -123,7 +96,7 @@ def test_a_cuda_that_can_t_be_started_is_an_error(machine):
     assert "host memory" in [finding.title for finding in examination.findings]
 
 
-def test_this_machine_as_it_is_can_be_examined(tmp_path):
-    examination = examine(bandwidth=False, cache=tmp_path)
+def test_this_machine_as_it_is_can_be_examined():
+    examination = examine(bandwidth=False)
     assert examination.findings
     assert "error" not in levels(examination)

@@ -54,18 +54,18 @@ def wait_twice():
 
 
 @pytest.mark.filterwarnings("error")
-def test_each_wait_is_counted_at_its_line_and_what_comes_most_often_comes_first(mode):
-    with find_host_syncs(num_steps=2) as syncs:
+def test_each_wait_is_counted_at_its_line(mode):
+    with find_host_syncs() as syncs:
         assert mode.value == 1
         item()
         for _ in range(4):
             wait_twice()
     first, second = line_of(wait_twice, 1), line_of(wait_twice, 2)
-    assert syncs.per_step()[:2] == [
-        (HostSync(__file__, first, "item()"), 2),
-        (HostSync(__file__, second, "return 1 + (item() or 1)"), 2),
+    assert syncs.most_common(2) == [
+        (HostSync(__file__, first, "item()"), 4),
+        (HostSync(__file__, second, "return 1 + (item() or 1)"), 4),
     ]
-    assert [times for _, times in syncs.per_step()] == [2, 2, 0.5]
+    assert [times for _, times in syncs.most_common()] == [4, 4, 1]
 
 
 def test_frames_of_torch_are_passed_over():
@@ -82,7 +82,7 @@ def test_frames_of_torch_are_passed_over():
     x = torch.ones(1, requires_grad=True)
     with find_host_syncs() as syncs:
         Waits.apply(x).backward()
-    (sync,) = syncs.counts
+    (sync,) = syncs
     assert (sync.file, sync.line) == (__file__, line_of(Waits.backward, 2))
 
 
@@ -92,7 +92,7 @@ def test_a_wait_on_another_thread_is_counted_too():
         thread.start()
         thread.join()
     lines = [line_of(wait_twice, 1), line_of(wait_twice, 2)]
-    assert sorted(sync.line for sync in syncs.counts) == lines
+    assert sorted(sync.line for sync in syncs) == lines
 
 
 def test_a_line_without_source_or_a_long_one_is_told_too():
@@ -100,7 +100,7 @@ def test_a_line_without_source_or_a_long_one_is_told_too():
     with find_host_syncs() as syncs:
         exec(compile(program, "<made up>", "exec"), {"item": item})  # noqa: S102 - our own
         assert (item(), "a long line is shown as far as the table has room") != (1, "")
-    made_up, long = syncs.counts
+    made_up, long = syncs
     assert made_up == HostSync("<made up>", 3, "")
     assert len(long.call) == 60
     assert long.call.endswith("...")
@@ -123,16 +123,14 @@ def test_other_warnings_go_where_they_went_and_a_wait_to_the_inner_of_two():
             item()
         item()
     assert [str(warning.message) for warning in seen] == ["of something else"]
-    assert (inner.counts.total(), outer.counts.total()) == (1, 1)
+    assert (inner.total(), outer.total()) == (1, 1)
 
 
-def test_a_step_has_a_positive_number_and_without_a_device_nothing_waits(monkeypatch):
-    with pytest.raises(ValueError, match="at least 1, got 0"), find_host_syncs(num_steps=0):
-        pass
+def test_without_a_device_nothing_waits(monkeypatch):
     monkeypatch.setattr(cuda, "is_available", lambda: False)
     with find_host_syncs() as syncs:
         pass
-    assert not syncs.counts
+    assert not syncs
 
 
 def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 
 import pytest
 
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.machine.examine import identify_machine
-from megatron_offload.machine.profile import CopyRates, GpuIdentity, GpuProfile, MachineProfile
+from megatron_offload.machine.profile import CopyRates, GpuProfile
 from megatron_offload.planning.bandwidths import (
     Bandwidths,
     load_bandwidths,
@@ -23,17 +21,12 @@ from megatron_offload.planning.bandwidths import (
 
 def machine(*gpus):
     """Return a machine whose GPUs have the given rates, in the order of `CopyRates`."""
-    names = [GpuIdentity(name="a GPU", pci_address=None)] * len(gpus)
-    return MachineProfile(
-        identity=identify_machine(names),
-        measured_at=datetime(2026, 11, 22, tzinfo=UTC),
-        gpus=[
-            GpuProfile(
-                rates=CopyRates(**dict(zip(CopyRates.model_fields, rates, strict=True))), pci=None
-            )
-            for rates in gpus
-        ],
-    )
+    return [
+        GpuProfile(
+            rates=CopyRates(**dict(zip(CopyRates.model_fields, rates, strict=True))), pci=None
+        )
+        for rates in gpus
+    ]
 
 
 def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
