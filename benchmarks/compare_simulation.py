@@ -100,7 +100,7 @@ def machine_of(ranks: list[dict]) -> Machine:
         node_gbps=total("both_d2h") + total("both_h2d"),
         node_d2h_gbps=total("d2h"),
         node_h2d_gbps=total("h2d"),
-        ranks_per_node=len(ranks),
+        gpus_per_node=len(ranks),
     )
 
 

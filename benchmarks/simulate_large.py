@@ -94,7 +94,7 @@ def deep_job(num_ranks: int, num_microbatches: int) -> Job:
         )
         for stage in range(num_ranks)
     )
-    machine = Machine(ranks_per_node=8, node_gbps=410.0, node_d2h_gbps=328.0)
+    machine = Machine(gpus_per_node=8, node_gbps=410.0, node_d2h_gbps=328.0)
     schedule = one_f_one_b(num_ranks, num_microbatches)
     return Job(schedule, stages, (GIB,) * num_ranks, machine)
 

@@ -129,7 +129,7 @@ def agree_on_bandwidths(
             if not (manager.config.copy_streams and manager.config.pin_memory):
                 raise BandwidthError("it needs copy_streams and pin_memory")
             machines = measure_machines(manager.backend, group)
-            machine = measured_machine(machines, planned.gpus_per_rank)
+            machine = measured_machine(machines)
             num_gpus = len(machines[0])
             whose = f"{num_gpus} GPUs at once" if num_gpus > 1 else "one GPU"
             if len(machines) > 1:

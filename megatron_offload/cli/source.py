@@ -170,9 +170,9 @@ class Source:
     def host_memory(self, step: Simulation) -> str:
         """Return what a step takes of the host, in words."""
         peaks = [rank.peak_host_bytes * self.job.gpus_per_rank for rank in step.ranks]
-        size = self.job.machine.ranks_per_node
+        size = self.job.ranks_per_node
         nodes = [sum(peaks[first : first + size]) for first in range(0, len(peaks), size)]
-        num_gpus = min(size, len(peaks)) * self.job.gpus_per_rank
+        num_gpus = min(self.job.machine.gpus_per_node, len(peaks) * self.job.gpus_per_rank)
         return f"host memory: up to {format_bytes(max(nodes))} pinned on a node of {num_gpus} GPUs"
 
 
@@ -212,18 +212,20 @@ def _described(path: Path, given: SourceOptions) -> Source:
     overrides = given.set
     if given.schedule is not None:
         overrides = (*overrides, f"model.schedule={given.schedule}")
-    described = load_description(path, overrides)
-    if given.machine is not None:
-        section = _read_machine(given.machine, described.model.tensor_parallel)
-        described = load_description(path, overrides, machine=section)
+    section = None if given.machine is None else _read_machine(given.machine)
+    described = load_description(path, overrides, machine=section)
     job = described.job()
+    origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
+    num_gpus = job.machine.gpus_per_node
+    if num_gpus != described.machine.gpus_per_node:
+        origin += f"; taken for a node of {num_gpus} GPUs, unless machine.gpus_per_node says other"
     return Source(
         title=path.stem,
         job=job,
         profiles=tuple(profiles_of(job)),
         around=described,
         memory="reserved memory",
-        machine=str(given.machine or f"{path}, what it leaves out as measured with four H200s"),
+        machine=origin,
     )
 
 
@@ -249,7 +251,7 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
     gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
     section: dict[str, Any] = {}
     if given.machine is not None:
-        section, origin = _read_machine(given.machine, gpus_per_rank), str(given.machine)
+        section, origin = _read_machine(given.machine), str(given.machine)
     elif bandwidths is not None:
         section, origin = bandwidths.machine.model_dump(), f"{measured}: {bandwidths.origin}"
     elif is_simulated and recorded is not None:
@@ -286,7 +288,7 @@ def find_profiles(folder: Path) -> list[Path]:
     return []
 
 
-def _read_machine(path: Path, gpus_per_rank: int) -> dict[str, Any]:
+def _read_machine(path: Path) -> dict[str, Any]:
     """Return the section ``machine`` of a YAML file, or of the doctor's JSON."""
     if path.suffix != ".json":
         section = load_yaml(path)
@@ -304,7 +306,7 @@ def _read_machine(path: Path, gpus_per_rank: int) -> dict[str, Any]:
     profile = validate(MachineProfile, data, str(path))
     if not profile.gpus:
         raise ConfigError(f"{path} is of a machine without a GPU")
-    return measured_machine([profile.gpus], gpus_per_rank).model_dump()
+    return measured_machine([profile.gpus]).model_dump()
 
 
 def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:

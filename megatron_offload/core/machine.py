@@ -60,8 +60,9 @@ class MachineConfig(StrictModel):
     node_h2d_gbps: _Bandwidth | None = None
     """The most of it that goes to the devices; None sets no such bound."""
 
-    ranks_per_node: int = Field(default=4, ge=1)
-    """Pipeline ranks, in order, that share a node."""
+    gpus_per_node: int = Field(default=4, ge=1)
+    """GPUs that share what a node's copies get: those of pipeline ranks in order, and of each rank
+    all that do the same at the same time, such as a tensor-parallel group."""
 
 
 class Machine(MachineConfig):

@@ -39,9 +39,7 @@ class Bandwidths(StrictModel):
     """Where they come from, in words; a plan has room for it and for the path of its file."""
 
 
-def measured_machine(
-    machines: Sequence[Sequence[GpuProfile]], gpus_per_rank: int = 1
-) -> MachineConfig:
+def measured_machine(machines: Sequence[Sequence[GpuProfile]]) -> MachineConfig:
     """Return what every rank of a job can count on: the numbers of the slowest GPU and machine."""
     rates = [gpu.rates for machine in machines for gpu in machine]
     slowest = min(machines, key=lambda machine: _total_gbps(machine) / len(machine))
@@ -52,7 +50,7 @@ def measured_machine(
         node_gbps=_total_gbps(slowest),
         node_d2h_gbps=None,  # all GPUs were not measured one way
         node_h2d_gbps=None,
-        ranks_per_node=max(1, len(slowest) // gpus_per_rank),
+        gpus_per_node=len(slowest),
     )
 
 
@@ -65,7 +63,7 @@ def simulated_machine(device: SimulatedConfig) -> MachineConfig:
         node_gbps=device.d2h_gbps + device.h2d_gbps,
         node_d2h_gbps=None,
         node_h2d_gbps=None,
-        ranks_per_node=1,
+        gpus_per_node=1,
     )
 
 

@@ -277,7 +277,7 @@ class Chooser:
     def _plan(self, kind: str, chosen: _Settings, reasons: Sequence[str]) -> OffloadPlan:
         """Return the plan of what ranks do; each rank's reason is that of what need not move."""
         machine = self._job.machine
-        num_gpus = min(machine.ranks_per_node, len(chosen)) * self._job.gpus_per_rank
+        num_gpus = min(machine.gpus_per_node, len(chosen) * self._job.gpus_per_rank)
         gbps = min(
             *(machine.both_gbps, machine.d2h_gbps, machine.h2d_gbps),
             machine.node_gbps / 2 / num_gpus,

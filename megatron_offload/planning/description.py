@@ -395,12 +395,16 @@ class JobDescription(Surroundings):
     def job(self) -> Job:
         """Return the step that it describes; `ConfigError` where no schedule has these sizes.
 
-        Where nothing says how many ranks share a node, its four GPUs are those of fewer ranks.
+        A tensor-parallel group is of one node, which has its GPUs where nothing says how many.
         """
         machine, num_gpus = self.machine, self.model.tensor_parallel
-        if "ranks_per_node" not in machine.model_fields_set:
-            num_ranks = max(1, machine.ranks_per_node // num_gpus)
-            machine = machine.model_copy(update={"ranks_per_node": num_ranks})
+        if num_gpus > machine.gpus_per_node:
+            if "gpus_per_node" in machine.model_fields_set:
+                raise ConfigError(
+                    f"model.tensor_parallel {num_gpus} doesn't fit into a node of "
+                    f"machine.gpus_per_node {machine.gpus_per_node}"
+                )
+            machine = machine.model_copy(update={"gpus_per_node": num_gpus})
         return job_from_model(self.model, machine)
 
 

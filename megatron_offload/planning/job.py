@@ -181,6 +181,11 @@ class Job:
             stages[stage] = replace(stages[stage], groups=groups)
         return replace(self, stages=tuple(stages))
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Pipeline ranks, in order, whose GPUs share a node; one whose GPUs take several too."""
+        return max(1, self.machine.gpus_per_node // self.gpus_per_rank)
+
 
 QUEUED_LAUNCHES = 1024
 """Kernels that wait in a stream of CUDA before the next launch blocks the host. NVIDIA documents no

@@ -170,7 +170,7 @@ class _Step:
 
         self.environment = simpy.Environment()
         machine = job.machine
-        self._share = FairShare(machine, job.gpus_per_rank)
+        self._share = FairShare(machine, min(job.gpus_per_rank, machine.gpus_per_node))
         us_per_byte = 1e-3 / machine.p2p_gbps
         output_us = [machine.p2p_latency_us + s.output_bytes * us_per_byte for s in job.stages]
         # By `message_of`, less the microbatch. A gradient is as large as what the stage before
@@ -180,8 +180,8 @@ class _Step:
         ]
         self._arrivals: dict[int, simpy.Event] = {}
         self._requests: dict[int, simpy.Event] = {}
-        for first in range(0, len(ranks), machine.ranks_per_node):
-            node = ranks[first : first + machine.ranks_per_node]
+        for first in range(0, len(ranks), job.ranks_per_node):
+            node = ranks[first : first + job.ranks_per_node]
             for rank in node:
                 self.environment.process(self._compute_stream(rank, node))
 

@@ -23,7 +23,7 @@ TARGET = 110 * KIB
 
 
 def policy_of(**keys):
-    return make_config(policy={"machine": {"ranks_per_node": 1, **LINK}, **keys}).policy
+    return make_config(policy={"machine": {"gpus_per_node": 1, **LINK}, **keys}).policy
 
 
 def auto(job, **keys):

@@ -145,7 +145,7 @@ def test_a_run_plans_with_what_its_machine_gives(monkeypatch):
     machine = made[-1].machine
     assert made[-1].gpus_per_rank == 2
     assert (machine.d2h_gbps, machine.h2d_gbps) == (pytest.approx(3), pytest.approx(6))
-    assert (machine.node_d2h_gbps, machine.ranks_per_node) == (None, 1)
+    assert (machine.node_d2h_gbps, made[-1].ranks_per_node) == (None, 1)
     assert plan.ranks[0].moved_bytes > 0
     job.step()
 

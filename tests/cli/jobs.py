@@ -29,7 +29,7 @@ model:
   achieved_share: 0.5
   memory_gbps: 1000.0
 machine:
-  ranks_per_node: 2
+  gpus_per_node: 2
 """
 
 MODULES = "[qkv_linear, core_attn, attn_proj, mlp_fc1, mlp_act, mlp_fc2]"

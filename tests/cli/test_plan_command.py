@@ -194,14 +194,14 @@ def test_without_a_gpu_the_simulated_link_counts(tmp_path):
     assert source.memory == "saved activations"
     machine = source.job.machine
     assert (machine.d2h_gbps, machine.h2d_gbps, machine.both_gbps) == (2, 1, 1)
-    assert (machine.node_gbps, machine.node_d2h_gbps, machine.ranks_per_node) == (3, None, 1)
+    assert (machine.node_gbps, machine.node_d2h_gbps, machine.gpus_per_node) == (3, None, 1)
     recorded(folder)
     assert load_run(folder).job.machine.d2h_gbps == 9.0, "what was measured counts before it"
 
 
 def recorded(folder, **changes):
     """Let a run have recorded bandwidths; return them."""
-    machine = MachineConfig(d2h_gbps=9.0, node_gbps=80.0, node_d2h_gbps=None, ranks_per_node=1)
+    machine = MachineConfig(d2h_gbps=9.0, node_gbps=80.0, node_d2h_gbps=None, gpus_per_node=1)
     bandwidths = Bandwidths(
         machine=machine, gpus_per_rank=2, origin="measured now, one GPU, not kept"
     ).model_copy(update=changes)
@@ -233,7 +233,7 @@ def test_a_machine_that_is_given_wins_over_what_a_run_recorded(tmp_path):
     source = load_run(folder, machine=path)
     assert source.job.machine.d2h_gbps == RATES["d2h_gbps"]
     assert source.machine == str(path)
-    assert source.job.machine.ranks_per_node == 4, "the run has two GPUs for each rank"
+    assert source.job.ranks_per_node == 4, "the run has two GPUs for each rank"
     assert load_run(folder, set=["machine.d2h_gbps=3"]).job.machine.d2h_gbps == 3
 
 
@@ -253,10 +253,10 @@ def test_bandwidths_come_from_the_doctor_s_file(tmp_path, model):
         *(RATES["d2h_gbps"], RATES["h2d_gbps"], RATES["both_h2d_gbps"]),
     )
     assert (machine.node_gbps, machine.node_d2h_gbps) == (8 * 50.0, None)
-    assert machine.ranks_per_node == 8
+    assert machine.gpus_per_node == 8
     words = ["model.tensor_parallel=4"]
     shared = load_model(model, machine=measured(tmp_path), set=words)
-    assert (shared.job.machine.ranks_per_node, shared.job.gpus_per_rank) == (2, 4)
+    assert (shared.job.ranks_per_node, shared.job.gpus_per_rank) == (2, 4)
 
 
 def test_bandwidths_come_from_yaml_and_keys_win(tmp_path, model):

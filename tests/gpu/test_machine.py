@@ -105,7 +105,7 @@ def test_a_run_measures_its_gpu_and_plans_with_it():
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before_bytes
     assert found.machine.d2h_gbps == pytest.approx(plain["d2h"], rel=0.2)
     assert found.machine.h2d_gbps == pytest.approx(plain["h2d"], rel=0.2)
-    assert found.machine.ranks_per_node == 1
+    assert found.machine.gpus_per_node == 1
     assert found.origin.startswith("measured now, one GPU")
     assert manager.backend.describe() == visible_devices()[torch.cuda.current_device()]
     run = RunShape(num_microbatches=6)

@@ -69,5 +69,5 @@ def test_all_ranks_learn_the_same_and_keep_no_memory(tmp_path):
     assert first["left_bytes"] == 0
     assert first["planned"]["machine"]["d2h_gbps"] == pytest.approx(10)
     assert first["planned"]["machine"]["node_gbps"] == pytest.approx(3 * (25 + 10))
-    assert first["planned"]["machine"]["ranks_per_node"] == 2
+    assert first["planned"]["machine"]["gpus_per_node"] == 2
     assert first["planned"]["origin"] == "measured now, 2 GPUs at once"

@@ -137,7 +137,7 @@ def random_job(rng):
         for _ in range(schedule.num_stages)
     )
     static_bytes = tuple(rng.randint(0, 500) * MIB for _ in range(num_ranks))
-    machine = Machine(both_gbps=rng.uniform(5, 60), ranks_per_node=rng.randint(1, 4))
+    machine = Machine(both_gbps=rng.uniform(5, 60), gpus_per_node=rng.randint(1, 4))
     num_launches = rng.choice([None, 0.0, rng.uniform(1, 2000)])
     stages = tuple(replace(stage, num_launches=num_launches) for stage in stages)
     return Job(schedule, stages, static_bytes, machine)

@@ -38,7 +38,7 @@ def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
         node_gbps=100,
         node_d2h_gbps=None,
         node_h2d_gbps=None,
-        ranks_per_node=2,
+        gpus_per_node=2,
     )
 
 
@@ -49,19 +49,13 @@ def test_of_several_machines_the_slowest_counts_whichever_is_first():
         found = measured_machine(machines)
         assert (found.d2h_gbps, found.h2d_gbps, found.both_gbps) == (48, 52, 40)
         # More together than the other, and less for each.
-        assert (found.node_gbps, found.ranks_per_node) == (116, 4)
-
-
-@pytest.mark.parametrize(("gpus_per_rank", "ranks"), [(1, 4), (2, 2), (4, 1), (8, 1)])
-def test_gpus_of_one_rank_count_as_one(gpus_per_rank, ranks):
-    found = measured_machine([machine(*[(50, 50, 50, 50, 25, 25)] * 4)], gpus_per_rank)
-    assert (found.ranks_per_node, found.node_gbps) == (ranks, 200)
+        assert (found.node_gbps, found.gpus_per_node) == (116, 4)
 
 
 def test_the_simulated_device_has_a_link_for_each_rank():
     found = simulated_machine(SimulatedConfig(d2h_gbps=2, h2d_gbps=1))
     assert (found.d2h_gbps, found.h2d_gbps, found.both_gbps, found.node_gbps) == (2, 1, 1, 3)
-    assert (found.node_d2h_gbps, found.node_h2d_gbps, found.ranks_per_node) == (None, None, 1)
+    assert (found.node_d2h_gbps, found.node_h2d_gbps, found.gpus_per_node) == (None, None, 1)
 
 
 # As a file.

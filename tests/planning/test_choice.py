@@ -108,7 +108,7 @@ def test_on_small_jobs_hardly_any_choice_is_quicker(seed):
 
 
 def test_a_slower_link_decides_among_plans_that_are_alike():
-    job = make_job(ranks=2, microbatches=6, machine=Machine(node_gbps=40.0, ranks_per_node=2))
+    job = make_job(ranks=2, microbatches=6, machine=Machine(node_gbps=40.0, gpus_per_node=2))
     free, careful = (chooser_of(job).within(percent) for percent in (1000.0, 0.5))
     assert 0 < careful.moved_bytes < free.moved_bytes
 

@@ -10,7 +10,12 @@ import pytest
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
-from megatron_offload.planning.description import ModelDescription, job_from_model, num_parameters
+from megatron_offload.planning.description import (
+    JobDescription,
+    ModelDescription,
+    job_from_model,
+    num_parameters,
+)
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.simulate import simulate
 
@@ -137,3 +142,16 @@ def test_the_predictions_of_the_documents_are_those_of_the_code_and_near_the_mea
         assert abs(row["step_ms"]["worst_percent"]) <= 5
         assert abs(row["allocated_gib"]["worst_percent"]) <= 2.5
         assert abs(row["reserved_gib"]["worst_percent"]) <= 5
+
+
+def test_gpus_of_a_node_count_those_of_tensor_parallelism():
+    def job(tensor_parallel, **machine):
+        model = SHAPE_C | {"pipeline_parallel": 8, "tensor_parallel": tensor_parallel}
+        model |= {"virtual_stages": 1}
+        return validate(JobDescription, {"model": model, "machine": machine}, "job").job()
+
+    assert [job(1).ranks_per_node, job(2).ranks_per_node, job(8).ranks_per_node] == [4, 2, 1]
+    assert (job(8).machine.gpus_per_node, job(2).machine.gpus_per_node) == (8, 4)
+    assert job(8, gpus_per_node=16).ranks_per_node == 2
+    with pytest.raises(ConfigError, match=r"tensor_parallel 8 doesn't fit into a node of .* 4"):
+        job(8, gpus_per_node=4)

@@ -28,7 +28,7 @@ def test_a_group_that_can_not_be_is_refused(field, value):
 
 def test_a_machine_has_some_bandwidth_and_may_have_no_latency():
     assert Machine(p2p_latency_us=0.0).p2p_latency_us == 0.0
-    for field in ("d2h_gbps", "both_gbps", "node_gbps", "node_d2h_gbps", "ranks_per_node"):
+    for field in ("d2h_gbps", "both_gbps", "node_gbps", "node_d2h_gbps", "gpus_per_node"):
         with pytest.raises(ValidationError, match=field):
             Machine(**{field: 0})
 

@@ -132,11 +132,11 @@ def test_ranks_of_a_node_share_it_and_those_of_two_do_not():
     work = (GroupWork("g", 100 * KB, 100.0, 200.0),) * 4
     schedule = gpipe(2, 4)
     shared = FAST.model_copy(
-        update={"d2h_gbps": 1.0, "h2d_gbps": 1.0, "node_gbps": 1.0, "ranks_per_node": 2}
+        update={"d2h_gbps": 1.0, "h2d_gbps": 1.0, "node_gbps": 1.0, "gpus_per_node": 2}
     )
     job = Job(schedule, (StageWork(work),) * 2, (0, 0), shared)
     settings = RankSettings(max_inflight_bytes=200 * KB, prefetch_bytes=200 * KB)
-    apart = replace(job, machine=shared.model_copy(update={"ranks_per_node": 1}))
+    apart = replace(job, machine=shared.model_copy(update={"gpus_per_node": 1}))
     assert simulate(job, settings).step_us > 1.1 * simulate(apart, settings).step_us
 
 
@@ -144,6 +144,7 @@ def test_gpus_that_do_the_same_take_their_share_of_the_node():
     job = two_groups(gbps=0.5)
     node = job.machine.model_copy(update={"node_gbps": 0.5})
     twice = replace(job, machine=node, gpus_per_rank=2)
+    assert (twice.ranks_per_node, replace(twice, gpus_per_rank=8).ranks_per_node) == (2, 1)
     slower = replace(job, machine=one_way(0.25))
     assert simulate(twice, TIGHT).step_us == pytest.approx(simulate(slower, TIGHT).step_us)
 
@@ -176,7 +177,7 @@ def random_job(rng):
         both_gbps=rng.uniform(0.3, 4),
         node_gbps=rng.uniform(0.5, 8),
         node_d2h_gbps=None,
-        ranks_per_node=rng.randint(1, 4),
+        gpus_per_node=rng.randint(1, 4),
     )
     settings = [
         RankSettings(
