@@ -55,6 +55,9 @@ class ModelDescription(StrictModel):
     pipeline_parallel: int = Field(default=1, ge=1, le=_MOST)
     virtual_stages: int = Field(default=1, ge=1, le=_MOST)
     """Of each pipeline rank."""
+    microbatch_group_size_per_vp_stage: int | None = Field(default=None, ge=1)
+    """Of the schedule ``interleaved``, as Megatron's option of this name; None: as many
+    microbatches as there are pipeline ranks."""
     tensor_parallel: int = Field(default=1, ge=1, le=_MOST)
     """GPUs of one node that share every layer, with sequence parallelism."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
@@ -331,7 +334,11 @@ def job_from_model(model: ModelDescription, machine: Machine | None = None) -> J
     """Return the step of a model, from its description alone; without a machine by the defaults."""
     name = model.schedule or ("interleaved" if model.virtual_stages > 1 else "1f1b")
     schedule = make_schedule(
-        name, model.pipeline_parallel, model.num_microbatches, model.virtual_stages
+        name,
+        model.pipeline_parallel,
+        model.num_microbatches,
+        model.virtual_stages,
+        model.microbatch_group_size_per_vp_stage,
     )
     costs = _Costs(model)
     hidden_bytes = costs.hidden_bytes

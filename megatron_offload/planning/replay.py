@@ -13,11 +13,10 @@ then.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_offload.core.budget import DeviceBudget
@@ -26,7 +25,7 @@ from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings
-from megatron_offload.planning.schedule import Pass, PassKind
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 
 class OpKind(IntEnum):
@@ -152,18 +151,27 @@ class _Replay:
             self._decisions.begin_step(profile, settings.residents)
 
     def run(self) -> RankProgram:
-        asked = _asked_ahead(self._passes)
-        for one in self._passes:
-            self._has_gone_back |= one.kind is not PassKind.FORWARD
-            self._exchange(OpKind.RECEIVE, one)
-            if one in asked:
-                self._exchange(OpKind.ASK, asked[one])
+        asked = _asked_ahead(self._job.schedule, self._passes)
+        kinds = [one.kind is PassKind.FORWARD for one in self._passes]
+        first_back = (*kinds, False).index(False)
+        received: set[Pass] = set()
+        for index, one in enumerate(self._passes):
+            self._has_gone_back |= index >= first_back
+            if one not in received:
+                self._exchange(OpKind.RECEIVE, one)
+            if index >= first_back - 1:
+                for other in asked.get(one, ()):
+                    self._exchange(OpKind.ASK, other)
             if one.kind is PassKind.FORWARD:
                 self._forward(one)
             else:
                 self._backward(one)
             self._exchange(OpKind.SEND, one)
             self._pending.add_pass(one)
+            if index < first_back - 1:
+                for other in asked.get(one, ()):
+                    self._exchange(OpKind.RECEIVE, other)
+                    received.add(other)
         return self._finish(self._settings.host_slab_bytes)
 
     def _forward(self, one: Pass) -> None:
@@ -385,15 +393,22 @@ def _reused(uses: list[tuple[int, int]], pinned_bytes: int) -> dict[int, int]:
     return after
 
 
-def _asked_ahead(passes: Sequence[Pass]) -> dict[Pass, Pass]:
-    """Return the forwards at whose begin a rank asks for the input of another, and of which.
+def _asked_ahead(schedule: Schedule, passes: Sequence[Pass]) -> dict[Pass, list[Pass]]:
+    """Return with which forward a rank asks for the inputs of which later ones.
 
-    It is that of the next forward, from the last one before the first backward on.
+    With a forward it asks for the input of the next one; the first rank, as megatron-core's, for
+    what the last rank has made by then, which it may need only later.
     """
-    is_back = [one.kind is not PassKind.FORWARD for one in passes]
-    first_back = is_back.index(True) if True in is_back else len(passes)
     forwards = [one for one in passes if one.kind is PassKind.FORWARD]
-    return dict(pairwise(forwards[max(0, first_back - 1) :]))
+    sent_at = {}
+    if len({one.stage for one in forwards}) > 1:
+        last = [one for one in schedule.ranks[-1] if one.kind is PassKind.FORWARD]
+        sent_at = {(one.stage + 1, one.microbatch): index for index, one in enumerate(last)}
+    asked: dict[Pass, list[Pass]] = defaultdict(list)
+    for index, one in enumerate(forwards[1:]):
+        made = sent_at.get((one.stage, one.microbatch), index) + schedule.num_ranks - 1
+        asked[forwards[min(index, made)]].append(one)
+    return asked
 
 
 def step_profile(

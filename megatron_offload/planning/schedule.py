@@ -131,24 +131,36 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("1f1b", num_ranks, num_microbatches, tuple(ranks))
 
 
-def interleaved_one_f_one_b(num_ranks: int, num_virtual: int, num_microbatches: int) -> Schedule:
+def interleaved_one_f_one_b(
+    num_ranks: int, num_virtual: int, num_microbatches: int, group_size: int | None = None
+) -> Schedule:
     """Return interleaved 1F1B, as megatron-core runs it: each rank has several virtual stages.
 
-    Microbatches go through a virtual stage in groups of as many as there are ranks.
+    Microbatches go through a virtual stage in groups: of as many as there are ranks, or of
+    ``group_size``, Megatron's ``microbatch_group_size_per_vp_stage``. The last may be smaller.
 
     Raises:
-        ConfigError: the microbatches don't divide by the ranks.
+        ConfigError: a group is smaller than there are ranks, or larger than the step.
     """
-    if num_microbatches % num_ranks:
+    size = group_size or num_ranks
+    smallest = min(size, num_microbatches % size or size)
+    if smallest < num_ranks or size > num_microbatches:
+        fitting = [
+            one
+            for one in range(num_ranks, num_microbatches + 1)
+            if not 0 < num_microbatches % one < num_ranks
+        ]
         raise ConfigError(
-            f"interleaved 1F1B takes a multiple of its {num_ranks} ranks as the number of "
-            f"microbatches, got {num_microbatches}"
+            f"interleaved 1F1B takes its {num_microbatches} microbatches in groups of at least its "
+            f"{num_ranks} ranks, the last of what is left, and {size} leave "
+            f"{num_microbatches % size}; microbatch_group_size_per_vp_stage could be "
+            f"{', '.join(map(str, fitting[:5])) or 'nothing: give more microbatches'}"
         )
     table = [
-        (virtual, first + offset)
-        for first in range(0, num_microbatches, num_ranks)
+        (virtual, microbatch)
+        for first in range(0, num_microbatches, size)
         for virtual in range(num_virtual)
-        for offset in range(num_ranks)
+        for microbatch in range(first, min(first + size, num_microbatches))
     ]
     ranks = []
     for rank in range(num_ranks):
@@ -156,7 +168,7 @@ def interleaved_one_f_one_b(num_ranks: int, num_virtual: int, num_microbatches: 
         backwards = [
             Pass((num_virtual - 1 - v) * num_ranks + rank, PassKind.BACKWARD, m) for v, m in table
         ]
-        num_warmup = 2 * (num_ranks - rank - 1) + (num_virtual - 1) * num_ranks
+        num_warmup = 2 * (num_ranks - rank - 1) + (num_virtual - 1) * size
         ranks.append(_in_turn(forwards, backwards, num_warmup))
     return Schedule("interleaved", num_ranks * num_virtual, num_microbatches, tuple(ranks))
 
@@ -189,29 +201,37 @@ def _in_turn(
     return (*passes, *backwards[len(forwards) - num_warmup :])
 
 
-_MAKERS: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": lambda ranks, virtual, microbatches: gpipe(ranks, microbatches),
-    "1f1b": lambda ranks, virtual, microbatches: one_f_one_b(ranks, microbatches),
-    "interleaved": interleaved_one_f_one_b,
-    "zb-h1": lambda ranks, virtual, microbatches: zero_bubble_h1(ranks, microbatches),
+_MAKERS: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zero_bubble_h1,
 }
 
 
 def make_schedule(
-    name: str, num_ranks: int, num_microbatches: int, num_virtual: int = 1
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_virtual: int = 1,
+    group_size: int | None = None,
 ) -> Schedule:
     """Return the schedule of a name: ``gpipe``, ``1f1b``, ``interleaved`` or ``zb-h1``.
 
-    ``num_virtual`` stages of each rank are above 1 for ``interleaved`` only.
+    ``interleaved`` alone has several virtual stages of each rank, and takes ``group_size``.
     """
-    if name not in _MAKERS:
-        raise ConfigError(f"unknown schedule {name!r}{did_you_mean(name, _MAKERS)}")
-    if num_virtual != 1 and name != "interleaved":
-        raise ConfigError(f"schedule {name!r} has no virtual stages, got {num_virtual}")
+    names = (*_MAKERS, "interleaved")
+    if name not in names:
+        raise ConfigError(f"unknown schedule {name!r}{did_you_mean(name, names)}")
+    if (num_virtual, group_size) != (1, None) and name != "interleaved":
+        raise ConfigError(
+            f"schedule {name!r} has no virtual stages, got {num_virtual}, in groups of {group_size}"
+        )
     sizes = {"ranks": num_ranks, "microbatches": num_microbatches, "virtual stages": num_virtual}
     for what, number in sizes.items():
         if number < 1:
             raise ConfigError(f"a schedule has at least one of its {what}, got {number}")
     if num_ranks * num_microbatches * num_virtual * 3 > _MOST_PASSES:
         raise ConfigError(f"a schedule has at most {_MOST_PASSES} passes")
-    return _MAKERS[name](num_ranks, num_virtual, num_microbatches)
+    if name == "interleaved":
+        return interleaved_one_f_one_b(num_ranks, num_virtual, num_microbatches, group_size)
+    return _MAKERS[name](num_ranks, num_microbatches)

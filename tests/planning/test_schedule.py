@@ -79,12 +79,21 @@ def test_what_is_held(num_ranks, num_microbatches):
         assert held == min(num_ranks, num_microbatches), "no more than 1F1B's first rank"
 
 
-@pytest.mark.parametrize(("num_ranks", "num_virtual", "factor"), [(2, 2, 1), (4, 2, 2), (4, 3, 3)])
-def test_interleaved_is_megatron_core_s_own(num_ranks, num_virtual, factor):
+@pytest.mark.parametrize(
+    ("num_ranks", "num_virtual", "num_microbatches", "group_size"),
+    [
+        *((2, 2, 2, None), (4, 2, 8, None), (4, 3, 12, None)),
+        *((2, 2, 5, 3), (4, 2, 10, 6), (3, 3, 10, 7), (2, 4, 7, 5)),
+    ],
+)
+def test_interleaved_is_megatron_core_s_own(num_ranks, num_virtual, num_microbatches, group_size):
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    num_microbatches = num_ranks * factor
-    table = schedules.get_schedule_table(num_microbatches, num_virtual, num_ranks)
-    schedule = interleaved_one_f_one_b(num_ranks, num_virtual, num_microbatches)
+    size = group_size or num_ranks
+    table = schedules.get_schedule_table(num_microbatches, num_virtual, size)
+    schedule = interleaved_one_f_one_b(num_ranks, num_virtual, num_microbatches, group_size)
+    stage = StageWork((GroupWork("g", 0, 1.0, 2.0),))
+    job = Job(schedule, (stage,) * schedule.num_stages, (0,) * num_ranks)
+    assert simulate(job).step_us > 0, "no rank waits for ever"
     for rank in range(num_ranks):
         forwards = [one for one in schedule.ranks[rank] if one.kind is PassKind.FORWARD]
         assert [(one.microbatch, one.stage // num_ranks) for one in forwards] == table
@@ -93,7 +102,7 @@ def test_interleaved_is_megatron_core_s_own(num_ranks, num_virtual, factor):
             (one.microbatch, num_virtual - 1 - one.stage // num_ranks) for one in backwards
         ] == table
         total = num_microbatches * num_virtual
-        warmup = min(2 * (num_ranks - rank - 1) + (num_virtual - 1) * num_ranks, total)
+        warmup = min(2 * (num_ranks - rank - 1) + (num_virtual - 1) * size, total)
         kinds = [one.kind for one in schedule.ranks[rank]]
         first = kinds.index(PassKind.BACKWARD)
         assert first == min(warmup + 1, total)
@@ -153,7 +162,11 @@ def test_what_can_t_run(text, num_microbatches, reason):
         (("1f1b", 0, 2), "at least one of its ranks"),
         (("gpipe", 2, 0), "at least one of its microbatches"),
         (("1f1b", 2, 2, 2), "no virtual stages"),
-        (("interleaved", 4, 6, 2), "multiple of its 4 ranks"),
+        (("interleaved", 4, 6, 2), "4 leave 2; microbatch_group_size_per_vp_stage could be 6"),
+        (("interleaved", 4, 10, 2, 3), "10 microbatches in groups of at least its 4 ranks"),
+        (("interleaved", 4, 10, 2, 12), "could be 5, 6, 10"),
+        (("interleaved", 4, 3, 2), "could be nothing: give more microbatches"),
+        (("1f1b", 4, 8, 1, 4), "no virtual stages, got 1, in groups of 4"),
         (("interleaved", 2, 2, 0), "at least one of its virtual stages"),
         (("gpipe", 10_000, 10_000), "at most"),
     ],
