@@ -8,8 +8,7 @@ missing, unreadable or makes no sense counts as absent.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -18,30 +17,25 @@ from megatron_offload.files.kernel import read_field, read_int, read_kernel_text
 
 
 class _Version(NamedTuple):
-    """What one version of control groups calls its files."""
+    """Where one version of control groups is mounted, and what it calls its files."""
 
-    filesystem: str
-    default_mount: str
+    mount: str
     limits: tuple[str, ...]
     usage: str
     droppable: str
 
 
-_VERSIONS = (
-    _Version(
-        filesystem="cgroup2",
-        default_mount="/sys/fs/cgroup",
-        limits=("memory.max", "memory.high"),  # over the second the kernel slows all down
-        usage="memory.current",
-        droppable="inactive_file",
-    ),
-    _Version(
-        filesystem="cgroup",
-        default_mount="/sys/fs/cgroup/memory",
-        limits=("memory.limit_in_bytes",),
-        usage="memory.usage_in_bytes",
-        droppable="total_inactive_file",
-    ),
+_V1 = _Version(
+    mount="sys/fs/cgroup/memory",
+    limits=("memory.limit_in_bytes",),
+    usage="memory.usage_in_bytes",
+    droppable="total_inactive_file",
+)
+_V2 = _Version(
+    mount="sys/fs/cgroup",
+    limits=("memory.max", "memory.high"),  # over the second the kernel slows all down
+    usage="memory.current",
+    droppable="inactive_file",
 )
 
 
@@ -66,72 +60,25 @@ def default_cap_bytes(
         free_bytes = available_kib * 1024
     else:
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for version in _VERSIONS:
-        for folder in _group_folders(root, version):
-            free_bytes = min(free_bytes, _room_bytes(folder, version, free_bytes))
+    for line in read_kernel_text(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = _V1 if controllers else _V2
+        # A container may see no more than its own group, at the mount; "/.." is outside of it.
+        group = PurePosixPath("" if ".." in path else path.lstrip("/"))
+        for place in (group, *group.parents):
+            room_bytes = _room_bytes(root / version.mount / place, version)
+            free_bytes = free_bytes if room_bytes is None else min(free_bytes, room_bytes)
     return int(free_bytes * share) // num_ranks
 
 
-def _group_folders(root: Path, version: _Version) -> Iterator[Path]:
-    """Yield the folder of the process's own group and of each group above it, up to the mount.
-
-    A mount may show a part of the hierarchy only, as in a container: then what lies under that part
-    is found, and a group outside of it is not seen, only the mount itself.
-    """
-    group = _own_group(root, version)
-    if group is None:
-        return
-    for mount, shown in _mounts(root, version):
-        try:
-            inside = group.relative_to(shown)
-        except ValueError:
-            inside = PurePosixPath()
-        for path in (inside, *inside.parents):
-            yield root / mount.lstrip("/") / path
-
-
-def _own_group(root: Path, version: _Version) -> PurePosixPath | None:
-    """Return the process's group in this version's hierarchy, as the kernel names it."""
-    for line in read_kernel_text(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if version.filesystem == "cgroup2":
-            is_ours = number == "0" and not controllers
-        else:
-            is_ours = "memory" in controllers.split(",")
-        if is_ours and path.startswith("/"):
-            # A group outside of the namespace has a name that leads up and out.
-            return PurePosixPath("/" if ".." in path.split("/") else path)
-    return None
-
-
-def _mounts(root: Path, version: _Version) -> list[tuple[str, PurePosixPath]]:
-    """Return where this version is mounted, each with the group that the mount shows."""
-    found = []
-    for line in read_kernel_text(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, source = left.split(" "), right.split(" ")
-        if len(fields) < 6 or len(source) < 3:
-            continue
-        # A space is written as "\040".
-        shown, mount = (
-            re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), field)
-            for field in fields[3:5]
-        )
-        is_ours = source[0] == version.filesystem and (
-            version.filesystem == "cgroup2" or "memory" in source[2].split(",")
-        )
-        if is_ours and ".." not in f"{shown}/{mount}".split("/"):
-            found.append((mount, PurePosixPath(shown)))
-    return found or [(version.default_mount, PurePosixPath("/"))]
-
-
-def _room_bytes(folder: Path, version: _Version, no_limit_bytes: int) -> int:
-    """Return what a group may still take."""
+def _room_bytes(folder: Path, version: _Version) -> int | None:
+    """Return what a group may still take; None without a limit."""
     limits = [read_int(folder / name) for name in version.limits]
     limit_bytes = min((limit for limit in limits if limit is not None), default=None)
     if limit_bytes is None:
-        return no_limit_bytes
+        return None
     used_bytes = read_int(folder / version.usage) or 0
     droppable_bytes = read_field(folder / "memory.stat", version.droppable) or 0
     return max(limit_bytes - max(used_bytes - droppable_bytes, 0), 0)
