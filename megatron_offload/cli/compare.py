@@ -11,18 +11,19 @@ from megatron_offload.cli.source import SourceOptions, find_profiles, load_sourc
 from megatron_offload.cli.train import RunOptions, read_config
 from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.text import replace_text
 from megatron_offload.report.console import console
 from megatron_offload.report.tables import compare_table, group_table, memory_table, rank_table
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch
 from megatron_offload.train.records import (
+    COMPARISON_NAME,
     FOLDERS,
     Comparison,
     RunReport,
     compare_reports,
-    write_comparison,
 )
-from megatron_offload.train.run_folder import plan_path, write_config
+from megatron_offload.train.run_folder import PLAN_NAME, write_config
 
 ABOUT = """\
 Train twice from the same seed, without and then with offload, and compare every step's bits.
@@ -62,7 +63,8 @@ def run(given: RunOptions) -> int:
         _print(config, reports, result)
         write_config(config, folder)
         out = console()
-        out.print(f"numbers: {write_comparison(result, folder)}")
+        replace_text(folder / COMPARISON_NAME, result.model_dump_json(indent=2) + "\n")
+        out.print(f"numbers: {folder / COMPARISON_NAME}")
         for line in (*_plan(folder), _report(folder)):
             out.print(line)
     return 0 if result.identical else 1
@@ -91,9 +93,10 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
 def _print(config: TrainConfig, reports: Sequence[RunReport], result: Comparison) -> None:
     out = console()
     without, offloaded = reports
-    equal = zip(result.losses_equal, result.grad_norms_equal, strict=True)
-    steps = zip(without.steps, offloaded.steps, equal, strict=True)
-    rows = [(a.step, a.loss, b.loss, a.grad_norm, b.grad_norm, all(same)) for a, b, same in steps]
+    rows = []
+    for a, b in zip(without.steps, offloaded.steps, strict=True):
+        is_equal = repr((a.loss, a.grad_norm)) == repr((b.loss, b.grad_norm))
+        rows.append((a.step, a.loss, b.loss, a.grad_norm, b.grad_norm, is_equal))
     out.print(compare_table(rows))
     ranks = offloaded.peaks()
     out.print(rank_table(ranks, "With offload: bytes of the last step, peaks over usual steps"))
@@ -108,8 +111,8 @@ def _print(config: TrainConfig, reports: Sequence[RunReport], result: Comparison
             f"offload ({100 * (times[1] / times[0] - 1):+.1f} %)"
             + ("" if on_gpu else "; on a CPU the device is simulated and its speed means nothing")
         )
-    for name, is_equal in result.findings.items():
-        out.print(f"{name}: {'equal' if is_equal else 'DIFFERENT'}")
+    for name, equal in result.findings.items():
+        out.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
     out.print(f"bitwise identical: {'yes' if result.identical else 'no'}", style="bold")
 
 
@@ -124,10 +127,10 @@ def _plan(folder: Path) -> list[str]:
             config = PlanFileConfig(kind="plan_file", path=str(source.recorded.own_plan))
         elif not isinstance(config, PlanFileConfig):
             config = policy_config(source)
-        curve = write(make(source, config, _NUM_TARGETS), plan_path(folder))
+        curve = write(make(source, config, _NUM_TARGETS), folder / PLAN_NAME)
     except ConfigError as error:  # the extra ``plan`` may be missing
         return [f"plan: left out: {error}"]
-    return [f"plan: {plan_path(folder)}", f"predicted trade-off: {curve}"]
+    return [f"plan: {folder / PLAN_NAME}", f"predicted trade-off: {curve}"]
 
 
 def _report(folder: Path) -> str:

@@ -20,7 +20,7 @@ from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, require
-from megatron_offload.files.strict_model import validate
+from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
@@ -29,7 +29,13 @@ from megatron_offload.report.report import NEEDED, MemoryKind, Pair, Report, ren
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, read_tradeoff
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import FOLDERS, RunReport, read_comparison, read_steps
-from megatron_offload.train.run_folder import CONFIG_NAME, main_folder, plan_path, read_facts
+from megatron_offload.train.run_folder import (
+    CONFIG_NAME,
+    FACTS_NAME,
+    PLAN_NAME,
+    RunFacts,
+    main_folder,
+)
 
 ABOUT = """\
 Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
@@ -104,7 +110,7 @@ def read_report(folder: Path) -> Report:
         commands.insert(0, again + shlex.quote(str(path)))
         if not is_comparison:  # a run is not replaced
             commands[0] += f" --set {shlex.quote(f'run.output={folder}_again')}"
-    facts = read_facts(main)
+    facts = read_model(RunFacts, main / FACTS_NAME) if (main / FACTS_NAME).exists() else None
     # Only a GPU has memory to reserve.
     is_simulated = facts.is_simulated if facts else offloaded.peaks()[0][_MEMORY[0][1]] is None
     memory = _memory(plain, offloaded)
@@ -140,9 +146,13 @@ def _plan(main: Path, folder: Path, config: TrainConfig | None) -> tuple[Offload
     policy = config.offload.policy if config else None
     if isinstance(policy, PlanFileConfig) and Path(policy.path).exists():
         return load_plan(policy.path), True
-    if plan_path(main).exists():
-        return load_plan(plan_path(main)), isinstance(policy, AutoConfig | MemoryTargetConfig)
-    return (load_plan(plan_path(folder)) if plan_path(folder).exists() else None), False
+    for path in (main / PLAN_NAME, folder / PLAN_NAME):
+        if path.exists():
+            is_followed = path.parent == main and isinstance(
+                policy, AutoConfig | MemoryTargetConfig
+            )
+            return load_plan(path), is_followed
+    return None, False
 
 
 def _left_out(report: RunReport, memory: Sequence[MemoryKind]) -> str:

@@ -11,7 +11,7 @@ from megatron_offload.cli.output import check_place, draw_timelines, writing
 from megatron_offload.core.trace import StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
-from megatron_offload.train.run_folder import main_folder, trace_paths
+from megatron_offload.train.run_folder import RANK_NAME, main_folder
 
 ABOUT = """\
 Put the timelines of a run's ranks into one file for https://ui.perfetto.dev, and into a picture.
@@ -63,7 +63,9 @@ def read_run_traces(folder: Path) -> list[StepTrace]:
         ConfigError: one is damaged, or of another rank than its name says; or as for `main_folder`.
     """
     traces: list[StepTrace] = []
-    for rank, path in trace_paths(main_folder(folder)).items():
+    names = ((RANK_NAME.fullmatch(path.name), path) for path in main_folder(folder).iterdir())
+    paths = {int(name[2]): path for name, path in names if name and name[1] == "trace"}
+    for rank, path in sorted(paths.items()):
         found = read_traces(path)
         if [trace.rank for trace in found] != [rank]:
             ranks = ", ".join(str(trace.rank) for trace in found) or "none"

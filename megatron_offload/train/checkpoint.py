@@ -7,15 +7,12 @@ it. Every error is raised on all ranks, so that none waits for another.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -241,17 +238,10 @@ def _make_optimizer_states(optimizer: Any) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the states of Python's, numpy's, torch's and megatron-core's generators."""
+    """Return the states of torch's and megatron-core's generators; nothing draws from others."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    _, words, gauss = random.getstate()
-    found: Any = np.random.get_state()
-    _, key, place, has_cached, cached = found
-    states = {
-        "python": _twister(words, gauss),
-        "numpy": _twister((*key, place), cached if has_cached else None),
-        "torch": torch.get_rng_state(),
-    }
+    states = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     tracked = get_cuda_rng_tracker().get_states()
@@ -263,11 +253,6 @@ def restore_random_states(states: Mapping[str, torch.Tensor], device: torch.devi
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     try:
-        words, gauss = _from_twister(states["python"])
-        random.setstate((3, tuple(words), gauss))
-        words, gauss = _from_twister(states["numpy"])
-        cached = (int(gauss is not None), gauss or 0.0)
-        np.random.set_state(("MT19937", np.array(words[:-1], np.uint32), words[-1], *cached))
         torch.set_rng_state(states["torch"])
         if device.type == "cuda":
             torch.cuda.set_rng_state(states["cuda"], device)
@@ -280,19 +265,5 @@ def restore_random_states(states: Mapping[str, torch.Tensor], device: torch.devi
             # The tracker takes whatever it is given, and would fail in the first dropout.
             torch.Generator(device).set_state(state)
         get_cuda_rng_tracker().set_states(tracked)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"a random state can't be set: {error}") from error
-
-
-def _twister(words: Iterable[int], gauss: float | None) -> torch.Tensor:
-    """Put words of 32 bits and a number that may be missing into one tensor, which is exact."""
-    return torch.tensor([*words, math.nan if gauss is None else gauss], dtype=torch.float64)
-
-
-def _from_twister(state: torch.Tensor) -> tuple[list[int], float | None]:
-    *numbers, gauss = state.tolist()
-    words = [int(number) for number in numbers]
-    # Neither generator checks them all; a wrong position would read beyond its 624 words.
-    if words != numbers or not all(0 <= word < 2**32 for word in words) or words[-1] > 624:
-        raise ValueError("it is none of a Mersenne Twister")
-    return words, None if math.isnan(gauss) else gauss

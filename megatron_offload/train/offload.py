@@ -31,7 +31,7 @@ from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Parallel
 from megatron_offload.train.records import RankStep
-from megatron_offload.train.run_folder import plan_path
+from megatron_offload.train.run_folder import PLAN_NAME
 
 _PLANNING = (AutoConfig, MemoryTargetConfig)
 
@@ -74,7 +74,7 @@ class OffloadSession:
         if parallel.is_owner:
             save_bandwidths(bandwidths, output / BANDWIDTHS_NAME)
         if config.plans:
-            self._plan_path = plan_path(output) if parallel.is_owner else None
+            self._plan_path = output / PLAN_NAME if parallel.is_owner else None
             self._save(
                 check_plan(self.manager, profile, policy, bandwidths=bandwidths, group=group)
             )

@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed
 import torch.utils.deterministic
@@ -171,8 +169,6 @@ def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[P
             dp_rank = parallel_state.get_data_parallel_rank()
             # Stages hold different layers and data-parallel ranks drop different units.
             seed = config.run.seed + 100 * pp_rank + 10_000 * dp_rank
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
             torch.manual_seed(seed)
             model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
             yield Parallel(

@@ -19,8 +19,8 @@ import pydantic
 
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, validate
-from megatron_offload.files.text import open_regular, parse_json, read_json, replace_text
+from megatron_offload.files.strict_model import StrictModel, read_model, validate
+from megatron_offload.files.text import open_regular, parse_json
 from megatron_offload.train.config import TrainConfig
 
 LOG_NAME = "steps.jsonl"
@@ -236,59 +236,39 @@ class _Numbers(StrictModel):
 
 
 class Comparison(StrictModel):
-    """Two runs, step by step. Each tuple of answers holds one for each step, or for each rank."""
+    """Two runs of one configuration."""
 
-    losses_equal: tuple[bool, ...]
-    grad_norms_equal: tuple[bool, ...]
-    gradients_equal_by_rank: tuple[bool, ...]
-    """Digests of all gradients, in every step that has them."""
-    parameters_equal_by_rank: tuple[bool, ...]
-    """Digests of the final parameters."""
-    evaluations_equal: bool
+    identical: bool
+    """Whether nothing differs by a single bit."""
+    findings: dict[str, bool]
+    """What was compared, in words, and whether it was equal."""
     config: dict[str, Any]
     without_offload: _Numbers
     with_offload: _Numbers
 
-    @property
-    def identical(self) -> bool:
-        """Whether nothing differs by a single bit."""
-        return all(self.findings.values())
-
-    @property
-    def findings(self) -> dict[str, bool]:
-        """Return what was compared, in words, and whether it was equal."""
-        parts = {
-            "losses of {} steps": self.losses_equal,
-            "gradient norms of {} steps": self.grad_norms_equal,
-            "gradients of {} ranks": self.gradients_equal_by_rank,
-            "final parameters of {} ranks": self.parameters_equal_by_rank,
-        }
-        found = {words.format(len(part)): bool(part) and all(part) for words, part in parts.items()}
-        return found | ({} if self.evaluations_equal else {"evaluation losses": False})
-
 
 def compare_reports(config: TrainConfig, without: RunReport, offloaded: RunReport) -> Comparison:
     """Compare two runs of the same configuration bit by bit."""
-    # A repr tells every bit of a number, and the sign of zero.
     steps = list(zip(without.steps, offloaded.steps, strict=True))
-    by_rank = [list(zip(a.ranks, b.ranks, strict=True)) for a, b in steps]
+    pairs = [(a, b) for x, y in steps for a, b in zip(x.ranks, y.ranks, strict=True)]
+    last = without.steps[-1].ranks if steps else ()
+    # A repr tells every bit of a number, and the sign of zero.
+    findings = {
+        f"losses of {len(steps)} steps": bool(steps)
+        and all(repr(a.loss) == repr(b.loss) for a, b in steps)
+        and all(repr(a.loss) == repr(b.loss) for a, b in pairs),
+        f"gradient norms of {len(steps)} steps": all(
+            repr(a.grad_norm) == repr(b.grad_norm) for a, b in pairs
+        ),
+        f"gradients of {len(last)} ranks": all(a.gradients == b.gradients for a, b in pairs)
+        and all(rank.gradients is not None for rank in last),
+        f"final parameters of {len(without.parameters)} ranks": without.parameters
+        == offloaded.parameters,
+        "evaluation losses": repr(without.evaluations) == repr(offloaded.evaluations),
+    }
     return Comparison(
-        losses_equal=tuple(
-            repr([a.loss, *(x.loss for x in a.ranks)]) == repr([b.loss, *(x.loss for x in b.ranks)])
-            for a, b in steps
-        ),
-        grad_norms_equal=tuple(
-            all(repr(x.grad_norm) == repr(y.grad_norm) for x, y in ranks) for ranks in by_rank
-        ),
-        gradients_equal_by_rank=tuple(
-            all(x.gradients == y.gradients for x, y in of_rank)
-            and of_rank[-1][0].gradients is not None
-            for of_rank in zip(*by_rank, strict=True)
-        ),
-        parameters_equal_by_rank=tuple(
-            a == b for a, b in zip(without.parameters, offloaded.parameters, strict=True)
-        ),
-        evaluations_equal=repr(without.evaluations) == repr(offloaded.evaluations),
+        identical=all(findings.values()),
+        findings=findings,
         config=config.model_dump(mode="json"),
         without_offload=_numbers(without),
         with_offload=_numbers(offloaded),
@@ -304,20 +284,10 @@ def _numbers(report: RunReport) -> _Numbers:
     )
 
 
-def write_comparison(result: Comparison, folder: Path) -> Path:
-    """Write what two runs came to; return the file's path."""
-    path = folder / COMPARISON_NAME
-    content = {"identical": result.identical, **result.model_dump(mode="json")}
-    replace_text(path, json.dumps(content, indent=2) + "\n")
-    return path
-
-
 def read_comparison(folder: Path) -> Comparison:
-    """Read what `write_comparison` wrote, if it doesn't contradict itself."""
+    """Read ``compare.json``, if it doesn't contradict itself."""
     path = folder / COMPARISON_NAME
-    data = read_json(path, limit_bytes=_MAX_COMPARISON_BYTES)
-    said = data.pop("identical", None) if isinstance(data, dict) else None
-    found = validate(Comparison, data, str(path))
-    if said is not found.identical:
+    found = read_model(Comparison, path, limit_bytes=_MAX_COMPARISON_BYTES)
+    if found.identical is not all(found.findings.values()):
         raise ConfigError(f"{path} contradicts itself: 'identical' is not what its parts say")
     return found

@@ -34,12 +34,14 @@ from megatron_offload.train.config import RunConfig, TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, Bits, read_steps
 
 CONFIG_NAME = "config.yaml"
+FACTS_NAME = "run.json"
+PLAN_NAME = "plan.json"
+"""The plan that a run has made and follows."""
+RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 
-_FACTS_NAME = "run.json"
-_RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 _PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")
 
-FORMAT = 3
+FORMAT = 4
 """Of the files in a checkpoint; others are refused."""
 
 _NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,14})")
@@ -142,7 +144,7 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: 
     CheckpointFolder(folder).clean()
     if is_new:
         for path in list(folder.iterdir()):
-            if _RANK_NAME.fullmatch(path.name) or path.name == BANDWIDTHS_NAME:
+            if RANK_NAME.fullmatch(path.name) or path.name == BANDWIDTHS_NAME:
                 path.unlink()
     facts = RunFacts(
         device=gpu or f"simulated on {os.cpu_count()} CPU cores",
@@ -151,7 +153,7 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: 
         date=datetime.now(UTC).replace(microsecond=0),
         versions=found_versions(),
     )
-    replace_text(folder / _FACTS_NAME, facts.model_dump_json(indent=2) + "\n")
+    replace_text(folder / FACTS_NAME, facts.model_dump_json(indent=2) + "\n")
     write_config(config, folder)
 
 
@@ -172,12 +174,6 @@ def write_config(config: TrainConfig, folder: Path) -> None:
     replace_text(folder / CONFIG_NAME, yaml.safe_dump(given, sort_keys=False))
 
 
-def read_facts(folder: Path) -> RunFacts | None:
-    """Read what `prepare_folder` wrote; None where there is no such file."""
-    path = folder / _FACTS_NAME
-    return read_model(RunFacts, path) if path.exists() else None
-
-
 def main_folder(folder: Path) -> Path:
     """Return the folder that a report is about: of a comparison, that with offload."""
     if not folder.is_dir():
@@ -190,17 +186,6 @@ def main_folder(folder: Path) -> Path:
             f"one of these files"
         )
     return folder / FOLDERS[1]
-
-
-def plan_path(folder: Path) -> Path:
-    """Return the file of the plan that a run has made and follows."""
-    return folder / "plan.json"
-
-
-def trace_paths(folder: Path) -> dict[int, Path]:
-    """Return the timelines that a folder holds by rank, in the order of ranks."""
-    found = ((_RANK_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return dict(sorted((int(x[2]), path) for x, path in found if x and x[1] == "trace"))
 
 
 class Manifest(StrictModel):
@@ -226,16 +211,7 @@ class CheckpointFolder:
         self.path = output / "checkpoints"
 
     def latest(self) -> Path | None:
-        """Return the newest whole checkpoint, or None.
-
-        A folder that is none, or something that only looks like a checkpoint, is a `ConfigError`.
-        """
-        for entry in self._entries():
-            is_whole = _NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
-            if entry.name.startswith("step_") and not is_whole:
-                raise ConfigError(
-                    f"{entry} is no folder of a checkpoint (step_000010 is one); move it elsewhere"
-                )
+        """Return the newest whole checkpoint, or None; `ConfigError` where they can't be read."""
         return next(reversed(self._whole()), None)
 
     def _whole(self) -> list[Path]:
@@ -252,8 +228,7 @@ class CheckpointFolder:
         return self.path / f".step_{step:06d}.part"
 
     def begin(self, step: int) -> Path:
-        """Make the empty folder that a checkpoint is written into; raises as `latest` does."""
-        self._entries()
+        """Make the empty folder that a checkpoint is written into."""
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.part_of(step)
         _remove(part)
@@ -270,7 +245,7 @@ class CheckpointFolder:
             sync_folder(folder)
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints; what has another name is left alone."""
+        """Remove all but the newest ``keep`` checkpoints."""
         for path in self._whole()[:-keep]:
             part = path.with_name(f".{path.name}.part")
             _remove(part)
@@ -284,11 +259,6 @@ class CheckpointFolder:
                 _remove(entry)
 
     def _entries(self) -> list[Path]:
-        if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
-            raise ConfigError(
-                f"{self.path} is a link or no folder; checkpoints need a folder of that name: move "
-                f"it elsewhere or choose another run.output"
-            )
         try:
             return list(self.path.iterdir())
         except FileNotFoundError:

@@ -169,13 +169,6 @@ def test_the_newest_of_those_that_are_published_counts(folder):
     assert folder.latest() == folder.path_of(1_000_000)
 
 
-def test_pruning_keeps_the_newest_and_copies(folder):
-    write(folder, 1, 2, 3)
-    (folder.path / "step_000001.bak").mkdir()
-    folder.prune(2)
-    assert names(folder) == ["step_000001.bak", "step_000002", "step_000003"]
-
-
 def test_a_kill_while_pruning_leaves_no_half_checkpoint(folder, monkeypatch):
     write(folder, 1, 2)
 
@@ -205,28 +198,12 @@ def test_cleaning_removes_only_our_half_written_folders(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["step_10", "step_000010.bak", "step_0000010", "step_latest"])
-def test_a_name_that_only_looks_like_ours_is_refused(folder, name):
+def test_what_has_another_name_is_left_alone(folder, name):
     write(folder, 1, 2)
     (folder.path / name).mkdir()
-    with pytest.raises(ConfigError, match=f"{name} is no folder of a checkpoint"):
-        folder.latest()
-
-
-def test_what_is_a_file_or_a_link_is_refused(folder, tmp_path):
-    write(folder, 1)
-    second = folder.path_of(2)
-    for make in (second.touch, lambda: second.symlink_to(folder.path_of(1))):
-        make()
-        with pytest.raises(ConfigError, match="step_000002 is no folder of a checkpoint"):
-            folder.latest()
-        second.unlink()
-    folder.path.rename(tmp_path / "elsewhere")
-    for make in (folder.path.touch, lambda: folder.path.symlink_to(tmp_path / "elsewhere")):
-        make()
-        for action in (folder.latest, folder.clean, lambda: folder.begin(1)):
-            with pytest.raises(ConfigError, match="is a link or no folder; checkpoints need"):
-                action()
-        folder.path.unlink()
+    assert folder.latest() == folder.path_of(2)
+    folder.prune(1)
+    assert names(folder) == sorted(["step_000002", name])
 
 
 def test_a_folder_without_permission_is_refused(folder, monkeypatch):

@@ -287,7 +287,7 @@ def test_a_hostile_pickle_is_never_opened(train, stopped, folder, tmp_path, name
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda data: data.update(format=2, tensors={}), "is of format 2, this version reads 3"),
+        (lambda data: data.update(format=2, tensors={}), "is of format 2, this version reads 4"),
         (lambda data: data.pop("format"), "is of format None"),
         (lambda data: data.update(more=1), "unknown key 'more'"),
         (lambda data: data.update(step=3), "is of step 3"),
@@ -340,9 +340,9 @@ def test_a_file_of_something_else_is_refused_whatever_its_digest(train, stopped,
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b'{"format": 3', "not plain JSON"),
+        (b'{"format": 4', "not plain JSON"),
         (b"[" * 100_000, "not plain JSON"),
-        (b'{"run": {"seed": {"__class__": "os.system"}}, "format": 3}', "run"),
+        (b'{"run": {"seed": {"__class__": "os.system"}}, "format": 4}', "run"),
     ],
 )
 def test_broken_json_is_refused(train, stopped, folder, name, content, expected):

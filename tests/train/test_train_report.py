@@ -116,7 +116,7 @@ def test_on_a_gpu_the_run_is_itself_a_point(folder):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("compare.json", "{}", "'losses_equal' is required"),
+        ("compare.json", "{}", "'identical' is required"),
         ("compare.json", "[]", "must hold a mapping"),
         ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
         ("with_offload/trace_0.json", "{", "not plain JSON"),
