@@ -6,9 +6,9 @@ Runs the same program three ways, alternating, in one process, on tensors of 1 K
     package   with this package
     megatron  with megatron-core's own handler; left out where megatron-core has no such module
 
-On a CPU copies take no device time: the simulated backend copies at once and checks nothing, and
-the handler's CUDA streams and events are stand-ins that do nothing. What is left is the cost of the
-bookkeeping itself:
+On a CPU copies take no device time, and the streams and events of both are stand-ins that do
+nothing. What is left is the cost of the bookkeeping itself (``--simulated`` runs the package on its
+simulated device, whose streams keep clocks; the handler has nothing like it):
 
     python benchmarks/bench_host_overhead.py --output docs/benchmarks/host_overhead.json
 
@@ -45,6 +45,7 @@ from unittest import mock
 
 import torch
 
+from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -112,38 +113,6 @@ class Alone:
         return 0
 
 
-class Package(Alone):
-    """This package's engine."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        config = OffloadConfig(
-            backend="cuda" if device == "cuda" else "simulated",
-            simulated=SimulatedConfig(copy_timing="eager", poison=False, check_hazards=False),
-            min_tensor_bytes=0,
-            host_memory_bytes=1 << 30,
-            max_inflight_bytes=16 * NUM_ELEMENTS * 4,
-            prefetch_bytes=16 * NUM_ELEMENTS * 4,
-        )
-        self.manager = PipelineOffloadManager(config)
-
-    def run(self, num_groups, num_chunks):
-        manager = self.manager
-        for _ in range(num_chunks):
-            manager.begin_chunk()
-            program(
-                num_groups // num_chunks,
-                self.device,
-                lambda x: start_group(manager, x, "group"),
-                lambda: manager,
-                lambda x: commit_group(manager, x, "group"),
-            )
-        manager.reset()
-
-    def moved_bytes(self):
-        return self.manager.last_step.offloaded_bytes
-
-
 class StandIn:
     """A CUDA stream, event or context that does nothing."""
 
@@ -167,6 +136,64 @@ class StandIn:
 
     def __exit__(self, *args):
         return None
+
+
+class NoDevice(SimulatedBackend):
+    """Copies at once; its streams and events do nothing, as those of the handler."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.d2h_stream = self.h2d_stream = self.stream = StandIn()
+
+    def compute_stream(self):
+        return self.stream
+
+    def record(self, stream):
+        return StandIn()
+
+    def wait(self, stream, event, why):
+        stream.wait_event(event)
+
+    def wait_compute(self, stream, why):
+        stream.wait_stream(self.stream)
+
+    def copy(self, pairs, stream, label):
+        torch._foreach_copy_(*zip(*pairs, strict=True))
+        return StandIn()
+
+
+class Package(Alone):
+    """This package's engine."""
+
+    def __init__(self, device, is_simulated=False):
+        super().__init__(device)
+        config = OffloadConfig(
+            backend="cuda" if device == "cuda" else "simulated",
+            simulated=SimulatedConfig(copy_timing="eager", poison=False, check_hazards=False),
+            min_tensor_bytes=0,
+            host_memory_bytes=1 << 30,
+            max_inflight_bytes=16 * NUM_ELEMENTS * 4,
+            prefetch_bytes=16 * NUM_ELEMENTS * 4,
+        )
+        has_stand_in = device == "cpu" and not is_simulated
+        backend = NoDevice(config.simulated) if has_stand_in else None
+        self.manager = PipelineOffloadManager(config, backend=backend)
+
+    def run(self, num_groups, num_chunks):
+        manager = self.manager
+        for _ in range(num_chunks):
+            manager.begin_chunk()
+            program(
+                num_groups // num_chunks,
+                self.device,
+                lambda x: start_group(manager, x, "group"),
+                lambda: manager,
+                lambda x: commit_group(manager, x, "group"),
+            )
+        manager.reset()
+
+    def moved_bytes(self):
+        return self.manager.last_step.offloaded_bytes
 
 
 class Megatron(Alone):
@@ -271,6 +298,7 @@ def measure(mode, num_groups, num_chunks):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--simulated", action="store_true", help="the package on its own device")
     parser.add_argument("--num-groups", type=int, default=80, help="of a step, all chunks together")
     parser.add_argument("--num-chunks", type=int, default=1)
     parser.add_argument("--num-runs", type=int, default=60)
@@ -281,7 +309,7 @@ def main():
     if num_chunks < 1 or num_groups < 1 or num_groups % num_chunks:
         parser.error("--num-groups is a multiple of --num-chunks, and both are at least 1")
     torch.set_num_threads(1)
-    modes = {"none": Alone(device), "package": Package(device)}
+    modes = {"none": Alone(device), "package": Package(device, arguments.simulated)}
     version = has_te = None
     try:
         modes["megatron"] = Megatron(device)

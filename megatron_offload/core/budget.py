@@ -31,6 +31,10 @@ class DeviceBudget:
 
     Attributes:
         max_inflight_bytes, prefetch_bytes: the limits in force now.
+        total_bytes: both together.
+        lookahead_bytes: how far ahead, by the step's clock, what is on the host is looked at for
+            its reload. Twice what may come back: backward of one half hides the reload of the
+            other. Farther ahead it would only take the room of copies to the host.
         inflight_bytes: what is in flight.
         held_bytes: what is held for a backward that is near.
         resident_bytes: what stays by plan.
@@ -102,17 +106,13 @@ class DeviceBudget:
         self._follows_step = inflight_bytes is None
         self.max_inflight_bytes = self._default[0] if inflight_bytes is None else inflight_bytes
         self.prefetch_bytes = self._default[1] if prefetch_bytes is None else prefetch_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Both limits together."""
-        return self.max_inflight_bytes + self.prefetch_bytes
+        self.total_bytes = total = self.max_inflight_bytes + self.prefetch_bytes
+        self.lookahead_bytes = min(2 * self.prefetch_bytes or total, total)
 
     @property
     def limit_bytes(self) -> int:
         """The most of all kinds that may be there now."""
-        extra_bytes = self.warmup_extra_bytes if self.is_warming_up else 0
-        return self.max_inflight_bytes + self.prefetch_bytes + extra_bytes
+        return self.total_bytes + (self.warmup_extra_bytes if self.is_warming_up else 0)
 
     @property
     def clock_runs(self) -> bool:
@@ -122,15 +122,6 @@ class DeviceBudget:
         may be short beside all that passes where most groups stay, and be kept by bytes alone.
         """
         return self._follows_step or not self.is_warming_up
-
-    @property
-    def lookahead_bytes(self) -> int:
-        """How far ahead, by the step's clock, what is on the host is looked at for its reload.
-
-        Twice what may come back: backward of one half hides the reload of the other. Farther ahead
-        it would only take the room of copies to the host.
-        """
-        return min(2 * self.prefetch_bytes or self.total_bytes, self.total_bytes)
 
     def bounds_bytes(self) -> tuple[int, int]:
         """Return the least total that still works well, and the most of any use."""

@@ -239,7 +239,7 @@ class OffloadGroup(Group):
 
     def drop_dead_blocks(self) -> None:
         """Forget the blocks that no record needs any more."""
-        self._references = [found for found in self._references if found() is not None]
+        self._references = [] if self.is_spent else [r for r in self._references if r() is not None]
 
     def unhook(self) -> None:
         """Take the hook off the leaf that the group started with; leaves outlive graphs."""

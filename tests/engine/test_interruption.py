@@ -181,8 +181,7 @@ def test_memory_that_can_not_be_had_comes_later_or_from_what_is_in_flight(monkey
         run_step(model, manager, ORDER)
         refused = refuse_memory(monkeypatch, manager, lambda: manager.budget.held_bytes > 16 * KIB)
     else:
-        manager = make_manager(max_inflight_bytes=4096 * KIB, prefetch_bytes=0)
-        manager.budget.max_inflight_bytes = 24 * KIB
+        manager = make_manager(max_inflight_bytes=24 * KIB, prefetch_bytes=0)
         refused = refuse_memory(monkeypatch, manager, lambda: manager.window.num_inflight)
     assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
     assert refused
