@@ -90,7 +90,7 @@ class Sources:
                 in_flight[key] = num_others
             block = found()
             if block is None or not block.cancelled:
-                alone_bytes += self._release(block, aliases, group, is_last=not num_others)
+                alone_bytes += self._release(block, aliases, group, not num_others)
         if alone_bytes:
             self._host_pool.alone.add(group.name, alone_bytes)
         self.budget.inflight_bytes -= flight.num_bytes
@@ -103,7 +103,6 @@ class Sources:
         block: Block | None,
         aliases: list[torch.Tensor],
         group: OffloadGroup,
-        *,
         is_last: bool,
     ) -> int:
         """Drop one source, whose block may be gone; return how many bytes are on the host alone."""
@@ -115,9 +114,9 @@ class Sources:
                 self.cancel(block)
                 return 0
             block.released = True  # from here on the host's copy is the one that counts
-        for alias in aliases:
-            alias.data = self._empty
-        aliases.clear()
+        empty = self._empty
+        while aliases:
+            aliases.pop().data = empty
         is_sole_owner = num_owners(storage) == 1  # the Python handle
         if is_last and self._backend.observes:
             region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
