@@ -95,7 +95,7 @@ def _call_at_gradient(
         group.leaf_hook = tensor.register_hook(hook)
     elif tensor._backward_hooks is None and type(tensor) is torch.Tensor:
         # As `register_hook` does, but for the handle that nobody wants: half of its time.
-        hooks: OrderedDict[object, Callable[[torch.Tensor], None]] = OrderedDict()
+        hooks: OrderedDict[Any, Any] = OrderedDict()
         tensor._backward_hooks = hooks
         node._register_hook_dict(tensor)
         hooks[group] = hook
