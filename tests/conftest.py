@@ -49,11 +49,12 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device and torch sees none")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+    for mark, needed in (("gpu", 1), ("two_gpus", 2)):
+        if torch.cuda.device_count() < needed:
+            skip = pytest.mark.skip(reason=f"needs {needed} CUDA devices, and torch sees fewer")
+            for item in items:
+                if mark in item.keywords:
+                    item.add_marker(skip)
     if config.getoption("--quick"):
         leave_out = [item for item in items if not is_quick(item)]
         if leave_out:

@@ -96,9 +96,12 @@ def test_a_model_that_runs_out_of_memory_trains_with_offload_from_its_first_step
 
 def test_a_model_that_needs_more_than_the_whole_device_trains_with_offload():
     total = torch.cuda.get_device_properties(0).total_memory
+    # What the device has is what it has left: pinning enough for all of it takes a minute.
+    ballast = torch.empty(total * 3 // 4, dtype=torch.uint8, device="cuda")
+    left = total - ballast.numel()
     layers, width = 48, 512
     saved_bytes = 10 * width * 4 * layers  # of one row: what norm, both linears and gelu keep
-    rows = int(1.08 * total / saved_bytes)
+    rows = int(1.08 * left / saved_bytes)
     model = make_model(layers=layers, width=width)
     inputs = make_inputs(model, num_microbatches=1, rows=rows)
     order = [("F", 0), ("B", 0)]
@@ -107,18 +110,17 @@ def test_a_model_that_needs_more_than_the_whole_device_trains_with_offload():
     gc.collect()
     torch.cuda.empty_cache()
     manager = make_manager(
-        host_memory_bytes=40 * 1024 * MIB,
-        host_slab_bytes=1024 * MIB,
+        host_memory_bytes=left * 2 // 7,
+        host_slab_bytes=256 * MIB,
         max_inflight_bytes=None,
         prefetch_bytes=None,
     )
     first = [x.cpu() for x in run_step(model, manager, inputs, order)]
     assert all(x.isfinite().all() for x in first)
-    assert manager.last_step.peak_away_bytes > 0.2 * total
+    assert manager.last_step.peak_away_bytes > 0.2 * left
     assert manager.last_step.refused_bytes > 0, "the host's share is used up and counted"
     assert_same(first, [x.cpu() for x in run_step(model, manager, inputs, order)])
     assert_nothing_left(manager)
-    assert torch.cuda.max_memory_reserved() <= total
     manager.close()
 
 

@@ -7,15 +7,17 @@ with two GPUs NCCL.
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from training_runs import numbers, run, stored, whole, words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 STEPS = 6
+MOMENTS = {"step": 4, "save": 2, "term": 3}
+"""When a run fails: at that step, at that checkpoint, or told so at that step."""
 FAILING = str(Path(__file__).parent.parent / "train" / "failing_rank.py")
 
 
@@ -33,39 +35,47 @@ def settings(num_gpus):
     )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        1,
-        pytest.param(
-            2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-        ),
-    ],
-)
-def undisturbed(request, tmp_path_factory):
-    output = tmp_path_factory.mktemp("undisturbed")
-    status, err = run(words(output, *settings(request.param)))
-    assert status == 0, err
-    return output, settings(request.param)
+class Runs:
+    """All runs of one number of GPUs, in two waves: side by side they take no longer than one."""
+
+    def __init__(self, folder, num_gpus):
+        self.folder, self.chosen = folder, settings(num_gpus)
+        with ThreadPoolExecutor() as pool:
+            undisturbed = pool.submit(run, words(folder / "undisturbed", *self.chosen))
+            self.failed = dict(zip(MOMENTS, pool.map(self.fail, MOMENTS), strict=True))
+            self.saved = {moment: whole(folder / moment) for moment in MOMENTS}
+            self.resumed = dict(zip(MOMENTS, pool.map(self.resume, MOMENTS), strict=True))
+        status, err = undisturbed.result()
+        assert status == 0, err
+
+    def fail(self, moment):
+        # Something whole lies there before.
+        failure = {"rank": 0, "moment": moment, "count": MOMENTS[moment], "delay": 0.0}
+        chosen = words(self.folder / moment, *self.chosen)
+        return run(chosen, program=(FAILING,), FAILURE=json.dumps(failure))
+
+    def resume(self, moment):
+        return run(words(self.folder / moment, *self.chosen, resume=True))
 
 
-@pytest.mark.parametrize("moment", ["step", "save", "term"])
-def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(undisturbed, moment, tmp_path):
-    expected, chosen = undisturbed
-    # The count is of steps or of checkpoints; in each case something whole lies there before.
-    found = {"rank": 0, "moment": moment, "count": {"step": 4, "save": 2, "term": 3}[moment]}
-    found["delay"] = 0.0
-    status, err = run(words(tmp_path, *chosen), program=(FAILING,), FAILURE=json.dumps(found))
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.two_gpus)])
+def runs(request, tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("runs"), request.param)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(runs, moment):
+    expected, found = runs.folder / "undisturbed", runs.folder / moment
+    status, err = runs.failed[moment]
     if moment == "term":
         assert status == 143, err
-        assert whole(tmp_path) == [2, 3]
+        assert runs.saved[moment] == [2, 3]
     else:
         assert status == 1, err
         assert "SIGKILL" in err.partition("a rank failed")[2]
-        assert whole(tmp_path) == [2]
-    last = whole(tmp_path)[-1]
-    status, err = run(words(tmp_path, *chosen, resume=True))
+        assert runs.saved[moment] == [2]
+    status, err = runs.resumed[moment]
     assert status == 0, err
-    assert f"going on after step {last}" in err
-    assert numbers(tmp_path) == numbers(expected)
-    assert stored(tmp_path, STEPS) == stored(expected, STEPS)
+    assert f"going on after step {runs.saved[moment][-1]}" in err
+    assert numbers(found) == numbers(expected)
+    assert stored(found, STEPS) == stored(expected, STEPS)
