@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_offload.config import OffloadConfig
     from megatron_offload.engine.manager import PipelineOffloadManager
     from megatron_offload.fine_grained_activation_offload import group_commit, group_start
+    from megatron_offload.frontends.by_hand import recomputable
     from megatron_offload.frontends.modules import offload_modules
     from megatron_offload.frontends.ratio import CPUOffload, get_tensor_memory
     from megatron_offload.frontends.whole_model import (
@@ -47,6 +48,7 @@ __all__ = [
     "group_commit",
     "group_start",
     "offload_modules",
+    "recomputable",
 ]
 
 _HOMES = {
@@ -60,6 +62,7 @@ _HOMES = {
     "group_commit": "fine_grained_activation_offload",
     "group_start": "fine_grained_activation_offload",
     "offload_modules": "frontends.modules",
+    "recomputable": "frontends.by_hand",
 }
 
 

@@ -54,7 +54,7 @@ class InPlaceModificationError(OffloadError, RuntimeError):
 
 
 class CorruptionError(OffloadError, RuntimeError):
-    """In checking mode: a tensor came back from the host with other bits than it left with."""
+    """A tensor came back, or was made again, other than it was; checking mode compares bits."""
 
 
 class HazardError(OffloadError, RuntimeError):

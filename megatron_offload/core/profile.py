@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,38 @@ class GroupKey(NamedTuple):
 
     order: int
     """Position of the group in its chunk, in the order of the group starts."""
+
+
+class RemadeUnit(NamedTuple):
+    """What a group saves by recipes of one unit: made again in its backward, or to be so."""
+
+    unit: str
+    num_bytes: int
+    """What is made again; 0 where a group before this has counted it."""
+    us: float = 0.0
+    """What making it again takes; 0 where it was not timed."""
+    needs: tuple[GroupKey, ...] = ()
+    """Other groups that hold what it is made from."""
+    is_remade: bool = True
+    """Whether the step has made it again; if not, its bytes are among the group's."""
+
+
+def merge_units(parts: Sequence[RemadeUnit]) -> tuple[RemadeUnit, ...]:
+    """Return what a group's tensors give by unit, in the order in which units first come."""
+    merged: dict[tuple[str, bool], RemadeUnit] = {}
+    for part in parts:
+        kind = part.unit, part.is_remade
+        one = merged.get(kind)
+        merged[kind] = (
+            part
+            if one is None
+            else one._replace(
+                num_bytes=one.num_bytes + part.num_bytes,
+                us=one.us + part.us,
+                needs=tuple(sorted({*one.needs, *part.needs})),
+            )
+        )
+    return tuple(merged.values())
 
 
 class GroupProfile(NamedTuple):
@@ -37,6 +69,13 @@ class GroupProfile(NamedTuple):
     shared_bytes: int = 0
     """Of all its bytes those that a group committed before it has as well, and left where they
     are. A recorded profile counts them in that group alone."""
+    remade: tuple[RemadeUnit, ...] = ()
+    """By unit, what it saves that is made again, or could be."""
+
+    @property
+    def needs(self) -> tuple[GroupKey, ...]:
+        """The groups whose bytes its backward makes its own from."""
+        return tuple(key for unit in self.remade if unit.is_remade for key in unit.needs)
 
     @property
     def saved_bytes(self) -> int:

@@ -110,14 +110,19 @@ class StepDecisions(Generic[G]):
     def _learn(self, profile: StepProfile | None) -> None:
         self._profile = profile
         profile = profile or StepProfile((), ())
-        self._learned = tuple(profile.backward_order)
+        groups = {group.key: group for group in profile.groups}
+        self._learned = _in_order_of_need(
+            (key, groups[key].needs if key in groups else ()) for key in profile.backward_order
+        )
         self._learned_position = {key: index for index, key in enumerate(self._learned)}
-        num_bytes = {group.key: group.num_bytes for group in profile.groups}
         self._bytes_before = [0]
         for key in self._learned:
-            self._bytes_before.append(self._bytes_before[-1] + num_bytes.get(key, 0))
-        needed = zip(self._learned, profile.backward_at_bytes, strict=False)
-        self._needed_at_bytes = dict(needed)
+            num_bytes = groups[key].num_bytes if key in groups else 0
+            self._bytes_before.append(self._bytes_before[-1] + num_bytes)
+        self._needed_at_bytes = {}
+        for key, at_bytes in zip(profile.backward_order, profile.backward_at_bytes, strict=False):
+            for needed in (*(groups[key].needs if key in groups else ()), key):
+                self._needed_at_bytes.setdefault(needed, at_bytes)
 
     def start(self, group: G) -> None:
         """Take note of a group whose forward has begun."""
@@ -171,14 +176,22 @@ class StepDecisions(Generic[G]):
         if is_known and self.budget.end_warmup():
             self.window.release_over_budget()
         has_moved = is_known and self._reach(group)
+        if group.needs and is_known:
+            for needed in map(self._groups.get, group.needs):
+                if needed is not None:
+                    self._bring_late(needed, is_known)
+        self._bring_late(group, is_known)
+        if has_moved:
+            self.look_ahead()
+
+    def _bring_late(self, group: G, is_known: bool) -> None:
+        """Let a group be on the device whose bytes backward asks for now."""
         if group.state is GroupState.ON_HOST:
             self._actions.reload(group, is_late=True)
             if is_known:
                 group.hold()
         elif group.state is GroupState.OFFLOADING:
             self._actions.cancel(group, is_late=True)
-        if has_moved:
-            self.look_ahead()
 
     def leave_backward(self, group: G) -> None:
         """Backward has left a group."""
@@ -215,7 +228,8 @@ class StepDecisions(Generic[G]):
         self.backward_order.append(key)
         self.backward_at_bytes.append(self.window.step_bytes)
         if key not in self._position:
-            self._follow(other.key for other in self.committed if other.key.chunk == key.chunk)
+            chunk = [other for other in self.committed if other.key.chunk == key.chunk]
+            self._follow([(other.key, other.needs) for other in reversed(chunk)])
         position = self._position.get(key)
         if position is None:
             return has_more_room
@@ -226,9 +240,9 @@ class StepDecisions(Generic[G]):
             self._next = position + 1
         return has_more_room or not was_foreseen
 
-    def _follow(self, committed: Iterable[GroupKey]) -> None:
-        """Expect the groups of a chunk, the last first."""
-        self._order = tuple(committed)[::-1]
+    def _follow(self, backwards: Iterable[tuple[GroupKey, Iterable[GroupKey]]]) -> None:
+        """Expect the backwards of a chunk's groups, each with what it needs."""
+        self._order = _in_order_of_need(backwards)
         self._position = {key: index for index, key in enumerate(self._order)}
         self._next = 0
 
@@ -281,3 +295,10 @@ class StepDecisions(Generic[G]):
                         group.let_go()
                         return  # the next boundary tries again
             self._next += 1
+
+
+def _in_order_of_need(
+    backwards: Iterable[tuple[GroupKey, Iterable[GroupKey]]],
+) -> tuple[GroupKey, ...]:
+    """Return groups in the order in which their bytes are needed: each once, at its first."""
+    return tuple(dict.fromkeys(one for key, needs in backwards for one in (*needs, key)))

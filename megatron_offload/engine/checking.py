@@ -48,18 +48,22 @@ class Checker(Observer):
         Raises:
             CorruptionError: a bit differs.
         """
-        if block.reload is None or block not in self._left:  # it never left, or was compared
+        has_left = block.reload is not None or block.recipe is not None
+        if not has_left or block not in self._left:  # or it was compared
             return
         parts, expected = self._left.pop(block)
         actual = _sum_of(target, parts)
         if torch.equal(expected, actual):
             return
-        what = f"a region of {block.num_bytes} bytes"
+        came = "came back from the host"
+        if block.recipe is not None:
+            came = f"was made again ({block.recipe.unit!r})"
+        what = f"a region of {block.high - block.low} bytes"
         if block.like is not None:
             what = f"a tensor of shape {list(block.like[0])} and dtype {block.like[1]}"
         raise CorruptionError(
             f"group {block.group.label}: {what} (number {block.index} that {block.group.name!r} "
-            f"saved) came back from the host with other bits than it left with: checksum "
+            f"saved) {came} with other bits than it left with: checksum "
             f"{actual.item():#x}, expected {expected.item():#x}; its gradients would be wrong"
         )
 

@@ -6,13 +6,19 @@ found by its live storage.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import torch
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, BlockRef, OffloadGroup, Rules
 from megatron_offload.engine.marks import Marks
+from megatron_offload.engine.recipe import FunctionRecipe, Input, RandomStates
 from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.storage import span_bytes
 
@@ -46,6 +52,8 @@ class ChunkOffloadHandler:
         self.open_groups: list[OffloadGroup] = []
         self._blocks: dict[int, BlockRef] = {}
         self._small_keys: set[int] = set()
+        self._recipes: dict[int, FunctionRecipe] = {}
+        """By the storage that was made; of those that nobody has saved yet."""
 
     def open_group(self, name: str) -> OffloadGroup:
         """Open a group; a chunk outside any step calls its position -1."""
@@ -67,13 +75,16 @@ class ChunkOffloadHandler:
         """Let go of the groups, whose step is over."""
         self.groups.clear()
         self.open_groups.clear()
+        self.forget_recipes()
+
+    def forget_recipes(self) -> None:
+        """Let go of what was made and not saved: the forward is over."""
+        self._recipes.clear()
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
         key = self.marks.activation_storage(tensor, self.transfers.backend)
-        rules = self.rules
-        is_small = tensor.nbytes < rules.min_tensor_bytes
-        return not (key is None or is_small or tensor.numel() < rules.min_tensor_elements)
+        return key is not None and not self._is_small(tensor)
 
     @graph_break
     def pack(self, group: OffloadGroup, tensor: torch.Tensor) -> SavedTensor:
@@ -103,7 +114,7 @@ class ChunkOffloadHandler:
         alias, version = record.alias, record.version
         block = self._find_block(storage_key) if storage_key in self._blocks else None
         if block is not None:
-            is_before_copy = block.flight is None
+            is_before_copy = block.flight is None and not block.released
             if is_before_copy or (block.covers(low, high) and block.version == version):
                 record.block = block
                 if is_before_copy:
@@ -117,6 +128,8 @@ class ChunkOffloadHandler:
                 return record
         record.block = block = Block(transfers, group, storage_key, version, alias)
         self._blocks[storage_key] = group.own(block)
+        if self._recipes:
+            block.recipe = self._recipes.pop(storage_key, None)
         misalignment = low % ALIGNMENT_BYTES
         if is_contiguous and not misalignment:
             block.like = record.size, record.dtype
@@ -130,6 +143,60 @@ class ChunkOffloadHandler:
         if should_offload is not None and not transfers.owners.knows(block):
             block.stays = not should_offload(block.num_bytes)
         return record
+
+    def add_recipe(
+        self,
+        output: torch.Tensor,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        unit: str,
+        reads: Sequence[torch.Tensor] = (),
+        random_states: RandomStates | None = None,
+    ) -> None:
+        """Note how a tensor was made: whoever saves it need not keep its bytes."""
+        key = self.marks.activation_storage(output, self.transfers.backend)
+        if key is None or self._is_small(output):
+            return
+        refusal = ""
+        depth = 1
+        parts: list[Any] = []
+        constants = list(reads)
+        for given in inputs:
+            part = given
+            if isinstance(given, torch.Tensor):
+                input_key = self.marks.activation_storage(given, self.transfers.backend)
+                if input_key is None or self._is_small(given):
+                    constants.append(given)
+                    if is_wrapper(given):
+                        refusal = "an input is made of several tensors"
+                elif input_key == key:
+                    refusal = "it is a view of an input"
+                else:
+                    block, recipe = self._find_block(input_key), self._recipes.get(input_key)
+                    if block is None:  # nor will one of another storage be found under it
+                        self._blocks.pop(input_key, None)
+                    made = recipe if block is None else block.recipe
+                    depth = max(depth, 1 if made is None else made.depth + 1)
+                    find = partial(self._block_of, input_key)
+                    part = Input(given, unit, find, recipe)
+                    self.transfers.sources.empty(part.alias)
+            parts.append(part)
+        recipe = FunctionRecipe(
+            function, parts, constants, output, unit, random_states, depth, refusal
+        )
+        block = self._find_block(key)
+        if block is None:
+            self._recipes[key] = recipe
+        elif block.flight is None and not block.released:
+            block.recipe = recipe
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        rules = self.rules
+        return tensor.nbytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements
+
+    def _block_of(self, storage_key: int) -> Block | None:
+        reference = self._blocks.get(storage_key)
+        return None if reference is None else reference()
 
     def _find_block(self, storage_key: int) -> Block | None:
         """Return the live block of a storage of this chunk that has not gone since."""

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.backends.base import Event
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
-from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.profile import GroupKey, RemadeUnit
 from megatron_offload.engine.graph_break import graph_break
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class Block:
         storage_ref: the storage, where something else still held it at the release.
         target: what it comes back to.
         reload: the bulk reload that brings or brought it back.
+        recipe: how it is made again, once it was dropped without a copy; till its group's commit,
+            how it could be.
     """
 
     # Defaults of the class: most blocks are made, saved in and dropped without setting most.
@@ -109,6 +111,7 @@ class Block:
     target: torch.Tensor | None = None
     reload: Reload | None = None
     storage_ref: StorageWeakRef | None = None
+    recipe: Recipe | None = None
     stays = cancelled = released = forced_release = False
 
     def __init__(
@@ -133,7 +136,7 @@ class Block:
         if storage is None or storage.data_ptr() != self.address:
             return None
         view = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return view.set_(storage, self.low, (self.num_bytes,), (1,))
+        return view.set_(storage, self.low, (self.high - self.low,), (1,))
 
     def covers(self, low: int, high: int) -> bool:
         """Whether the byte range lies inside the region."""
@@ -160,6 +163,22 @@ class Block:
 BlockRef = weakref.ref[Block]
 
 
+class Recipe(Protocol):
+    """How the bytes of a block are made again."""
+
+    unit: str
+    depth: int
+
+    def bind(self, block: Block) -> str:
+        """Keep what they are made from; return why the block can't be dropped, or nothing."""
+
+    def needs(self) -> set[GroupKey]:
+        """Return the groups whose bytes have to be on the device before `run`."""
+
+    def run(self) -> torch.Tensor:
+        """Make the tensor again, at the beginning of a storage of its own."""
+
+
 @dataclass(slots=True)
 class Rules:
     """What of a chunk's groups moves, and how much of it may be in flight."""
@@ -175,6 +194,8 @@ class Rules:
     should_offload: Callable[[int], bool] | None = None
     """Is asked for each new block, with its bytes, whether it moves, be it needed soon or not. None
     for all, as far as that is of use."""
+    recompute: frozenset[str] | None = None
+    """The units of recipes by which tensors are made again; None for all that there are."""
 
 
 class OffloadGroup(Group):
@@ -191,11 +212,13 @@ class OffloadGroup(Group):
         small_bytes: bytes besides of tensors that are too small to move.
         shared_bytes: of both, what a group before it has as well and left there; set at commit.
         moving: between the look at its bytes and the decision, the blocks that can move.
+        remade: what of it is made again, or could be; set at commit.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
     """
 
     elsewhere_bytes = shared_bytes = small_bytes = 0
     moving: Sequence[Block] = ()
+    remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
     _num_saved = _num_lost = 0  # two counts, because one may be added to while the other is
 

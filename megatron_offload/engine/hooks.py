@@ -22,14 +22,18 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def is_recording() -> bool:
+def is_recording(*, needs_grad: bool = True) -> bool:
     """Whether what is saved here and now is saved for a backward, and not recomputed.
+
+    An autograd function saves with grad switched off; ``needs_grad`` says that this isn't one.
 
     Not inside a non-reentrant ``torch.utils.checkpoint``: it counts what is saved inside it in
     forward and again in the recompute, so nothing may be taken from under it; and what it drops
     needs no offload.
     """
-    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+    if needs_grad and not torch.is_grad_enabled():
+        return False
+    if torch._C._current_graph_task_id() != -1:
         return False
     hooks = _top_saved_tensors_default_hooks(True)
     return hooks is None or hooks[0].__module__ != "torch.utils.checkpoint"

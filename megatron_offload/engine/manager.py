@@ -7,10 +7,10 @@ leave a manager whose next step is right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -35,12 +35,15 @@ from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.quantised_weights import keep_quantised_weights
+from megatron_offload.engine.recipe import random_states
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.plan import OffloadPlan
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -179,6 +182,8 @@ class PipelineOffloadManager:
             self.abort()
         elif self._hooks:  # of a forward that an exception has ended
             self._hooks.clear()
+        if self._chunk is not None:
+            self._chunk.forget_recipes()
         config = self.config
         if config.enabled:
             keep_quantised_weights()
@@ -385,6 +390,69 @@ class PipelineOffloadManager:
         self.decisions.begin()
 
     # Boundaries
+
+    @graph_break
+    def recomputable(
+        self,
+        function: Callable[..., T],
+        *inputs: Any,
+        unit: str = "by_hand",
+        preserve_rng_state: bool = True,
+    ) -> T:
+        """Call a cheap function, and let backward make its output again from its inputs.
+
+        Where autograd saves the output in a group, its memory is dropped at the group's commit, and
+        neither kept nor copied. Whatever is saved of the inputs is; the function is called with the
+        same bytes in backward, without grad. Where no group is recorded it is just called.
+
+        Args:
+            function: returns one tensor, in memory of its own, and does nothing else: it neither
+                communicates nor writes to anything, and takes no activation but its inputs.
+            *inputs: its arguments. Of the tensors those that can move are kept only if autograd
+                saves them in a group too: if it doesn't, the output is kept or moved as ever.
+            unit: the name under which it is counted, configured and planned.
+            preserve_rng_state: put back the random state of now when it is called again. Not needed
+                where the function draws nothing.
+
+        Returns:
+            What the function returns.
+        """
+        chunk = self._chunk_of_recipes()
+        if chunk is None:
+            return function(*inputs)
+        devices = (one.device for one in inputs if isinstance(one, torch.Tensor))
+        states = random_states(devices) if preserve_rng_state else None
+        output = function(*inputs)
+        if isinstance(output, torch.Tensor):
+            chunk.add_recipe(output, function, inputs, unit, random_states=states)
+        return output
+
+    @graph_break
+    def made_by(
+        self,
+        output: torch.Tensor,
+        function: Callable[..., torch.Tensor],
+        *inputs: Any,
+        unit: str,
+        reads: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Let backward make a tensor again that exists already; see `recomputable`.
+
+        Args:
+            output: what ``function(*inputs)`` has made, drawing nothing.
+            function: as there.
+            *inputs: as there.
+            unit: as there.
+            reads: tensors that the function reads besides, such as its module's parameters: a
+                change of one before the backward raises `InPlaceModificationError`.
+        """
+        chunk = self._chunk_of_recipes()
+        if chunk is not None:
+            chunk.add_recipe(output, function, inputs, unit, reads)
+
+    def _chunk_of_recipes(self) -> ChunkOffloadHandler | None:
+        is_recorded = self._chunk is not None and self.do_offload
+        return self._chunk if is_recorded and is_recording(needs_grad=False) else None
 
     @graph_break
     def commit(

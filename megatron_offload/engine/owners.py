@@ -30,7 +30,8 @@ class ForeignOwners:
         """
         for block in group.blocks():
             has_left = block.reload is not None
-            if not has_left and (block.flight is not None or self.knows(block)):
+            may_stay = block.flight is not None or block.released or self.knows(block)
+            if not has_left and may_stay:
                 is_held = is_held_elsewhere(block)
                 if is_held:
                     self.known.add(block.identity)
@@ -47,6 +48,8 @@ def is_held_elsewhere(block: Block) -> bool | None:
 
     None where it left, or may have.
     """
+    if block.flight is None and block.released:  # it was dropped, to be made again
+        return block.live_source() is not None or None
     if block.flight is None:
         own = block.aliases
     elif block.target is not None and block.reload is None:

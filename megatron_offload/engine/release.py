@@ -133,6 +133,24 @@ class Sources:
         block.region.alone_bytes += block.num_bytes
         return block.num_bytes
 
+    def drop(self, block: Block, label: str) -> None:
+        """Drop the source of a block that is made again, without a copy."""
+        storage = block.aliases[0].untyped_storage()
+        block.address = storage.data_ptr()
+        block.num_bytes = 0
+        block.released = True  # from here on its recipe counts
+        for alias in block.aliases:
+            alias.data = self._empty
+        block.aliases.clear()
+        is_sole_owner = num_owners(storage) == 1  # the Python handle
+        if self._backend.observes and block.storage_key not in self._copies_in_flight:
+            region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._backend.note_freed(region, label, sole_owner=is_sole_owner)
+        if is_sole_owner:
+            block.storage_key = 0
+        else:
+            block.storage_ref = StorageWeakRef(storage)
+
     def empty(self, alias: torch.Tensor) -> None:
         """Take the storage out of an alias; its version counter stays, for the in-place check."""
         alias.data = self._empty

@@ -56,11 +56,7 @@ class SavedTensor:
         """
         alias = self.alias
         if alias._version != self.version:
-            raise InPlaceModificationError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor {self._description()} is at version "
-                f"{alias._version}; expected version {self.version} instead"
-            )
+            self.check_version()
         block = self.block
         if block is None:
             return alias
@@ -69,10 +65,24 @@ class SavedTensor:
             is_whole = target.dtype is self.dtype and target.shape == self.size
             if is_whole and target.stride() == self.stride:
                 return target.detach()
-            low = target.storage_offset() * target.itemsize
-            offset = self.offset + (low - block.low) // self.dtype.itemsize
-            view = torch.empty(0, dtype=self.dtype, device=target.device)
-            return view.set_(target.untyped_storage(), offset, self.size, self.stride)
+            return self.view_in(target, block.low)
         if block.flight is not None and not block.cancelled:
             block.store.keep_source(block)
         return alias.detach()  # the alias itself may be emptied, whoever holds what this returns
+
+    def check_version(self) -> None:
+        """Raise `InPlaceModificationError` where the tensor was changed since it was saved."""
+        version = self.alias._version
+        if version != self.version:
+            raise InPlaceModificationError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor {self._description()} is at version {version}; "
+                f"expected version {self.version} instead"
+            )
+
+    def view_in(self, memory: torch.Tensor, low: int) -> torch.Tensor:
+        """Return the tensor in memory that begins with byte ``low`` of what was its storage."""
+        shift = memory.storage_offset() * memory.itemsize - low
+        offset = self.offset + shift // self.dtype.itemsize
+        view = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), offset, self.size, self.stride)

@@ -15,6 +15,8 @@ class GroupStats:
     """Bytes copied to the host."""
     reloaded_bytes: int = 0
     """Bytes copied back."""
+    remade_bytes: int = 0
+    """Bytes that were dropped, to be made again in backward."""
     kept_bytes: int = 0
     """Bytes that stayed: by plan, for want of host memory, needed soon, or too small to move. What
     several groups save counts once."""
@@ -65,6 +67,9 @@ class StepStats:
     leaks: tuple[str, ...] = ()
     """In checking mode, the groups that still held memory when the step ended."""
 
+    refused_recipe_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that have a recipe and were kept or moved all the same, by why, in words for people."""
+
     by_name: dict[str, GroupStats] = field(default_factory=_ByName)
     """By group name; of a name that is new, zeros."""
 
@@ -82,3 +87,8 @@ class StepStats:
     def reloaded_bytes(self) -> int:
         """Bytes copied back to the device."""
         return sum(group.reloaded_bytes for group in self.by_name.values())
+
+    @property
+    def remade_bytes(self) -> int:
+        """Bytes dropped, to be made again."""
+        return sum(group.remade_bytes for group in self.by_name.values())

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_offload.core.group import GroupState
-from megatron_offload.core.profile import GroupProfile, StepProfile
+from megatron_offload.core.profile import GroupProfile, StepProfile, merge_units
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.group import Block, OffloadGroup
@@ -85,6 +85,7 @@ class Step(StepDecisions[OffloadGroup]):
             GroupProfile(
                 *(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.elsewhere_bytes),
                 shared_bytes=g.shared_bytes,
+                remade=merge_units(g.remade),
             )
             for g in self.committed
         )
@@ -106,7 +107,7 @@ class Step(StepDecisions[OffloadGroup]):
         The storage of ``forced_released_tensors`` is emptied at the release, if it is copied.
         """
         transfers = self._transfers
-        transfers.measure(group)
+        transfers.measure(group, may_drop=not stays_because)
         stats = transfers.stats.by_name[group.name]
         stats.num_groups += 1
         if group.small_bytes:

@@ -16,6 +16,7 @@ import torch
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
+from megatron_offload.core.profile import RemadeUnit
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block, OffloadGroup, Reload
@@ -75,13 +76,18 @@ class Transfers:
 
     # Device to host
 
-    def measure(self, group: OffloadGroup) -> None:
-        """See what moving a group would copy; count what stays by choice, or is kept anyway."""
+    def measure(self, group: OffloadGroup, *, may_drop: bool) -> None:
+        """Drop what is made again, and see what moving the rest of a group would copy.
+
+        Counts what stays by choice, or is kept anyway. ``may_drop`` says that something may move.
+        """
         moving: list[Block] = []
         owners = self.owners
         num_bytes = 0
         for block in group.blocks():
             if block.flight is not None:
+                continue
+            if block.recipe is not None and self._drops(group, block, may_drop=may_drop):
                 continue
             block_bytes = block.num_bytes
             if block.stays:
@@ -97,6 +103,36 @@ class Transfers:
                 num_bytes += block_bytes
                 moving.append(block)
         group.moving, group.num_bytes = moving, num_bytes
+
+    def _drops(self, group: OffloadGroup, block: Block, *, may_drop: bool) -> bool:
+        """Drop a block that has a recipe, if its unit is made again and it can be; say whether."""
+        recipe = block.recipe
+        assert recipe is not None
+        is_dropped = block.released  # with a group before this, which shares it
+        num_bytes = block.num_bytes
+        if not is_dropped:
+            refusal = recipe.bind(block)
+            if self.owners.knows(block):
+                refusal = refusal or "something else keeps it alive"
+            if refusal:
+                block.recipe = None
+                refused = self.stats.refused_recipe_bytes
+                refused[refusal] = refused.get(refusal, 0) + num_bytes
+                return False
+            units = group.rules.recompute
+            is_dropped = may_drop and (units is None or recipe.unit in units)
+        needs = tuple(sorted(recipe.needs() - {group.key}))
+        group.remade += (RemadeUnit(recipe.unit, num_bytes, needs=needs, is_remade=is_dropped),)
+        if not is_dropped:
+            block.recipe = None
+        elif not block.released:
+            for observer in self.observers:
+                observer.block_leaves(block, _region_of(block))
+            self.sources.drop(block, group.label)
+            self.stats.by_name[group.name].remade_bytes += num_bytes
+        if is_dropped:
+            group.needs += needs
+        return is_dropped
 
     def stay(self, group: OffloadGroup, reason: str) -> None:
         """Leave a group whose forward is over on the device."""
@@ -129,11 +165,7 @@ class Transfers:
             host = block.host
             if host is None:
                 continue
-            source = block.aliases[0]
-            if block.like is None:
-                storage = source.untyped_storage()
-                source = torch.empty(0, dtype=torch.uint8, device=source.device)
-                source.set_(storage, block.low, (block.num_bytes,), (1,))
+            source = _region_of(block)
             block.address = source.data_ptr() - block.low
             if block.ready is not None:
                 _add(block.ready, produced)
@@ -358,7 +390,36 @@ class Transfers:
             and (reload is None or self.backend.compute_stream_key() in reload.waited_keys)
             and not (self.observers or self.backend.observes)
         )
-        return target if is_ready and target is not None else self._ready_target(block)
+        if is_ready and target is not None:
+            return target
+        return self._ready_target(block) if block.recipe is None else self._remade_target(block)
+
+    def _remade_target(self, block: Block) -> torch.Tensor:
+        """Make a dropped block again, once for all who need it; its function is the program's.
+
+        What something else has kept all the time is taken from there.
+        """
+        recipe, target = block.recipe, block.target
+        assert recipe is not None
+        if target is None:
+            target = block.live_source()
+            if target is not None:
+                self.stats.held_elsewhere_bytes += target.nbytes
+                block.target = target
+                return target
+            for observer in self.observers:
+                observer.remake_starts(block)
+            target = recipe.run()
+            for observer in self.observers:
+                observer.remade(block, target)
+            if block.low or not target.is_contiguous():
+                target = target.new_empty(0, dtype=torch.uint8).set_(
+                    target.untyped_storage(), block.low, (block.high - block.low,), (1,)
+                )
+            block.target = target
+        for observer in self.observers:
+            observer.block_read(block, target)
+        return target
 
     @guarded
     def _ready_target(self, block: Block) -> torch.Tensor:
@@ -477,13 +538,22 @@ class Transfers:
             for block in group.blocks():
                 block.cancelled = True
                 block.host = block.region = None
-                if block.reload is not None:
-                    block.target = None
+                if block.reload is not None or block.recipe is not None:
+                    block.target = block.recipe = None
         self.host_pool.recover(_count_users)
 
     def _label(self, group: OffloadGroup) -> str:
         """Name a group for its copies; in full only where someone reads it."""
         return group.label if self.backend.observes else group.name
+
+
+def _region_of(block: Block) -> torch.Tensor:
+    """Return the bytes of a block that has its source."""
+    source = block.aliases[0]
+    if block.like is not None:
+        return source
+    region = torch.empty(0, dtype=torch.uint8, device=source.device)
+    return region.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
 
 
 def _add(event: Event, events: list[Event]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_offload.backends.base import DeviceMemory
+from megatron_offload.engine.group import Block
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 
@@ -88,6 +89,9 @@ class LiveActivationMeter(Observer):
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
 
     tensor_saved = tensor_reloaded = observe
+
+    def remade(self, block: Block, made: torch.Tensor) -> None:
+        self.observe(made)
 
     def __enter__(self) -> LiveActivationMeter:
         self._hooks.__enter__()

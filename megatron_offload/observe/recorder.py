@@ -390,7 +390,7 @@ class _SavedBytes:
     def enter_backward(self, group: OffloadGroup) -> None:
         """See what something else has kept until now; once the engine has dealt with the group."""
         for block in group.blocks():
-            is_held = is_held_elsewhere(block)
+            is_held = is_held_elsewhere(block) if block.recipe is None else None
             if is_held:
                 self._keepers[block.identity] = self._keeper_of(block)
             elif is_held is not None:
@@ -404,8 +404,9 @@ class _SavedBytes:
             if identity in self._keepers:
                 kept[self._keepers[identity]] += num_bytes
         keeper = kept.most_common(1)[0][0] if kept else ""
+        remade_bytes = sum(unit.num_bytes for unit in group.remade if unit.is_remade)
         return group._replace(
-            num_bytes=sum(saved.values()) - kept.total(),
+            num_bytes=sum(saved.values()) - kept.total() - remade_bytes,
             elsewhere_bytes=kept.total(),
             keeper=keeper,
             shared_bytes=0,

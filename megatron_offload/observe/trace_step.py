@@ -90,6 +90,8 @@ class _Tracer(Observer):
             self._live_bytes[group.key] = num_bytes
 
     def group_committed(self, group: OffloadGroup) -> None:
+        remade_bytes = sum(unit.num_bytes for unit in group.remade if unit.is_remade)
+        self._live_bytes[group.key] -= remade_bytes
         self._sample()
 
     def backward_enters(self, group: OffloadGroup) -> None:
@@ -101,7 +103,10 @@ class _Tracer(Observer):
         self._close("backward", group)
         self._live_bytes.pop(group.key, None)
 
-    backward_entered = backward_left = group_committed
+    def backward_entered(self, group: OffloadGroup) -> None:
+        self._sample()
+
+    backward_left = backward_entered
 
     def _leave_backwards(self, is_left: Callable[[OffloadGroup], bool]) -> None:
         """Close groups whose start has no backward of its own, for want of a gradient."""

@@ -17,6 +17,7 @@ from megatron_offload.core.profile import (
     GroupProfile,
     GroupTimes,
     MemorySample,
+    RemadeUnit,
     RunShape,
     StepProfile,
 )
@@ -45,13 +46,15 @@ _RUN = record_model(
     versions=(Annotated[dict[Name, Name], Field(max_length=100)], ...),
 )
 
+_UNIT = record_model(RemadeUnit, needs=many(record_model(GroupKey)))
+
 _PROFILE = record_model(
     StepProfile,
     format=(Literal["megatron_offload profile"], ...),
     version=(Literal[1], ...),
     run=(_RUN, ...),
     counts_what_moved=(bool, False),
-    groups=many(record_model(GroupProfile)),
+    groups=many(record_model(GroupProfile, remade=(many(_UNIT)[0], ()))),
     backward=many(record_model(GroupKey, at_bytes=(Amount | None, ...))),
     backward_order=None,
     backward_at_bytes=None,
@@ -81,7 +84,10 @@ def profile_to_json(profile: StepProfile) -> str:
         "version": 1,
         "run": to_data(profile.run) | {"versions": dict(profile.run.versions)},
         **{name: getattr(profile, name) for name in _PLAIN},
-        "groups": [to_data(group) for group in profile.groups],
+        "groups": [
+            to_data(group) | {"remade": [_unit_data(unit) for unit in group.remade]}
+            for group in profile.groups
+        ],
         "backward": [to_data(key) | {"at_bytes": at} for key, at in places],
         "times": [to_data(times) for times in profile.times],
         "memory": [to_data(sample) for sample in profile.memory],
@@ -98,7 +104,10 @@ def parse_profile(text: str, source: str) -> StepProfile:
     profile = record_of(
         StepProfile,
         read,
-        groups=tuple(record_of(GroupProfile, each) for each in read.groups),
+        groups=tuple(
+            record_of(GroupProfile, each, remade=tuple(map(_unit_of, each.remade)))
+            for each in read.groups
+        ),
         backward_order=tuple(record_of(GroupKey, each) for each in read.backward),
         backward_at_bytes=at_bytes,
         times=tuple(record_of(GroupTimes, each) for each in read.times),
@@ -107,6 +116,15 @@ def parse_profile(text: str, source: str) -> StepProfile:
     )
     _check(profile, source)
     return profile
+
+
+def _unit_data(unit: RemadeUnit) -> dict[str, Any]:
+    return to_data(unit) | {"needs": [key._asdict() for key in unit.needs]}
+
+
+def _unit_of(read: Any) -> RemadeUnit:
+    needs = tuple(GroupKey(each.chunk, each.order) for each in read.needs)
+    return record_of(RemadeUnit, read, needs=needs)
 
 
 def _check(profile: StepProfile, source: str) -> None:

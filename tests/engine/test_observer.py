@@ -58,9 +58,27 @@ def test_every_event_of_one_group_comes_in_its_order():
         *("wait_starts", "wait_issued", "block_read", "backward_leaves", "backward_left"),
         "step_ended",
     ]
-    assert set(names(noting)) == set(EVENTS)
+    assert set(names(noting)) == set(EVENTS) - {"remake_starts", "remade"}
     told = [args for name, *args in noting.events if name.endswith("issued")]
     assert told == [[what, "g[chunk 0, group 0]"] for what in ("d2h", Wait.W2, "h2d", Wait.W4)]
+
+
+def test_what_is_made_again_is_told_in_its_place():
+    manager, noting = make_manager(max_inflight_bytes=0, prefetch_bytes=0), Noting()
+
+    def run(x):
+        return manager.recomputable(torch.cos, x.exp()).sin()
+
+    with manager.observed_by(noting), manager.step():
+        manager.begin_chunk()
+        x = torch.ones(64, requires_grad=True) * 1
+        in_group(manager, run, x).sum().backward()
+    assert names(noting)[:8] == [
+        *("group_starts", *["tensor_saved"] * 3, "group_commits"),
+        *("block_leaves", "block_leaves", "copy_starts"),
+    ]
+    events = names(noting)[names(noting).index("backward_entered") :]
+    assert events[1:6] == ["remake_starts", "wait_starts", "wait_issued", "block_read", "remade"]
 
 
 def test_two_are_told_the_same_and_no_bit_changes():

@@ -1,0 +1,257 @@
+"""How a saved tensor is made again in backward, in place of being kept or copied.
+
+A recipe is noted for an output that exists, and found by its live storage. The block that the
+output is saved in takes it; at the group's commit it is bound to the blocks of its inputs, and the
+bytes are dropped. What is made again is what the forward made: the same function, of the same
+bytes, under the same autocast, from the same random state.
+
+    SavedTensor -> Block -> FunctionRecipe -> Input -> Block of what it is made from
+
+Invariant: before it is bound a recipe keeps no activation alive that can move; from then on it
+keeps the blocks of its inputs, until the last record of its own block has gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.group import Block
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.errors import CorruptionError, StateError
+from megatron_offload.memory.storage import span_bytes
+
+RandomStates: TypeAlias = dict[str, torch.Tensor]
+"""By the type of device."""
+
+_MOST_IN_A_ROW = 3
+"""Recipes of which each needs what the one before makes."""
+
+
+class Input(SavedTensor):
+    """A tensor that a recipe needs, as it was when the recipe was noted.
+
+    Args:
+        tensor: the input.
+        unit: of the recipe, for messages.
+        find: returns the block of its storage, once there is one; asked when the recipe is bound.
+        recipe: how the input itself is made, where no block has taken that.
+
+    The alias is the caller's to empty: what counts of it is the version.
+    """
+
+    __slots__ = ("_find", "_high", "_storage_ref", "recipe")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        unit: str,
+        find: Callable[[], Block | None],
+        recipe: FunctionRecipe | None,
+    ) -> None:
+        super().__init__(tensor, unit, int(tensor.storage_offset()))
+        self._high = self.offset * tensor.itemsize + span_bytes(tensor)
+        self._find: Callable[[], Block | None] | None = find
+        # While this is held no other storage has the identity by which the block is found.
+        self._storage_ref = StorageWeakRef(tensor.untyped_storage())
+        self.recipe = recipe
+
+    def _description(self) -> str:
+        form = f"shape {list(self.size)} and dtype {self.dtype}"
+        return f"of {form}, from which a saved one is made again ({self.group_name!r}),"
+
+    def bind(self, depth: int) -> str:
+        """Keep the input's block from here on; return why that can't be, or nothing."""
+        if self.alias._version != self.version:
+            return "an input was changed in place"
+        block = self._find() if self._find is not None else self.block
+        self._find = None
+        if block is None or not block.covers(self.offset * self.dtype.itemsize, self._high):
+            return "an input is not saved" if self.recipe is None else self.recipe.bind_inputs()
+        if block.flight is not None and block.version != self.version:
+            return "an input was changed in place"
+        if block.recipe is not None and block.recipe.depth >= depth:
+            return f"more than {_MOST_IN_A_ROW} recipes in a row"
+        self.block, self.recipe = block, None
+        return ""
+
+    def needs(self) -> set[GroupKey]:
+        """Return the groups whose bytes have to be on the device for this."""
+        if self.recipe is not None:
+            return self.recipe.needs()
+        block = self.block
+        assert block is not None
+        is_dropped = block.released and block.recipe is not None
+        return block.recipe.needs() if block.recipe and is_dropped else {block.group.key}
+
+    def unpack(self) -> torch.Tensor:
+        """Return the input, made again or reloaded where it has to be."""
+        self.check_version()
+        block = self.block
+        if block is None:
+            assert self.recipe is not None
+            return self.view_in(self.recipe.run(), 0)
+        if block.released:
+            return self.view_in(block.store.target_of(block), block.low)
+        if block.flight is not None and not block.cancelled:
+            block.store.keep_source(block)
+        source = block.aliases[0]
+        return self.view_in(source, int(source.storage_offset()) * source.itemsize)
+
+
+class _Read(SavedTensor):
+    """A tensor that a recipe reads and that never moves."""
+
+    __slots__ = ()
+
+    def _description(self) -> str:
+        form = f"shape {list(self.alias.shape)} and dtype {self.alias.dtype}"
+        return f"of {form}, from which a saved one is made again ({self.group_name!r}),"
+
+
+class FunctionRecipe:
+    """A function and what it takes: how one tensor was made.
+
+    Args:
+        function: returns a tensor that shares memory with none of its inputs.
+        parts: its arguments; each activation that can move as an `Input`.
+        reads: what else it reads, parameters for one, that must be as it was.
+        output: what it has made.
+        unit: the kind of recipe, by which it is counted, configured and planned.
+        random_states: as they were before; None where it draws nothing.
+        refusal: why it can't be used, if that is known already.
+
+    Attributes:
+        depth: how many recipes are run one after another to make this.
+    """
+
+    __slots__ = (
+        *("_autocast", "_device_type", "_form", "_function", "_parts", "_random_states"),
+        *("_reads", "_refusal", "_storage_ref", "_version", "depth", "unit"),
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        parts: Sequence[Any],
+        reads: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        unit: str,
+        random_states: RandomStates | None,
+        depth: int,
+        refusal: str,
+    ) -> None:
+        self.unit = unit
+        self.depth = depth
+        self._function = function
+        self._parts = parts
+        self._reads = [_Read(tensor, unit) for tensor in reads]
+        self._form = output.shape, output.stride(), output.dtype
+        self._version: int = output._version
+        self._storage_ref = StorageWeakRef(output.untyped_storage())  # as with an `Input`
+        self._random_states = random_states
+        self._device_type = output.device.type
+        self._autocast = _autocast_state(self._device_type)
+        if output.storage_offset() or output.untyped_storage().nbytes() > span_bytes(output):
+            refusal = refusal or "its storage holds more"
+        if depth > _MOST_IN_A_ROW:
+            refusal = refusal or f"more than {_MOST_IN_A_ROW} recipes in a row"
+        self._refusal = refusal
+
+    def bind(self, block: Block) -> str:
+        """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.
+
+        What an input is made from counts as its input too.
+        """
+        if any(alias._version != self._version for alias in block.aliases):
+            return "it was changed in place"
+        return self.bind_inputs()
+
+    def bind_inputs(self) -> str:
+        """As `bind`, for an output that nobody saves."""
+        refusals = (part.bind(self.depth) for part in self._parts if type(part) is Input)
+        return self._refusal or next(filter(None, refusals), "")
+
+    def needs(self) -> set[GroupKey]:
+        """Return the groups whose bytes have to be on the device before `run`."""
+        found = (part.needs() for part in self._parts if type(part) is Input)
+        return set().union(*found)
+
+    def run(self) -> torch.Tensor:
+        """Make the tensor again, on the current stream.
+
+        Raises:
+            InPlaceModificationError: something that the function takes was changed since.
+            StateError: a parameter that it takes has no memory now.
+            CorruptionError: the function made another kind of tensor than before.
+        """
+        for record in self._reads:
+            record.check_version()
+            tensor = record.alias
+            if (
+                tensor.nbytes
+                and type(tensor) is torch.Tensor
+                and not tensor.untyped_storage().nbytes()
+            ):
+                raise StateError(
+                    f"a tensor {record._description()} has no memory now, as where a parameter is "
+                    f"sharded until its own module's backward; leave {self.unit!r} out of what is "
+                    "made again"
+                )
+        parts = [part.unpack() if type(part) is Input else part for part in self._parts]
+        with torch.no_grad(), self._autocast_then():
+            made = self._call(parts)
+        is_tensor = type(made) is torch.Tensor and made.storage_offset() == 0
+        if not is_tensor or (made.shape, made.stride(), made.dtype) != self._form:
+            found = (
+                f"{list(made.shape)}, {made.stride()}, {made.dtype}" if is_tensor else type(made)
+            )
+            raise CorruptionError(
+                f"a saved tensor was made again by {self._function!r} ({self.unit!r}) as {found}, "
+                f"and was {list(self._form[0])}, {self._form[1]}, {self._form[2]} (shape, strides, "
+                "dtype) in forward: the function must make the same tensor each time it is called"
+            )
+        return made.detach()
+
+    def _call(self, parts: Sequence[Any]) -> Any:
+        if self._random_states is None:
+            return self._function(*parts)
+        states_now = random_states(map(torch.device, self._random_states))
+        try:
+            _set_random_states(self._random_states)
+            return self._function(*parts)
+        finally:
+            _set_random_states(states_now)
+
+    def _autocast_then(self) -> AbstractContextManager[Any]:
+        if self._autocast == _autocast_state(self._device_type):
+            return nullcontext()
+        is_enabled, dtype, keeps_casts = self._autocast
+        return torch.autocast(
+            self._device_type, enabled=is_enabled, dtype=dtype, cache_enabled=keeps_casts
+        )
+
+
+def _autocast_state(device_type: str) -> tuple[bool, torch.dtype, bool]:
+    return (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def random_states(devices: Iterable[torch.device]) -> RandomStates:
+    """Return the states of the default random generators of these devices, and of the host."""
+    found = {device.type for device in devices} - {"cpu"}
+    states = {kind: torch.get_device_module(kind).get_rng_state() for kind in found}
+    return {"cpu": torch.get_rng_state(), **states}
+
+
+def _set_random_states(states: RandomStates) -> None:
+    for kind, state in states.items():
+        (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)
