@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,22 +35,20 @@ _MOST_CHUNKS = 1024
 
 
 def _reached(path: str, doc: str) -> Any:
-    """Return a property that is what lies at a dotted path."""
+    """Make a property of what lies at a dotted path."""
     return property(attrgetter(path), doc=doc)
 
 
 class ChunkOffloadHandler:
     """One forward of one model chunk, with the documented entry points.
 
-    Its groups are the engine's, and so are its decisions: ``bulk_offload`` and
-    ``on_group_commit_forward`` move what the policy moves. A call by hand leaves the engine in the
-    same state as `fine_grained_offloading_group_start` and its counterpart would.
+    Its groups and decisions are the engine's: a call by hand leaves the engine in the state in
+    which `fine_grained_offloading_group_start` and its counterpart would.
 
     Args:
         min_offloaded_tensor_size: smaller tensors stay on the device; in elements.
         cpu_tensor_pool: where `offload` takes host memory; by default the manager's pool.
-        max_inflight_offloads: most groups of one name whose device memory is held for their copies;
-            None sets no such bound.
+        max_inflight_offloads: most groups of one name in flight; None sets no bound.
     """
 
     manager: PipelineOffloadManager
@@ -111,15 +109,9 @@ class ChunkOffloadHandler:
     ) -> HostState:
         """Copy one tensor to the host; the compute stream waits for the copy, the host doesn't.
 
-        Args:
-            src_tensor: any tensor; its elements are copied in order, whatever its strides.
-            pin_memory: page-lock host memory that is not the pool's.
-            use_cpu_pool: take the host memory from `cpu_tensor_pool`, for `reload` to give back;
-                False allocates it.
-
-        Returns:
-            What to hand to `reload`: the device, the copy, and whether the pool has lent it.
-            A `RuntimeError` says that the pool is full.
+        Returns what to hand to `reload`: the device, the copy, and whether `cpu_tensor_pool` has
+        lent it. Without ``use_cpu_pool`` it is allocated, page-locked unless ``pin_memory`` is off.
+        A `RuntimeError` says that the pool is full.
         """
         backend = self.manager.backend
         source = src_tensor.detach().contiguous()
@@ -137,8 +129,7 @@ class ChunkOffloadHandler:
     def reload(self, state: HostState, non_blocking: bool | None = None) -> torch.Tensor:
         """Bring back what `offload` has copied, once where the pool has lent the copy.
 
-        With ``non_blocking=False`` the host waits for the tensor. A `ValueError` says that the pool
-        was reset since, so that the copy may be overwritten.
+        With ``non_blocking=False`` the host waits. A `ValueError`: the pool was reset since.
         """
         _, copy, is_lent = state
         backend = self.manager.backend
@@ -154,10 +145,7 @@ class ChunkOffloadHandler:
         return tensor
 
     def tensor_push(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
-        """Record an activation for the open group that was started last; the pack hook.
-
-        What is no activation on this device is returned as it is.
-        """
+        """Record an activation for the newest open group; the pack hook. Others pass through."""
         if type(tensor) is not torch.Tensor or not self.manager.backend.owns(tensor):
             return tensor
         return self.chunk.pack(self._pending(), tensor)
@@ -180,8 +168,7 @@ class ChunkOffloadHandler:
     def on_group_commit_forward(self, *args: Any, **kwargs: Any) -> OffloadGroup | None:
         """Close a group and issue its copies, if the policy moves it; None where none is open.
 
-        Call forms: ``(forced_released_tensors)``, which closes the group that was started last, and
-        ``(name, forced_released_tensors)``.
+        Call forms: ``(forced_released_tensors)``, ``(name, forced_released_tensors)``.
         """
         found = read_arguments("on_group_commit_forward", args, kwargs)
         return self.commit(found.get("name"), found["forced_released_tensors"] or ())
@@ -209,10 +196,7 @@ class ChunkOffloadHandler:
         return self.manager.engine.would_offload(self._pending(group))
 
     def bulk_offload(self, *args: Any, **kwargs: Any) -> None:
-        """Close a group, which must be open, and issue its copies if `should_bulk_offload`.
-
-        Call forms are those of `on_group_commit_forward`.
-        """
+        """Do as `on_group_commit_forward`; the group must be open."""
         found = read_arguments("bulk_offload", args, kwargs)
         group = self._pending(name=found.get("name"))
         self.chunk.open_groups.remove(group)
@@ -280,10 +264,9 @@ class ChunkOffloadHandler:
     # The chunk's groups
 
     def find_group_with_name(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first group of a name, or None.
+        """Return the first group of a name, or None: of this chunk, or of ``groups``.
 
-        Call forms: ``(name, start_index=0)``, which looks through this chunk, and
-        ``(groups, name, start_index=0)``.
+        Call forms: ``(name, start_index=0)`` and ``(groups, name, start_index=0)``.
         """
         found = read_arguments("find_group_with_name", args, kwargs)
         groups = found.get("groups", self.chunk.groups)[found["start_index"] :]
@@ -339,31 +322,7 @@ class _Order:
         """What the engine had reached last when `current` was taken."""
 
 
-class _OneInProcess(type):
-    """Makes `OFFLOAD_MGR` the engine's one manager, to read and to set."""
-
-    _last: PipelineOffloadManager | None = None
-
-    @property
-    def OFFLOAD_MGR(cls) -> PipelineOffloadManager | None:  # noqa: N802 - the documented name
-        """The process's manager; None before it was asked for.
-
-        May be set: to another, or to None for a new one of the same configuration.
-        """
-        engine, last = Engine.instance, _OneInProcess._last
-        if engine is not None and (last is None or last.engine is not engine):
-            last = _OneInProcess._last = PipelineOffloadManager(engine=engine)
-        return None if engine is None else last
-
-    @OFFLOAD_MGR.setter
-    def OFFLOAD_MGR(cls, manager: PipelineOffloadManager | None) -> None:  # noqa: N802
-        if manager is None:
-            Engine.reset_instance()
-        else:
-            _OneInProcess._last, Engine.instance = manager, manager.engine
-
-
-class PipelineOffloadManager(metaclass=_OneInProcess):
+class PipelineOffloadManager:
     """Megatron's manager: its documented names, and the engine's for whoever runs a step.
 
     Args:
@@ -371,6 +330,8 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         backend: where tensors live; by default what ``config.backend`` names.
         engine: a manager of the engine to hold, in place of a new one of ``config``.
     """
+
+    _last: ClassVar[PipelineOffloadManager | None] = None
 
     def __init__(
         self,
@@ -388,11 +349,11 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
-        """Return the process's manager, made at the first call."""
-        Engine.get_instance()
-        manager = PipelineOffloadManager.OFFLOAD_MGR
-        assert manager is not None
-        return manager
+        """Return the process's manager, made at the first call; a view of the engine's."""
+        engine, last = Engine.get_instance(), PipelineOffloadManager._last
+        if last is None or last.engine is not engine:
+            last = PipelineOffloadManager._last = PipelineOffloadManager(engine=engine)
+        return last
 
     @classmethod
     def reset_instance(cls) -> None:
@@ -444,21 +405,11 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     def init_model_chunk_offload_handler(self, *args: Any, **kwargs: Any) -> None:
         """Begin the forward of one microbatch on one virtual pipeline stage.
 
-        Call forms::
-
-            (vp_size, vp_stage, min_offloaded_tensor_size=1048576)
-            (pp_rank, vp_size, vp_stage, min_offloaded_tensor_size=1048576,
-             delta_offload_bytes_across_pp_ranks=0, activation_offload_fraction=1.0,
-             max_inflight_offloads=None)
-
-        Three bare positions fit both; the form is taken whose stage lies within its size, the first
-        where both do. The first form doesn't say the pipeline rank: `megatron_core.install` does.
-        The smallest size is in elements; ``max_inflight_offloads`` bounds the groups of one name in
-        flight (0: the compute stream waits at every commit). What was set in this package's own
-        configuration wins: see the engine's `begin_chunk`.
-
-        Raises:
-            TypeError: the arguments fit neither form.
+        Call forms (`megatron_call_forms`): ``(vp_size, vp_stage, min_offloaded_tensor_size)``, and
+        from 0.17 on ``(pp_rank, vp_size, vp_stage, ...)``. The smallest size is in elements;
+        ``max_inflight_offloads`` bounds the groups of one name in flight (0: the compute stream
+        waits at every commit). What this package's own configuration sets wins: see the engine's
+        `begin_chunk`. Arguments that fit neither form are a `TypeError`.
         """
         found = read_arguments("init_model_chunk_offload_handler", args, kwargs)
         chunk = self.engine.begin_chunk(
@@ -515,10 +466,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             self.flush()
 
     def flush(self) -> None:
-        """Queue for backward the staged chunks of all stages but the last, the last of them first.
-
-        Not before all stages have had as many forwards; the last stage's are queued at once.
-        """
+        """Queue the staged chunks for backward, last stage first, once all had as many forwards."""
         staged = self._order.staged
         if len({len(handlers) for handlers in staged}) == 1:
             for handlers in reversed(staged[:-1]):
@@ -586,11 +534,9 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     # Delayed commits
 
     def push_offload_groups(self, *args: Any, **kwargs: Any) -> None:
-        """Put off a commit until `flush_delayed_groups`.
+        """Put off a commit until `flush_delayed_groups`; a chunk's own closes its group at once.
 
-        Call forms: ``(group_hook, forced_released_tensors)`` and
-        ``(group_hook, name, forced_released_tensors)``. A chunk's ``on_group_commit_forward``
-        closes its group here and now, so that later groups can't be taken for it.
+        Call forms: ``(group_hook, forced_released_tensors)``, and with ``name`` between.
         """
         found = read_arguments("push_offload_groups", args, kwargs)
         hook, forced = found["group_hook"], found["forced_released_tensors"]
@@ -612,20 +558,13 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     # The step
 
     def reset(self, process_group: Any = None) -> None:
-        """End the training step: release what is in flight, learn, and count from zero.
-
-        What `cpu_tensor_pool` has lent and not got back is free again. ``process_group`` has no
-        effect: this holds no collective.
-        """
+        """End the training step, and take back what `cpu_tensor_pool` has lent; no collective."""
         self.engine.reset()
         if self._pool is not None:
             self._pool.reset()
 
     def post_warmup_callback(self) -> None:
-        """End the first step where nobody has, and print what leaves; collective for the table.
-
-        A step with a graph that is alive goes on.
-        """
+        """End the first step where nobody has, and print what leaves; collective for the table."""
         self.engine.end_step_if_over()
         print_offload_summary_table(self.offload_summary_bytes)
 
