@@ -203,6 +203,7 @@ class _Costs:
             backward_us=product_us + weight_us + self.us_of_traffic(3 * norm_bytes),
             kept_bytes=kept_bytes,
             weight_us=weight_us,
+            gradient_bytes=output_bytes,
             forward_temp_bytes=output_bytes + gathered_bytes,
             backward_temp_bytes=gradient_bytes + input_bytes + output_bytes + gathered_bytes,
             units=tuple(unit for unit in units if unit.num_bytes >= self.model.min_tensor_bytes),

@@ -46,6 +46,8 @@ class GroupWork:
     """What it saves besides, that can't move (too small, or something else holds it)."""
     weight_us: float = 0.0
     """The part of ``backward_us`` for gradients of weights, which a split backward runs apart."""
+    gradient_bytes: int = 0
+    """Gradients of its output, which a split backward keeps for that part."""
     forward_temp_bytes: int = 0
     """The most its forward takes for a while beyond what it saves."""
     backward_temp_bytes: int = 0

@@ -8,7 +8,8 @@ Memory is counted as the allocator sees it: in the order of the compute stream's
 takes device memory until the compute stream has waited for its copy, a reload's target from its
 issue on, and host memory is taken from the issue of the offload to that of the reload. What a split
 backward needs stays until its part for weights has run, although the engine has left the group by
-then.
+then. As with torch's pipelining that is all that was saved up to the last group with weights, for
+autograd holds the whole graph in front of it, and the gradients of the outputs; not the loss.
 """
 
 from __future__ import annotations
@@ -195,9 +196,13 @@ class _Replay:
     def _backward(self, one: Pass) -> None:
         stage = self._job.stages[one.stage]
         chunk = self._chunks[one.stage, one.microbatch]
+        is_needed = False
         for place in reversed(range(len(chunk))):
             group = chunk[place]
             work = group.work
+            if not group.is_alive:
+                continue
+            is_needed |= work.is_marked or work.weight_us > 0
             us = work.backward_us
             if one.kind is PassKind.WEIGHT:
                 us = work.weight_us
@@ -210,9 +215,14 @@ class _Replay:
                 self._await_reload(group)
             if work.remade and one.kind is not PassKind.WEIGHT:
                 self._make_again(chunk, place)
-            is_last = one.kind is not PassKind.INPUT
+            # A part for weights begins at the last group that has some: a loss behind is done with.
+            is_last = one.kind is not PassKind.INPUT or not is_needed
             temp_bytes = work.backward_temp_bytes + stage.buffer_bytes
             self._compute(us, temp_bytes, group, is_backward=True)
+            if one.kind is PassKind.WEIGHT:
+                self._count_device(-work.gradient_bytes)
+            elif not is_last:
+                self._count_device(work.gradient_bytes)
             if is_last:  # its memory goes with its graph, unless a copy still reads it
                 group.is_alive = False
                 self._count_device(-work.kept_bytes - (0 if group.is_in_window else work.num_bytes))

@@ -193,3 +193,16 @@ def test_units_are_made_again_where_a_virtual_stage_says_so():
     ):
         settings = RankSettings(recompute=tuple(frozenset({name}) for name in names))
         assert replay(job, 0, settings).remade_bytes == made
+
+
+def test_a_split_backward_keeps_gradients_for_the_weights_and_no_loss():
+    linear = work(10, weight_us=1.0, gradient_bytes=3)
+    loss = GroupWork("loss", 0, 1.0, 2.0, kept_bytes=100, is_marked=False)
+    stages = StageWork((linear,)), StageWork((linear, linear, loss))
+    job = Job(zero_bubble_h1(2, 2), stages, (0, 0))
+    # 1F0 1I0 1F1 1I1 1W0 1W1: the second forward comes on top of what the first part has left.
+    left = 2 * (10 + 3)
+    program = replay(job, 1, NO_OFFLOAD, records=True)
+    assert program.peak_device_bytes == left + 2 * 10 + 100
+    assert max(entry.saved_bytes for entry in program.memory) == left + 2 * 10 + 100
+    assert program.memory[-1].saved_bytes == 0
