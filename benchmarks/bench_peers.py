@@ -30,12 +30,15 @@ Each mode runs in processes of its own, which import what they need while the mo
 One that fails or takes too long is a row with its reason. Peaks and what the host holds are the
 most of the measured steps; in warm-up nothing is learned yet. R is the drop of the peak against
 ``none`` over the most bytes held on the host. Each mode begins by measuring what the link to the
-host gives all ranks together. ``--examine`` adds a step outside the measured ones to this package's
-own modes: it is traced (a Chrome trace for each mode; stalls by cause and the copies' bandwidths in
-the table). ``--profile`` adds one more, in which nothing moves, and writes what it showed to
-``profiles/MODE/profile_RANK.json``, to plan with (docs/planning.md). With ``--deterministic`` speed
-and bits come from one run: kernels give the same bits each time, and the command ends with exit
-code 1 if a mode of this package gives others than ``none``.
+host gives all ranks together.
+
+``--examine`` adds a step outside the measured ones to this package's own modes: it is traced, to
+``traces/MODE/trace_RANK.json``, of which ``megatron-offload trace`` makes a picture, and the table
+has its stalls by cause and the copies' bandwidths. ``--profile`` adds one more, in which nothing
+moves, and writes what it showed to ``profiles/MODE/profile_RANK.json``, to plan with
+(docs/planning.md). With ``--deterministic`` speed and bits come from one run: kernels give the same
+bits each time, and the command ends with exit code 1 if a mode of this package gives others than
+``none``.
 ``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
 """
 
@@ -284,30 +287,17 @@ class ModeRun:
     def _collect(self, folder):
         """Keep what the ranks have left beside their numbers, which are returned."""
         output = self._options.output
-        if traces := sorted(folder.glob("trace*.json")):
-            keep_traces(traces, output / "traces" / f"{self._label}.json")
-        if (plan := folder / "plan.json").exists():
-            (output / "plans").mkdir(exist_ok=True)
-            shutil.copy(plan, output / "plans" / f"{self._label}.json")
-        if profiles := sorted(folder.glob("profile_*.json")):
-            keep_profiles(profiles, output / "profiles" / self._label)
+        for kind in ("trace", "plan", "profile"):
+            if files := sorted(folder.glob(f"{kind}*.json")):
+                keep(files, output / f"{kind}s" / self._label)
         files = (folder / f"rank{rank}.json" for rank in range(self._options.sizes["pp"]))
         return [json.loads(file.read_text()) for file in files]
 
 
-def keep_traces(paths, path):
-    """Put the traces of a mode's ranks into one file."""
-    sys.path.insert(0, str(ROOT))
-    from megatron_offload.core.trace import read_traces, write_traces
-
-    write_traces(path, [trace for one in paths for trace in read_traces(one)])
-
-
-def keep_profiles(paths, folder):
-    """Put the profiles of a mode's ranks into a folder of their own, in the place of older ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("profile_*.json"):
-        old.unlink()
+def keep(paths, folder):
+    """Put files into a folder of their own, in the place of older ones."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for path in paths:
         shutil.copyfile(path, folder / path.name)
 

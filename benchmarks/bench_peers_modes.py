@@ -179,7 +179,7 @@ class Ours(Marked):
 
         with trace_step(self.manager, rank) as trace:
             yield
-        trace.write_chrome(Path(self.spec["results"]) / f"trace{rank}.json")
+        trace.write_chrome(Path(self.spec["results"]) / f"trace_{rank}.json")
         summary = trace.summary()
         self.examination = {
             "traced_step_us": summary.duration_us,
@@ -212,6 +212,8 @@ class Ours(Marked):
         return {
             "held_bytes": self.held_bytes,
             "d2h_bytes": stats.offloaded_bytes,
+            "remade_bytes": stats.remade_bytes,
+            "refused_recipe_bytes": stats.refused_recipe_bytes,
             "h2d_bytes": stats.reloaded_bytes,
             "pinned_bytes": pool.peak_slab_bytes,
             "pinned_now_bytes": pool.slab_bytes_total,

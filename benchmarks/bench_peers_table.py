@@ -20,7 +20,8 @@ PEAKS = (
 )
 HELD = ("pinned_bytes", "torch_pinned_bytes", "held_bytes")
 STEADY = (
-    *("d2h_bytes", "h2d_bytes", "kept_bytes", "refused_bytes", "held_elsewhere_bytes"),
+    *("d2h_bytes", "h2d_bytes", "kept_bytes", "remade_bytes"),
+    *("refused_recipe_bytes", "refused_bytes", "held_elsewhere_bytes"),
     *("late_reloads", "early_returns", "num_groups", "max_inflight_bytes", "prefetch_bytes"),
     *("pinned_now_bytes", "in_use_bytes", "link_gbps", "gbps", "stall_us"),
 )
@@ -108,7 +109,7 @@ def _highest(values):
 
 HEAD = (
     *("mode", "rank", "ms", "ratio", "alloc", "reserved", "ever", "pinned", "held"),
-    *("moved", "back", "kept", "R alloc", "R res", "late", "early", "refused"),
+    *("moved", "back", "kept", "remade", "R alloc", "R res", "late", "early", "refused"),
     *("bitwise", "loss", "gradients"),
 )
 LINK_HEAD = (
@@ -170,7 +171,7 @@ def _cells_of(row):
         f"{row['step_ms']:.1f}",
         "-" if ratio is None else f"{(ratio - 1) * 100:+.2f}%",
         *(_gib(row[key]) for key in (PEAKS[0], PEAKS[1], PEAKS[3])),
-        *(_gib(row.get(key)) for key in ("pinned_bytes", "held_bytes", *STEADY[:3])),
+        *(_gib(row.get(key)) for key in ("pinned_bytes", "held_bytes", *STEADY[:4])),
         *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("r_allocated", "r_reserved")),
         *(str(row.get(key, "-")) for key in ("late_reloads", "early_returns")),
         _gib(row.get("refused_bytes")),

@@ -91,7 +91,6 @@ NOT_RUN_PREFIXES = {
     "PYTHONPATH=.venv/megatron-core-later .venv/bin/python benchmarks/bench_": _BENCHMARK,
     "python3 scripts/check_bitwise.py ": "trains 126 models; tests/test_check_bitwise.py",
     "python3 scripts/soak.py ": "takes many minutes; tests/test_soak.py",
-    "python scripts/trace_step.py --backend cuda": "needs a GPU",
 }
 
 SLOW_PREFIXES = tuple(f"megatron-offload {name}" for name in ("compare", "doctor", "plan", "train"))

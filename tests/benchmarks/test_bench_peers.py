@@ -213,7 +213,7 @@ def test_the_profiles_of_a_mode_take_the_place_of_older_ones(tmp_path):
     (folder / "profile_7.json").write_text("of more ranks")
     new = tmp_path / "profile_0.json"
     new.write_text("new")
-    bench_peers.keep_profiles([new], folder)
+    bench_peers.keep([new], folder)
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"profile_0.json": "new"}
 
 
