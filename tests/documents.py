@@ -199,7 +199,6 @@ PRELUDES = {
         "save_file({'weight': torch.ones(2)}, folder / 'stage_0_0.safetensors')\n",
         "assert torch.equal(state['weight'], torch.ones(2))",
     ),
-    "with find_host_syncs(": (_LAYERS, ""),
     "megatron_moe.install()": ("", ""),
     "set_activation_offloading(fc1, True)": (
         "from types import SimpleNamespace\n"

@@ -80,7 +80,7 @@ def test_a_plain_pytorch_user_installs_neither_megatron_nor_a_solver(wheel):
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
     assert names <= {
         *("torch", "numpy", "pydantic", "pydantic-settings", "pyyaml", "rich", "packaging"),
-        *("filelock", "nvidia-ml-py", "psutil"),
+        *("filelock", "nvidia-ml-py"),
     }
 
 

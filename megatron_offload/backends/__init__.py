@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from megatron_offload.config import OffloadConfig
@@ -22,13 +20,6 @@ def visible_devices() -> tuple[DeviceInfo, ...]:
     from megatron_offload.backends import cuda
 
     return cuda.visible_devices()
-
-
-def watch_syncs(report: Callable[[], None]) -> AbstractContextManager[None]:
-    """Return a context that calls ``report`` where PyTorch says that the host waits for CUDA."""
-    from megatron_offload.backends import cuda
-
-    return cuda.watch_syncs(report) if cuda.is_available() else contextlib.nullcontext()
 
 
 def current_device(config: OffloadConfig) -> Hashable:

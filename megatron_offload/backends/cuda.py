@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from megatron_offload.backends.numa import near_cpus, running_on
 from megatron_offload.errors import IntegrationError
 
 _logger = logging.getLogger(__name__)
-
-_SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
 def is_available() -> bool:
@@ -38,26 +35,6 @@ def visible_devices() -> tuple[DeviceInfo, ...]:
     if not is_available():
         return ()
     return tuple(_describe(index) for index in range(torch.cuda.device_count()))
-
-
-@contextlib.contextmanager
-def watch_syncs(report: Callable[[], None]) -> Iterator[None]:
-    """Call ``report``, from within the call that waits, as PyTorch's sync debug mode warns."""
-    with warnings.catch_warnings(), contextlib.ExitStack() as undo:
-        show = warnings.showwarning
-
-        def see(message: Any, category: Any, *place: Any, **more: Any) -> None:
-            if str(message).startswith(_SYNC_WARNING):
-                report()
-            else:
-                show(message, category, *place, **more)
-
-        warnings.showwarning = see
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        warnings.filterwarnings("always", message=_SYNC_WARNING)
-        undo.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
-        torch.cuda.set_sync_debug_mode("warn")
-        yield
 
 
 class CudaBackend(Backend):

@@ -24,19 +24,17 @@ def near_cpus(address: str | None, *, sysfs: Path = Path("/sys")) -> frozenset[i
 
 
 @contextlib.contextmanager
-def running_on(cpus: frozenset[int]) -> Iterator[bool]:
-    """Run this thread on some CPUs inside; yield whether it does, or ran there anyway.
+def running_on(cpus: frozenset[int]) -> Iterator[None]:
+    """Run this thread on some CPUs inside, if it may.
 
     The kernel takes memory that nobody has touched yet from where the thread runs that touches it.
     """
     before = os.sched_getaffinity(0)
-    is_there = before <= cpus
-    if cpus and not is_there:
+    if cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cpus)
-            is_there = True
     try:
-        yield is_there
+        yield
     finally:
-        if os.sched_getaffinity(0) != before:
+        if cpus:
             os.sched_setaffinity(0, before)

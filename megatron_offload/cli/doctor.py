@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,6 @@ from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Finding, examine
-from megatron_offload.machine.host_syncs import HostSync
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.report.console import console, plain_table
 
@@ -89,17 +87,3 @@ def rates_table(profile: MachineProfile) -> Table:
     rates = (gpu.rates.model_dump().values() for gpu in profile.gpus)
     rows = ([index, *(f"{rate:.1f}" for rate in mine)] for index, mine in enumerate(rates))
     return plain_table(f"Copies, GB/s (10^9 bytes), measured {when}", columns, 0, rows)
-
-
-def sync_table(syncs: Counter[HostSync], num_steps: int = 1) -> Table:
-    """Return one line for each place where the host waited in some steps, most often first."""
-    rows = (
-        (
-            f"{sync.file}:{sync.line}" if sync.file else "no Python code",
-            sync.call,
-            f"{n / num_steps:g}",
-        )
-        for sync, n in syncs.most_common()
-    )
-    columns = ["place", "source", "times a step"]
-    return plain_table("Where the host waits for the device", columns, 2, rows)

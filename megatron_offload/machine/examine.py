@@ -16,14 +16,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.base import DeviceInfo
 from megatron_offload.backends.host_limit import default_cap_bytes
-from megatron_offload.backends.numa import near_cpus, running_on
+from megatron_offload.backends.numa import near_cpus
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import shorten
@@ -51,7 +50,11 @@ _GOOD_SHARE = 0.7
 _FREE_SHARE = 0.9
 """A rate that falls no further than this, when others copy too, is as good as undisturbed."""
 
-_MUCH_SWAP_BYTES = 1024**3
+_SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel and copy, so that nothing overlaps",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every release waits for the device",
+}
+"""Variables that make offload slow, and how."""
 
 Level = Literal["ok", "note", "warning", "error"]
 """``note``: worth knowing; ``warning``: offload works and costs more than it should; ``error``: it
@@ -121,8 +124,6 @@ def examine(
         findings.append(check_iommu(index, address, root=root))
     findings += [
         check_host_memory(max(1, len(devices)), OffloadConfig().host_slab_bytes, root=root),
-        check_swap(),
-        check_memlock(),
         *check_environment(environ),
         *check_versions(),
     ]
@@ -151,12 +152,8 @@ def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Fin
     """Hold what copies reach against what their link carries, where possible while they run."""
     title = f"GPU {index}: link"
     if rates is None:
-        advice = "measure it: leave out --no-bandwidth"
-        if path is None:
-            return Finding("note", title, "unknown: the driver doesn't show it", advice)
-        if path.now == path.most:
-            return Finding("ok", title, str(path.now))
-        return Finding("note", title, f"{path.now} of {path.most} while idle", advice)
+        found = f"{path.now} of {path.most} while idle" if path else "the driver doesn't show it"
+        return Finding("note", title, found, "measure it: leave out --no-bandwidth")
     alone = f"{rates.d2h_gbps:.1f} GB/s to the host, {rates.h2d_gbps:.1f} back"
     if path is None:
         return Finding("ok", title, f"{alone}; the driver doesn't show it")
@@ -164,18 +161,13 @@ def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Fin
         return Finding("ok", title, f"{alone}, of {path.most}")
     if path.now.gbps < path.most.gbps:
         found = f"{alone}; the link runs as {path.now}, and the GPU could do {path.most}"
-        advice = "see that the GPU sits firmly in a slot of that width, and what riser, BIOS and "
-        advice += "board allow"
-    else:
-        found = f"{alone}, of {path.now}"
         advice = (
-            "see the findings on memory nodes and IOMMU, whether a link on the way is narrower "
+            "see that the GPU sits firmly in a slot of that width, and what BIOS and board allow"
         )
-        advice += (
-            "or shared (lspci -vv), whether something else copies, and, in a virtual machine, "
-        )
-        advice += "how its memory is placed"
-    return Finding("warning", title, found, advice)
+        return Finding("warning", title, found, advice)
+    advice = "see the findings on memory nodes and IOMMU, whether a link on the way is narrower or "
+    advice += "shared (lspci -vv), whether something else copies, and, in a virtual machine, how "
+    return Finding("warning", title, f"{alone}, of {path.now}", advice + "its memory is placed")
 
 
 def check_node_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
@@ -220,20 +212,13 @@ def check_memory_node(index: int, address: str | None, *, root: Path = Path("/")
     if not near:
         advice = "on a machine with several, bind each rank to the node next to its GPU (numactl, "
         return Finding("note", title, "unknown", advice + "nvidia-smi topo -m)")
-    own = os.sched_getaffinity(0)
-    if own & near:
+    if os.sched_getaffinity(0) & near:
         return Finding("ok", title, "pinned memory comes from next to it")
-    with running_on(near) as is_there:
-        cpus = f"--physcpubind={min(near)}-{max(near)}"
-        if is_there:
-            found = "pinned memory comes from next to it, but no CPU of this process is there"
-            advice = f"launches take longer from afar: bind the rank (numactl {cpus})"
-            return Finding("note", title, found, advice)
-    found = "this process may not run next to it, so its pinned memory comes from another node"
     advice = (
-        f"give the job CPUs {min(near)}-{max(near)} (its cpuset, the container's --cpuset-cpus)"
+        f"give the rank CPUs of {min(near)} to {max(near)} (numactl --physcpubind; its cpuset, "
     )
-    return Finding("warning", title, found, advice)
+    advice += "the container's --cpuset-cpus): else launches, and maybe pinned memory, are far away"
+    return Finding("warning", title, "no CPU of this process is next to it", advice)
 
 
 def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")) -> Finding:
@@ -251,51 +236,23 @@ def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")
     return Finding("warning", "host memory", found, advice)
 
 
-def check_memlock() -> Finding:
-    """Say what the limit of locked memory is, and for whom."""
-    title = "locked memory (RLIMIT_MEMLOCK)"
-    limit_bytes, _ = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)
-    if limit_bytes == psutil.RLIM_INFINITY:
-        return Finding("ok", title, "no limit")
-    advice = "CUDA doesn't count what it pins, but RDMA does: ulimit -l unlimited (the container's "
-    advice += "--ulimit memlock=-1)"
-    return Finding("note", title, format_bytes(limit_bytes), advice)
-
-
-def check_swap() -> Finding:
-    """Say whether the machine swaps: pinned memory stays, so that others' goes."""
-    used_bytes = psutil.swap_memory().used
-    found = f"{format_bytes(used_bytes)} in use"
-    if used_bytes <= _MUCH_SWAP_BYTES:
-        return Finding("ok", "swap", found)
-    advice = "pinned memory pushes others out: lower host_memory_share, or see who needs so much"
-    return Finding("note", "swap", found, advice)
-
-
 # Environment and versions
 
 
 def check_environment(environ: Mapping[str, str]) -> list[Finding]:
     """Say which environment variables stand in the way of copies beside kernels, or help."""
     findings = [_check_allocator(environ)]
-
-    def add(level: Level, name: str, effect: str, when: str = "") -> None:
-        found = f"{shorten(repr(environ[name]))}: {effect}"
-        findings.append(Finding(level, name, found, f"unset {name}{when}"))
-
-    if environ.get(name := "CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        add("warning", name, "the host waits for every kernel and copy, so that nothing overlaps")
-    if environ.get(name := "PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
-        effect = "every allocation goes to the driver, and every release waits for the device"
-        add("warning", name, effect)
-    if environ.get(name := "NVTE_CPU_OFFLOAD_V1", "0") not in ("", "0"):
-        when = ", unless you compare the two, or Megatron-LM's own scripts ask for it"
-        add("note", name, "for megatron-core's own offload; this package does without", when)
+    for name, effect in _SLOW.items():
+        if environ.get(name, "0") not in ("", "0"):
+            found = f"{shorten(repr(environ[name]))}: {effect}"
+            findings.append(Finding("warning", name, found, f"unset {name}"))
     if environ.get(name := "CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        effect = "as Megatron asks with tensor parallelism on GPUs before Blackwell: all streams "
-        effect += "share one queue, in which a copy may stand behind a kernel"
-        when = " (then it is 8) where copies come late, and without tensor parallelism"
-        add("note", name, effect, when)
+        found = "as Megatron asks with tensor parallelism on GPUs before Blackwell: all streams "
+        found += "share one queue, in which a copy may stand behind a kernel"
+        advice = (
+            f"unset {name} (then it is 8) where copies come late, and without tensor parallelism"
+        )
+        findings.append(Finding("note", name, found, advice))
     return findings
 
 

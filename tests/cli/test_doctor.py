@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import asdict
 from datetime import UTC, datetime
 
 import pytest
 
 from megatron_offload.cli import doctor
-from megatron_offload.cli.doctor import sync_table
 from megatron_offload.cli.main import read_command
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.examine import Examination, Finding
-from megatron_offload.machine.host_syncs import HostSync
 from megatron_offload.machine.profile import CopyRates, GpuProfile, MachineProfile
-from megatron_offload.report.console import console
 
 FINE = Finding("ok", "swap", "0.0 GiB in use")
 MARKUP = Finding("warning", "[red]title[/red]", "found [bold]'\\x1b'", "[/nonsense] do it")
@@ -49,13 +45,6 @@ class Machine:
     def examine(self, *, bandwidth):
         self.asked.append(bandwidth)
         return self.examination
-
-
-def show(table):
-    out = console()
-    with out.capture() as capture:
-        out.print(table)
-    return capture.get()
 
 
 def test_tables_show_every_finding_and_every_rate(machine, capsys):
@@ -98,11 +87,3 @@ def test_an_output_that_can_t_be_is_refused_before_anything_is_measured(machine,
     with pytest.raises(ConfigError, match=r"--output .* is a folder; name a file"):
         doctor.run(options_of("--output", str(tmp_path)))
     assert machine.asked == []
-
-
-def test_the_table_of_waits_shows_place_call_and_number():
-    syncs = Counter({HostSync("train[b].py", 12, "losses[i].item()"): 6, HostSync("", 0, ""): 8})
-    lines = show(sync_table(syncs, num_steps=4)).split("\n")
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
-    assert ["", "no Python code", "", "2", ""] in rows
-    assert ["", "train[b].py:12", "losses[i].item()", "1.5", ""] in rows

@@ -422,3 +422,14 @@ def test_other_hooks_inside_a_group_and_around_it_keep_their_tensors(timing):
     manager.reset()
     assert manager.last_step.reloaded_bytes > 0
     assert_nothing_left(manager)
+
+
+def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):
+    model, manager = make_model(), make_manager()
+    order = one_forward_one_backward(4, depth=2)
+    for _ in range(3):
+        run_step(model, manager, order)
+    monkeypatch.setattr(manager.backend, "sync_copies", lambda: pytest.fail("the host waits"))
+    for _ in range(2):
+        run_step(model, manager, order)
+    assert manager.last_step.offloaded_bytes > 0

@@ -21,7 +21,6 @@ from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.profile import RunShape
 from megatron_offload.machine.bandwidth import measure_copies
 from megatron_offload.machine.examine import examine
-from megatron_offload.machine.host_syncs import find_host_syncs
 
 pytestmark = pytest.mark.gpu
 
@@ -115,45 +114,6 @@ def test_a_run_measures_its_gpu_and_plans_with_it():
     manager.close()
 
 
-class WaitsInBackward(torch.autograd.Function):
-    """Asks for a value on the host in its backward, on autograd's own thread."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        assert gradient.sum().item() >= 0
-        return gradient
-
-
-def test_lines_that_make_the_host_wait_are_found():
-    x = torch.ones(4, device="cuda", requires_grad=True)
-    torch.cuda.synchronize()
-    found_mode = torch.cuda.get_sync_debug_mode()
-    this = test_lines_that_make_the_host_wait_are_found
-    with find_host_syncs() as syncs:
-        for _ in range(2):
-            y = WaitsInBackward.apply(x * 2)
-            total = y.detach().sum().item() + 1
-            y.sum().backward()
-        torch.cuda.current_stream().synchronize()
-    assert total == 9
-    assert torch.cuda.get_sync_debug_mode() == found_mode
-    found = {sync.call: (sync, times) for sync, times in syncs.items()}
-    assert {call: times for call, (_, times) in found.items()} == {
-        "total = y.detach().sum().item() + 1": 2,
-        "assert gradient.sum().item() >= 0": 2,
-        "torch.cuda.current_stream().synchronize()": 1,
-    }
-    assert {sync.file for sync, _ in found.values()} == {__file__}
-    first_line = this.__code__.co_firstlineno
-    assert found["total = y.detach().sum().item() + 1"][0].line == first_line + 8
-    backward_line = WaitsInBackward.backward.__code__.co_firstlineno
-    assert found["assert gradient.sum().item() >= 0"][0].line == backward_line + 2
-
-
 def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):
     model = make_model()
     inputs = make_inputs(model)
@@ -163,10 +123,12 @@ def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):
     torch.cuda.synchronize()
     for owner in (torch.cuda, torch.cuda.Event):  # which PyTorch doesn't warn of
         monkeypatch.setattr(owner, "synchronize", lambda *_: pytest.fail("the host waits"))
-    with find_host_syncs() as syncs:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
         for _ in range(3):
             run_step(model, manager, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert manager.last_step.reloaded_bytes > 0
     monkeypatch.undo()
-    assert not syncs
     manager.close()
