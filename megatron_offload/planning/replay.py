@@ -15,17 +15,17 @@ autograd holds the whole graph in front of it, and the gradients of the outputs;
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
-from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings
+from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings, StageWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 
@@ -134,6 +134,7 @@ class _Replay:
         self._records = records
         self._passes = job.schedule.ranks[rank]
         self._own_stages = frozenset(job.schedule.stages_of(rank))
+        self._needs = {stage: _needs_of(job.stages[stage]) for stage in self._own_stages}
         self._chunks: dict[tuple[int, int], list[WorkGroup]] = {}
         self._num_chunks = 0
         self._has_gone_back = False
@@ -183,6 +184,8 @@ class _Replay:
             key = GroupKey(self._num_chunks, order if work.is_marked else -1)
             group = WorkGroup(key, work, self._budget)
             chunk.append(group)
+            if work.remade and work.is_marked:
+                group.needs = _keys(self._num_chunks, self._needs[one.stage][order])
             order += work.is_marked
             self._count_device(work.num_bytes + work.kept_bytes)  # what it leaves there
             temp_bytes = work.forward_temp_bytes + stage.buffer_bytes
@@ -238,8 +241,7 @@ class _Replay:
             self.program.remade_us += unit.us
             for distance in unit.parents:
                 parent = chunk[place - distance]
-                if distance and parent.work.is_marked and self._settings.offloads:
-                    self._decisions.bring_back(parent)
+                if distance:
                     self._await_reload(parent)
 
     def _exchange(self, kind: OpKind, one: Pass) -> None:
@@ -380,6 +382,23 @@ class _Replay:
             self.program.memory.append(MemoryCounts(position, *counts))
 
 
+def _needs_of(stage: StageWork) -> dict[int, list[int]]:
+    """Return which groups hold what others make theirs from, by the order of the marked."""
+    orders: dict[int, int] = {}
+    needs: dict[int, list[int]] = {}
+    for place, work in enumerate(stage.groups):
+        if work.is_marked:
+            orders[place] = len(orders)
+        if work.is_marked and work.remade:
+            places = {place - distance for unit in work.remade for distance in unit.parents}
+            needs[orders[place]] = sorted(orders[one] for one in places - {place} if one in orders)
+    return needs
+
+
+def _keys(chunk: int, orders: Iterable[int]) -> tuple[GroupKey, ...]:
+    return tuple(GroupKey(chunk, order) for order in orders)
+
+
 def _reused(uses: list[tuple[int, int]], pinned_bytes: int) -> dict[int, int]:
     """Return for each copy that takes reused host memory the last reload that empties it.
 
@@ -441,13 +460,18 @@ def step_profile(
     at_bytes: list[int] = []
     positions: dict[tuple[int, int], int] = {}
     passed_bytes = 0
+    needs = {stage: _needs_of(job.stages[stage]) for stage in job.schedule.stages_of(rank)}
     for one in job.schedule.ranks[rank]:
         marked = [work for work in job.stages[one.stage].groups if work.is_marked]
         if one.kind is PassKind.FORWARD and marked:
             position = positions[one.stage, one.microbatch] = len(positions)
             for index, work in enumerate(marked):
                 key = GroupKey(position, index)
-                groups.append(GroupProfile(key, work.name, work.num_bytes, passed_bytes))
+                group = GroupProfile(key, work.name, work.num_bytes, passed_bytes)
+                needed = _keys(position, needs[one.stage].get(index, ()))
+                if needed:
+                    group = group._replace(remade=(RemadeUnit("", 0, needs=needed),))
+                groups.append(group)
                 moving_bytes = 0 if key in kept else work.num_bytes
                 budget.add_saved(work.num_bytes, moving_bytes, is_learned=True)
                 passed_bytes += work.num_bytes

@@ -146,3 +146,23 @@ def test_another_kind_of_tensor_is_refused():
 
     with pytest.raises(CorruptionError, match=r"float64.*float32"):
         run(make_manager(), forward)
+
+
+def test_what_it_is_made_of_comes_back_before_it():
+    def forward(manager, x):
+        y = in_group(manager, lambda x: make(manager, F.gelu, save(x, x)), x, "source")
+        z = y * 1.0
+        for name in ("between", "between"):
+            z = in_group(manager, lambda z: save(z, z.detach() * 1.0), z, name)
+        z = in_group(manager, lambda z: save(z, y), z, "user")
+        return in_group(manager, lambda z: save(z, z.detach() * 1.0), z, "last")
+
+    manager = make_manager("eager", prefetch_bytes=2 * TENSOR_BYTES)
+    stats = check(manager, forward)
+    source, *_, user, _ = manager.last_profile.groups
+    assert (source.num_bytes, user.num_bytes) == (2 * TENSOR_BYTES, 0)
+    (unit,) = user.remade
+    assert (unit.num_bytes, unit.needs) == (TENSOR_BYTES, (source.key,))
+    # By the order of backwards alone those between would take the room.
+    assert stats.by_name["source"].num_late_reloads == 0
+    assert stats.by_name["source"].reloaded_bytes == 2 * TENSOR_BYTES

@@ -7,7 +7,8 @@ nothing. They must agree on what moves and in which order, on what is held, and 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, UnitWork
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 from megatron_offload.planning.simulate import simulate
@@ -30,21 +31,36 @@ NUM_STEPS = 6
 
 
 class Work(torch.autograd.Function):
-    """Saves one tensor, and takes virtual time; backward needs the tensor before it begins."""
+    """Saves its own and what is made of it and others, and takes virtual time.
+
+    Backward needs what is saved before it begins, the own first.
+    """
 
     @staticmethod
-    def forward(ctx, x, backend, work):
+    def forward(ctx, x, manager, work, own):
+        backend = manager.backend
         backend.advance_compute(work.forward_us)
-        ctx.save_for_backward(torch.zeros(work.num_bytes, dtype=torch.uint8))
+        saved = [own[0]]
+        for unit in work.units:
+
+            def make(*parents, unit=unit):
+                backend.advance_compute(unit.us * ctx.is_back)
+                return torch.zeros(unit.num_bytes, dtype=torch.uint8)
+
+            ctx.is_back = False
+            made = make()
+            ctx.is_back = True
+            manager.made_by(made, make, *(own[distance] for distance in unit.parents), unit=unit[0])
+            saved.append(made)
+        ctx.save_for_backward(*saved)
         ctx.backend, ctx.work = backend, work
         return x * 1.0
 
     @staticmethod
     def backward(ctx, grad):
-        (saved,) = ctx.saved_tensors
-        assert saved.nbytes == ctx.work.num_bytes
+        assert sum(saved.nbytes for saved in ctx.saved_tensors) == ctx.work.num_bytes
         ctx.backend.advance_compute(ctx.work.backward_us)
-        return grad * 1.0, None, None
+        return grad * 1.0, None, None, None
 
 
 @dataclass
@@ -57,6 +73,7 @@ class Seen:
     d2h: list
     h2d: list
     num_late: int
+    remade_bytes: int
     peak_host_bytes: int
     peak_saved_bytes: int
 
@@ -86,10 +103,10 @@ def run_engine(job, settings):
         stall_us = dict(backend.stall_us)
         meter.reset_peak()
         if number < NUM_STEPS - 1:
-            run_step(manager, backend, job, passes)
+            run_step(manager, job, passes, settings)
         else:
             with trace_step(manager) as trace:
-                run_step(manager, backend, job, passes)
+                run_step(manager, job, passes, settings)
     stats = manager.last_step
     lost = {wait.name: us - stall_us[wait] for wait, us in backend.stall_us.items()}
     seen = Seen(
@@ -99,6 +116,7 @@ def run_engine(job, settings):
         d2h=[span.label for span in trace.of("d2h")],
         h2d=[span.label for span in trace.of("h2d")],
         num_late=stats.num_late_reloads,
+        remade_bytes=stats.remade_bytes,
         peak_host_bytes=stats.peak_host_bytes,
         peak_saved_bytes=meter.peak_bytes,
     )
@@ -106,25 +124,44 @@ def run_engine(job, settings):
     return seen
 
 
-def run_step(manager, backend, job, passes):
+def run_step(manager, job, passes, settings):
     graphs = {}
     with manager.step():
         for one in passes:
             if one.kind is PassKind.FORWARD:
-                manager.begin_chunk(vp_stage=one.stage)
+                chunk = manager.begin_chunk(vp_stage=one.stage)
+                chunk.rules.recompute = settings.recompute[one.stage]
+                own, groups = [], job.stages[one.stage].groups
                 x = torch.ones(1, requires_grad=True) * 1.0
-                for work in job.stages[one.stage].groups:
+                for work, following in zip_longest(groups, groups[1:]):
+                    num_bytes = work.num_bytes - sum(unit.num_bytes for unit in work.units)
+                    own = [torch.zeros(num_bytes, dtype=torch.uint8), *own[:1]]
                     x = start_group(manager, x, work.name)
                     with manager:
-                        y = Work.apply(x, backend, work)
+                        y = Work.apply(x, manager, work, own)
+                    if following is None or not any(1 in unit.parents for unit in following.units):
+                        own.clear()
                     x = commit_group(manager, y, work.name)
                 graphs[one.stage, one.microbatch] = x
-                del x, y
+                del x, y, own
             else:
                 graphs.pop((one.stage, one.microbatch)).sum().backward()
 
 
-def random_job(rng):
+def random_units(rng, sizes, is_first):
+    """Return what a group has of one or two units, made from its own or the group before's.
+
+    What needs that group comes first: the simulator waits for it before it makes any.
+    """
+    units = [
+        UnitWork(rng.choice("ab"), rng.choice(sizes), rng.randint(1, 20), tuple(parents))
+        for parents in rng.choices([[], [0], [0, 1], [1]], k=rng.choice([0, 1, 1, 2]))
+        if not (is_first and 1 in parents)
+    ]
+    return tuple(sorted(units, key=lambda unit: 1 not in unit.parents))
+
+
+def random_job(rng, *, with_units=False):
     """Return a step of one rank: chunks of one or two stages, in any order that can run."""
     num_stages, num_microbatches = rng.choice([1, 1, 2]), rng.randint(1, 8)
     sizes = [rng.randint(1, 8) * 4 * KIB for _ in range(3)]
@@ -137,6 +174,16 @@ def random_job(rng):
         )
         for _ in range(num_stages)
     )
+    if with_units:
+        stages = tuple(
+            StageWork(
+                tuple(
+                    with_units_of(group, random_units(rng, sizes, index == 0))
+                    for index, group in enumerate(stage.groups)
+                )
+            )
+            for stage in stages
+        )
     depth = rng.randint(1, num_microbatches)
     passes, open_ones = [], []
     for microbatch in range(num_microbatches):
@@ -160,11 +207,19 @@ def random_job(rng):
     return Job(schedule, stages, (0,), machine)
 
 
+def with_units_of(group, units):
+    num_bytes = group.num_bytes + sum(unit.num_bytes for unit in units)
+    return replace(group, num_bytes=num_bytes, units=units)
+
+
 def backward_of(num_stages, microbatch):
     return [Pass(stage, PassKind.BACKWARD, microbatch) for stage in reversed(range(num_stages))]
 
 
-def random_settings(rng, job, host_slab_bytes):
+def random_settings(rng, job, host_slab_bytes, *, with_units=False):
+    recompute = [
+        frozenset(rng.choice(["", "a", "b", "ab"]) if with_units else "") for _ in job.stages
+    ]
     keys = [group.key for group in step_profile(job, 0).groups]
     return RankSettings(
         kept=frozenset(key for key in keys if rng.random() < 0.1),
@@ -172,22 +227,24 @@ def random_settings(rng, job, host_slab_bytes):
         max_inflight_bytes=rng.choice([None, 0, 16 * KIB, 32 * KIB, 64 * KIB]),
         prefetch_bytes=rng.choice([None, 0, 32 * KIB, 64 * KIB]),
         host_slab_bytes=host_slab_bytes,
+        recompute=tuple(recompute),
     )
 
 
-def both(seed, host_slab_bytes):
+def both(seed, host_slab_bytes, *, with_units=False):
     rng = random.Random(seed)
-    job = random_job(rng)
-    settings = random_settings(rng, job, host_slab_bytes)
-    return run_engine(job, settings), simulate(job, settings, record=True)
+    job = random_job(rng, with_units=with_units)
+    settings = random_settings(rng, job, host_slab_bytes, with_units=with_units)
+    return run_engine(job, settings), simulate(job, settings, record=True), job
 
 
-def assert_same_decisions(seen, rank):
+def assert_same_decisions(seen, rank, units=()):
     assert [span.label for span in rank.trace.of("d2h")] == seen.d2h
     assert [span.label for span in rank.trace.of("h2d")] == seen.h2d
     assert rank.num_late == seen.num_late
     assert rank.peak_host_bytes == seen.peak_host_bytes
-    assert rank.peak_device_bytes == seen.peak_saved_bytes
+    if not any(1 in unit.parents for unit in units):  # else the forward itself still has it
+        assert rank.peak_device_bytes == seen.peak_saved_bytes
 
 
 RARE = (
@@ -198,7 +255,7 @@ RARE = (
 
 @pytest.mark.parametrize("seed", [*range(60), *RARE])
 def test_the_simulator_does_what_the_engine_does_at_the_same_times(seed):
-    seen, simulation = both(seed, 4096 * KIB)
+    seen, simulation, _ = both(seed, 4096 * KIB)
     rank = simulation.ranks[0]
     assert_same_decisions(seen, rank)
     if seed not in (16, 21):
@@ -222,8 +279,20 @@ def test_where_pinned_memory_is_tight_the_times_are_near():
     # Which place of the pool a copy gets is guessed: the simulator knows no best fit.
     errors = []
     for seed in range(40):
-        seen, simulation = both(seed, 16 * KIB)
+        seen, simulation, _ = both(seed, 16 * KIB)
         assert_same_decisions(seen, simulation.ranks[0])
         errors.append(abs(simulation.step_us / seen.step_us - 1))
     assert max(errors) < 0.12
     assert sum(error < 0.01 for error in errors) >= 35
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_made_again_is_simulated_too(seed):
+    seen, simulation, job = both(seed, 4096 * KIB, with_units=True)
+    rank = simulation.ranks[0]
+    units = [unit for stage in job.stages for group in stage.groups for unit in group.units]
+    assert_same_decisions(seen, rank, units)
+    assert rank.remade_bytes == seen.remade_bytes
+    assert simulation.step_us == pytest.approx(seen.step_us, rel=1e-9)
+    assert rank.stall_us[RELEASE] == pytest.approx(seen.release_us, abs=1e-6)
+    assert rank.stall_us[RELOAD] == pytest.approx(seen.reload_us, abs=1e-6)
