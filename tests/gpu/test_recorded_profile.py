@@ -8,7 +8,9 @@ from programs import assert_nothing_left, assert_same
 from test_cuda import MIB, make_inputs, make_manager, make_model, run_step
 
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.observe.recorder import profile_step
+from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.profile_file import load_profile, save_profile
 from megatron_offload.planning.profiled_job import measured_peak_bytes
 
@@ -164,3 +166,20 @@ def test_the_peaks_of_the_process_are_told_though_they_are_reset():
     assert torch.cuda.max_memory_allocated() >= 4096 * MIB
     assert {sample.peak_bytes for sample in recorded.profile.memory} == {0}
     manager.close()
+
+
+def test_times_of_a_real_device():
+    manager = make_manager(prefetch_bytes=0)
+    x = torch.ones(16 << 20, device="cuda", requires_grad=True) * 1
+    with trace_step(manager) as trace, manager.step():
+        manager.begin_chunk()
+        y = start_group(manager, x, "x")
+        with manager:
+            y = y.exp()
+        commit_group(manager, y, "x").sum().backward()
+    num_bytes = x.nbytes
+    (d2h,), (h2d,) = trace.of("d2h"), trace.of("h2d")
+    assert 0 <= d2h.start_us < d2h.end_us <= h2d.start_us < h2d.end_us
+    summary = trace.summary()
+    assert summary.num_bytes == {"d2h": num_bytes, "h2d": num_bytes}
+    assert summary.copy_stall_us == pytest.approx(h2d.end_us - d2h.start_us, rel=0.5)
