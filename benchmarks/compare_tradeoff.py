@@ -1,24 +1,24 @@
-"""Memory against step time on four H200s, as measured by runs that plan, and as simulated.
+"""Memory against step time, as `bench_peers.py` has measured it, and as it is simulated.
 
-    python benchmarks/compare_tradeoff.py
+    python benchmarks/compare_tradeoff.py [BENCH_PEERS.json PROFILES_FOLDER]
 
-Measured is docs/benchmarks/h200/planned_c.json: `auto` and four memory targets, each beside no
-offload. Simulated are plans for the same targets, made and simulated from the profiles of another
-run of that job (docs/benchmarks/h200/profiles_c), with the node's bandwidths as the measured run's
-no offload has found them; nothing is fitted. Writes docs/benchmarks/tradeoff.json and
-docs/images/tradeoff_h200.png, and prints a table.
+Simulated are plans for the memory targets of the measured modes, and for others between them, made
+from profiles of that job (`bench_peers.py --profile` leaves some), with the node's bandwidths as
+the measured run's no offload has found them; nothing is fitted. Prints a table, in which a measured
+target has what it leaves, or lacks, and a simulated step how far it is off the measured one. Writes
+docs/benchmarks/tradeoff.json and docs/images/tradeoff_h200.png.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-from collections.abc import Iterator
+from pathlib import Path
 
 from compare_simulation import FOLDER, ROOT, machine_of
 
 from megatron_offload.planning.choice import Chooser
-from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_of
 from megatron_offload.planning.schedule import make_schedule
@@ -28,31 +28,24 @@ from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, write_trad
 
 GIB = 2**30
 MEMORY = "reserved memory"
-SCHEDULE = make_schedule("interleaved", 4, 8, 2)
-TARGETS = tuple(range(22, 40, 2))
-"""Where the simulated curve is looked at, in GiB."""
+NAMES = {"none": "no offload", "recompute": "full recompute", "ours-all": "all moved"}
+NUM_TARGETS = 8
+"""At which the simulated curve is looked at, besides those that were measured."""
 
 
-def measured(data: dict) -> Iterator[tuple[str, list[dict]]]:
-    """Yield what to call each setting, and what its ranks have shown."""
-    by_mode: dict[str, list[dict]] = {}
+def modes_of(data: dict) -> dict[str, list[dict]]:
+    """Return the rows of each mode that has come through, by what to call it here."""
+    modes: dict[str, list[dict]] = {}
     for row in data["rows"]:
-        by_mode.setdefault(row["mode"], []).append(row)
-    for mode, ranks in by_mode.items():
-        target = re.search(r"policy\.target_bytes=(\d+)GiB", mode)
-        percent = re.search(r"policy\.most_slowdown_percent=([\d.]+)", mode)
-        if target:
-            yield f"target {target[1]} GiB", ranks
-        else:
-            yield f"auto, {percent[1]} %" if percent else "no offload", ranks
-
-
-def plans(chooser: Chooser) -> Iterator[tuple[str, OffloadPlan]]:
-    """Yield plans of the recorded step, and what to call them."""
-    yield "auto, 0.8 %", chooser.within(0.8)
-    for target in TARGETS:
-        plan = chooser.under((target * GIB,) * len(chooser.without.ranks))
-        yield ("no offload" if not plan.moved_bytes else f"target {target} GiB"), plan
+        target = re.search(r"policy\.target_bytes=([\d.]+)GiB", row["mode"])
+        percent = re.search(r"policy\.most_slowdown_percent=([\d.]+)", row["mode"])
+        kind = row["mode"].partition(":")[0]
+        name = f"target {float(target[1]):g} GiB" if target else NAMES.get(kind, kind)
+        if "auto" in row["mode"]:
+            name = f"auto, {percent[1] if percent else 1} %"
+        if "rank" in row:
+            modes.setdefault(name, []).append(row)
+    return modes
 
 
 def gib(sizes) -> str:
@@ -60,38 +53,62 @@ def gib(sizes) -> str:
 
 
 def main() -> None:
-    data = json.loads((FOLDER / "planned_c.json").read_text())
-    none = next(run for run in data["runs"] if run["mode"] == "none")
-    machine = machine_of(none["ranks"])
-    columns = ["setting", "", "reserved, GiB of ranks 0 to 3", "moved, GiB", "step time"]
-    table = plain_table("", columns, 5)
-    points = []
+    parser = argparse.ArgumentParser(description="Draw memory against step time.")
+    parser.add_argument("measured", type=Path, nargs="?", default=FOLDER / "planned_c.json")
+    parser.add_argument("profiles", type=Path, nargs="?", default=FOLDER / "profiles_c")
+    given = parser.parse_args()
+    data = json.loads(given.measured.read_text())
+    modes, sizes = modes_of(data), data["sizes"]
+    kind = "interleaved" if sizes["vpp"] > 1 else "1f1b"
+    schedule = make_schedule(kind, sizes["pp"], sizes["microbatches"], sizes["vpp"])
+    paths = [given.profiles / f"profile_{rank}.json" for rank in range(sizes["pp"])]
+    profiles = [load_profile(path) for path in paths]
+    chooser = Chooser(profiles, job_of(profiles, schedule, machine_of(modes["no offload"])))
+    columns = ["setting", "", "reserved, GiB by rank", "moved, GiB", "step time", ""]
+    table, points = plain_table("", columns, 5), []
 
-    def add(label: str, peaks: list[int], moved: list[int], percent: float, **kind: bool) -> None:
+    def add(name: str, peaks: list[int], moved: list[int], percent: float, note: str, **how: bool):
         points.append(
             TradeOffPoint(
-                label=label, peak_bytes=max(peaks), step_time_percent=round(percent, 3), **kind
+                label=name, peak_bytes=max(peaks), step_time_percent=round(percent, 3), **how
             )
         )
-        how = "simulated" if kind else "measured"
-        table.add_row(label, how, gib(peaks), gib(moved), f"{percent:+.2f} %")
+        found = "simulated" if how else "measured"
+        table.add_row(name, found, gib(peaks), gib(moved), f"{percent:+.2f} %", note)
 
-    for label, ranks in measured(data):
-        percent = 100 * (max(rank["ratio"] for rank in ranks) - 1)
-        peaks, moved = ([rank[n] for rank in ranks] for n in ("peak_reserved_bytes", "d2h_bytes"))
-        add(label, peaks, moved, percent)
-    profiles = [load_profile(FOLDER / "profiles_c" / f"profile_{rank}.json") for rank in range(4)]
-    chooser = Chooser(profiles, job_of(profiles, SCHEDULE, machine))
-    for label, plan in sorted(plans(chooser), key=lambda pair: pair[1].moved_bytes):
-        percent = 100 * (plan.ranks[0].predicted_step_us / chooser.without.step_us - 1)
+    def add_measured(name: str, ranks: list[dict]) -> None:
+        peaks, moved = ([r[key] for r in ranks] for key in ("peak_reserved_bytes", "d2h_bytes"))
+        target = re.match(r"target ([\d.]+)", name)
+        note = f"{max(peaks) / GIB - float(target[1]):+.2f} GiB" if target else ""
+        add(name, peaks, moved, 100 * (ranks[0]["ratio"] - 1), note)
+
+    def add_simulated(name: str, plan) -> None:
+        ratio = plan.ranks[0].predicted_step_us / chooser.without.step_us
+        note = f"{100 * (ratio / modes[name][0]['ratio'] - 1):+.1f} %" if name in modes else ""
         peaks = [rank.predicted_peak_bytes for rank in plan.ranks]
         moved = [rank.moved_bytes for rank in plan.ranks]
-        add(label, peaks, moved, percent, is_predicted=True)
+        add(name, peaks, moved, 100 * (ratio - 1), note, is_predicted=True)
+
+    lowest, highest = (x / GIB for x in (chooser.lowest_bytes, chooser.highest_bytes))
+    targets = {
+        round(lowest + (highest - lowest) * n / NUM_TARGETS, 1) for n in range(NUM_TARGETS + 1)
+    }
+    for name, ranks in modes.items():
+        add_measured(name, ranks)
+        if name.startswith("auto"):
+            add_simulated(name, chooser.within(float(name.split()[1])))
+        elif name.startswith("target"):
+            targets.add(float(name.split()[1]))
+    for target in sorted(targets):
+        if target >= lowest:
+            plan = chooser.under((int(target * GIB),) * sizes["pp"])
+            add_simulated(f"target {target:g} GiB", plan)
     console().print(table)
     write_tradeoff(ROOT / "docs" / "benchmarks" / "tradeoff.json", MEMORY, points)
+    words = f"{sizes['layers']} layers, hidden {sizes['hidden']}, sequence {sizes['seq']}, "
+    words += f"PP={sizes['pp']}, VPP={sizes['vpp']}, {sizes['microbatches']} microbatches, H200"
     tradeoff = TradeOff(memory=MEMORY, points=tuple(points))
-    title = "GPT, 16 layers, hidden 8192, PP=4, VPP=2, 8 microbatches, four H200s"
-    plot_tradeoff(tradeoff, ROOT / "docs" / "images" / "tradeoff_h200.png", title)
+    plot_tradeoff(tradeoff, ROOT / "docs" / "images" / "tradeoff_h200.png", f"GPT, {words}")
 
 
 if __name__ == "__main__":
