@@ -127,7 +127,7 @@ class FunctionRecipe:
         refusal: why it can't be used, if that is known already.
 
     Attributes:
-        depth: how many recipes are run one after another to make this.
+        depth: how many recipes are run one after another to make this; 0 where it can't be used.
     """
 
     __slots__ = (
@@ -147,7 +147,6 @@ class FunctionRecipe:
         refusal: str,
     ) -> None:
         self.unit = unit
-        self.depth = depth
         self._function = function
         self._parts = parts
         self._reads = [_Read(tensor, unit) for tensor in reads]
@@ -161,6 +160,7 @@ class FunctionRecipe:
             refusal = refusal or "its storage holds more"
         if depth > _MOST_IN_A_ROW:
             refusal = refusal or f"more than {_MOST_IN_A_ROW} recipes in a row"
+        self.depth = 0 if refusal else depth
         self._refusal = refusal
 
     def bind(self, block: Block) -> str:

@@ -15,15 +15,19 @@ from programs import (
     in_group,
     make_manager,
 )
+from torch.utils.checkpoint import checkpoint
 
-from megatron_offload.errors import CorruptionError
+from megatron_offload import CPUOffload, OffloadActivations, recomputable
+from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import CorruptionError, InPlaceModificationError, StateError
 
 ROWS, WIDTH = 16, 32
 TENSOR_BYTES = ROWS * WIDTH * 4
 
 
 class Save(torch.autograd.Function):
-    """Saves its second input alone, and hands its first on; backward multiplies by it."""
+    """Hands its first input on, and saves the others alone; backward multiplies by them."""
 
     @staticmethod
     def forward(ctx, x, *saved):
@@ -32,9 +36,10 @@ class Save(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        for saved in ctx.saved_tensors:
-            grad = grad * saved
-        return grad, *[None] * len(ctx.saved_tensors)
+        all_saved = ctx.saved_tensors
+        for saved in all_saved:
+            grad = grad * (saved if saved.shape == grad.shape else saved.sum())
+        return grad, *[None] * len(all_saved)
 
 
 def save(x, *tensors):
@@ -166,3 +171,315 @@ def test_what_it_is_made_of_comes_back_before_it():
     # By the order of backwards alone those between would take the room.
     assert stats.by_name["source"].num_late_reloads == 0
     assert stats.by_name["source"].reloaded_bytes == 2 * TENSOR_BYTES
+
+
+def refusals(manager, forward):
+    """Take two steps, whose bits are those of none; return why the second made nothing again."""
+    stats = check(manager, forward, num_steps=2)
+    assert stats.remade_bytes == 0
+    return stats.refused_recipe_bytes
+
+
+def of(function, *, saves=True, unit="by_hand"):
+    """Return a forward of one group that saves what ``function`` makes of what is saved."""
+
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, function, x if saves else x * 1.0, unit=unit)
+            return save(save(x, x), y)
+
+        return in_group(manager, inner, x)
+
+    return forward
+
+
+class Half(torch.nn.Module):
+    def forward(self, x):
+        return x * 0.5
+
+
+def cat_of_halves(x):
+    return torch.cat([x, x])[ROWS:]
+
+
+@pytest.mark.parametrize(
+    ("why", "forward"),
+    [
+        ("an input is not saved", of(Half(), saves=False)),
+        ("it is a view of an input", of(lambda x: x.t())),
+        ("it is a view of an input", of(lambda x: x.detach()[2:])),
+        ("its storage holds more", of(cat_of_halves)),
+        ("its storage holds more", of(lambda x: torch.cat([x, x])[:ROWS])),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_made_again_is_moved_and_counted(why, forward):
+    manager = make_manager(checking=True)
+    assert refusals(manager, forward).keys() == {why}
+    assert manager.last_step.offloaded_bytes > 0
+
+
+def test_what_was_changed_before_the_commit_is_moved():
+    def changed(what):
+        def forward(manager, x):
+            def inner(x):
+                before = save(x, x)
+                y = make(manager, torch.cos, before.detach())
+                (y if what == "output" else before.detach()).add_(1)
+                return save(x, before) * save(x, y)
+
+            return in_group(manager, inner, x)
+
+        return forward
+
+    assert refusals(make_manager(), changed("output")).keys() == {"it was changed in place"}
+    assert refusals(make_manager(), changed("input")).keys() == {"an input was changed in place"}
+
+
+@pytest.mark.parametrize("what", ["output", "input", "parameter"])
+@pytest.mark.parametrize("max_inflight_bytes", [0, None])
+def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
+    manager = make_manager(max_inflight_bytes=max_inflight_bytes)
+    manager.begin_chunk()
+    tensors = {"parameter": torch.nn.Parameter(torch.ones(WIDTH))}
+
+    def inner(x):
+        tensors["input"] = torch.full((ROWS, WIDTH), 0.5)
+        y = F.layer_norm(tensors["input"], (WIDTH,), None, tensors["parameter"]).detach()
+        manager.made_by(
+            *(y, lambda x: F.layer_norm(x, (WIDTH,), None, tensors["parameter"])),
+            tensors["input"],
+            unit="norm",
+            reads=[tensors["parameter"]],
+        )
+        tensors["output"] = y
+        # Who saves the input is left out of the backward below: of itself it would notice.
+        return save(x, y), save(x, tensors["input"])
+
+    x = start_group(manager, rows(), "g")
+    with manager:
+        y, other = inner(x)
+    y, other = commit_group(manager, (y, other), "g")
+    assert manager.transfers.stats.remade_bytes == TENSOR_BYTES
+    with torch.no_grad():
+        tensors[what].add_(1)
+    if what != "output":
+        del tensors["output"]  # else it is there still, and not made again
+    with pytest.raises(InPlaceModificationError, match=r"is at version \d; expected version \d"):
+        y.sum().backward()
+    del other
+    manager.abort()
+
+
+def test_recipes_in_a_row_are_followed_three_deep():
+    """Each saves its input. The fourth can't be made of nothing but recipes, so it is moved."""
+
+    def forward(manager, x):
+        def inner(x):
+            y = x * 1.0
+            for function in (torch.cos, torch.sin, torch.atan, torch.cos, torch.sin):
+                y = make(manager, function, y)
+            return save(y, y)
+
+        return in_group(manager, inner, x)
+
+    def unsaved(manager, x):
+        def inner(x):
+            y = x.detach()
+            for function in (torch.cos, torch.exp, torch.tanh):
+                y = make(manager, function, y)
+            return save(save(x, x), y)
+
+        return in_group(manager, inner, x)
+
+    for timing in TIMINGS:
+        stats = check(make_manager(timing, checking=True), forward)
+        assert stats.remade_bytes == 4 * TENSOR_BYTES
+        assert stats.refused_recipe_bytes == {"more than 3 recipes in a row": TENSOR_BYTES}
+        assert check(make_manager(timing, checking=True), unsaved).remade_bytes == TENSOR_BYTES
+
+
+def test_two_consumers_share_what_is_made_again():
+    calls = []
+
+    def counted(x):
+        calls.append(x)
+        return x.cos()
+
+    def forward(manager, x):
+        y = in_group(manager, lambda x: make(manager, counted, save(x, x)), x, "maker")
+        z = in_group(manager, lambda y: save(y, y) + save(y, y.t()).sum(), y, "one")
+        return in_group(manager, lambda z: save(z, y[2:], y), z, "two")
+
+    manager = make_manager(checking=True)
+    run(None, forward)
+    calls.clear()
+    assert check(manager, forward, num_steps=1).remade_bytes == TENSOR_BYTES
+    assert len(calls) == 3  # without, in forward, and in backward
+
+
+def test_autocast_of_the_forward_is_that_of_backward():
+    def forward(manager, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            weight = torch.full((WIDTH, WIDTH), 0.1, requires_grad=True)
+            y = of(lambda x: F.gelu(F.linear(x, weight)))(manager, x)
+        with torch.autocast("cpu", torch.float16):  # another one, and in backward none
+            return of(torch.nn.Linear(WIDTH, WIDTH, device="cpu").requires_grad_(False))(manager, y)
+
+    manager = make_manager(checking=True)
+    torch.manual_seed(0)
+    assert check(manager, forward).remade_bytes == TENSOR_BYTES
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_nothing_is_noted_inside_a_checkpoint_or_its_recompute(reentrant):
+    def forward(manager, x):
+        def inner(x):
+            x = save(x, x)
+            return checkpoint(of(torch.cos), manager, x, use_reentrant=reentrant)
+
+        return in_group(manager, inner, x)
+
+    stats = check(make_manager(checking=True), forward)
+    assert (stats.remade_bytes, stats.refused_recipe_bytes) == (0, {})
+
+
+def backward_twice(loss):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def backward_of_backward(loss):
+    (leaf,) = set(leaves_of(loss.grad_fn))
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    grad.square().sum().backward()
+
+
+def leaves_of(node):
+    if hasattr(node, "variable"):
+        yield node.variable
+    for following, _ in node.next_functions:
+        if following is not None:
+            yield from leaves_of(following)
+
+
+@pytest.mark.parametrize("backward", [backward_twice, backward_of_backward])
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_a_graph_that_is_gone_through_again_has_the_same_bits(timing, backward):
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, lambda x: F.dropout(x.cos(), 0.3), x)
+            return y * y.exp()
+
+        return in_group(manager, inner, x)
+
+    check(make_manager(timing, checking=True), forward, backward=backward)
+
+
+def test_an_error_of_the_function_is_the_program_s_and_harms_nothing():
+    manager, fails = make_manager(), []
+
+    def function(x):
+        if fails and not torch.is_grad_enabled():
+            torch.rand(3)
+            raise ValueError("not now")
+        return x.cos()
+
+    expected = run(None, of(function))
+    for aborts in (True, False):
+        fails.append(1)
+        with pytest.raises(ValueError, match="not now"):
+            run(manager, of(function))
+        fails.clear()
+        if aborts:
+            manager.abort()
+        assert_same(expected, run(manager, of(function)))
+        assert_nothing_left(manager)
+
+
+def test_what_went_with_an_aborted_step_is_said():
+    manager = make_manager()
+    manager.begin_chunk()
+    y = of(torch.cos)(manager, rows() * 1.0)
+    manager.abort()
+    with pytest.raises(StateError, match="run the forward again"):
+        y.sum().backward()
+    check(manager, of(torch.cos))
+
+
+def test_a_unit_that_is_off_is_listed_and_kept_or_moved():
+    manager = make_manager()
+
+    def forward(manager, x):
+        if manager:
+            manager.cur_forward_chunk().rules.recompute = frozenset({"on"})
+        return of(torch.sin, unit="on")(manager, of(torch.cos, unit="off")(manager, x))
+
+    assert check(manager, forward).remade_bytes == TENSOR_BYTES
+    first, second = manager.last_profile.groups
+    assert [unit[:2] + unit[-1:] for unit in (*first.remade, *second.remade)] == [
+        ("off", TENSOR_BYTES, False),
+        ("on", TENSOR_BYTES, True),
+    ]
+    assert (first.num_bytes, second.num_bytes) == (2 * TENSOR_BYTES, TENSOR_BYTES)
+    with manager.staying("the test wants it"):
+        run(manager, forward)
+    assert manager.last_step.remade_bytes == 0
+
+
+def test_what_the_program_keeps_is_not_made_again_and_next_time_not_dropped():
+    kept = []
+
+    def function(x):
+        kept.append(x.detach().cos())
+        return kept[-1]
+
+    def forward(manager, x):
+        kept.clear()
+        return of(function)(manager, x)
+
+    manager = make_manager()
+    expected = run(None, forward)
+    for num_steps in range(3):
+        assert_same(expected, run(manager, forward))
+        assert len(kept) == 1
+        assert manager.last_step.held_elsewhere_bytes >= TENSOR_BYTES
+        assert manager.last_step.remade_bytes == (0 if num_steps else TENSOR_BYTES)
+    assert manager.last_step.refused_recipe_bytes == {"something else keeps it alive": TENSOR_BYTES}
+
+
+def test_a_parameter_without_memory_is_named():
+    weight = torch.nn.Parameter(torch.ones(WIDTH))
+    manager = make_manager()
+    manager.begin_chunk()
+
+    def inner(x):
+        y = x.detach() * weight.detach()
+        manager.made_by(y, lambda x, weight: x * weight, x.detach(), weight, unit="scale")
+        return save(save(x, x), y)
+
+    y = in_group(manager, inner, rows() * 1.0)
+    version = weight._version
+    weight.untyped_storage().resize_(0)
+    assert weight._version == version
+    with pytest.raises(StateError, match=r"no memory now.*'scale'"):
+        y.sum().backward()
+    manager.abort()
+
+
+@pytest.mark.parametrize("door", ["whole model", "ratio", "by hand", "none"])
+def test_by_hand_it_works_inside_any_front_door(door, monkeypatch):
+    manager = make_manager()
+    monkeypatch.setattr(PipelineOffloadManager, "instance", manager if door == "by hand" else None)
+    around = {"whole model": OffloadActivations, "ratio": CPUOffload}.get(door, nullcontext)
+
+    def forward(_, x):
+        def inner(x):
+            return save(save(x, x), recomputable(dropout_of_norm, x))
+
+        return in_group(manager if door == "by hand" else None, inner, x)
+
+    torch.manual_seed(1)
+    expected = run(None, forward)
+    with around():
+        assert_same(expected, run(manager if door == "by hand" else None, forward))
