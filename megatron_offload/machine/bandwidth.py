@@ -1,14 +1,11 @@
 """How fast a backend copies: each way alone, both ways at once, and with all ranks of the machine.
 
-Bandwidth belongs to the machine and not to one GPU: where host memory is the limit, what a GPU gets
-alone says little about a step in which all copy. So ranks measure alone one after the other, then
-all together. Copies are timed by the device's own clock, and count only while all directions that
-are measured copy.
+Bandwidth belongs to the machine and not to one GPU: so ranks measure alone one after the other,
+then all together. Copies are timed by the device's clock, and count only while all directions copy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import tempfile
@@ -19,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend, Wait
 from megatron_offload.config import OffloadConfig
-from megatron_offload.errors import ConfigError, OffloadError
-from megatron_offload.machine.job_ranks import JobRanks
+from megatron_offload.errors import OffloadError
+from megatron_offload.machine.job_ranks import JobRanks, gather
 from megatron_offload.machine.profile import CopyRates, GpuProfile, PciPath, read_pci_path
-from megatron_offload.memory.host_pool import HostPool
 
 BLOCK_BYTES = 128 * 1024**2
 """What one copy moves: starting it costs nothing, and two don't stay in a processor's cache."""
@@ -54,18 +49,10 @@ def measure_gpus(
     block_bytes: int = BLOCK_BYTES,
     timeout_s: float = 120.0,
 ) -> tuple[GpuProfile, ...]:
-    """Measure all GPUs that this process can use, each alone and all at once, by `measure_copies`.
+    """Measure all GPUs that this process can use, by `measure_copies` in a process for each.
 
-    Each gets a process of its own; this one opens no device, and none outlives the call.
-
-    Args:
-        num_gpus: how many there are.
-        config: which backend; None takes CUDA.
-        block_bytes: what each copy moves.
-        timeout_s: after so many seconds whatever still runs is killed.
-
-    Raises:
-        BandwidthError: a process failed or took too long.
+    This one opens no device, and none outlives the call. A process that fails, or takes longer than
+    ``timeout_s``, is a `BandwidthError`. ``config`` names the backend; None takes CUDA.
     """
     config = config if config is not None else OffloadConfig(backend="cuda")
     results = mp.get_context("spawn").SimpleQueue()
@@ -87,8 +74,7 @@ def measure_gpus(
             for process in context.processes:
                 process.kill()
                 process.join(5.0)  # one that is stuck in the driver is left to the system
-    profiles = dict(results.get() for _ in range(num_gpus))
-    return tuple(profiles[rank] for rank in range(num_gpus))
+    return tuple(results.get())
 
 
 def _measure_one(
@@ -110,10 +96,11 @@ def _measure_one(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
         )
-    profile = measure_copies(backend, block_bytes=block_bytes)
+    gpus = gather(measure_copies(backend, block_bytes=block_bytes))
     if num_ranks > 1:
         dist.destroy_process_group()
-    results.put((rank, profile))
+    if rank == 0:
+        results.put(gpus)
 
 
 def measure_copies(
@@ -121,41 +108,31 @@ def measure_copies(
 ) -> GpuProfile:
     """Measure what the backend's device gets, each number the median of a few rounds; collective.
 
-    Its link is read meanwhile, for idle GPUs run it slower. Memory is given back: the host's to the
-    system, the device's to the backend's allocator.
-
-    Args:
-        backend: takes the memory and makes the copies.
-        block_bytes: what each copy moves; twice that is pinned, and taken on the device.
-        ranks: all that measure together; None for all there are.
-
-    Raises:
-        BandwidthError: a rank can't have so much memory, or can't pin it; on all ranks.
+    Twice ``block_bytes`` is pinned, and taken on the device; all is given back. The link is read
+    meanwhile, for idle GPUs run it slower. A rank that can't have so much memory, or can't pin it,
+    is a `BandwidthError` on all ranks; None for ``ranks`` takes all there are.
     """
     ranks = ranks if ranks is not None else JobRanks()
-    with contextlib.ExitStack() as stack:
-        link, problem = None, ""
-        try:
-            pool = HostPool(backend, slab_bytes=block_bytes, cap_bytes=None)
-            stack.enter_context(contextlib.closing(pool))
-            link = Link(backend, pool, block_bytes)
-        except (BandwidthError, ConfigError) as error:
-            problem = str(error)
-        # Whoever gave up now would leave the others waiting for the next turn.
-        problems = ranks.gather(problem)
-        if link is None or any(problems):
-            link = None  # what holds the error must not hold the memory
-            rank = next(rank for rank, each in enumerate(problems) if each)
-            raise BandwidthError(f"rank {rank}: {problems[rank]}")
-        alone = [0.0] * 4
-        for turn in range(ranks.num_turns):
-            ranks.meet()
-            if turn == ranks.turn:
-                link.rates("d2h", "h2d")  # one that was idle has to wake
-                alone = [*link.median("d2h"), *link.median("h2d"), *link.median("d2h", "h2d")]
-        node = alone[2:]
-        if ranks.num_turns > 1:
-            node = link.median("d2h", "h2d", before_each=ranks.meet)
+    link, problem = None, ""
+    try:
+        link = Link(backend, block_bytes)
+    except BandwidthError as error:
+        problem = str(error)
+    # Whoever gave up now would leave the others waiting for the next turn.
+    problems = ranks.gather(problem)
+    if link is None or any(problems):
+        link = None  # what holds the error must not hold the memory
+        rank = next(rank for rank, each in enumerate(problems) if each)
+        raise BandwidthError(f"rank {rank}: {problems[rank]}")
+    alone = [0.0] * 4
+    for turn in range(ranks.num_turns):
+        ranks.meet()
+        if turn == ranks.turn:
+            link.rates("d2h", "h2d")  # one that was idle has to wake
+            alone = [*link.median("d2h"), *link.median("h2d"), *link.median("d2h", "h2d")]
+    node = alone[2:]
+    if ranks.num_turns > 1:
+        node = link.median("d2h", "h2d", before_each=ranks.meet)
     rates = dict(zip(CopyRates.model_fields, [*alone, *node], strict=True))
     return GpuProfile(rates=CopyRates.model_validate(rates), pci=link.path)
 
@@ -183,31 +160,24 @@ def measure_machines(
 
 
 class Link:
-    """Blocks of memory on both sides of a device's link.
+    """Blocks of memory on both sides of a device's link."""
 
-    Attributes:
-        path: the link itself as it was in the last round.
-    """
-
-    def __init__(self, backend: Backend, pool: HostPool, block_bytes: int) -> None:
+    def __init__(self, backend: Backend, block_bytes: int) -> None:
         device = backend.describe()
         self.path: PciPath | None = None
+        """The link itself as it was in the last round."""
         self._address = device.pci_address if device is not None else None
         self._backend = backend
         self._block_bytes = block_bytes
         self._streams = {"d2h": backend.d2h_stream, "h2d": backend.h2d_stream}
         self._pairs = {}
         for name in self._streams:
-            region = pool.allocate(block_bytes)
-            if region is None:
-                why = pool.last_pin_error or f"{pool.cap_bytes} may be used"
-                raise BandwidthError(f"{2 * block_bytes} bytes of host memory can't be had: {why}")
-            host = region.tensor.fill_(0)
             try:
+                host = backend.empty_host(block_bytes).fill_(0)
                 block = backend.empty_device(block_bytes).fill_(0)
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
                 why = str(error).split("\n")[0]
-                raise BandwidthError(f"device memory can't be had: {why}") from error
+                raise BandwidthError(f"two blocks of {block_bytes} bytes: {why}") from error
             self._pairs[name] = (host, block) if name == "d2h" else (block, host)
 
     def median(self, *names: str, before_each: Callable[[], None] = lambda: None) -> list[float]:
