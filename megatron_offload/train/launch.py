@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
@@ -174,6 +175,10 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
                 reports.append(report)
         except ConfigError as error:
             return error
+        except RuntimeError as error:
+            if "onnection" in str(error):  # another rank has failed: the launcher must see it first
+                time.sleep(1.0)
+            raise
     return reports
 
 

@@ -19,7 +19,7 @@ import torch.utils.deterministic
 from torch.distributed import DistNetworkError, DistStoreError
 
 from megatron_offload.config import environment_int
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
 
@@ -123,10 +123,22 @@ def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Ite
             f"machine"
         ) from error
     torch.set_num_threads(threads)
-    try:
+    with _closing(torch.distributed.destroy_process_group):
         yield device
-    finally:
-        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _closing(close: Callable[[], None]) -> Iterator[None]:
+    """Close connections at the end, unless this rank alone fails.
+
+    The others would fail of it, and might be reported, before its own error is written down.
+    """
+    try:
+        yield
+    except (OffloadError, SystemExit):
+        close()
+        raise
+    close()
 
 
 @contextlib.contextmanager
@@ -164,7 +176,12 @@ def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[P
         host_group = torch.distributed.new_group(
             timeout=timedelta(seconds=config.run.timeout_s), backend="gloo"
         )
-        try:
+
+        def close() -> None:
+            torch.distributed.destroy_process_group(host_group)
+            parallel_state.destroy_model_parallel()
+
+        with _closing(close):
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
             dp_rank = parallel_state.get_data_parallel_rank()
             # Stages hold different layers and data-parallel ranks drop different units.
@@ -179,6 +196,3 @@ def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[P
                 dp_size=parallel_state.get_data_parallel_world_size(),
                 host_group=host_group,
             )
-        finally:
-            torch.distributed.destroy_process_group(host_group)
-            parallel_state.destroy_model_parallel()

@@ -19,7 +19,7 @@ WRITES = {
     "plan": ["profile_<rank>.json", "plan.json", "tradeoff.json", "--device-target", "--max-cost"],
     "simulate": ["--plan", "--trace", "--png", "perfetto"],
     "report": ["report.html", "tradeoff.json"],
-    "doctor": ["--output", "cache"],
+    "doctor": ["--output", "plan --machine"],
     "trace": ["trace_<rank>.json", "trace.json", "perfetto"],
 }
 
