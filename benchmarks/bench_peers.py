@@ -322,9 +322,11 @@ def worker_environment(options, spec):
     environment.setdefault("OMP_NUM_THREADS", "1")
     # A program that uses NVLink multicast can put a shared host's GPUs out of service.
     environment.setdefault("NCCL_NVLS_ENABLE", "0")
-    if options.deterministic:
-        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # Whatever the caller has set: attention's deterministic backward takes more memory.
+    exact = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    for name, value in exact.items():
+        environment.pop(name, None)
+        environment |= {name: value} if options.deterministic else {}
     if options.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment

@@ -257,6 +257,7 @@ def run(spec, rank):
         program.synchronize()
         setup_s = time.perf_counter() - started
         steps, peaks, first_peaks = measure(spec, program, on_gpu)
+        steps_s = time.perf_counter() - started - setup_s
         times = [step[0] for step in steps[spec["warmup"] :]]
         measured = mode.report()  # before the examination, whose step is none of the measured
         if spec["examine"]:
@@ -280,6 +281,7 @@ def run(spec, rank):
             "link_gbps": link_gbps,
             "link_s": link_s,
             "setup_s": setup_s,
+            "steps_s": steps_s,
             "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
             "versions": versions(),
             **measured,

@@ -137,6 +137,10 @@ def test_environment_of_the_modes(monkeypatch):
     assert none["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
     assert none["NCCL_NVLS_ENABLE"] == "0"
     assert none["WORLD_SIZE"] == "4"
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    options = parse("--shape", "c", "--modes", "none")
+    timed = bench_peers.worker_environment(options, options.specs[0])
+    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO" not in timed
 
 
 def test_r_is_the_drop_of_the_peak_over_what_the_host_holds():
