@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def visible_devices() -> tuple[DeviceInfo, ...]:
-    """Describe the CUDA devices that this process can use, in their order; none without any.
-
-    Raises:
-        RuntimeError: CUDA has devices and can't be started.
-    """
+    """Describe the CUDA devices that this process can use; RuntimeError if CUDA can't start."""
     from megatron_offload.backends import cuda
 
     return cuda.visible_devices()
@@ -38,12 +34,8 @@ def _takes_cuda(config: OffloadConfig) -> bool:
 def create_backend(config: OffloadConfig, device_index: int | None = None) -> Backend:
     """Build the backend that ``config.backend`` names; ``auto`` takes CUDA where there is a device.
 
-    Args:
-        config: the settings.
-        device_index: a CUDA device to make the process's current one first; None leaves it.
-
-    Raises:
-        IntegrationError: CUDA was asked for and there is no device.
+    ``device_index`` is a CUDA device to make the process's current one first. Without a device that
+    was asked for it is an `IntegrationError`.
     """
     from megatron_offload.backends.cuda import CudaBackend
     from megatron_offload.backends.host_timed import HostTimedBackend

@@ -77,7 +77,7 @@ class Backend(abc.ABC):
 
     name: str
     observes: bool = False
-    """Whether the ``note_`` calls do anything; where they don't, the engine leaves them out."""
+    """Whether the ``note_`` calls do anything; else the engine leaves them out."""
     d2h_stream: Stream
     h2d_stream: Stream
 
@@ -111,12 +111,9 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, pairs: Sequence[Pair], stream: Stream, label: str) -> Event:
-        """Queue copies on ``stream``, in order; return the event behind them.
+        """Queue copies (at least one, one side on the host) on a copy stream, in order.
 
-        Args:
-            pairs: destinations and sources, at least one pair; one side of each is host memory.
-            stream: `d2h_stream` or `h2d_stream`.
-            label: what is moved, for NVTX ranges and hazard reports.
+        Returns the event behind them. ``label`` is for NVTX ranges and hazard reports.
         """
 
     @abc.abstractmethod
@@ -158,11 +155,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def empty_host(self, num_bytes: int) -> torch.Tensor:
-        """Allocate page-locked host memory, which the device copies to and from by itself.
-
-        Raises:
-            RuntimeError: the memory can't be had or can't be pinned.
-        """
+        """Allocate page-locked host memory; a RuntimeError where it can't be had or pinned."""
 
     # For traces, by default on the host's clock: when work was queued, not when it ran.
 
@@ -201,8 +194,5 @@ class Backend(abc.ABC):
     ) -> None:
         """Whatever comes next on the compute stream may overwrite ``region``.
 
-        Args:
-            region: the bytes given back.
-            label: whose they were.
-            sole_owner: nothing but the engine holds this memory, so it really is given back.
+        With a ``sole_owner``, the engine, the memory really is given back.
         """

@@ -45,9 +45,6 @@ class CudaBackend(Backend):
         pin_memory: page-lock host memory.
         copy_streams: copy on streams of their own, else on the stream that is current now.
         device_index: a device to make the process's current one first; None leaves it.
-
-    Raises:
-        IntegrationError: there is no CUDA device.
     """
 
     name = "cuda"

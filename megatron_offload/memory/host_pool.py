@@ -1,17 +1,8 @@
 """Pinned host memory: a few large slabs, sub-allocated by bytes, and the one count of its bytes.
 
-Why slabs: PyTorch's host allocator rounds every block up to a power of two, up to twice what was
-asked, and a pinned allocation costs about 3 ms.
-
-Invariants:
-
-- A slab is tiled by its pieces, in address order; a piece is free or belongs to one live region.
-- Pinned bytes never exceed the cap.
-- What was freed is reusable at once: its bytes are protected by the event behind the last copy that
-  reads them (W5; the engine makes the wait, with `HostRegion.ready_event`), not by the pool.
-- Same calls, same answers: nothing here depends on how far the device has come, except `shrink`.
-
-The pool serves one thread.
+Pinned bytes never exceed the cap. What was freed is reusable at once: the event behind the last
+copy that reads it protects it (W5; the engine waits for `HostRegion.ready_event`). Nothing depends
+on how far the device has come, except `shrink`. The pool serves one thread.
 """
 
 from __future__ import annotations
@@ -95,8 +86,8 @@ class HostPoolStats:
 class _Piece:
     """A stretch of a slab, free without a ``region``; ``views`` are those of its last one.
 
-    It knows the slab's tensor and the piece after it: with no cycle, a dropped slab is unpinned at
-    once. What is cut and joined is right after each line, but for ``num_bytes``.
+    Pieces make no cycle, so a dropped slab is unpinned at once. What is cut and joined is right
+    after each line, but for ``num_bytes``.
     """
 
     __slots__ = ("base", "event", "next", "num_bytes", "offset", "parts", "region", "turn", "views")
@@ -153,15 +144,9 @@ class _Piece:
 class HostRegion:
     """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`.
 
-    Attributes:
-        views: a tensor for each part that was asked for.
-        num_bytes: bytes of all parts; ``size_bytes`` with what lies between them.
-        name: whose bytes they are counted as.
-        alone_bytes: those of them that are nowhere else.
-        ready_event: the newest H2D event of any former user of these bytes, which a new write must
-            wait for (W5), or None.
-        num_users: parts that were not given back.
-        owners: for the user of the pool.
+    Of ``num_bytes`` in all parts, each shown by one of ``views``, ``alone_bytes`` are nowhere else;
+    ``size_bytes`` counts what lies between them too. A new write must wait for ``ready_event``, the
+    newest H2D event of any former user (W5). ``num_users`` parts were not given back.
     """
 
     __slots__ = (
@@ -193,18 +178,9 @@ class HostPool:
         backend: pins the slabs and answers whether events are done.
         slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned;
             where the machine has less, a warning says so.
-        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes`, 0 lends nothing.
+        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes` with its errors, 0
+            lends nothing.
         share: what part of the free memory that is, for all local ranks together.
-
-    Attributes:
-        in_use: the bytes that are lent, by name.
-        alone: the part of them that are nowhere else, likewise.
-        last_pin_error: why the last slab could not be pinned. Text, because an exception keeps the
-            frames that it went through, and what they hold.
-        is_closed: whether all was given back for good.
-
-    Raises:
-        ConfigError: the cap is None and ``LOCAL_WORLD_SIZE`` is not a positive integer.
     """
 
     def __init__(
@@ -212,10 +188,10 @@ class HostPool:
     ) -> None:
         self.cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
         self.slab_bytes = _aligned(slab_bytes)
-        self.in_use = Ledger()
-        self.alone = Ledger()
+        self.in_use = Ledger()  # the bytes that are lent, by name
+        self.alone = Ledger()  # the part of them that is nowhere else
         self.stats = HostPoolStats()
-        self.last_pin_error = ""
+        self.last_pin_error = ""  # text: an exception keeps its frames, and what they hold
         self.is_closed = False
         self._backend = backend
         self._slabs: list[_Piece] = []  # the first piece of each
@@ -239,13 +215,7 @@ class HostPool:
     def allocate(
         self, num_bytes: int, name: str = "", like: tuple[torch.Size, torch.dtype] | None = None
     ) -> HostRegion | None:
-        """Lend ``num_bytes``, or return None when memory is short.
-
-        Each of its two reasons is warned of once: the cap, and memory that can't be pinned.
-
-        Raises:
-            ValueError: ``num_bytes`` is not positive, or the pool is closed.
-        """
+        """Lend ``num_bytes``, or return None when memory is short, which is warned of once."""
         region = self.allocate_parts([(num_bytes, like)], name)
         if region is None:
             self._refuse(num_bytes)
@@ -254,10 +224,7 @@ class HostPool:
     def allocate_parts(self, parts: list[Part], name: str) -> HostRegion | None:
         """Lend memory for several tensors, each aligned; None when it is short, uncounted.
 
-        Each part is given back by a `free` of its own.
-
-        Raises:
-            ValueError: a part has no bytes, or the pool is closed.
+        A part without bytes, and a pool that is closed, are a `ValueError`.
         """
         num_bytes = size_bytes = 0
         for part_bytes, _ in parts:
@@ -282,15 +249,9 @@ class HostPool:
     def free(self, region: HostRegion, after: Event | None, num_parts: int = 1) -> None:
         """Take parts of a region back; with the last, its bytes may be lent again at once.
 
-        Args:
-            region: what `allocate` returned.
-            after: the event behind the last H2D copy out of it; None when there was none, which
-                leaves the former users' event in force. All events must be of one stream, and come
-                in their order: the newest stands for those before it where neighbours are joined.
-            num_parts: how many parts.
-
-        Raises:
-            ValueError: the region was freed before.
+        ``after`` is the event behind the last H2D copy out of it; None leaves the former users' in
+        force. All events are of one stream, and come in its order: the newest stands for those
+        before it where neighbours are joined. A second free is a `ValueError`.
         """
         piece = region._piece
         if piece is None:
@@ -321,17 +282,10 @@ class HostPool:
         return peak_bytes
 
     def shrink(self, keep_bytes: int = 0) -> int:
-        """Give back slabs that are wholly free and whose last H2D copies are done.
+        """Give back slabs that are free, copied out of, and over ``keep_bytes``; return how much.
 
         Copies into a region that was freed before they ran are not known here: the caller waits for
-        those first (`Backend.sync_copies`). Also forgets pinning failures, so that the next request
-        tries again.
-
-        Args:
-            keep_bytes: stop before fewer than these would be left pinned.
-
-        Returns:
-            The number of bytes given back.
+        those first (`Backend.sync_copies`). What couldn't be pinned may be tried again.
         """
         self._coalesce()
         before_bytes = self.stats.slab_bytes_total
@@ -347,11 +301,9 @@ class HostPool:
         return before_bytes - self.stats.slab_bytes_total
 
     def recover(self, count_users: Callable[[HostRegion], int]) -> None:
-        """Put the books right after a call that an exception cut short.
+        """Put the books right after a call that an exception cut short; no copy is under way.
 
-        Args:
-            count_users: how many parts of a region stay lent; what nobody knows of, or only the
-                frames of the failed call, doesn't. No copy may be under way.
+        ``count_users`` says how many parts of a region stay lent.
         """
         stats = self.stats
         stats.in_use_bytes = stats.slab_bytes_total = 0

@@ -1,8 +1,4 @@
-"""Device memory for reloaded tensors, and the documented pools by shape and dtype.
-
-The event of a kept tensor's last consumer protects it (W6); the engine makes the wait. The pools
-serve one thread.
-"""
+"""Device memory for reloaded tensors, and the documented pools by shape; for one thread each."""
 
 from __future__ import annotations
 
@@ -20,14 +16,10 @@ from megatron_offload.memory.storage import num_owners
 
 
 class TensorPool:
-    """Lends device memory for reloads, and keeps some of it for the next.
+    """Lends device memory for reloads, and keeps at most ``retained_bytes`` of it for the next.
 
     A tensor is kept only if nothing else holds its storage: no view of a former life can see the
     bytes of the next.
-
-    Args:
-        backend: allocates the memory and records the events.
-        retained_bytes: most bytes of freed tensors to keep; 0 hands all back to the allocator.
     """
 
     def __init__(self, backend: Backend, *, retained_bytes: int) -> None:
@@ -44,13 +36,9 @@ class TensorPool:
     ) -> tuple[torch.Tensor, Event | None]:
         """Lend a contiguous tensor: like ``host``, or flat uint8 where some are kept.
 
-        Returns:
-            The tensor, and the event that the first write from another stream has to wait for
-            (W6): the last consumer's for a kept tensor. None for fresh memory, where it is the
-            compute stream's present point, which the caller records once for all it takes.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no memory for it.
+        With it comes the event of a kept tensor's last consumer, which the first write from another
+        stream has to wait for (W6); None for fresh memory, where it is the compute stream's present
+        point, which the caller records once for all it takes.
         """
         if host is not None and not self.keeps:
             return self._backend.empty_device_like(host), None
@@ -102,11 +90,7 @@ class GPUTensorPool:
         self._stats = dict.fromkeys(("total_allocated", *counters), 0)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return a tensor of ``shape``, a free one if there is any; its content is undefined.
-
-        Raises:
-            RuntimeError: the device is out of memory.
-        """
+        """Return a tensor of ``shape``, a free one if there is any; its content is undefined."""
         key = self._get_pool_key(shape, dtype)
         self._stats["allocation_requests"] += 1
         if self._free[key]:
@@ -120,11 +104,7 @@ class GPUTensorPool:
         return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Take a tensor back for reuse.
-
-        Raises:
-            ValueError: the tensor was not lent by this pool, or was freed before.
-        """
+        """Take a tensor back for reuse; a stranger, or a second free, is a `ValueError`."""
         key = self._get_pool_key(tensor.shape, tensor.dtype)
         self._stats["free_requests"] += 1
         if self._lent.get(key, {}).pop(id(tensor), None) is None:
@@ -206,15 +186,10 @@ class GPUTensorPool:
 
 
 class HostTensorPool(GPUTensorPool):
-    """Lends host tensors out of a `HostPool`; its status counts all that is lent there.
+    """Lends host tensors out of the engine's `HostPool`; its status counts all that is lent there.
 
-    What is freed, here or by the engine, is one memory: the next of either may have it. So nothing
-    is kept by shape, and ``free_count`` is 0. `allocate` blocks the host until the last copy out
-    of the same bytes is over.
-
-    Args:
-        host_pool: where the memory is.
-        backend: whose copies those are.
+    Nothing is kept by shape, so ``free_count`` is 0. `allocate` blocks the host until the last copy
+    out of the same bytes is over.
     """
 
     def __init__(self, host_pool: HostPool, backend: Backend) -> None:

@@ -32,12 +32,7 @@ from megatron_offload.engine.observer import Direction, Observer
 def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepTrace]:
     """Trace what runs inside; meant for one step, its ``reset`` included, after the first few.
 
-    Args:
-        manager: whose copies and groups are traced.
-        rank: whose trace it is.
-
-    Yields:
-        A trace that is filled when the block is left, unless by an exception.
+    The trace of this ``rank`` is filled when the block is left, unless by an exception.
     """
     trace = StepTrace(rank)
     tracer = _Tracer(manager)

@@ -65,8 +65,8 @@ def test_what_does_not_count_is_no_compute_and_a_failed_call_does_not_stop_the_c
         assert now_us(backend) == 0
     clock.now_s += 1e-6
     assert now_us(backend) == pytest.approx(1)
-    with pytest.raises(ValueError, match="copies go on"):
-        backend.copy([], backend.compute_stream(), "x")
+    with pytest.raises(ValueError):
+        backend.copy([], backend.d2h_stream, "x")
     clock.now_s += 2e-6
     assert now_us(backend) == pytest.approx(3)
 

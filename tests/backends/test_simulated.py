@@ -471,16 +471,3 @@ def test_bytes_and_copies_count_when_they_really_happen():
     assert (backend.d2h_bytes, backend.num_copies) == (0, 0)
     backend.sync_copies()
     assert (backend.d2h_bytes, backend.h2d_bytes, backend.num_copies) == (NUM_BYTES, 0, 2)
-
-
-# Wrong calls.
-
-
-def test_wrong_calls_are_refused():
-    backend = make()
-    with pytest.raises(ValueError, match="d2h_stream or h2d_stream"):
-        backend.copy([(filled(1), filled(2))], backend.compute_stream(), "x")
-    with pytest.raises(ValueError, match="forward only"):
-        backend.advance_compute(-1.0)
-    with pytest.raises(ValueError, match="'raise' or 'collect'"):
-        make(on_hazard="ignore")
