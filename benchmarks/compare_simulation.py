@@ -143,6 +143,7 @@ def settings_of(mode: str, job, index: int, rank: dict) -> RankSettings:
     if has_target and config.resident_bytes is None:
         room_bytes += budget.resident_room_bytes()
     return RankSettings(
+        recompute=(),
         residents=choose_residents(profile, room_bytes),
         max_inflight_bytes=budget.max_inflight_bytes,
         prefetch_bytes=budget.prefetch_bytes,

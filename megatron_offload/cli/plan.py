@@ -212,12 +212,14 @@ def _show(outcome: Outcome, out: Console, *, lists_groups: bool) -> None:
     plan, step, without = outcome.plan, outcome.step, outcome.without
     title = f"Plan of {outcome.source.title}, policy {plan.policy}: PREDICTED"
     peak = f"peak {outcome.source.memory}"
-    ranks = plain_table(title, ["rank", "moved", "kept", peak, "with the plan", "host"])
+    ranks = plain_table(
+        title, ["rank", "moved", "made again", "kept", peak, "with the plan", "host"]
+    )
     for index, (rank, before, after) in enumerate(
         zip(plan.ranks, without.ranks, step.ranks, strict=True)
     ):
         peaks = (before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes)
-        sizes = (rank.moved_bytes, rank.saved_bytes - rank.moved_bytes, *peaks)
+        sizes = (rank.moved_bytes, rank.remade_bytes, rank.saved_bytes - rank.moved_bytes, *peaks)
         ranks.add_row(str(index), *map(format_bytes, sizes))
     out.print(ranks)
     change = 100 * (step.step_us / without.step_us - 1)

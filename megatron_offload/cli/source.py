@@ -22,7 +22,7 @@ from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
 from megatron_offload.machine.profile import MachineProfile
@@ -50,6 +50,7 @@ from megatron_offload.planning.simulate import Simulation, settings_of
 
 _PROFILE_NAME = re.compile(r"profile_(0|[1-9]\d{0,5})\.json")
 PLAN_NAME = "plan.json"
+_SIZES = ("max_inflight_bytes", "prefetch_bytes", "host_slab_bytes")
 _RUN_FIELDS = ("num_microbatches", "pp_size", "vp_size", "modules", "versions")
 
 
@@ -87,7 +88,7 @@ class Recorded:
         if self.own_plan is not None:
             return f"its own plan {self.own_plan}"
         words = [f"policy {config.policy.kind}"] if config.policy is not None else []
-        for name in ("fraction", *Budgets.model_fields, "delta_bytes_across_pp_ranks"):
+        for name in ("fraction", *_SIZES, "delta_bytes_across_pp_ranks"):
             value = getattr(config, name)
             if name in config.model_fields_set and value is not None:
                 words.append(f"{name} {value if name == 'fraction' else format_bytes(value)}")
@@ -153,9 +154,17 @@ class Source:
         given: dict[str, Any] = {}
         run = self.recorded.offload if self.recorded else Budgets()
         for section in (run, self.around.offload):
-            names = Budgets.model_fields.keys() & section.model_fields_set
-            given |= {name: getattr(section, name) for name in names}
-        return RankSettings(**given)
+            given |= {n: getattr(section, n) for n in _SIZES if n in section.model_fields_set}
+        chosen = self.around.offload.recompute
+        if "recompute" not in self.around.offload.model_fields_set:
+            return RankSettings(**given)
+        units = {unit.unit for stage in self.job.stages for g in stage.groups for unit in g.units}
+        for name in set(chosen) - units:
+            raise ConfigError(
+                f"offload.recompute: the job has no unit {name!r}{did_you_mean(name, units)}"
+            )
+        num_virtual = len(self.job.schedule.stages_of(0))
+        return RankSettings(**given, recompute=(frozenset(chosen),) * num_virtual)
 
     def as_run(self) -> list[RankSettings]:
         """Return what each rank does, as the run did it; flags win. Without a run, `default`.

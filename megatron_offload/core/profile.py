@@ -80,7 +80,17 @@ class GroupProfile(NamedTuple):
     @property
     def saved_bytes(self) -> int:
         """What it saves that no group before it does: the same whatever moves, in every run."""
-        return self.num_bytes + self.elsewhere_bytes - self.shared_bytes
+        remade_bytes = sum(unit.num_bytes for unit in self.remade if unit.is_remade)
+        return self.num_bytes + remade_bytes + self.elsewhere_bytes - self.shared_bytes
+
+    def making_again(self, names: Collection[str] | None) -> GroupProfile:
+        """Return the group as it would be with these of its units made again; None: with all."""
+        units, num_bytes = [], self.num_bytes
+        for unit in self.remade:
+            is_remade = names is None or unit.unit in names
+            num_bytes += (unit.is_remade - is_remade) * unit.num_bytes
+            units.append(unit._replace(is_remade=is_remade))
+        return self._replace(num_bytes=num_bytes, remade=tuple(units))
 
 
 class GroupTimes(NamedTuple):

@@ -15,7 +15,13 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 from megatron_offload.config import apply_overrides, load_yaml
 from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files.strict_model import Bytes, StrictModel, validate
+from megatron_offload.files.strict_model import (
+    Bytes,
+    NamesField,
+    StrictModel,
+    default,
+    validate,
+)
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, UnitWork
 from megatron_offload.planning.schedule import make_schedule
 
@@ -24,6 +30,9 @@ LAYER_GROUPS = (
     *("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"),
 )
 """The groups of a layer, in its order."""
+
+_MADE_FROM = {"qkv_linear": "attn_norm", "mlp_fc1": "mlp_norm", "mlp_fc2": "mlp_act"}
+"""Where a group's unit is made from what another holds, and not from what it holds itself."""
 
 _MOST = 10**9
 _MOST_LAYERS = 10**5
@@ -209,10 +218,9 @@ class _Costs:
             units=tuple(unit for unit in units if unit.num_bytes >= self.model.min_tensor_bytes),
         )
 
-    def unit(self, name: str, read_bytes: int, made_bytes: int, parent: int) -> UnitWork:
-        """Return what only reads and writes, from what a group so many places before it holds."""
-        us = self.us_of_traffic(read_bytes + made_bytes)
-        return UnitWork(name, made_bytes, us, (parent,))
+    def unit(self, name: str, read_bytes: int, made_bytes: int) -> UnitWork:
+        """Return what an operation that only reads and writes makes again."""
+        return UnitWork(name, made_bytes, self.us_of_traffic(read_bytes + made_bytes))
 
     def pointwise(self, name: str, saved: int, output_bytes: int) -> GroupWork:
         """Return the group of what only reads and writes: a norm, an activation."""
@@ -251,8 +259,8 @@ class _Costs:
         is_fused = model.fused_norm
         norm_bytes = hidden if is_fused else 0
         saved = (hidden, hidden) if is_fused else (hidden,)
-        norm = self.unit("norm", hidden, hidden, 0 if is_fused else 1)
-        activation = self.unit("mlp_act", self.fc1_bytes, self.ffn_bytes, 1)
+        norm = self.unit("norm", hidden, hidden)
+        activation = self.unit("mlp_act", self.fc1_bytes, self.ffn_bytes)
         before: dict[str, Any] = {
             "norm_bytes": norm_bytes,
             "gathered_bytes": self.gathered_bytes,
@@ -279,7 +287,16 @@ class _Costs:
         ]
         if is_fused:
             groups = [group for group in groups if not group.name.endswith("_norm")]
-        return [replace(group, is_marked=group.name in model.modules) for group in groups]
+        marked = [group.name for group in groups if group.name in model.modules]
+        for place, group in enumerate(groups):
+            name = group.name
+            parent = _MADE_FROM.get(name)
+            distances: tuple[int, ...] = ()
+            if name in marked and parent in marked:
+                distances = (marked.index(name) - marked.index(parent),)
+            units = tuple(unit._replace(parents=distances) for unit in group.units)
+            groups[place] = replace(group, units=units, is_marked=name in marked)
+        return groups
 
     def embedding(self) -> GroupWork:
         table_bytes = self.weight_bytes(self.model.vocabulary, self.model.hidden)
@@ -386,6 +403,9 @@ class Budgets(StrictModel):
 
     host_slab_bytes: Bytes = Field(default=ByteSize(_SETTINGS.host_slab_bytes), gt=0)
     """Pinned memory comes in pieces of this."""
+
+    recompute: NamesField = default(())
+    """The units that may be made again; unless set, all that the job has."""
 
 
 class Surroundings(StrictModel):

@@ -25,7 +25,7 @@ class UnitWork(NamedTuple):
     us: float
     """What making it again takes, in the group's backward."""
     parents: tuple[int, ...] = ()
-    """The groups that hold what it is made from: so many places before it in its stage."""
+    """The groups that hold what it is made from: so many marked groups before it in its stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +125,14 @@ class RankSettings:
     reload that empties its place."""
     offloads: bool = True
     """Whether anything may move."""
-    recompute: tuple[frozenset[str], ...] = ()
-    """The units that are made again, by virtual stage; none where that is left out."""
+    recompute: tuple[frozenset[str], ...] | None = None
+    """The units that are made again, by virtual stage, none where one is left out; None: all."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "settings", above_zero=("host_slab_bytes",))
 
 
-NO_OFFLOAD = RankSettings(offloads=False)
+NO_OFFLOAD = RankSettings(offloads=False, recompute=())
 """Everything stays, and nothing waits for a copy."""
 
 
@@ -173,13 +173,18 @@ class Job:
         )
         check("job", min(self.static_bytes) >= 0, "static_bytes can't be negative")
 
-    def making_again(self, rank: int, recompute: Sequence[Collection[str]]) -> Job:
-        """Return the same step, with units of a rank made again, by its virtual stages."""
-        if not any(recompute):
+    def making_again(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
+        """Return the same step, with units of a rank made again as `RankSettings` says."""
+        if recompute is not None and not any(recompute):
             return self
         stages = list(self.stages)
-        for stage, names in zip(self.schedule.stages_of(rank), recompute, strict=False):
-            groups = tuple(group.making_again(names) for group in stages[stage].groups)
+        for place, stage in enumerate(self.schedule.stages_of(rank)):
+            works = stages[stage].groups
+            if recompute is None:
+                groups = tuple(work.making_again([u.unit for u in work.units]) for work in works)
+            else:
+                names = recompute[place] if place < len(recompute) else ()
+                groups = tuple(work.making_again(names) for work in works)
             stages[stage] = replace(stages[stage], groups=groups)
         return replace(self, stages=tuple(stages))
 

@@ -82,11 +82,27 @@ class GroupChoice(NamedTuple):
     """In a few words, for people."""
     elsewhere_bytes: int = 0
     """What it saves besides that something else keeps."""
+    remade_bytes: int = 0
+    """What it saves besides that is made again."""
 
     @property
     def identity(self) -> _Identity:
-        """What every run of the job has. Keepers are found out late, so both parts count as one."""
-        return self.key, self.name, self.num_bytes + self.elsewhere_bytes
+        """What every run of the job has. Keepers are found out late, so all parts count as one."""
+        return self.key, self.name, self.num_bytes + self.elsewhere_bytes + self.remade_bytes
+
+
+class UnitChoice(NamedTuple):
+    """What becomes of all that one virtual stage saves of one unit, in a step."""
+
+    vp_stage: int
+    unit: str
+    num_bytes: int
+    us: float
+    """What making it again takes, or would."""
+    is_remade: bool
+    """Whether it is made again; else it is kept or moved with its groups."""
+    reason: str
+    """In a few words, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,7 @@ class RankPlan:
         predicted_peak_bytes: most device memory at one time; None where nothing was predicted.
         measured_peak_bytes: most that the rank was seen to reserve; None where it was not measured.
         predicted_step_us: length of a step.
+        units: what is made again, and what could be; None leaves that to ``OffloadConfig``.
     """
 
     choices: tuple[GroupChoice, ...]
@@ -109,6 +126,19 @@ class RankPlan:
     predicted_peak_bytes: int | None = None
     predicted_step_us: float | None = None
     measured_peak_bytes: int | None = None
+    units: tuple[UnitChoice, ...] | None = None
+
+    @property
+    def recompute(self) -> tuple[frozenset[str], ...] | None:
+        """The units that are made again, by virtual stage; None where it doesn't say."""
+        if self.units is None:
+            return None
+        remade = [unit for unit in self.units if unit.is_remade]
+        num_stages = 1 + max((unit.vp_stage for unit in remade), default=-1)
+        return tuple(
+            frozenset(unit.unit for unit in remade if unit.vp_stage == stage)
+            for stage in range(num_stages)
+        )
 
     @property
     def kept(self) -> dict[GroupKey, str]:
@@ -122,8 +152,13 @@ class RankPlan:
 
     @property
     def saved_bytes(self) -> int:
-        """What all groups hold together."""
+        """What all groups hold together, less what is made again."""
         return sum(choice.num_bytes for choice in self.choices)
+
+    @property
+    def remade_bytes(self) -> int:
+        """What a step makes again."""
+        return sum(choice.remade_bytes for choice in self.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +242,14 @@ def rank_plan(
     for group in profile.groups:
         key = group.key
         moves = group.num_bytes > 0 and key not in kept
+        remade_bytes = sum(unit.num_bytes for unit in group.remade if unit.is_remade)
+        nothing = "is all made again" if remade_bytes else "holds nothing that moving would free"
         if moves:
             reason = moved if isinstance(moved, str) else moved[key]
         else:
-            reason = kept.get(key, "holds nothing that moving would free")
-        choices.append(
-            GroupChoice(key, group.name, group.num_bytes, moves, reason, group.elsewhere_bytes)
-        )
+            reason = kept.get(key, nothing)
+        sizes = (group.elsewhere_bytes, remade_bytes)
+        choices.append(GroupChoice(key, group.name, group.num_bytes, moves, reason, *sizes))
     return RankPlan(tuple(choices), **settings)
 
 

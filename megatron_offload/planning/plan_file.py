@@ -13,7 +13,13 @@ from pydantic import Field
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.text import read_text, replace_text
-from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
+from megatron_offload.planning.plan import (
+    GroupChoice,
+    MeasuredCost,
+    OffloadPlan,
+    RankPlan,
+    UnitChoice,
+)
 from megatron_offload.planning.records import (
     MAX_FILE_BYTES,
     Amount,
@@ -31,10 +37,23 @@ _PERCENT = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 _MEASURED = record_model(MeasuredCost, slowdown_percent=(_PERCENT, ...), num_pairs=(Number, ...))
 
-_CHOICE = record_model(GroupChoice, moves=None, choice=(Literal["offload", "keep"], ...))
+_CHOICE = record_model(
+    GroupChoice,
+    moves=None,
+    choice=(Literal["offload", "keep"], ...),
+    remade_bytes=(Amount, 0),
+)
+
+_UNIT = record_model(
+    UnitChoice, is_remade=None, choice=(Literal["recompute", "not recompute"], ...)
+)
 
 _RANK = record_model(
-    RankPlan, choices=None, groups=many(_CHOICE), measured_peak_bytes=(Amount | None, None)
+    RankPlan,
+    choices=None,
+    groups=many(_CHOICE),
+    measured_peak_bytes=(Amount | None, None),
+    units=(many(_UNIT)[0] | None, ()),
 )
 
 _PLAN = record_model(
@@ -48,7 +67,8 @@ _PLAN = record_model(
     measured=(_MEASURED | None, None),
     ranks=many(_RANK, _MOST_RANKS, least=1),
 )
-"""Plans of earlier versions don't say where bandwidths come from, nor what was measured."""
+"""Plans of earlier versions don't say where bandwidths come from, nor what was measured; they make
+nothing again."""
 
 
 def save_plan(plan: OffloadPlan, path: str | Path) -> None:
@@ -79,6 +99,13 @@ def plan_to_json(plan: OffloadPlan) -> str:
 def _rank_data(rank: RankPlan) -> dict[str, Any]:
     data = to_data(rank)
     del data["choices"]
+    if rank.units is not None:
+        data["units"] = [
+            to_data(unit) | {"choice": "recompute" if unit.is_remade else "not recompute"}
+            for unit in rank.units
+        ]
+        for unit in data["units"]:
+            del unit["is_remade"]
     return data | {"groups": [_choice_data(choice) for choice in rank.choices]}
 
 
@@ -94,7 +121,9 @@ def parse_plan(text: str, source: str) -> OffloadPlan:
         OffloadPlan,
         read,
         ranks=tuple(
-            record_of(RankPlan, rank, choices=tuple(map(_choice, rank.groups)))
+            record_of(
+                RankPlan, rank, choices=tuple(map(_choice, rank.groups)), units=_units(rank.units)
+            )
             for rank in read.ranks
         ),
         measured=read.measured and record_of(MeasuredCost, read.measured),
@@ -109,3 +138,9 @@ def parse_plan(text: str, source: str) -> OffloadPlan:
 
 def _choice(read: Any) -> GroupChoice:
     return record_of(GroupChoice, read, moves=read.choice == "offload")
+
+
+def _units(read: Any) -> tuple[UnitChoice, ...] | None:
+    if read is None:
+        return None
+    return tuple(record_of(UnitChoice, one, is_remade=one.choice == "recompute") for one in read)

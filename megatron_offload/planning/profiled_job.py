@@ -11,21 +11,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import (
+    GroupKey,
     GroupProfile,
     GroupTimes,
     MemorySample,
+    RemadeUnit,
     RunShape,
     StepProfile,
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.replay import step_profile
+from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork, UnitWork
+from megatron_offload.planning.replay import forward_stages, step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
 
@@ -142,13 +144,39 @@ def _gap(chunks: Sequence[_Timed], index: int) -> GroupWork:
 def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
     groups = [chunk[index][0] for chunk in chunks]
     times = [chunk[index][1] for chunk in chunks]
+    remade_us = [sum(unit.us for unit in group.remade if unit.is_remade) for group in groups]
+    bare = [group.making_again(()) for group in groups]
+    backward_us = (
+        max(0.0, one.done_us - one.backward_us - us)
+        for one, us in zip(times, remade_us, strict=True)
+    )
     return GroupWork(
         groups[0].name,
-        statistics.median_high(group.num_bytes for group in groups),
+        statistics.median_high(group.num_bytes for group in bare),
         forward_us=statistics.median(one.committed_us - one.started_us for one in times),
-        backward_us=statistics.median(one.done_us - one.backward_us for one in times),
+        backward_us=statistics.median(backward_us),
         kept_bytes=statistics.median_high(group.elsewhere_bytes for group in groups),
+        units=tuple(_units(bare)),
     )
+
+
+def _units(groups: Sequence[GroupProfile]) -> Iterator[UnitWork]:
+    """Yield what could be made again of groups in the same place of several microbatches."""
+    names = dict.fromkeys(unit.unit for group in groups for unit in group.remade)
+    for name in names:
+        alike = [
+            (group.key.order, unit)
+            for group in groups
+            for unit in group.remade
+            if unit.unit == name
+        ]
+        order, first = alike[0]
+        yield UnitWork(
+            name,
+            statistics.median_low(unit.num_bytes for _, unit in alike),
+            statistics.median(unit.us for _, unit in alike),
+            tuple(order - key.order for key in first.needs if key.chunk == groups[0].key.chunk),
+        )
 
 
 def job_of(
@@ -161,9 +189,28 @@ def job_of(
     peaks = list(map(measured_peak_bytes, profiles))
     static = [0] * len(profiles)
     job = job_from_profiles(profiles, schedule, machine, static, gpus_per_rank=gpus_per_rank)
-    explained = [rank.peak_device_bytes for rank in simulate(job).ranks]
+    as_seen = [
+        replace(NO_OFFLOAD, recompute=_remade_in(profile, job, rank))
+        for rank, profile in enumerate(profiles)
+    ]
+    explained = [rank.peak_device_bytes for rank in simulate(job, as_seen).ranks]
     static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
     return replace(job, static_bytes=tuple(static), unused_bytes=0)
+
+
+def _remade_in(profile: StepProfile, job: Job, rank: int) -> tuple[frozenset[str], ...]:
+    """Return the units that a profiled step made again, by virtual stage."""
+    chunks = forward_stages(job, rank)
+    return tuple(
+        frozenset(
+            unit.unit
+            for group in profile.groups
+            if chunks[group.key.chunk] == stage
+            for unit in group.remade
+            if unit.is_remade
+        )
+        for stage in job.schedule.stages_of(rank)
+    )
 
 
 def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
@@ -218,6 +265,7 @@ def profiles_of(job: Job) -> list[StepProfile]:
         profiles.append(
             replace(
                 profile,
+                groups=tuple(_with_units(job, rank, profile.groups)),
                 times=tuple(GroupTimes(*times[group.key]) for group in profile.groups),
                 step_us=step.step_us,
                 memory=(memory,),
@@ -227,3 +275,20 @@ def profiles_of(job: Job) -> list[StepProfile]:
             )
         )
     return profiles
+
+
+def _with_units(job: Job, rank: int, groups: Sequence[GroupProfile]) -> Iterator[GroupProfile]:
+    """Yield groups with what could be made again of them."""
+    chunks = forward_stages(job, rank)
+    for group in groups:
+        key = group.key
+        marked = [work for work in job.stages[chunks[key.chunk]].groups if work.is_marked]
+        units = (
+            RemadeUnit(
+                *(unit.unit, unit.num_bytes, unit.us),
+                needs=tuple(GroupKey(key.chunk, key.order - d) for d in unit.parents if d),
+                is_remade=False,
+            )
+            for unit in marked[key.order].units
+        )
+        yield group._replace(remade=tuple(units))

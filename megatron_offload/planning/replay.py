@@ -15,7 +15,7 @@ autograd holds the whole graph in front of it, and the gradients of the outputs;
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings, StageWork
+from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 
@@ -114,6 +114,7 @@ class WorkGroup(Group):
     def __init__(self, key: GroupKey, work: GroupWork, budget: DeviceBudget) -> None:
         super().__init__(key, work.name, budget)
         self.num_bytes = work.num_bytes
+        self.needs = _needs(key, work)
         self.work = work
 
     @property
@@ -134,7 +135,6 @@ class _Replay:
         self._records = records
         self._passes = job.schedule.ranks[rank]
         self._own_stages = frozenset(job.schedule.stages_of(rank))
-        self._needs = {stage: _needs_of(job.stages[stage]) for stage in self._own_stages}
         self._chunks: dict[tuple[int, int], list[WorkGroup]] = {}
         self._num_chunks = 0
         self._has_gone_back = False
@@ -184,8 +184,6 @@ class _Replay:
             key = GroupKey(self._num_chunks, order if work.is_marked else -1)
             group = WorkGroup(key, work, self._budget)
             chunk.append(group)
-            if work.remade and work.is_marked:
-                group.needs = _keys(self._num_chunks, self._needs[one.stage][order])
             order += work.is_marked
             self._count_device(work.num_bytes + work.kept_bytes)  # what it leaves there
             temp_bytes = work.forward_temp_bytes + stage.buffer_bytes
@@ -200,8 +198,7 @@ class _Replay:
         stage = self._job.stages[one.stage]
         chunk = self._chunks[one.stage, one.microbatch]
         is_needed = False
-        for place in reversed(range(len(chunk))):
-            group = chunk[place]
+        for group in reversed(chunk):
             work = group.work
             if not group.is_alive:
                 continue
@@ -217,7 +214,7 @@ class _Replay:
                 self._decisions.enter_backward(group)
                 self._await_reload(group)
             if work.remade and one.kind is not PassKind.WEIGHT:
-                self._make_again(chunk, place)
+                self._make_again(group, chunk)
             # A part for weights begins at the last group that has some: a loss behind is done with.
             is_last = one.kind is not PassKind.INPUT or not is_needed
             temp_bytes = work.backward_temp_bytes + stage.buffer_bytes
@@ -234,15 +231,15 @@ class _Replay:
         if one.kind is not PassKind.INPUT:
             del self._chunks[one.stage, one.microbatch]
 
-    def _make_again(self, chunk: list[WorkGroup], place: int) -> None:
+    def _make_again(self, group: WorkGroup, chunk: Sequence[WorkGroup]) -> None:
         """Count what a backward makes again, and wait for what other groups hold of its inputs."""
-        for unit in chunk[place].work.remade:
+        for unit in group.work.remade:
             self.program.remade_bytes += unit.num_bytes
             self.program.remade_us += unit.us
-            for distance in unit.parents:
-                parent = chunk[place - distance]
-                if distance:
-                    self._await_reload(parent)
+        if group.needs:
+            for needed in chunk:
+                if needed.key in group.needs:
+                    self._await_reload(needed)
 
     def _exchange(self, kind: OpKind, one: Pass) -> None:
         """Receive from the stage before, or send to the one behind, as a pass goes.
@@ -382,23 +379,6 @@ class _Replay:
             self.program.memory.append(MemoryCounts(position, *counts))
 
 
-def _needs_of(stage: StageWork) -> dict[int, list[int]]:
-    """Return which groups hold what others make theirs from, by the order of the marked."""
-    orders: dict[int, int] = {}
-    needs: dict[int, list[int]] = {}
-    for place, work in enumerate(stage.groups):
-        if work.is_marked:
-            orders[place] = len(orders)
-        if work.is_marked and work.remade:
-            places = {place - distance for unit in work.remade for distance in unit.parents}
-            needs[orders[place]] = sorted(orders[one] for one in places - {place} if one in orders)
-    return needs
-
-
-def _keys(chunk: int, orders: Iterable[int]) -> tuple[GroupKey, ...]:
-    return tuple(GroupKey(chunk, order) for order in orders)
-
-
 def _reused(uses: list[tuple[int, int]], pinned_bytes: int) -> dict[int, int]:
     """Return for each copy that takes reused host memory the last reload that empties it.
 
@@ -440,6 +420,23 @@ def _asked_ahead(schedule: Schedule, passes: Sequence[Pass]) -> dict[Pass, list[
     return asked
 
 
+def _needs(key: GroupKey, work: GroupWork) -> tuple[GroupKey, ...]:
+    """Return the other groups that hold what a group makes its own from."""
+    if not work.remade:
+        return ()
+    orders = {key.order - distance for unit in work.remade for distance in unit.parents if distance}
+    return tuple(GroupKey(key.chunk, order) for order in sorted(orders))
+
+
+def forward_stages(job: Job, rank: int) -> list[int]:
+    """Return the stage of each chunk of a rank: of its forwards that have a group."""
+    return [
+        one.stage
+        for one in job.schedule.ranks[rank]
+        if one.kind is PassKind.FORWARD and any(g.is_marked for g in job.stages[one.stage].groups)
+    ]
+
+
 def step_profile(
     job: Job, rank: int, budget: DeviceBudget | None = None, kept: Collection[GroupKey] = ()
 ) -> StepProfile:
@@ -460,18 +457,19 @@ def step_profile(
     at_bytes: list[int] = []
     positions: dict[tuple[int, int], int] = {}
     passed_bytes = 0
-    needs = {stage: _needs_of(job.stages[stage]) for stage in job.schedule.stages_of(rank)}
     for one in job.schedule.ranks[rank]:
         marked = [work for work in job.stages[one.stage].groups if work.is_marked]
         if one.kind is PassKind.FORWARD and marked:
             position = positions[one.stage, one.microbatch] = len(positions)
             for index, work in enumerate(marked):
                 key = GroupKey(position, index)
-                group = GroupProfile(key, work.name, work.num_bytes, passed_bytes)
-                needed = _keys(position, needs[one.stage].get(index, ()))
-                if needed:
-                    group = group._replace(remade=(RemadeUnit("", 0, needs=needed),))
-                groups.append(group)
+                units = tuple(
+                    RemadeUnit(unit.unit, unit.num_bytes, unit.us, _needs(key, work))
+                    for unit in work.remade
+                )
+                groups.append(
+                    GroupProfile(key, work.name, work.num_bytes, passed_bytes, remade=units)
+                )
                 moving_bytes = 0 if key in kept else work.num_bytes
                 budget.add_saved(work.num_bytes, moving_bytes, is_learned=True)
                 passed_bytes += work.num_bytes

@@ -94,6 +94,13 @@ def simulate(
     if len(settings) != num_ranks:
         raise ConfigError(f"the schedule has {num_ranks} ranks, settings are for {len(settings)}")
     programs = [replay(job, rank, one, records=record) for rank, one in enumerate(settings)]
+    return simulate_programs(job, programs, record=record)
+
+
+def simulate_programs(
+    job: Job, programs: Sequence[RankProgram], *, record: bool = False
+) -> Simulation:
+    """Predict a step of which each rank's program is known, and recorded if that is asked for."""
     ranks = run_streams(job, programs, records=record)
     return Simulation(
         step_us=max(one.end_us for one in ranks),
@@ -108,12 +115,16 @@ def settings_of(plan: OffloadPlan, default: RankSettings = _DEFAULT) -> list[Ran
     """Return what each rank of a plan does; the limits that ``default`` sets go over the plan's."""
     names = ("max_inflight_bytes", "prefetch_bytes")
     free = [name for name in names if getattr(default, name) is None]
-    return [
-        replace(default, kept=frozenset(rank.kept), **{name: getattr(rank, name) for name in free})
-        if rank.moved_bytes
-        else NO_OFFLOAD
-        for rank in plan.ranks
-    ]
+    found = []
+    for rank in plan.ranks:
+        recompute = default.recompute if rank.recompute is None else rank.recompute
+        if rank.moved_bytes:
+            limits = {name: getattr(rank, name) for name in free}
+            kept = frozenset(rank.kept)
+            found.append(replace(default, kept=kept, recompute=recompute, **limits))
+        else:
+            found.append(replace(NO_OFFLOAD, recompute=recompute))
+    return found
 
 
 def reserved_bytes(job: Job, program: RankProgram) -> int:

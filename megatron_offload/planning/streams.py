@@ -191,6 +191,7 @@ class _Step:
         """Go through one rank's program."""
         environment, program = self.environment, rank.program
         handed_over: simpy.Event | None = None
+        num_ops, joined_us = len(program.kinds), 0.0
         for position, kind in enumerate(program.kinds):
             if handed_over is not None and kind not in (OpKind.RECEIVE, OpKind.ASK):
                 if not handed_over.processed:
@@ -207,7 +208,11 @@ class _Step:
                     label, is_backward = program.labels[position]
                     what = "other" if not label else "backward" if is_backward else "forward"
                     rank.note(Span("compute", what, label, now_us, argument))
-                yield environment.timeout(argument)
+                elif position + 1 < num_ops and program.kinds[position + 1] == OpKind.COMPUTE:
+                    joined_us += argument  # nobody looks in between
+                    continue
+                yield environment.timeout(joined_us + argument)
+                joined_us = 0.0
                 continue
             number = int(argument)
             if kind == OpKind.AWAIT:

@@ -114,7 +114,7 @@ class Report:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Add up the groups of one name over all ranks; say why their bytes moved, or stayed."""
+        """Add up the groups of one name over all ranks; say what became of their bytes."""
         found: dict[str, tuple[Counter[str], Counter[str]]] = {}
         for group in (group for rank in self.ranks for group in rank["groups"]):
             sums, kept = found.setdefault(group["name"], (Counter(), Counter()))
@@ -122,8 +122,11 @@ class Report:
             kept.update(group["kept_bytes_by_reason"])
         rows = []
         for name, (sums, kept) in found.items():
-            moved = sums["offloaded_bytes"]
-            reasons = [f"{format_bytes(moved)} moved: named in offload.modules"] if moved else []
+            done = {
+                "offloaded_bytes": "moved: named in offload.modules",
+                "remade_bytes": "made again in backward: named in offload.recompute",
+            }
+            reasons = [f"{format_bytes(sums[key])} {why}" for key, why in done.items() if sums[key]]
             reasons += [f"{format_bytes(size)} kept: {why}" for why, size in kept.most_common()]
             nothing = "nothing in it to move: too small, or kept alive by something else"
             rows.append({**sums, "name": name, "reasons": reasons or [nothing]})

@@ -14,6 +14,7 @@ from megatron_offload.cli import plan as command
 from megatron_offload.cli.main import main
 from megatron_offload.core.machine import Machine, MachineConfig
 from megatron_offload.planning.bandwidths import Bandwidths, save_bandwidths
+from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import RatioPolicy
 from megatron_offload.planning.profile_file import load_profile, save_profile
@@ -36,14 +37,15 @@ def plan(*words):
 
 def test_a_plan_of_a_model_is_a_file_for_it(model, tmp_path, capsys):
     output = tmp_path / "plan.json"
-    assert plan("--model", model, "--ratio", 0.5, "--output", output) == 0
+    words = ("--model", model, "--ratio", 0.5, "--output", output)
+    assert plan(*words, "--set", "offload.recompute=[]") == 0
     written = load_plan(output)
     source = load_model(model)
     for profile in source.profiles:
         written.check(profile)
     choices = RatioPolicy(0.5).make_plan(source.profiles)
     assert [rank.choices for rank in written.ranks] == [rank.choices for rank in choices.ranks]
-    step = simulate(source.job, settings_of(written))
+    step = simulate(source.job, settings_of(written, RankSettings(recompute=())))
     peaks = [rank.peak_reserved_bytes for rank in step.ranks]
     assert [rank.predicted_peak_bytes for rank in written.ranks] == peaks
     assert written.ranks[0].predicted_step_us == step.step_us
@@ -125,7 +127,9 @@ def test_a_run_is_planned_from_its_profiles(tmp_path, model):
     written = load_plan(folder / "plan.json")
     for rank in written.ranks:
         moved = {choice.name for choice in rank.choices if choice.moves}
-        assert moved == {"mlp_fc1", "mlp_act", "mlp_fc2"}
+        assert moved == {"mlp_fc1", "mlp_act"}
+        reasons = {choice.reason for choice in rank.choices if choice.name == "mlp_fc2"}
+        assert reasons == {"is all made again"}
     assert read_tradeoff(folder / "tradeoff.json").memory == "reserved memory"
     seen, described = (simulate(source.job) for source in (load_run(folder), load_model(model)))
     for one, other in zip(seen.ranks, described.ranks, strict=True):

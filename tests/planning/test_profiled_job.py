@@ -11,7 +11,7 @@ from problems import make_job, random_job
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupTimes
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork
+from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
 from megatron_offload.planning.profile_file import parse_profile, profile_to_json
 from megatron_offload.planning.profiled_job import (
@@ -117,7 +117,7 @@ def test_what_a_profile_of_a_job_says_agrees_with_the_simulator(seed):
     job = random_job(random.Random(seed))
     step = simulate(job, None)
     for profile, rank in zip(profiles_of(job), step.ranks, strict=True):
-        assert profile.step_us == step.step_us
+        assert profile.step_us == pytest.approx(step.step_us, rel=1e-12)
         parse_profile(profile_to_json(profile), "it")
         assert measured_peak_bytes(profile) == rank.peak_reserved_bytes
 
@@ -148,7 +148,8 @@ def test_memory_that_leaves_out_what_moved_is_refused():
 def test_a_rank_that_moves_nothing_has_no_engine_and_what_a_plan_keeps_does_not_move():
     job = make_job(ranks=4, virtual=2, microbatches=8)
     runs = profiles_of(job)
-    assert settings_of(RatioPolicy(0.0).make_plan(runs)) == [NO_OFFLOAD] * 4
+    nothing = settings_of(RatioPolicy(0.0).make_plan(runs), RankSettings(recompute=()))
+    assert nothing == [NO_OFFLOAD] * 4
     plan = ModulesPolicy(modules=("mlp_*",)).make_plan(runs)
     step = simulate(job, settings_of(plan))
     for rank, result in zip(plan.ranks, step.ranks, strict=True):

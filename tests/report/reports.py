@@ -40,7 +40,7 @@ def trace(rank):
 
 def gpu_report(**changes):
     """Return a comparison on two GPUs in which every part is there."""
-    moved = GroupStats(HOSTILE, 2, 3 * GIB, 3 * GIB, GIB // 2, {HOSTILE: GIB // 2}, 1)
+    moved = GroupStats(HOSTILE, 2, 3 * GIB, 3 * GIB, GIB, GIB // 2, {HOSTILE: GIB // 2}, 1)
     groups = [asdict(moved), asdict(GroupStats("layers.*.mlp", 2))]
     ranks = [
         {"rank": rank, "pp_rank": rank, "dp_rank": 0, "groups": groups}
