@@ -6,6 +6,11 @@ Runs the same program three ways, alternating, in one process, on tensors of 1 K
     package   with this package
     megatron  with megatron-core's own handler; left out where megatron-core has no such module
 
+``--made 2`` lets two of the four tensors be made from the others in all of them, by one operation
+each, and adds
+
+    remade    with this package, which makes those again in backward in place of moving them
+
 On a CPU copies take no device time, and the streams and events of both are stand-ins that do
 nothing. What is left is the cost of the bookkeeping itself (``--simulated`` runs the package on its
 simulated device, whose streams keep clocks; the handler has nothing like it):
@@ -66,14 +71,15 @@ class SaveFour(torch.autograd.Function):
         return (grad, *[None for _ in ctx.saved_tensors])
 
 
-def program(num_groups, device, start, context, commit):
+def program(mode, num_groups, start, context, commit):
     """Take one chunk forward and backward."""
+    device, num_made = mode.device, mode.num_made
     x = torch.zeros(1, requires_grad=True, device=device)
     for _ in range(num_groups):
-        tensors = [torch.empty(NUM_ELEMENTS, device=device) for _ in range(4)]
+        tensors = [torch.empty(NUM_ELEMENTS, device=device) for _ in range(4 - num_made)]
         x = start(x)
         with context():
-            x = SaveFour.apply(x, *tensors)
+            x = SaveFour.apply(x, *tensors, *map(mode.make, tensors[:num_made]))
         x = commit(x)
     x.backward()
 
@@ -91,8 +97,11 @@ class NoContext:
 class Alone:
     """Nothing but the program."""
 
-    def __init__(self, device):
-        self.device = device
+    make = staticmethod(torch.neg)
+    """How a tensor is made of another."""
+
+    def __init__(self, device, num_made):
+        self.device, self.num_made = device, num_made
 
     def active(self):
         """Return a context for `run`, outside the time that is measured."""
@@ -101,8 +110,8 @@ class Alone:
     def run(self, num_groups, num_chunks):
         for _ in range(num_chunks):
             program(
+                self,
                 num_groups // num_chunks,
-                self.device,
                 lambda x: x.view(1),
                 NoContext,
                 lambda x: x.view(1),
@@ -165,8 +174,8 @@ class NoDevice(SimulatedBackend):
 class Package(Alone):
     """This package's engine."""
 
-    def __init__(self, device, is_simulated=False):
-        super().__init__(device)
+    def __init__(self, device, num_made, is_simulated=False):
+        super().__init__(device, num_made)
         config = OffloadConfig(
             backend="cuda" if device == "cuda" else "simulated",
             simulated=SimulatedConfig(copy_timing="eager", poison=False, check_hazards=False),
@@ -184,8 +193,8 @@ class Package(Alone):
         for _ in range(num_chunks):
             manager.begin_chunk()
             program(
+                self,
                 num_groups // num_chunks,
-                self.device,
                 lambda x: start_group(manager, x, "group"),
                 lambda: manager,
                 lambda x: commit_group(manager, x, "group"),
@@ -196,11 +205,18 @@ class Package(Alone):
         return self.manager.last_step.offloaded_bytes
 
 
+class Remade(Package):
+    """The same with a recipe for each tensor that is made of another."""
+
+    def make(self, x):
+        return self.manager.recomputable(torch.neg, x, preserve_rng_state=False)
+
+
 class Megatron(Alone):
     """Megatron-core's own handler, driven through its own interface."""
 
-    def __init__(self, device):
-        super().__init__(device)
+    def __init__(self, device, num_made):
+        super().__init__(device, num_made)
         self.module = module = import_module(
             "megatron.core.pipeline_parallel.fine_grained_activation_offload"
         )
@@ -261,8 +277,8 @@ class Megatron(Alone):
             else:
                 manager.init_model_chunk_offload_handler(1, 0, 1)
             program(
+                self,
                 num_groups // num_chunks,
-                self.device,
                 lambda x: self.module.fine_grained_offloading_group_start(x, "group"),
                 lambda: manager,
                 lambda x: commit(x, "group"),
@@ -299,6 +315,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--simulated", action="store_true", help="the package on its own device")
+    parser.add_argument("--made", type=int, choices=(0, 1, 2), default=0, help="of four tensors")
     parser.add_argument("--num-groups", type=int, default=80, help="of a step, all chunks together")
     parser.add_argument("--num-chunks", type=int, default=1)
     parser.add_argument("--num-runs", type=int, default=60)
@@ -309,10 +326,16 @@ def main():
     if num_chunks < 1 or num_groups < 1 or num_groups % num_chunks:
         parser.error("--num-groups is a multiple of --num-chunks, and both are at least 1")
     torch.set_num_threads(1)
-    modes = {"none": Alone(device), "package": Package(device, arguments.simulated)}
+    num_made = arguments.made
+    modes = {
+        "none": Alone(device, num_made),
+        "package": Package(device, num_made, arguments.simulated),
+    }
+    if num_made:
+        modes["remade"] = Remade(device, num_made, arguments.simulated)
     version = has_te = None
     try:
-        modes["megatron"] = Megatron(device)
+        modes["megatron"] = Megatron(device, num_made)
         version = import_module("megatron.core").__version__
         has_te = modes["megatron"].has_te
     except (ImportError, AttributeError) as error:
@@ -327,8 +350,9 @@ def main():
                 times[name].append(host_us / num_groups)
                 done[name].append(done_us / num_groups)
     moved = {name: mode.moved_bytes() / num_groups for name, mode in modes.items()}
-    saved = 4 * NUM_ELEMENTS * 4
-    if any(moved[name] < 0.8 * saved for name in modes if name != "none"):
+    saved = dict.fromkeys(modes, 4 * NUM_ELEMENTS * 4)
+    saved |= {"none": 0, "remade": (4 - num_made) * NUM_ELEMENTS * 4}
+    if any(not 0.8 * saved[name] <= moved[name] <= saved[name] for name in modes):
         raise RuntimeError(f"of {saved} bytes a group moved {moved}: not what was to be measured")
     median = {name: statistics.median(values) for name, values in times.items()}
     result = {
@@ -341,6 +365,7 @@ def main():
         "num_groups": num_groups,
         "num_chunks": num_chunks,
         "saved_tensors_per_group": 4,
+        "made_of_others": num_made,
         "moved_bytes_per_group": {name: round(value) for name, value in moved.items()},
         "median_us_per_group": {name: round(value, 2) for name, value in median.items()},
         "added_us_per_group": {
