@@ -130,6 +130,10 @@ class ChunkOffloadHandler:
         self._blocks[storage_key] = group.own(block)
         if self._recipes:
             block.recipe = self._recipes.pop(storage_key, None)
+        if not is_contiguous:
+            storage_bytes = tensor.untyped_storage().nbytes()
+            if 2 * (high - low) >= storage_bytes:  # its like may lie in between, as q, k and v do
+                low, high = 0, storage_bytes
         misalignment = low % ALIGNMENT_BYTES
         if is_contiguous and not misalignment:
             block.like = record.size, record.dtype

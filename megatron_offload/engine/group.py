@@ -95,6 +95,7 @@ class Block:
         released: whether its source was dropped.
         forced_release: whether its storage is emptied then, whoever holds it.
         storage_ref: the storage, where something else still held it at the release.
+        was_reached: whether backward has come to a group that has it.
         target: what it comes back to.
         reload: the bulk reload that brings or brought it back.
         recipe: how it is made again, once it was dropped without a copy; till its group's commit,
@@ -112,7 +113,7 @@ class Block:
     reload: Reload | None = None
     storage_ref: StorageWeakRef | None = None
     recipe: Recipe | None = None
-    stays = cancelled = released = forced_release = False
+    stays = cancelled = released = forced_release = was_reached = False
 
     def __init__(
         self, store: Store, group: OffloadGroup, storage_key: int, version: int, alias: torch.Tensor

@@ -29,6 +29,9 @@ class ForeignOwners:
         reason and has no other owner any more moves again.
         """
         for block in group.blocks():
+            if block.was_reached:  # with another group, and what was read of it is an owner now
+                continue
+            block.was_reached = True
             has_left = block.reload is not None
             may_stay = block.flight is not None or block.released or self.knows(block)
             if not has_left and may_stay:

@@ -94,11 +94,11 @@ class Transfers:
                 group.staying_bytes += block_bytes
                 self._count_kept(group, block, "beyond the share that moves")
                 continue
-            group.shared_bytes += block.counted_bytes
-            block.counted_bytes = block_bytes
+            counted_bytes, block.counted_bytes = block.counted_bytes, block_bytes
+            group.shared_bytes += counted_bytes
             if owners.known and owners.knows(block):
                 group.elsewhere_bytes += block_bytes
-                self.stats.held_elsewhere_bytes += block_bytes
+                self.stats.held_elsewhere_bytes += block_bytes - counted_bytes
             else:
                 num_bytes += block_bytes
                 moving.append(block)

@@ -307,8 +307,12 @@ def _megatron_version() -> str:
 
 def check_versions(version_of: Callable[[str], str] = found_version) -> list[Finding]:
     """Hold the installed versions of `NEWEST_SEEN` against what this package asks for."""
-    wanted = ["python", *(importlib.metadata.requires("megatron-offload") or ())]
     findings: dict[str, Finding] = {}  # an extra that names others repeats what they ask for
+    try:
+        wanted = ["python", *(importlib.metadata.requires("megatron-offload") or ())]
+    except importlib.metadata.PackageNotFoundError:
+        found = "not installed, so which versions it wants isn't known"
+        return [Finding("note", "megatron-offload", found, "pip install -e . in its folder")]
     for requirement in map(Requirement, wanted):
         if requirement.name in NEWEST_SEEN and requirement.name not in findings:
             findings[requirement.name] = _check_version(requirement, version_of)

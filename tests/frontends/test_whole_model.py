@@ -596,3 +596,41 @@ def test_it_is_a_pair_of_saved_tensors_hooks():
         z = x.sin()  # not entered: what is saved stays
     z.sum().backward()
     assert torch.equal(x.grad, x.cos())
+
+
+class MixesThree(torch.autograd.Function):
+    """Saves three views of one storage, as attention does."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return q + k * v
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, k, v = ctx.saved_tensors
+        return grad, grad * v, grad * k
+
+
+def test_views_that_lie_in_each_other_are_copied_once_and_leave():
+    linear = nn.Linear(512, 3 * 512, bias=False)
+
+    def layer(x):
+        return MixesThree.apply(*linear(x).view(1024, 8, 3, 64).unbind(2)).reshape(1024, 512)
+
+    def gradient(offload):
+        linear.zero_grad()
+        x = torch.ones(1024, 512, requires_grad=True)
+        with offload:
+            y = layer(layer(x * 1.0))
+        y.sum().backward()
+        return x.grad, linear.weight.grad
+
+    offload = make_offload(min_offload_size=1024, **TIGHT)
+    expected = gradient(contextlib.nullcontext())
+    for _ in range(4):
+        assert_same(expected, gradient(offload))
+    assert offload.end_step()
+    step = offload.last_step
+    assert step.offloaded_bytes == 2 * (1 + 3) * 1024 * 512 * 4  # each layer's input and views
+    assert step.held_elsewhere_bytes == 0

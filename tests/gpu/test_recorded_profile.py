@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from programs import assert_nothing_left, assert_same
@@ -96,7 +98,10 @@ def test_a_resident_step_shows_what_groups_save_and_the_device_really_has():
     assert peak_bytes <= recorded.peak_reserved_bytes
     reference = run_step(model, None, inputs)
     assert_same(reference, results)
-    assert sum(group.num_bytes for group in profile.groups) < peak_bytes
+    saved = Counter()
+    for group in profile.groups:
+        saved[group.key.chunk] += group.num_bytes
+    assert 0 < max(saved.values()) < peak_bytes
     del results, reference
     for _ in range(2):
         run_step(model, manager, inputs)

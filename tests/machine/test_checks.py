@@ -122,6 +122,15 @@ class Machine:
         self.write("proc/meminfo", f"MemAvailable: {available_kib} kB\n")
 
 
+def test_a_package_that_is_not_installed_is_told(monkeypatch):
+    def requires(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    (found,) = checks.check_versions()
+    assert (found.level, found.title) == ("note", "megatron-offload")
+
+
 @pytest.fixture
 def machine(tmp_path):
     return Machine(tmp_path)
