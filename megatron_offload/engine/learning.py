@@ -166,6 +166,15 @@ class Learner:
         self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
         self.kept, self.residents = dict(rank.kept), frozenset()
 
+    def recompute(self, vp_stage: int) -> frozenset[str] | None:
+        """Return the units that a virtual stage makes again; None for all that there are."""
+        if self._plan is None or self.pp_rank is None:
+            return None
+        planned = self._plan.ranks[self.pp_rank].recompute
+        if planned is None:
+            return None
+        return planned[vp_stage] if vp_stage < len(planned) else frozenset()
+
     def _confirm(self, plan: OffloadPlan, profile: StepProfile) -> None:
         run = RunShape(plan.num_microbatches, self.pp_rank or 0, plan.pp_size, plan.vp_size)
         try:

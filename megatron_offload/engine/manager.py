@@ -246,6 +246,7 @@ class PipelineOffloadManager:
     ) -> ChunkOffloadHandler:
         """Return a chunk for a caller who opens and commits its groups by hand."""
         rules = Rules(min_tensor_bytes, min_tensor_elements)
+        rules.recompute = self.learner.recompute(vp_stage)
         return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage=vp_stage)
 
     @graph_break

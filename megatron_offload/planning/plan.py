@@ -211,6 +211,13 @@ class OffloadPlan:
         ):
             if planned_size != found_size:
                 raise _another_run(f"it is for {planned_size} {what}, and there are {found_size}")
+        known = {unit.unit for group in profile.groups for unit in group.remade}
+        lacking = frozenset[str]().union(*(self.ranks[run.pp_rank].recompute or ())) - known
+        if lacking:
+            raise _another_run(
+                f"it makes {min(lacking)!r} again on pipeline rank {run.pp_rank}, and the "
+                "run has no recipe of that name (OffloadConfig.recompute lists what has one)"
+            )
         groups = [(group.key, group.name, group.saved_bytes) for group in profile.groups]
         choices = [choice.identity for choice in self.ranks[run.pp_rank].choices]
         pairs = list(zip_longest(choices, groups))

@@ -31,6 +31,9 @@ from megatron_offload.planning.replay import forward_stages, step_profile
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
 
+_UNTIMED_BYTES_PER_US = 1e6
+"""What is made again by reading and writing alone: a terabyte a second, where it was not timed."""
+
 _Timed = list[tuple[GroupProfile, GroupTimes]]
 """The groups of one chunk, in order."""
 
@@ -171,10 +174,12 @@ def _units(groups: Sequence[GroupProfile]) -> Iterator[UnitWork]:
             if unit.unit == name
         ]
         order, first = alike[0]
+        num_bytes = statistics.median_low(unit.num_bytes for _, unit in alike)
+        us = statistics.median(unit.us for _, unit in alike)
         yield UnitWork(
             name,
-            statistics.median_low(unit.num_bytes for _, unit in alike),
-            statistics.median(unit.us for _, unit in alike),
+            num_bytes,
+            us or num_bytes / _UNTIMED_BYTES_PER_US,
             tuple(order - key.order for key in first.needs if key.chunk == groups[0].key.chunk),
         )
 

@@ -23,7 +23,7 @@ from programs import (
 from megatron_offload.core.profile import RunShape
 from megatron_offload.errors import ConfigError
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.planning.plan import OffloadPlan, RankPlan
+from megatron_offload.planning.plan import OffloadPlan, RankPlan, UnitChoice
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.policy import RatioPolicy
 
@@ -215,3 +215,53 @@ def test_a_few_bytes_more_or_less_make_no_other_run_of_it():
     plan.check(with_more(total // 60))
     with pytest.raises(ConfigError, match="group 0 of pipeline rank 0"):
         plan.check(with_more(total // 40))
+
+
+def remaking_step(manager):
+    """Take a step of two virtual stages, each with the units 'norm' and 'act'; return its loss."""
+    with manager.step():
+        loss = 0.0
+        for vp_stage in range(2):
+            manager.begin_chunk(vp_stage=vp_stage)
+            x = torch.linspace(0, 1, 8 * KIB).requires_grad_() * 1.0
+
+            def body(x):
+                y = manager.recomputable(torch.sin, x, unit="norm")
+                return (y * y * x).exp() * manager.recomputable(torch.cos, x, unit="act") * x
+
+            loss = loss + in_group(manager, body, x, f"stage {vp_stage}").sum()
+        loss.backward()
+    return loss.item()
+
+
+def test_each_virtual_stage_makes_again_what_the_plan_says(tmp_path):
+    manager = make_manager()
+    for _ in range(3):
+        remaking_step(manager)
+    run = RunShape(num_microbatches=1, vp_size=2)
+    profile = replace(manager.last_profile, run=run)
+    units = [UnitChoice(0, "norm", 1, 0.0, True, "why"), UnitChoice(0, "act", 1, 0.0, False, "why")]
+    units.append(UnitChoice(1, "act", 1, 0.0, True, "why"))
+    plan = RatioPolicy(1.0).make_plan([profile])
+    plan = replace(plan, ranks=(replace(plan.ranks[0], units=tuple(units)),))
+    follower = make_follower(plan, tmp_path / "plan.json")
+    losses = set()
+    for _ in range(3):
+        losses.add(remaking_step(follower))
+        remade = {
+            (group.name, unit.unit)
+            for group in follower.last_profile.groups
+            for unit in group.remade
+            if unit.is_remade
+        }
+        assert remade == {("stage 0", "norm"), ("stage 1", "act")}
+    assert losses == {remaking_step(manager)}
+
+
+def test_what_a_plan_makes_again_and_the_run_can_not_is_said(tmp_path):
+    plan = make_plan(make_model())
+    unit = UnitChoice(0, "norm", 1, 0.0, True, "why")
+    plan = replace(plan, ranks=(replace(plan.ranks[0], units=(unit,)),))
+    manager = make_follower(plan, tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"it makes 'norm' again on pipeline rank 0, and the run"):
+        run_step(make_model(), manager, ORDER)
