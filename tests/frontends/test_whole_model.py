@@ -633,4 +633,5 @@ def test_views_that_lie_in_each_other_are_copied_once_and_leave():
     assert offload.end_step()
     step = offload.last_step
     assert step.offloaded_bytes == 2 * (1 + 3) * 1024 * 512 * 4  # each layer's input and views
-    assert step.held_elsewhere_bytes == 0
+    # The last views are asked back while the forward still has them: they never left.
+    assert step.held_elsewhere_bytes == 3 * 1024 * 512 * 4
