@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,6 +47,20 @@ EXTRA_MODULES: tuple[str, ...] = (
 
 MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 
+RECOMPUTE_UNITS: tuple[str, ...] = (
+    "norm",
+    "mlp_act",
+    "rope",
+    "mla_up",
+    "moe_permute",
+    "pointwise",
+    "cast",
+    "layout",
+)
+"""What backward can make again by name, other than modules (docs/recompute.md)."""
+
+_AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
+
 _STAYING = (
     *("fraction", "delta_bytes_across_pp_ranks"),
     *("resident_bytes", "resident_delta_bytes_across_pp_ranks"),
@@ -55,6 +69,8 @@ _STAYING = (
 
 _LIMITS = ("max_inflight_bytes", "prefetch_bytes")
 """What a plan, or a search for ``device_target_bytes``, finds where it isn't set."""
+
+RecomputeField = Converted[tuple[str, ...], list[str] | tuple[str, ...] | Literal["auto"]]
 
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
 
@@ -94,6 +110,11 @@ class OffloadConfig(StrictModel):
     modules: NamesField = default(("core_attn", "attn_proj"))
     """Which groups move: names out of `MODULES`, or patterns of names holding a dot or ``*``. The
     trainer marks these. Elsewhere a group stays whose name is not among them, if they were set."""
+
+    recompute: RecomputeField = default(("norm", "mlp_act"))
+    """What backward makes again in place of moving it: units out of `RECOMPUTE_UNITS`, and modules
+    by patterns of names holding a dot or ``*``. None of them: ``()``. In plain PyTorch ``auto``
+    stands for norms, activations, pointwise operations, casts and copies of another layout."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of each chunk's groups that moves, earliest first."""
@@ -181,6 +202,17 @@ class OffloadConfig(StrictModel):
         split_modules(names)
         return names
 
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _auto_units(cls, names: Any) -> Any:
+        return _AUTO_UNITS if names == "auto" else names
+
+    @field_validator("recompute")
+    @classmethod
+    def _known_units(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        recompute_patterns(names)
+        return names
+
     def model_post_init(self, _: Any, /) -> None:
         """Take the keys of ``policy: {kind: modules}`` for one's own; refuse what clashes."""
         policy = self.policy
@@ -251,6 +283,21 @@ def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
                 f"name, or a module of the model's own, is meant by a pattern such as '*{name}'"
             )
     return tuple(core), tuple(extra), tuple(patterns)
+
+
+def recompute_patterns(names: Iterable[str]) -> tuple[str, ...]:
+    """Return which of these say what is made again by modules' names; the others are units."""
+    patterns = []
+    for name in names:
+        if "." in name or "*" in name:
+            patterns.append(name)
+        elif name not in RECOMPUTE_UNITS:
+            known = (*RECOMPUTE_UNITS, "auto")
+            raise ConfigError(
+                f"nothing that can be made again is called {name!r}{did_you_mean(name, known)}; "
+                f"a module is meant by a pattern such as '*{name}'"
+            )
+    return tuple(patterns)
 
 
 def find_config(given: str | Path, *, kind: str = "") -> Path:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_offload.config import OffloadConfig
+from megatron_offload.config import OffloadConfig, recompute_patterns
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
+from megatron_offload.frontends.recompute import recompute_functions
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what moves; give that, or use OffloadActivations"
@@ -28,11 +30,25 @@ _UNFOLLOWED: dict[str, dict[str, str]] = {
     "offload_pipeline": {"modules": _ALL_MOVES},
     "operation_groups": {
         "modules": "set_activation_offloading() says which modules move",
+        "recompute": "its operations are fused as they run; leave it out or give ()",
         **_BY_RANK,
     },
 }
 """By door the settings that it can't follow, and what says the same there; all others take effect.
 A manager by hand, `offload_modules`, megatron-core's call sites and the trainer follow all."""
+
+_OPERATIONS = ("norm", "mlp_act", "pointwise", "cast", "layout")
+_BY_NAME = "*"
+_MEGATRON = ("norm", "mlp_act", "rope", "mla_up", "moe_permute", _BY_NAME)
+_RECOMPUTED = {
+    "OffloadActivations": _OPERATIONS,
+    "CPUOffload": _OPERATIONS,
+    "offload_pipeline": (*_OPERATIONS, _BY_NAME),
+    "operation_groups": (),
+    "offload_modules": _MEGATRON,
+    "megatron_core.install()": _MEGATRON,
+}
+"""By door what it can make again."""
 
 
 def engine_of(manager: Any) -> Any:
@@ -45,6 +61,18 @@ def refuse_unfollowed(door: str, config: OffloadConfig) -> None:
     for key, instead in _UNFOLLOWED[door].items():
         if key in config.model_fields_set and getattr(config, key) is not None:
             raise ConfigError(f"{door} can't follow OffloadConfig.{key}: {instead}")
+    refuse_unserved(door, config)
+
+
+def refuse_unserved(door: str, config: OffloadConfig) -> None:
+    """Refuse with a `ConfigError` what is to be made again and this front door can't."""
+    patterns = recompute_patterns(config.recompute)
+    for name in config.recompute if "recompute" in config.model_fields_set else ():
+        if (_BY_NAME if name in patterns else name) not in _RECOMPUTED[door]:
+            others = [other for other, served in _RECOMPUTED.items() if name in served]
+            raise ConfigError(
+                f"{door} can't make {name!r} again; {' and '.join(others) or 'offload_modules'} can"
+            )
 
 
 class AroundForwards(saved_tensors_hooks):
@@ -57,12 +85,20 @@ class AroundForwards(saved_tensors_hooks):
     def __init__(self, groups: AutomaticGroups) -> None:
         super().__init__(groups.pack, unpack)
         self._groups = groups
+        self._functions: list[AbstractContextManager[Any]] = []
+        self.knows_model = False
+        """Whether the model's modules have their hooks."""
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
         self._groups.begin()
+        functions = recompute_functions(self._groups.manager, besides_modules=self.knows_model)
+        self._functions.append(functions)
+        functions.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._functions:
+            self._functions.pop().__exit__(None, None, None)
         self._groups.end(has_failed=any(part is not None for part in exception))
 
     @property

@@ -5,9 +5,7 @@ A *span* between two modules reaches functions that are no modules.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,10 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.frontends.around import engine_of
+from megatron_offload.frontends.around import engine_of, refuse_unserved
+from megatron_offload.frontends.module_names import ModuleHook, expression_of, named_modules
+from megatron_offload.frontends.recompute import recompute_modules
 
 
 class _Span(NamedTuple):
@@ -43,33 +42,8 @@ _NAMED: dict[str, _Kind] = {
     "layer": ["**.layers.*"],
 }
 
-_GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
-"""What stands for something else in a pattern over dotted names."""
-
 _marked: WeakKeyDictionary[nn.Module, dict[str, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
 """By module and group name, the hooks of the last call that marked it."""
-
-
-class ModuleHook:
-    """A forward hook of one module; its copies, and what is loaded from a file, do nothing.
-
-    So a copied or saved model has no groups: mark it as any other. Its file needs nothing of this
-    package to be loaded.
-    """
-
-    __slots__ = ("_hook",)
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
-
-    @graph_break
-    def __call__(self, *args: Any) -> None:
-        """Run the hook."""
-        self._hook(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A call that takes anything, does nothing and returns None, and that every Python has.
-        return getattr, (nullcontext(), "__exit__")
 
 
 class ModuleOffload:
@@ -132,9 +106,10 @@ def offload_modules(
     """
     chunks = [_unwrap(m) for m in ([model] if isinstance(model, nn.Module) else model)]
     manager = engine_of(manager) or PipelineOffloadManager.get_instance()
+    refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
-    modules = [_named_modules(chunk) for chunk in chunks]
+    modules = [named_modules(chunk) for chunk in chunks]
     kinds = {name: _kind_of(name, modules) for name in wanted}
     try:
         for stage, chunk in enumerate(chunks):
@@ -142,6 +117,9 @@ def offload_modules(
         # Spans last: their ends lie inside the boundaries of the modules beside them.
         for name, kind in sorted(kinds.items(), key=lambda item: isinstance(item[1], _Span)):
             result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
+        for found in modules:
+            units = manager.config.recompute
+            result._handles += recompute_modules(found, units, lambda: manager)
     except BaseException:
         result.remove()
         raise
@@ -169,17 +147,6 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules by their dotted names, to which ``torch.compile`` adds no part.
-
-    Of a module that it has wrapped this is the wrapper: its hooks run outside the graph.
-    """
-    modules: dict[str, nn.Module] = {}
-    for path, module in chunk.named_modules():
-        modules.setdefault(".".join(p for p in path.split(".") if p != "_orig_mod"), module)
-    return modules
-
-
 def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: int | None) -> None:
     manager = result.manager
     vp_stage = getattr(chunk, "vp_stage", None)
@@ -195,7 +162,7 @@ def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: 
 def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:
     """Return the names of the modules that are groups, or that groups lie in."""
     patterns = [kind.pattern] if isinstance(kind, _Span) else kind
-    expressions = [_expression(pattern) for pattern in patterns]
+    expressions = [expression_of(pattern) for pattern in patterns]
     found = [path for path in modules if path and any(e.fullmatch(path) for e in expressions)]
     if isinstance(kind, _Span):
         ends = kind.after, kind.before
@@ -262,10 +229,3 @@ def _region(
             end(module, (), {})
 
     return ModuleHook(begin), ModuleHook(end), ModuleHook(close)
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-    regex = re.escape(pattern)
-    for glob, meaning in _GLOBS.items():
-        regex = regex.replace(re.escape(glob), meaning)
-    return re.compile(regex)

@@ -18,11 +18,13 @@ from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import AroundForwards, engine_of, refuse_unfollowed
-from megatron_offload.frontends.modules import ModuleHook
+from megatron_offload.frontends.module_names import ModuleHook, named_modules
+from megatron_offload.frontends.recompute import recompute_modules
 from megatron_offload.memory.host_pool import HostPool
 
 _HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
@@ -196,6 +198,8 @@ def get_act_offloading_ctx_manager(
     context = OffloadActivations(**options)
     for tensor in (*model.parameters(), *model.buffers()):
         context.manager.mark_not_offload(tensor)
+    recompute_modules(named_modules(model), context.manager.config.recompute, _manager_in_force)
+    context.knows_model = True
     head = _find_head(model)
     if head is not None:
         _keep_on_device(head)
@@ -206,6 +210,11 @@ def get_act_offloading_ctx_manager(
             stacklevel=2,
         )
     return context
+
+
+def _manager_in_force() -> PipelineOffloadManager | None:
+    owner = owner_of_hooks()
+    return owner.manager if isinstance(owner, AutomaticGroups) else None
 
 
 def _find_head(model: nn.Module) -> nn.Module | None:

@@ -19,6 +19,7 @@ import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.errors import IntegrationError
+from megatron_offload.integrations.megatron_recompute import exchange_methods, stand_ins
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _GET_IT = "pip install 'megatron-offload[megatron]'"
@@ -43,10 +44,13 @@ def install() -> None:
             f"megatron-core {megatron_version()} has no module {_MODULE}, 0.16 is the first that "
             f"has; {_GET_IT}"
         )
-    theirs = {name: value for name, value in _definitions(target) if hasattr(facade, name)}
-    ours = {id(value): getattr(facade, name) for name, value in theirs.items()}
+    pairs = [
+        (x, getattr(facade, name)) for name, x in _definitions(target) if hasattr(facade, name)
+    ]
+    pairs += stand_ins()
+    ours = {id(theirs): ours for theirs, ours in pairs}
     # The first to be noted is the last to be undone.
-    back = {id(getattr(facade, name)): value for name, value in theirs.items()}
+    back = {id(ours): theirs for theirs, ours in pairs}
     their_class = target.FineGrainedActivationOffloadingInterface
     _exchanged.on_undo(functools.partial(_put_back_copies, back, their_class))
     for module in _loaded_modules():
@@ -57,6 +61,7 @@ def install() -> None:
         if isinstance(member, (staticmethod, types.FunctionType)):
             _exchanged.replace(their_class, name, member)
     _opt_out_discarded_outputs()
+    exchange_methods(_exchanged)
     tell_pipeline_rank(_pipeline_rank)  # the calls of megatron-core 0.16 don't say it
     _exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
 

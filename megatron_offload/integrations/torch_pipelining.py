@@ -12,6 +12,8 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.around import engine_of, refuse_unfollowed
+from megatron_offload.frontends.module_names import named_modules
+from megatron_offload.frontends.recompute import recompute_functions, recompute_modules
 
 
 class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
@@ -25,6 +27,9 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
         for place, stage in enumerate(stages):
             for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
                 manager.mark_not_offload(tensor)
+            modules, units = named_modules(stage.submod), manager.config.recompute
+            for handle in recompute_modules(modules, units, lambda: manager):
+                self._exchanged.on_undo(handle.remove)
             self._exchanged.replace(stage, "forward_one_chunk", self._forward(stage, place))
         self._exchanged.replace(schedule, "step", self._step(schedule))
 
@@ -50,7 +55,8 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
             name = f"stage {stage.stage_index}"
             self._groups.begin(name, vp_stage=place, pp_rank=stage.group_rank)
             try:
-                output = forward(*args, **kwargs)
+                with recompute_functions(self.manager, besides_modules=True):
+                    output = forward(*args, **kwargs)
             except BaseException:
                 self._groups.end(has_failed=True)
                 raise

@@ -1,0 +1,68 @@
+"""A model's modules by their names, and hooks on them that leave copies of it alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_offload.engine.graph_break import graph_break
+
+_GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
+"""What stands for something else in a pattern over dotted names."""
+
+
+class ModuleHook:
+    """A forward hook of one module; its copies, and what is loaded from a file, do nothing.
+
+    So a copied or saved model has no groups: mark it as any other. Its file needs nothing of this
+    package to be loaded.
+    """
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    @graph_break
+    def __call__(self, *args: Any) -> None:
+        """Run the hook."""
+        self._hook(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A call that takes anything, does nothing and returns None, and that every Python has.
+        return getattr, (nullcontext(), "__exit__")
+
+
+class EagerHook(ModuleHook):
+    """A hook that does nothing inside a compiled graph, and doesn't end it."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> None:
+        """Run the hook."""
+        if not torch.compiler.is_compiling():
+            self._hook(*args)
+
+
+def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by their dotted names, to which ``torch.compile`` adds no part.
+
+    Of a module that it has wrapped this is the wrapper: its hooks run outside the graph.
+    """
+    modules: dict[str, nn.Module] = {}
+    for path, module in chunk.named_modules():
+        modules.setdefault(".".join(p for p in path.split(".") if p != "_orig_mod"), module)
+    return modules
+
+
+def expression_of(pattern: str) -> re.Pattern[str]:
+    """Return a pattern over dotted names as a regular expression."""
+    regex = re.escape(pattern)
+    for glob, meaning in _GLOBS.items():
+        regex = regex.replace(re.escape(glob), meaning)
+    return re.compile(regex)

@@ -1,0 +1,314 @@
+"""What backward makes again: modules by unit and by name, and functions of plain PyTorch.
+
+Each of them tells the manager from what and how it made its output; the rest is the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from megatron_offload.config import recompute_patterns
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.frontends.module_names import EagerHook, expression_of
+
+_logger = logging.getLogger(__name__)
+
+_ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Hardswish, nn.LeakyReLU)
+"""Those whose backward saves their input; one that saves its output would need more, not less."""
+
+_FUNCTIONS = {
+    **dict.fromkeys(("layer_norm", "rms_norm", "group_norm"), "norm"),
+    **dict.fromkeys(
+        ("gelu", "silu", "mish", "softplus", "hardswish", "leaky_relu"),
+        "mlp_act",
+    ),
+    **dict.fromkeys(
+        ("mul", "add", "sub", "__rsub__", "div", "__rdiv__", "neg", "pow", "square", "sin", "cos"),
+        "pointwise",
+    ),
+    **dict.fromkeys(("to", "float", "half", "bfloat16", "double", "type", "type_as"), "cast"),
+    **dict.fromkeys(("contiguous", "reshape", "flatten", "repeat", "cat", "stack"), "layout"),
+}
+"""By the name of a function of torch, or of a tensor's method, the unit that it belongs to. None
+draws random numbers or communicates."""
+
+_hooked: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+"""By module, the hooks of the last call that has set some."""
+
+_MOST_COPIED_BYTES = 1 << 20
+
+FindManager = Callable[[], PipelineOffloadManager | None]
+
+
+def unit_of(module: nn.Module) -> str | None:
+    """Return the unit of a module by its class: ``norm``, ``mlp_act``, or None."""
+    name = type(module).__name__
+    if next(module.children(), None) is not None:
+        return None
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or name.endswith(("LayerNorm", "RMSNorm")):
+        return "norm"
+    is_named = re.search("GELU|SiLU|Mish", name) and next(module.parameters(), None) is None
+    return "mlp_act" if is_named or isinstance(module, _ACTIVATIONS) else None
+
+
+def recompute_modules(
+    modules: Mapping[str, nn.Module], units: Collection[str], find_manager: FindManager
+) -> list[RemovableHandle]:
+    """Let what these modules make be made again, where ``units`` name them or their kind.
+
+    The hooks of an earlier call on the same modules go. A module that can't be made again is left
+    as it is, and a warning says why.
+
+    Args:
+        modules: by their dotted names.
+        units: as in `OffloadConfig.recompute`; patterns go before kinds.
+        find_manager: returns whose forward it is when one of them has run; None: nobody's.
+    """
+    patterns = {pattern: expression_of(pattern) for pattern in recompute_patterns(units)}
+    for pattern, expression in patterns.items():
+        if not any(expression.fullmatch(path) for path in modules):
+            _logger.warning("recompute: no module here matches %r", pattern)
+    handles = []
+    for path, module in modules.items():
+        for old in _hooked.pop(module, ()):
+            old.remove()
+        found = (name for name, e in patterns.items() if path and e.fullmatch(path))
+        unit = next(found, None)
+        is_known = unit is None
+        if is_known:
+            unit = unit_of(module)
+            if unit not in units or next(module.buffers(), None) is not None:
+                continue
+        assert unit is not None
+        source = _Source(path, unit, find_manager, is_known=is_known)
+        hook = source.hook
+        own = [module.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)]
+        if not is_known:
+            own.append(module.register_forward_pre_hook(EagerHook(source.begin)))
+        _hooked[module] = own
+        handles += own
+    return handles
+
+
+class _Source:
+    """The hooks of one module that tell how its output was made.
+
+    What is known of a unit's modules has to be found out of any other: it is watched when it runs
+    for the first time, in training and in evaluation.
+    """
+
+    def __init__(self, path: str, unit: str, find_manager: FindManager, *, is_known: bool) -> None:
+        self.path = path
+        self.unit = unit
+        self.find_manager = find_manager
+        self.is_known = is_known
+        self.hook = EagerHook(self.end)
+        self._watch: _Watch | None = None
+        self._refusals: dict[bool, str] = {}
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Watch what the module does, if nobody has yet."""
+        if module.training not in self._refusals and self._watch is None:
+            self._watch = _Watch(module)
+            self._watch.__enter__()
+
+    def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Tell the manager how the output was made."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)
+            self._refusals[module.training] = because = watch.because()
+            if because:
+                text = "recompute: %r moves and isn't made again, since its forward %s"
+                _logger.warning(text, self.path, because)
+        manager = self.find_manager()
+        if manager is None or not manager.records() or self.unit not in manager.config.recompute:
+            return
+        if self._refusals.get(module.training):
+            return
+        if next(iter(module._forward_hooks.values())) is not self.hook:
+            return  # another that runs before this one may have replaced the output
+        is_one = isinstance(output, torch.Tensor)
+        made = output if is_one or not isinstance(output, (tuple, list)) else output[0]
+        function = _Forward(module, picks_first=not is_one, deep=not self.is_known)
+        tell(manager, made, function, args, kwargs, self.unit, function.reads)
+
+
+class _Forward:
+    """A module's forward with the parameters, buffers and flags that it has now."""
+
+    __slots__ = ("_forward", "_picks_first", "_state", "reads")
+
+    def __init__(self, module: nn.Module, *, picks_first: bool, deep: bool) -> None:
+        self._forward = module.forward
+        self._picks_first = picks_first
+        self._state: list[tuple[dict[str, Any], str, Any]] = []
+        self.reads: list[torch.Tensor] = []
+        for part in module.modules() if deep else (module,):
+            if deep:
+                self._state.append((vars(part), "training", part.training))
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        self.reads.append(_lasting(tensor))
+                        self._state.append((tensors, name, self.reads[-1]))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = [(owner, name, owner[name]) for owner, name, _ in self._state]
+        try:
+            for owner, name, value in self._state:
+                owner[name] = value
+            result = self._forward(*args, **kwargs)
+        finally:
+            for owner, name, value in before:
+                owner[name] = value
+        return result[0] if self._picks_first else result
+
+
+def _lasting(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that holds a parameter's values until backward.
+
+    Where there are several processes a library may take a parameter away after its own layer, and
+    bring it back for that layer's backward: too late for what a later layer has saved.
+    """
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    return tensor if is_alone or tensor.nbytes > _MOST_COPIED_BYTES else tensor.detach().clone()
+
+
+def tell(
+    manager: PipelineOffloadManager,
+    output: Any,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    unit: str,
+    reads: Sequence[torch.Tensor] = (),
+    *,
+    holds_constants: bool = False,
+) -> None:
+    """Tell a manager how an output was made, if it is one plain tensor.
+
+    Args:
+        manager: is told.
+        output: what the call has returned.
+        function: what makes it again.
+        args: of the call; those that hold tensors are taken apart.
+        kwargs: likewise.
+        unit: the kind of recipe.
+        reads: what the function reads besides.
+        holds_constants: keep what needs no gradient until backward, as what is shared by layers;
+            otherwise it is made use of where autograd saves it, like any other tensor.
+    """
+    if type(output) is not torch.Tensor:
+        return
+    if kwargs or any(type(x) in (list, tuple, dict) and _holds_tensor(x) for x in args):
+        args, spec = pytree.tree_flatten((args, kwargs or {}))
+        function = partial(_call, function, spec)
+    if holds_constants:
+        function = partial(_fill_in, function, tuple(map(_constant, args)))
+        args = [x for x in args if _constant(x) is None]
+    manager.made_by(output, function, *map(_argument, args), unit=unit, reads=reads)
+
+
+def _constant(argument: Any) -> Any:
+    """Return an argument in a tuple where it is no activation with a gradient."""
+    is_input = isinstance(argument, torch.Tensor) and argument.requires_grad
+    return None if is_input and not isinstance(argument, nn.Parameter) else (_argument(argument),)
+
+
+def _fill_in(function: Callable[..., Any], constants: Sequence[Any], *inputs: Any) -> Any:
+    rest = iter(inputs)
+    return function(*(next(rest) if one is None else one[0] for one in constants))
+
+
+def _holds_tensor(container: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(container))
+
+
+def _argument(argument: Any) -> Any:
+    return _lasting(argument) if isinstance(argument, nn.Parameter) else argument
+
+
+def _call(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return function(*args, **kwargs)
+
+
+class _Watch(TorchDispatchMode):
+    """Sees whether a module's forward does what can't be done again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._buffers = [(buffer, buffer._version) for buffer in module.buffers()]
+        self._parts = list(module.modules())
+        self._found = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._found = f"communicates ({func})"
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            self._found = f"draws random numbers ({func}); recomputable() restores their state"
+        return func(*args, **(kwargs or {}))
+
+    def because(self) -> str:
+        """Return what the forward did that can't be done again; nothing where all is well."""
+        if any(buffer._version != version for buffer, version in self._buffers):
+            return "changes its buffers"
+        for part in self._parts:  # whose kernels draw where nobody sees them
+            if type(part).__name__.endswith("Attention") and getattr(
+                part, "attention_dropout", None
+            ):
+                return "has attention with dropout"
+        return self._found
+
+
+class RecomputeFunctions(TorchFunctionMode):
+    """While it is entered, torch's functions tell a manager how they made their outputs.
+
+    Args:
+        manager: is told.
+        units: by the names of functions the unit that each belongs to.
+    """
+
+    def __init__(self, manager: PipelineOffloadManager, units: Mapping[str, str]) -> None:
+        super().__init__()
+        self._manager = manager
+        self._units = units
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        unit = self._units.get(getattr(func, "__name__", ""))
+        if unit is None or type(output) is not torch.Tensor or torch.compiler.is_compiling():
+            return output
+        is_new = output._base is None and not any(output is x for x in args)
+        if is_new and output.requires_grad and torch.is_grad_enabled():
+            tell(self._manager, output, func, args, kwargs, unit)
+        return output
+
+
+def recompute_functions(
+    manager: PipelineOffloadManager, *, besides_modules: bool
+) -> AbstractContextManager[Any]:
+    """Return what lets functions be made again while it is entered, where any should be.
+
+    Args:
+        manager: whose forward runs inside.
+        besides_modules: whether `recompute_modules` serves the kinds of modules.
+    """
+    wanted = set(manager.config.recompute) - ({"norm", "mlp_act"} if besides_modules else set())
+    units = {name: unit for name, unit in _FUNCTIONS.items() if unit in wanted}
+    return RecomputeFunctions(manager, units) if units else nullcontext()

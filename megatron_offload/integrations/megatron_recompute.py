@@ -1,0 +1,217 @@
+"""What of megatron-core's model backward makes again, and where its code has a place to say so.
+
+Functions stand in the place of megatron-core's own under the same names; they call those, and tell
+the process's manager how the output was made. Norms are told of by hooks of a model's modules, from
+its first forward on; what TransformerEngine fuses, by `megatron_offload.engine.fused_outputs`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.frontends.around import refuse_unserved
+from megatron_offload.frontends.module_names import named_modules
+from megatron_offload.frontends.recompute import RecomputeFunctions, recompute_modules, tell
+
+_IMPLEMENTATIONS = {
+    "fusions.fused_bias_gelu": ("bias_gelu_impl",),
+    "fusions.fused_bias_geglu": ("bias_geglu_impl", "weighted_bias_quick_geglu_impl"),
+    "fusions.fused_bias_swiglu": ("bias_swiglu_impl", "weighted_bias_swiglu_impl"),
+    "fusions.fused_weighted_squared_relu": ("weighted_squared_relu_impl",),
+}
+"""Activations with bias, gate and weights fused, by the module that defines them."""
+
+_MODELS = {"gpt.gpt_model": "GPTModel", "hybrid.hybrid_model": "HybridModel"}
+_PREPARE = "preprocess_for_fine_grained_offloading"
+_EXPERTS = {"transformer.mlp": "MLP", "transformer.moe.experts": "TEGroupedMLP"}
+_LATENT, _PROJECT = "transformer.multi_latent_attention", "get_query_key_value_tensors"
+
+_PARTS = dict.fromkeys(("gelu", "silu", "mul", "add", "to"), "mlp_act")
+"""What an activation is made of where it isn't fused."""
+
+_hooked: WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], list[RemovableHandle]]] = (
+    WeakKeyDictionary()
+)
+"""By model, what was to be made again when its modules got their hooks, and these."""
+
+_manager = PipelineOffloadManager.get_instance
+
+
+def stand_ins() -> Iterator[tuple[Any, Any]]:
+    """Yield functions of megatron-core's, each with the one that stands in for it."""
+    for module, names in _IMPLEMENTATIONS.items():
+        for name in names:
+            theirs = getattr(_module(module), name, None)
+            if theirs is not None:
+                yield theirs, _telling(theirs, "mlp_act")
+    rope = getattr(_module("models.common.embeddings.rope_utils"), "apply_rotary_pos_emb", None)
+    if rope is not None:
+        yield rope, _telling(rope, "rope")
+    moe = _module("transformer.moe.moe_utils")
+    if moe is not None:
+        yield moe.permute, _permuting(moe.permute)
+        yield moe.sort_chunks_by_idxs, _sorting(moe.sort_chunks_by_idxs)
+
+
+def exchange_methods(exchanged: Exchanges) -> None:
+    """Exchange methods of megatron-core's classes for those that tell, or let others tell."""
+    wrappers = [
+        *(((f"models.{module}", name, _PREPARE), _preparing) for module, name in _MODELS.items()),
+        *(
+            ((module, name, "forward"), _letting_functions_tell)
+            for module, name in _EXPERTS.items()
+        ),
+        ((_LATENT, "MLASelfAttention", _PROJECT), _projecting),
+    ]
+    for (module, class_name, name), wrap in wrappers:
+        owner = getattr(_module(module), class_name, None)
+        if owner is not None and name in vars(owner):
+            exchanged.replace(owner, name, wrap(vars(owner)[name]))
+    exchanged.on_undo(_forget_models)
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"megatron.core.{name}")
+    except ImportError:  # of this version, or of what it needs and this job doesn't
+        return None
+
+
+def _telling(theirs: Callable[..., Any], unit: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = theirs(*args, **kwargs)
+        if torch.is_grad_enabled():
+            tell(_manager(), output, theirs, args, kwargs, unit, holds_constants=True)
+        return output
+
+    return functools.update_wrapper(call, theirs)
+
+
+def _permuting(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(theirs)
+
+    def permute(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = theirs(tokens, *args, **kwargs)
+        given = signature.bind(tokens, *args, **kwargs).arguments
+        if torch.is_grad_enabled() and not given.get("fused"):
+            again, rows = torch.index_select, result[2]
+            tell(_manager(), result[0], again, (tokens, 0, rows), {}, "moe_permute")
+        return result
+
+    return functools.update_wrapper(permute, theirs)
+
+
+def _sorting(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def sort(
+        input: torch.Tensor,  # noqa: A002 - Megatron's name
+        split_sizes: torch.Tensor,
+        sorted_idxs: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        fused: bool = False,
+    ) -> Any:
+        result = theirs(input, split_sizes, sorted_idxs, probs, fused)
+        if torch.is_grad_enabled():
+            again = functools.partial(_sort_again, theirs, split_sizes, sorted_idxs, fused)
+            tell(_manager(), result[0], again, (input,), {}, "moe_permute")
+        return result
+
+    return functools.update_wrapper(sort, theirs)
+
+
+def _sort_again(
+    theirs: Callable[..., Any],
+    split_sizes: torch.Tensor,
+    sorted_idxs: torch.Tensor,
+    fused: bool,
+    chunks: torch.Tensor,
+) -> Any:
+    return theirs(chunks, split_sizes, sorted_idxs, None, fused)[0]
+
+
+def _preparing(theirs: Callable[..., None]) -> Callable[..., None]:
+    def preprocess_for_fine_grained_offloading(self: nn.Module) -> None:
+        theirs(self)
+        config = _manager().config
+        if config.enabled and _hooked.get(self, ((), []))[0] != config.recompute:
+            refuse_unserved("megatron_core.install()", config)
+            handles = recompute_modules(named_modules(self), config.recompute, _manager)
+            _hooked[self] = config.recompute, handles
+
+    return functools.update_wrapper(preprocess_for_fine_grained_offloading, theirs)
+
+
+def _forget_models() -> None:
+    for _, handles in _hooked.values():
+        for handle in handles:
+            handle.remove()
+    _hooked.clear()
+
+
+def _letting_functions_tell(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        manager, config = _manager(), self.config
+        is_fused = config.bias_activation_fusion or config.use_te_activation_func
+        if is_fused or "mlp_act" not in manager.config.recompute or not manager.records():
+            return theirs(self, *args, **kwargs)
+        with RecomputeFunctions(manager, _PARTS):
+            return theirs(self, *args, **kwargs)
+
+    return functools.update_wrapper(forward, theirs)
+
+
+def _projecting(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the place where Megatron's own ``mla_up_proj`` would be checkpointed tell instead."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        manager, config = _manager(), self.config
+        has_state = config.fp8 or config.fp4
+        if (
+            "mla_up" not in manager.config.recompute
+            or not manager.records()
+            or self.recompute_up_proj
+            or config.sequence_parallel  # it communicates
+            or has_state
+        ):
+            return theirs(self, *args, **kwargs)
+
+        def project(_: Any, run_function: Callable[..., Any], *inputs: Any) -> Any:
+            outputs = run_function(*inputs)
+            again = _Shared(run_function)
+            for place, output in enumerate(outputs):
+                function = functools.partial(again, place)
+                tell(manager, output, function, inputs, {}, "mla_up", reads, holds_constants=True)
+            return outputs
+
+        reads = [tensor for child in self.children() for tensor in child.parameters()]
+        with Exchanges() as exchanged:
+            exchanged.replace(CheckpointWithoutOutput, "checkpoint", project)
+            exchanged.replace(self, "recompute_up_proj", True)
+            exchanged.replace(self, "qkv_up_checkpoint", None)
+            return theirs(self, *args, **kwargs)
+
+    return functools.update_wrapper(get_query_key_value_tensors, theirs)
+
+
+class _Shared:
+    """A function of several outputs, run once for all of them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __call__(self, place: int, *args: Any) -> torch.Tensor:
+        if place not in self._made:
+            self._made = dict(enumerate(self._function(*args)))
+        return self._made.pop(place)
