@@ -117,6 +117,7 @@ class AutomaticGroups:
             forward.hooks.__exit__()
         if not has_failed:
             self._commit(forward)
+        forward.chunk.forget_recipes()  # they hold what they are bound to
 
     def _forget_interrupted(self) -> None:
         """Take back each `begin` that surrounds this one and has saved nothing.

@@ -169,6 +169,8 @@ class ChunkOffloadHandler:
             part = given
             if isinstance(given, torch.Tensor):
                 input_key = self.marks.activation_storage(given, self.transfers.backend)
+                if not isinstance(given, torch.nn.Parameter):
+                    part = given.detach()  # to hold a graph from one of its records is a cycle
                 if input_key is None or self._is_small(given):
                     constants.append(given)
                     if is_wrapper(given):

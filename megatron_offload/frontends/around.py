@@ -59,7 +59,7 @@ def engine_of(manager: Any) -> Any:
 def refuse_unfollowed(door: str, config: OffloadConfig) -> None:
     """Refuse with a `ConfigError` what was set and this front door can't follow."""
     for key, instead in _UNFOLLOWED[door].items():
-        if key in config.model_fields_set and getattr(config, key) is not None:
+        if key in config.model_fields_set and getattr(config, key) not in (None, ()):
             raise ConfigError(f"{door} can't follow OffloadConfig.{key}: {instead}")
     refuse_unserved(door, config)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -49,6 +50,8 @@ draws random numbers or communicates."""
 _hooked: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 """By module, the hooks of the last call that has set some."""
 
+_KINDS = ("norm", "mlp_act")
+_SHARED_ID = RemovableHandle(OrderedDict()).id
 _MOST_COPIED_BYTES = 1 << 20
 
 FindManager = Callable[[], PipelineOffloadManager | None]
@@ -83,25 +86,36 @@ def recompute_modules(
         if not any(expression.fullmatch(path) for path in modules):
             _logger.warning("recompute: no module here matches %r", pattern)
     handles = []
+    kinds = {kind: _Source(kind, kind, find_manager, is_known=True) for kind in _KINDS}
     for path, module in modules.items():
         for old in _hooked.pop(module, ()):
             old.remove()
-        found = (name for name, e in patterns.items() if path and e.fullmatch(path))
-        unit = next(found, None)
-        is_known = unit is None
-        if is_known:
-            unit = unit_of(module)
-            if unit not in units or next(module.buffers(), None) is not None:
+        unit = next((name for name, e in patterns.items() if e.fullmatch(path)), None)
+        if unit is not None:
+            source = _Source(path, unit, find_manager, is_known=False)
+            begin, end = EagerHook(source.begin), source.hook
+            own = [
+                module.register_forward_pre_hook(begin),
+                module.register_forward_hook(end, prepend=True, with_kwargs=True, always_call=True),
+            ]
+        else:
+            kind = unit_of(module)
+            if kind is None or kind not in units or next(module.buffers(), None) is not None:
                 continue
-        assert unit is not None
-        source = _Source(path, unit, find_manager, is_known=is_known)
-        hook = source.hook
-        own = [module.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)]
-        if not is_known:
-            own.append(module.register_forward_pre_hook(EagerHook(source.begin)))
+            own = [module.register_forward_hook(kinds[kind].hook, prepend=True, with_kwargs=True)]
+            _share_id(module, own[0])
         _hooked[module] = own
         handles += own
     return handles
+
+
+def _share_id(module: nn.Module, handle: RemovableHandle) -> None:
+    """Give the hooks of all known modules one number: a compiler compiles each number anew."""
+    tables: Any = module._forward_hooks, module._forward_hooks_with_kwargs
+    for hooks in tables:
+        hooks[_SHARED_ID] = hooks.pop(handle.id)
+        hooks.move_to_end(_SHARED_ID, last=False)
+    handle.id = _SHARED_ID
 
 
 class _Source:
@@ -136,7 +150,7 @@ class _Source:
                 text = "recompute: %r moves and isn't made again, since its forward %s"
                 _logger.warning(text, self.path, because)
         manager = self.find_manager()
-        if manager is None or not manager.records() or self.unit not in manager.config.recompute:
+        if manager is None or not manager.records():
             return
         if self._refusals.get(module.training):
             return
@@ -213,7 +227,7 @@ def tell(
         holds_constants: keep what needs no gradient until backward, as what is shared by layers;
             otherwise it is made use of where autograd saves it, like any other tensor.
     """
-    if type(output) is not torch.Tensor:
+    if type(output) is not torch.Tensor or unit not in manager.config.recompute:
         return
     if kwargs or any(type(x) in (list, tuple, dict) and _holds_tensor(x) for x in args):
         args, spec = pytree.tree_flatten((args, kwargs or {}))

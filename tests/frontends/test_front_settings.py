@@ -20,6 +20,7 @@ SOME = {
     "simulated": {"seed": 1},
     "backend": "simulated",
     "host_slab_bytes": 4096,
+    "recompute": ("norm",),
 }
 """Values where no number will do."""
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.modules import _expression, offload_modules
+from megatron_offload.frontends.module_names import expression_of
+from megatron_offload.frontends.modules import offload_modules
 
 
 class Attention(nn.Module):
@@ -178,7 +179,7 @@ def test_a_refused_request_leaves_no_hooks():
     ],
 )
 def test_patterns_over_dotted_names(pattern, path, matches):
-    assert bool(_expression(pattern).fullmatch(path)) is matches
+    assert bool(expression_of(pattern).fullmatch(path)) is matches
 
 
 def test_a_name_alone_is_a_list_of_one():
