@@ -26,9 +26,10 @@ reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json and bandwidths.j
          config.yaml, and the plan that it followed: what moves, and within which budgets, is what
          the run did, unless --plan, a file of 'megatron-offload plan', or --set offload.KEY=VALUE
          says otherwise; of a described model everything that can move does
-prints   what was simulated, the step's time, and for every pipeline rank: compute, what it waits
-         for other stages (pipeline), for copies to the host whose memory is wanted (W2) and for
-         reloads (W4), peak device and host bytes, and what moved; all predicted, not measured
+prints   what was simulated, the step's time, and for every pipeline rank: compute, the part of it
+         that makes again what was not kept, what it waits for other stages (pipeline), for copies
+         to the host whose memory is wanted (W2) and for reloads (W4), peak device and host bytes,
+         what moved and what was made again; all predicted, not measured
 writes   --trace: the timeline with offload for https://ui.perfetto.dev; --png: a picture of it
 
 exit status: 0 simulated, 2 bad input
@@ -109,19 +110,37 @@ def _describe(source: Source, given: Given, step: Simulation) -> Iterator[str]:
 def _show(source: Source, without: Simulation, offloaded: Simulation, out: Console) -> None:
     times = plain_table(
         f"Time of {source.title} in ms: PREDICTED",
-        ["rank", "ends without", "with offload", "compute", "pipeline", "W2 release", "W4 reload"],
+        [
+            "rank",
+            "ends without",
+            "with offload",
+            "compute",
+            "made again",
+            "pipeline",
+            "W2 release",
+            "W4 reload",
+        ],
     )
     memory = plain_table(
         f"Memory of {source.title}: PREDICTED",
-        ["rank", f"peak {source.memory}", "with offload", "peak host", "out", "back", "late"],
+        [
+            "rank",
+            f"peak {source.memory}",
+            "with offload",
+            "peak host",
+            "out",
+            "back",
+            "made again",
+            "late",
+        ],
     )
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls = (rank.stall_us[cause] for cause in (PIPELINE, RELEASE, RELOAD))
-        spent_us = (plain.end_us, rank.end_us, rank.compute_us, *stalls)
+        spent_us = (plain.end_us, rank.end_us, rank.compute_us, rank.remade_us, *stalls)
         times.add_row(str(index), *(f"{us / 1e3:.1f}" for us in spent_us))
         sizes = (
             *(plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes),
-            *(rank.offloaded_bytes, rank.reloaded_bytes),
+            *(rank.offloaded_bytes, rank.reloaded_bytes, rank.remade_bytes),
         )
         memory.add_row(str(index), *map(format_bytes, sizes), str(rank.num_late))
     out.print(times)

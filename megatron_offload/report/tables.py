@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_offload.core.units import format_bytes
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, UnitChoice
 from megatron_offload.report.console import console, plain_table
 
 _RANK = {
@@ -19,6 +19,7 @@ _RANK = {
     "dp": "dp_rank",
     "offloaded": "offloaded_bytes",
     "reloaded": "reloaded_bytes",
+    "made again": "remade_bytes",
     "late": "num_late_reloads",
     "peak live saved": "peak_live_activation_bytes",
     "host": "peak_host_bytes",
@@ -30,10 +31,12 @@ _GROUP = {
     "groups": "num_groups",
     "offloaded": "offloaded_bytes",
     "reloaded": "reloaded_bytes",
+    "made again": "remade_bytes",
     "kept": "kept_bytes",
     "late": "num_late_reloads",
 }
 _CHOICE = {True: "moves", False: "stays"}
+_UNIT = {True: "made again", False: "as its groups"}
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ms")
 
 
@@ -126,33 +129,38 @@ def memory_table(
 
 
 class PlanRow(NamedTuple):
-    """Groups of one name that a plan treats alike, over all pipeline ranks."""
+    """Groups of one name, or what is saved of one unit, treated alike over all pipeline ranks."""
 
     name: str
-    moves: bool
+    choice: str
     reason: str
     """Of all of them; times that differ as their range."""
     num_groups: int
+    """Of a unit, virtual stages."""
     num_bytes: int
 
 
 def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
     """Return what a plan says by group name and reason; every group is in exactly one row.
 
-    Names come in the order of its groups, and of one name first what moves.
+    Units stand behind them: what is made again of one is no part of a group's bytes. Names come in
+    the order of the plan's groups, and of one name first what moves.
     """
-    found: dict[tuple[str, bool, str], list[GroupChoice]] = {}
+    found: dict[tuple[str, str, str], list[GroupChoice | UnitChoice]] = {}
     for rank in plan.ranks:
         for choice in rank.choices:
-            key = (choice.name, choice.moves, _TIME.sub("ms", choice.reason))
+            key = (choice.name, _CHOICE[choice.moves], _TIME.sub("ms", choice.reason))
             found.setdefault(key, []).append(choice)
+    for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
+        key = (f"unit {unit.unit}", _UNIT[unit.is_remade], _TIME.sub("ms", unit.reason))
+        found.setdefault(key, []).append(unit)
     names = list(dict.fromkeys(name for name, _, _ in found))
     rows = []
-    for (name, moves, _), choices in found.items():
+    for (name, what, _), choices in found.items():
         size = sum(choice.num_bytes for choice in choices)
         reason = _folded([choice.reason for choice in choices])
-        rows.append(PlanRow(name, moves, reason, len(choices), size))
-    return sorted(rows, key=lambda row: (names.index(row.name), not row.moves))
+        rows.append(PlanRow(name, what, reason, len(choices), size))
+    return sorted(rows, key=lambda row: (names.index(row.name), row.choice == _CHOICE[False]))
 
 
 def _folded(reasons: Sequence[str]) -> str:
@@ -167,7 +175,7 @@ def _folded(reasons: Sequence[str]) -> str:
 def plan_table(plan: OffloadPlan) -> Table:
     """Return one line for all groups that the plan treats alike."""
     rows = (
-        [row.name, _CHOICE[row.moves], row.reason, row.num_groups, format_bytes(row.num_bytes)]
+        [row.name, row.choice, row.reason, row.num_groups, format_bytes(row.num_bytes)]
         for row in plan_rows(plan)
     )
     columns = ["group", "choice", "reason", "groups", "bytes"]

@@ -49,7 +49,7 @@ Bits = Annotated[
 ]
 """A number that a file holds as `float.hex` writes it."""
 
-_TOTALS = ("offloaded_bytes", "reloaded_bytes", "num_late_reloads")
+_TOTALS = ("offloaded_bytes", "reloaded_bytes", "remade_bytes", "num_late_reloads")
 """Keys of a line that are sums over its ranks."""
 
 
@@ -66,6 +66,7 @@ class RankStep:
     step_time_s: float
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
+    remade_bytes: int = 0
     num_late_reloads: int = 0
     num_early_returns: int = 0
     num_refused_blocks: int = 0

@@ -123,7 +123,11 @@ def test_the_package_s_own_words_have_colours_in_a_terminal():
 
 def test_the_tables_of_a_run_take_any_name():
     group = dict.fromkeys(
-        ("num_groups", "offloaded_bytes", "reloaded_bytes", "kept_bytes", "num_late_reloads"), 1
+        (
+            *("num_groups", "offloaded_bytes", "reloaded_bytes", "remade_bytes"),
+            *("kept_bytes", "num_late_reloads"),
+        ),
+        1,
     )
     out, text = written()
     out.print(compare_table([(1, 1.0, 1.0, 2.0, 2.5, False)]))

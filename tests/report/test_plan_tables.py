@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan, UnitChoice
 from megatron_offload.report.console import console
 from megatron_offload.report.tables import PlanRow, plan_list, plan_rows, plan_table
 
@@ -20,8 +22,8 @@ def test_reasons_that_differ_in_their_times_are_one_with_a_range():
         [("mlp", 2, True, "away for 10.0 ms; copies take 2.0 ms")],
     )
     assert plan_rows(plan) == [
-        PlanRow("mlp", True, "away for 9.5 to 10.0 ms; copies take 2.0 ms", 2, 3),
-        PlanRow("norm", False, "too soon", 1, 7),
+        PlanRow("mlp", "moves", "away for 9.5 to 10.0 ms; copies take 2.0 ms", 2, 3),
+        PlanRow("norm", "stays", "too soon", 1, 7),
     ]
 
 
@@ -30,7 +32,7 @@ def test_rows_of_a_name_stand_together_what_moves_comes_first_and_reasons_stay_a
         [("a", 1, False, "kept 3 of them"), ("b", 1, True, "x"), ("a", 1, False, "kept 4 of them")],
         [("a", 1, True, "z"), ("b", 1, False, "x")],
     )
-    assert [(row.name, row.moves, row.reason) for row in plan_rows(plan)] == [
+    assert [(row.name, row.choice == "moves", row.reason) for row in plan_rows(plan)] == [
         *(("a", True, "z"), ("a", False, "kept 3 of them"), ("a", False, "kept 4 of them")),
         *(("b", True, "x"), ("b", False, "x")),
     ]
@@ -42,3 +44,21 @@ def test_tables_take_nothing_of_a_plan_for_markup(capsys):
         console().print(table)
     printed = capsys.readouterr().out
     assert printed.count("[red]a") == printed.count("[bold]why") == 2
+
+
+def test_units_say_what_is_made_again_and_why():
+    units = [
+        (
+            UnitChoice(0, "norm", 5, 1.0, True, "made again in 1.0 ms"),
+            UnitChoice(1, "norm", 5, 1.0, False, "no"),
+        ),
+        (UnitChoice(0, "norm", 7, 2.0, True, "made again in 2.0 ms"),),
+        None,
+    ]
+    plan = plan_of(*[[("mlp", 1, True, "x")]] * 3)
+    ranks = (replace(rank, units=each) for rank, each in zip(plan.ranks, units, strict=True))
+    assert plan_rows(replace(plan, ranks=tuple(ranks))) == [
+        PlanRow("mlp", "moves", "x", 3, 3),
+        PlanRow("unit norm", "made again", "made again in 1.0 to 2.0 ms", 2, 12),
+        PlanRow("unit norm", "as its groups", "no", 1, 5),
+    ]
