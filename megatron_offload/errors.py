@@ -65,10 +65,6 @@ class IntegrationError(OffloadError, RuntimeError):
     """Another library is absent, or of a version that the package can't work with."""
 
 
-class UnsupportedCallError(OffloadError, RuntimeError):
-    """A name of another implementation that has no meaning here; the text says what replaces it."""
-
-
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest valid name, or the list of all of them.
 

@@ -53,7 +53,6 @@ class SimulatedStream:
         self.name = name
         self._backend = weakref.ref(backend)  # which holds it: no circle to be collected
         self.time_us = 0.0
-        self.copied_bytes = 0
         self.num_copies = 0
         self._index = index
         self._is_lazy = is_lazy
@@ -141,16 +140,6 @@ class SimulatedBackend(Backend):
         self._compute.time_us += duration_us
 
     @property
-    def d2h_bytes(self) -> int:
-        """Bytes that have really been copied to the host; pending copies don't count."""
-        return self._d2h.copied_bytes
-
-    @property
-    def h2d_bytes(self) -> int:
-        """Bytes that have really been copied to the device; pending copies don't count."""
-        return self._h2d.copied_bytes
-
-    @property
     def num_copies(self) -> int:
         """Copies that have really been executed, both ways, one per pair."""
         return self._d2h.num_copies + self._h2d.num_copies
@@ -221,7 +210,6 @@ class SimulatedBackend(Backend):
             stream._queue += [(None, to, source.detach()) for to, source in pairs]
         else:
             torch._foreach_copy_(destinations, sources)
-            stream.copied_bytes += num_bytes
             stream.num_copies += len(pairs)
         stream.time_us += num_bytes * stream._us_per_byte
         if self._rng:
@@ -319,7 +307,6 @@ class SimulatedBackend(Backend):
                         destination.copy_(source)
                     else:  # its storage was emptied meanwhile: a device would read what is there
                         destination.fill_(_POISON)
-                    stream.copied_bytes += destination.nbytes
                     stream.num_copies += 1
             else:
                 unfinished.pop()

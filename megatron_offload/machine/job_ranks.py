@@ -1,7 +1,4 @@
-"""The ranks of a job: what each of them says, and which of them share a machine.
-
-Ranks share a machine where they run under one kernel, in whatever containers.
-"""
+"""The ranks of a job: what each of them says, and which of them run under one kernel."""
 
 from __future__ import annotations
 
@@ -32,28 +29,18 @@ def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
 class JobRanks:
     """All ranks of a group, which make it together; or this process alone.
 
-    Args:
-        group: None for all ranks.
-        root: the folder in which ``proc`` lies.
+    ``machines`` tells each rank's machine from others, ``turn`` is this rank's place among those of
+    its machine, and ``num_turns`` the most ranks that any machine has.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, root: Path = Path("/")) -> None:
         self._group = group
         self._is_alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if self._is_alone else dist.get_rank(group)
-        boot = read_kernel_text(root / "proc/sys/kernel/random/boot_id").strip()
+        self.rank = rank = 0 if self._is_alone else dist.get_rank(group)
+        boot = read_kernel_text(root / "proc/sys/kernel/random/boot_id").strip()  # drawn at start
         self.machines = self.gather(boot or platform.node())
-        """What tells each rank's machine from others: drawn by its kernel at its start."""
-
-    @property
-    def turn(self) -> int:
-        """This rank's place among those of its machine."""
-        return self.machines[: self.rank].count(self.machines[self.rank])
-
-    @property
-    def num_turns(self) -> int:
-        """The most ranks that any machine has."""
-        return max(Counter(self.machines).values())
+        self.turn = self.machines[:rank].count(self.machines[rank])
+        self.num_turns = max(Counter(self.machines).values())
 
     def gather(self, mine: _Said) -> list[_Said]:
         """Return what every rank says, as `gather` does; collective."""

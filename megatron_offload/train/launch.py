@@ -1,6 +1,5 @@
 """Starts the ranks of a run, or joins those that torchrun started, and hands back their reports.
 
-Invariants: every `ConfigError` that needs no device is raised before the first process is started.
 A signal never interrupts a rank's step, and repeated ones mean to a rank the same as one: launchers
 send again what a terminal sent already.
 """
@@ -55,12 +54,8 @@ class StoppedError(OffloadError, RuntimeError):
 def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunReport] | None]:
     """Take every run in turn on all ranks; their folders are locked inside this context.
 
-    Args:
-        runs: titles and configurations that agree in ``parallel`` and in the device.
-        comparison: the folder of the comparison that the runs are for, if they are.
-
-    Yields:
-        One report for each run; None on torchrun's ranks other than 0.
+    The runs agree in ``parallel`` and in the device; ``comparison`` is the folder of the comparison
+    that they are for, if they are. Yields a report of each, None on torchrun's ranks other than 0.
 
     Raises:
         ConfigError: a run that can't be started; nothing was.

@@ -32,7 +32,7 @@ def test_memory_of_the_device_goes_back_but_for_what_the_allocator_had_cached(mo
 
 def test_a_process_alone_is_its_own_job():
     ranks = JobRanks()
-    assert (ranks.rank, ranks.turn, ranks.num_turns) == (0, 0, 1)
+    assert (ranks.turn, ranks.num_turns) == (0, 1)
     assert ranks.gather("word") == gather("word") == ["word"]
     ranks.meet()
 
@@ -44,13 +44,6 @@ def test_a_machine_is_known_by_its_kernel_and_else_by_its_name(tmp_path, monkeyp
     boot.parent.mkdir(parents=True)
     boot.write_text("6f1e\n")
     assert JobRanks(root=tmp_path).machines == ["6f1e"]
-
-
-@pytest.mark.parametrize(("rank", "turn"), [(0, 0), (1, 0), (2, 1), (3, 2)])
-def test_turns_are_by_machine_in_the_order_of_ranks(rank, turn):
-    ranks = JobRanks()
-    ranks.rank, ranks.machines = rank, ["a", "b", "a", "a"]
-    assert (ranks.turn, ranks.num_turns) == (turn, 3)
 
 
 @pytest.mark.slow
