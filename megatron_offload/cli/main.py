@@ -134,7 +134,7 @@ def _parsers(loaded: Collection[str]) -> dict[str, argparse.ArgumentParser]:
 
             module = _module(name)
             found[name].description = module.ABOUT
-            add_flags(found[name], module.Given.keys, module.Given)
+            add_flags(found[name], module.Given)
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
@@ -29,6 +29,9 @@ class Options(StrictModel):
     keys: ClassVar[type[BaseModel] | None] = None
     """A model whose keys are flags as well."""
 
+    also: ClassVar[Mapping[str, str]] = {}
+    """Other names of these flags, without a value where one says yes or no."""
+
 
 class OptionsWithKeys(Options):
     """Options of a command that is configured by keys."""
@@ -42,8 +45,8 @@ Given = TypeVar("Given", bound=Options)
 _METAVARS = {"Path": "FILE", "bool": "{true,false}", "float": "NUMBER", "int": "N", "str": "TEXT"}
 
 
-def add_flags(parser: argparse.ArgumentParser, *models: type[BaseModel] | None) -> None:
-    """Make flags of the fields of models; where two have one name, the later one's counts."""
+def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
+    """Make flags of a model's fields and keys; where two have one name, the field's counts."""
 
     def add(place: Any, name: str, *_: str, **settings: Any) -> None:
         if settings["help"] == argparse.SUPPRESS:
@@ -56,14 +59,17 @@ def add_flags(parser: argparse.ArgumentParser, *models: type[BaseModel] | None) 
         if "metavar" in settings:
             kind = re.sub(r"^(?:tuple|list)\[(.*?)(?:,\.\.\.)?\]$", r"\1", settings["metavar"])
             settings["metavar"] = "SIZE" if "ByteSize" in kind else _METAVARS.get(kind, kind)
-        flag = place.add_argument(name, **settings)
+        other = options.also.get(name)
+        if other and settings.get("metavar") == _METAVARS["bool"]:
+            settings |= {"nargs": "?", "const": "true"}
+        flag = place.add_argument(*filter(None, (name, other)), **settings)
         if settings.get("metavar") == "FILE":
             flag.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
     # What takes its time: not for --version.
     from pydantic_settings import CliSettingsSource
 
-    for model in filter(None, models):
+    for model in filter(None, (options.keys, options)):
         CliSettingsSource(
             cast(Any, model),
             root_parser=parser,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-from pydantic_settings import CliToggleFlag
+from typing import ClassVar
 
 from megatron_offload.cli.options import OptionsWithKeys
 from megatron_offload.config import apply_overrides, find_config, load_yaml
@@ -35,57 +33,30 @@ example: megatron-offload train --config quickstart --set run.steps=6 \\
 
 
 class RunOptions(OptionsWithKeys):
-    """What says how a run is configured; flags win over the file, and Megatron's over ``--set``."""
+    """What says how a run is configured; flags win over the file, and over ``--set``."""
 
     keys = TrainConfig
+    also: ClassVar = {
+        "--offload.enabled": "--fine-grained-activation-offloading",
+        "--offload.modules": "--offload-modules",
+        "--offload.fraction": "--activation-offload-fraction",
+        "--offload.min_tensor_elements": "--min-offloaded-tensor-size",
+    }
 
     config: Path | None = None
     """YAML file, or the name of one that comes with the package, such as quickstart."""
-
-    fine_grained_activation_offloading: CliToggleFlag[bool] = False
-    """Offload activations (offload.enabled); a section 'offload' in the file, and each of the flags
-    below, say so too."""
-
-    offload_modules: tuple[str, ...] | None = None
-    """Groups to move (offload.modules)."""
-
-    activation_offload_fraction: float | None = None
-    """Share of the groups that moves (offload.fraction)."""
-
-    min_offloaded_tensor_size: int | None = None
-    """Smallest tensor that moves, in elements (offload.min_tensor_elements)."""
 
 
 class Given(RunOptions):
     """The options of ``train``."""
 
-    resume: CliToggleFlag[bool] = False
-    """Go on from the newest checkpoint in run.output, if there is one (run.resume)."""
-
-
-_FLAGS = {
-    "fine_grained_activation_offloading": "offload.enabled",
-    "offload_modules": "offload.modules",
-    "activation_offload_fraction": "offload.fraction",
-    "min_offloaded_tensor_size": "offload.min_tensor_elements",
-    "resume": "run.resume",
-}
-"""The key that a flag of Megatron's sets."""
+    also: ClassVar = {**RunOptions.also, "--run.resume": "--resume"}
 
 
 def read_config(given: RunOptions) -> TrainConfig:
-    """Read the YAML file and lay the flags over it.
-
-    Raises:
-        ConfigError: everything that is wrong with the input.
-    """
+    """Read the YAML file and lay the flags over it; a `ConfigError` says all that is wrong."""
     data = load_yaml(find_config(given.config)) if given.config else {}
-    flags = [
-        f"{_FLAGS[name]}={json.dumps(getattr(given, name))}"
-        for name in _FLAGS
-        if name in given.model_fields_set
-    ]
-    data = apply_overrides(data, [*given.set, *flags])
+    data = apply_overrides(data, given.set)
     return validate(TrainConfig, data, str(given.config or "command line"))
 
 
@@ -111,8 +82,7 @@ def run(given: Given) -> int:
 
 def _check_heard(given: Given, config: TrainConfig) -> None:
     """Check that no word about offload goes unheard."""
-    keys = [_FLAGS.get(name, "") for name in given.model_fields_set]
-    keys += [item.partition("=")[0].strip() for item in given.set]
+    keys = [item.partition("=")[0].strip() for item in given.set]
     is_asked = any(key.startswith("offload.") for key in keys)
     if is_asked and not config.offload.enabled and "offload.enabled" not in keys:
         raise ConfigError(

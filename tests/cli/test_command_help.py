@@ -74,7 +74,9 @@ def test_help_lists_every_key_with_its_text(name, capsys):
         assert f"--{key} " in text
         assert " ".join(description.split()[:4]) in text
     if name == "train":
-        assert "--offload.fraction NUMBER Share of each chunk's groups that moves, earliest" in text
+        assert (
+            "--activation-offload-fraction NUMBER Share of each chunk's groups that moves" in text
+        )
         assert "--offload.policy.kind {auto,memory_target,modules,plan_file,ratio}" in text
 
 
