@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS, BENCHMARKS = ROOT / "scripts", ROOT / "benchmarks"
+SCRIPTS = ROOT / "scripts"
 
 
 def load_script(name):
@@ -26,7 +25,7 @@ def load_script(name):
 
 @pytest.mark.slow
 def test_a_short_soak_finds_nothing(tmp_path):
-    options = ["--device", "cpu", "--steps", "150", "--error-share", "0.3", "--output", tmp_path]
+    options = ["--device", "cpu", "--steps", "100", "--error-share", "0.3", "--output", tmp_path]
     result = subprocess.run(
         [sys.executable, SCRIPTS / "soak.py", *options],
         capture_output=True,
@@ -39,6 +38,7 @@ def test_a_short_soak_finds_nothing(tmp_path):
     assert report["grown"] == {}, result.stdout
     assert result.returncode == 0
     assert report["counts"]["compared"] > 10
+    assert report["counts"]["bytes made again"] > 0
     for name in ("forward", "group", "backward", "backend", "interrupt"):
         assert report["counts"][f"error in {name}"] > 0
 
@@ -70,20 +70,3 @@ def test_growth_is_seen_and_what_comes_back_is_none():
         for n in range(80)
     ]
     assert soak.growth() == {"live_blocks": 1, "pinned_bytes": 60 - 19}
-
-
-@pytest.mark.slow
-def test_the_cost_of_checking_is_measured(tmp_path):
-    path = tmp_path / "checking.json"
-    subprocess.run(
-        [sys.executable, BENCHMARKS / "bench_checking.py", "--device", "cpu", "--output", path],
-        check=True,
-        timeout=200,
-        capture_output=True,
-    )
-    result = json.loads(path.read_text())
-    assert result["moved_bytes_per_step"] > 0
-    medians = {mode: statistics.median(times) for mode, times in result["step_times_s"].items()}
-    assert result["step_ms"] == {mode: pytest.approx(1e3 * t) for mode, t in medians.items()}
-    assert result["ratio"] == pytest.approx(medians["with"] / medians["without"])
-    assert all(len(times) == 3 * 5 for times in result["step_times_s"].values())
