@@ -1,9 +1,7 @@
 """The command ``megatron-offload``: which commands there are, and how they end.
 
 Each command is a module of this folder with ``ABOUT``, the text of its help, a model ``Given`` of
-its options, and ``run(given)``, which returns the exit status: 0 fine, 1 what was asked turned out
-wrong (other bits, a rank that failed, a target that can't be kept), 2 bad input, 143 or 130 stopped
-by SIGTERM or SIGINT. No command is imported that wasn't asked for.
+its options, and ``run(given)``, which returns the exit status. Only the one asked for is imported.
 """
 
 from __future__ import annotations
@@ -35,11 +33,7 @@ exit status: 0 fine, 1 other bits, a failed rank or a target that can't be kept,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status.
-
-    Args:
-        arguments: the words after the program's name; None for those of this process.
-    """
+    """Run the command line, by default this process's; return its exit status."""
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
@@ -48,11 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_command(words: Sequence[str]) -> tuple[Any, Any]:
-    """Return the module of the command that words begin with, and the options that follow.
-
-    Raises:
-        ConfigError: there is no such command, or an option is wrong.
-    """
+    """Return the module of the command that words begin with, and the options that follow."""
     from megatron_offload.cli.options import read_options
 
     name, *more = words

@@ -82,23 +82,15 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
 def read_options(
     model: type[Given], parser: argparse.ArgumentParser, words: Sequence[str]
 ) -> Given:
-    """Return the options that words give.
-
-    Raises:
-        ConfigError: one is unknown, lacks its value, or has a wrong one.
-    """
+    """Return the options that words give; `ConfigError` says what is unknown or wrong."""
     found, unknown = parser.parse_known_args(words)
     if unknown:
         flag = unknown[0].partition("=")[0]
         near = did_you_mean(flag, parser._option_string_actions) if flag.startswith("-") else ""
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}{near}")
     given = {name: value for name, value in vars(found).items() if value is not PydanticUndefined}
-    keys = [
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-        for name, value in given.items()
-        if "." in name
-    ]
-    own = {name: value for name, value in given.items() if "." not in name}
-    if keys:
-        own["set"] = [*own.get("set", ()), *keys]
+    own = {name: given.pop(name) for name in list(given) if "." not in name}
+    if given:
+        texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in given.items()}
+        own["set"] = [*own.get("set", ()), *(f"{key}={text}" for key, text in texts.items())]
     return validate(model, own, "command line")

@@ -19,12 +19,7 @@ PREDICTED = "predicted by simulation, not measured: hold it against a run before
 
 
 def check_place(flag: str, path: Path | None, *, draws: bool = False) -> None:
-    """Refuse a file that couldn't be written where it is asked for; its folder need not exist.
-
-    Raises:
-        ConfigError: it is a folder, or its folder can't be made or written into; or, of a picture,
-            its name doesn't end in ``.png``, or Altair is missing.
-    """
+    """Refuse a file, or a picture, that couldn't be written; its folder need not exist."""
     if path is None:
         return
     if path.is_dir():

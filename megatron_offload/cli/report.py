@@ -88,11 +88,7 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_report(folder: Path) -> Report:
-    """Read what ``run.output`` of a ``train`` or a ``compare`` holds.
-
-    Raises:
-        ConfigError: it holds no run, or something in it is damaged.
-    """
+    """Read what ``run.output`` of a ``train`` or a ``compare`` holds, strictly."""
     main = main_folder(folder)
     is_comparison = main != folder
     offloaded = RunReport(read_steps(main)[0])

@@ -57,11 +57,7 @@ def run(given: Given) -> int:
 
 
 def read_run_traces(folder: Path) -> list[StepTrace]:
-    """Return the timelines of a run, or of the run with offload in a comparison, by rank.
-
-    Raises:
-        ConfigError: one is damaged, or of another rank than its name says; or as for `main_folder`.
-    """
+    """Return the timelines of a run, or of the run with offload in a comparison, by rank."""
     traces: list[StepTrace] = []
     names = ((RANK_NAME.fullmatch(path.name), path) for path in main_folder(folder).iterdir())
     paths = {int(name[2]): path for name, path in names if name and name[1] == "trace"}

@@ -27,11 +27,7 @@ _MAX_NUMBER_LENGTH = 64
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what a YAML text holds; None for an empty one.
-
-    Raises:
-        ConfigError: it is not plain YAML; the text names the line.
-    """
+    """Return what a YAML text holds; None for an empty one. A `ConfigError` names the line."""
     if len(text) > MAX_YAML_BYTES:
         raise ConfigError(f"the text is longer than {MAX_YAML_BYTES} characters")
     try:

@@ -24,11 +24,7 @@ MAX_TEXT_BYTES = 16 * 1024**2
 
 
 def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Return the text of a regular file of at most ``limit_bytes``.
-
-    Raises:
-        ConfigError: it is missing, no regular file, too large, unreadable or not UTF-8.
-    """
+    """Return the text of a regular file of at most ``limit_bytes``; else a `ConfigError`."""
     with open_regular(path) as file:
         try:
             content = file.read(limit_bytes + 1)
@@ -40,12 +36,7 @@ def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def open_regular(path: str | Path, *, follow_link: bool = True) -> BufferedReader:
-    """Open a regular file for reading bytes; the caller closes it.
-
-    Raises:
-        ConfigError: it is missing, unreadable, a link that is not followed, or something else such
-            as a folder or a pipe.
-    """
+    """Open a regular file for reading bytes; anything else is a `ConfigError`."""
     try:
         # Opening a pipe would wait for its writer.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -85,12 +76,9 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
 
 
 def replace_text(path: str | Path, text: str) -> None:
-    """Write a file as a whole: aside first, then put in place of the one before.
+    """Write a file as a whole, with the permissions of a plain ``open``, into a folder that exists.
 
-    The folder must exist. The file gets the permissions that a plain ``open`` would give.
-
-    Raises:
-        OSError: it can't be written; the file that was there is untouched.
+    An OSError leaves the file that was there untouched.
     """
     path = Path(path)
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)

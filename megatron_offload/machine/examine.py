@@ -86,13 +86,7 @@ class Examination:
 def examine(
     *, bandwidth: bool = True, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Examination:
-    """Look at everything.
-
-    Args:
-        bandwidth: measure it, which takes some seconds and wants idle GPUs.
-        environ: the environment that training runs in.
-        root: the folder in which ``proc`` and ``sys`` lie.
-    """
+    """Look at everything; ``bandwidth`` takes some seconds and wants idle GPUs."""
     findings = []
     devices: Sequence[DeviceInfo] = ()
     try:
@@ -280,11 +274,7 @@ def _check_allocator(environ: Mapping[str, str]) -> Finding:
 def found_version(name: str) -> str:
     """Return the version of a distribution: of what an import gives, not of what pip lists.
 
-    The two differ for megatron-core where another copy comes first on ``PYTHONPATH``. Its own file
-    is read for that, which takes no import.
-
-    Raises:
-        PackageNotFoundError: it isn't there.
+    The two differ for megatron-core where another copy comes first on ``PYTHONPATH``.
     """
     if name == "python":
         return platform.python_version()

@@ -1,7 +1,6 @@
 """Writes and reads the state of a run, as safetensors files beside a JSON description.
 
-Invariants: nothing is unpickled, and a file counts only with the digest that was written down for
-it. Every error is raised on all ranks, so that none waits for another.
+A file counts only with the digest that was written down for it. Every error is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ class Checkpoints:
     """Returns a digest of the training data; it is called only if need be."""
 
     def save(self, step: int, evaluations: Mapping[int, float]) -> Path:
-        """Write the state after ``step``, make it current, and remove what is too old.
-
-        A file's tensors at a time are copied to the host. What can't be written, for lack of space
-        for example, is a `CheckpointError`.
-        """
+        """Write the state after ``step``, make it current, and remove what is too old."""
         try:
             self.parallel.on_owner(lambda: self.folder.begin(step))
             torch.get_device_module(self.device).synchronize()
@@ -73,7 +68,7 @@ class Checkpoints:
     def load(self) -> tuple[Path, Manifest] | None:
         """Restore the newest whole checkpoint; return its folder and what it says, if there is one.
 
-        One that is damaged or of another run is a `ConfigError`; the model may be half loaded then.
+        One that is damaged or of another run is a `ConfigError`.
         """
         agreed = self.parallel.agreed
         path = self.parallel.gather(agreed(self.folder.latest))[0]  # others must see it too

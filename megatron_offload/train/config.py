@@ -1,7 +1,6 @@
 """What a training run is told: model, parallelism, data, optimizer, schedule, run, offload.
 
-Invariant: a `TrainConfig` that passed `check_ranks` can be started on that many ranks. Every check
-that needs neither a device nor the contents of data is made here, before a process is started.
+Every check that needs neither a device nor the contents of data is made here.
 """
 
 from __future__ import annotations
@@ -182,15 +181,13 @@ class RunConfig(StrictModel):
     measure_live_bytes: bool = True
     """Count the bytes that autograd keeps alive. Costs some microseconds for each saved tensor."""
     trace_step: int = Field(default=0, ge=0)
-    """Step of which every rank writes a timeline (``trace_<rank>.json``), or the last one where
-    there are fewer; 0 for none. Changes no bit. From the fourth on steps are like those after;
-    without offload nothing is traced, as there are no copies."""
+    """Step of which every rank writes a timeline (``trace_<rank>.json``), at most the last; 0 for
+    none. Changes no bit. From the fourth on steps are like those after."""
     profile_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``), before the
     last; 0 for none, or for the third where ``offload.policy`` plans, which it does then. Nothing
-    moves in it, so it takes the memory of one without offload; changes no bit. From the third on
-    steps are like those after. Without offload it is refused, as no groups are marked. In a run
-    that is resumed later the third step after that."""
+    moves in it, so it takes the memory of one without offload; changes no bit. In a run that is
+    resumed later the third step after that."""
     profile_moves: bool = False
     """Move in the profiled step what others move, where there is no memory for it otherwise. Its
     memory is told as if nothing had moved, but its times hold what it waited for copies, so that it
@@ -285,11 +282,7 @@ class TrainConfig(StrictModel):
 
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:
-    """Check what depends on the number of ranks over all machines, and the files that it reads.
-
-    Raises:
-        ConfigError: the first thing that does not fit, with what would.
-    """
+    """Check what depends on the number of ranks over all machines, and the files that it reads."""
     pipeline, virtual = config.parallel.pipeline, config.parallel.virtual
     layers, microbatches = config.model.layers, config.data.microbatches
     if pipeline > layers:

@@ -1,7 +1,6 @@
 """Tokens for training: text files as bytes, or a megatron-core indexed dataset.
 
-Invariant: a microbatch depends on (seed, step, microbatch, data-parallel rank) and on nothing else,
-so that two runs, or two schedules, see the same tokens. A source holds no position.
+A microbatch depends on (seed, step, microbatch, data-parallel rank) and on nothing else.
 """
 
 from __future__ import annotations

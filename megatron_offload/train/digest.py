@@ -1,8 +1,4 @@
-"""A digest of tensors that is taken where they lie: no gigabyte crosses to the host.
-
-The same bits in the same order give the same digest on every device, in every run: all arithmetic
-is on integers that wrap, so the order of a sum doesn't matter.
-"""
+"""A digest of tensors that is taken where they lie: no gigabyte crosses to the host."""
 
 from __future__ import annotations
 
@@ -19,8 +15,8 @@ _PIECE_WORDS = 1 << 22
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Return a digest of 128 bits of the bytes, dtypes and shapes of ``tensors``, in their order.
 
-    Each piece of a tensor is summed on its device, every word of 64 bits times an odd weight of its
-    own, so that no single change can cancel. It tells differences by accident, not by intent.
+    Every word of 64 bits counts with an odd weight of its own, so that no single change can cancel;
+    integers wrap, so the order of the sum doesn't matter. It tells accidents, not intent.
     """
     state = hashlib.blake2b(digest_size=16)
     sums: list[torch.Tensor] = []

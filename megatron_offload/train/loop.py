@@ -1,8 +1,4 @@
-"""The training loop: megatron-core's schedule, optimizer and scheduler, step after step.
-
-Invariant: a run with offload differs from one without only through `open_offload` and the two
-options in `megatron_offload.train.model`.
-"""
+"""The training loop: megatron-core's schedule, optimizer and scheduler, step after step."""
 
 from __future__ import annotations
 
@@ -38,11 +34,10 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 def run_training(
     config: TrainConfig, device: torch.device, title: str, *, resume: bool, signals: Sequence[int]
 ) -> RunReport:
-    """Train as ``config``, checked by `check_ranks`, says; on all ranks together, collective.
+    """Train as ``config``, checked by `check_ranks`, says; collective.
 
-    With ``resume`` it goes on from the newest checkpoint, if there is one. Once ``signals`` holds
-    one, the run stops after its step. The report is the same on every rank; the steps before a
-    checkpoint that was resumed from are in rank 0's only.
+    With ``resume`` it goes on from the newest checkpoint, whose steps are in rank 0's report only.
+    Once ``signals`` holds one, the run stops after its step.
     """
     with open_model_parallel(config, device) as parallel:
         out = console(stderr=True, quiet=not parallel.is_owner)

@@ -1,8 +1,7 @@
 """What a run leaves behind: numbers of every step over all ranks, and whether two runs are equal.
 
-Invariants: a number that is compared later is written with all its bits: as the decimal from which
-Python reads them, and as ``float.hex`` for other readers. What was not measured in both runs is no
-proof, and counts as different.
+Numbers are written with all their bits: as the decimal from which Python reads them, and as
+``float.hex`` for other readers. What was not measured in both runs counts as different.
 """
 
 from __future__ import annotations
@@ -156,10 +155,7 @@ class RunReport:
         return statistics.median(times) if times else None
 
     def peaks(self) -> list[dict[str, Any]]:
-        """Return one mapping per rank: the last step's numbers with each memory peak's maximum.
-
-        There is none without a step. Steps that were profiled, or measured a plan, are left out.
-        """
+        """Return each rank's last numbers with every memory peak's maximum over usual steps."""
         if not self.steps:
             return []
         steps = [step for step in self.steps if step.is_usual] or self.steps
@@ -176,10 +172,9 @@ class RunReport:
 def read_steps(
     folder: Path, last: int | None = None, ranks: int | None = None
 ) -> tuple[list[StepRecord], int]:
-    """Read the lines of ``steps.jsonl`` up to step ``last``, or all whole ones.
+    """Read the lines of ``steps.jsonl`` up to step ``last``, or all whole ones; and their bytes.
 
     What comes after may be anything. Each line must have ``ranks``, or as many as the first.
-    Returns the records and how many bytes their lines take; neither where there is no such file.
     """
     path = folder / LOG_NAME
     records: list[StepRecord] = []
@@ -212,10 +207,7 @@ def read_steps(
 
 
 def open_log(folder: Path, keep_bytes: int = 0) -> TextIO:
-    """Open ``steps.jsonl`` for more lines, each of which the operating system gets at once.
-
-    Of a file that is there the first ``keep_bytes`` are kept, and the rest is cut off.
-    """
+    """Open ``steps.jsonl`` for more lines behind the first ``keep_bytes``; the rest is cut off."""
     path = folder / LOG_NAME
     if not keep_bytes:
         path.unlink(missing_ok=True)

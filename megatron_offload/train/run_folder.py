@@ -1,10 +1,7 @@
 """A run's folder: its files' names, who may write into it, and what an earlier run has left there.
 
-Invariants: one run at a time writes into a folder, and what is refused is left as it was. A
-checkpoint's folder under its final name is whole, because it gets that name by one rename after
-everything in it is on disk, and loses it first. What is read is data: nothing in it is imported,
-called or unpickled. ``config.yaml`` holds what was given alone, so that the same command with it
-does the same run: which settings were left to the package matters to some of them.
+What is refused is left as it was. A checkpoint's folder gets its final name by one rename when all
+in it is on disk, and loses it first. What is read is data: nothing in it is imported or unpickled.
 """
 
 from __future__ import annotations
@@ -86,11 +83,7 @@ def locked(folders: Iterable[Path]) -> Iterator[None]:
 
 
 def check_output(config: TrainConfig, world_size: int, *, is_restarted: bool) -> None:
-    """Check that a run may write into its folder: no other run and no comparison lies there.
-
-    With ``run.resume``, or ``is_restarted`` by its launcher, it goes on from a checkpoint where
-    there is one.
-    """
+    """Check that a run may write into its folder, or go on from a checkpoint there."""
     folder = config.run.output
     other = f"choose another run.output, or remove {folder}"
     logs = [folder / name / LOG_NAME for name in FOLDERS]
@@ -136,10 +129,7 @@ def _has_steps(folder: Path) -> bool:
 
 
 def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: bool) -> None:
-    """Write down what is about to run, on one rank alone; ``gpu`` is what its GPU is called.
-
-    Where the run ``is_new``, timelines, profiles and bandwidths of an earlier one go.
-    """
+    """Write down what is about to run; where it ``is_new``, what an earlier one measured goes."""
     folder = config.run.output
     CheckpointFolder(folder).clean()
     if is_new:
@@ -169,7 +159,7 @@ def found_versions() -> dict[str, str]:
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
-    """Write what was given of a configuration, as a file for ``--config``."""
+    """Write what was given, which may matter, as a file for ``--config`` that does the same."""
     given = config.model_dump(mode="json", exclude_unset=True)
     replace_text(folder / CONFIG_NAME, yaml.safe_dump(given, sort_keys=False))
 
@@ -198,8 +188,6 @@ class Manifest(StrictModel):
     """Kind of device, ``cpu`` or ``cuda``."""
     data: str
     evaluations: dict[int, Bits]
-    versions: dict[str, str] = Field(default_factory=lambda: found_versions())
-    """What wrote it, for people."""
     files: dict[_FileName, str]
     """Digest of every file that holds tensors, by `digest_of_file`."""
 
@@ -277,10 +265,6 @@ def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifes
             f"with the version that wrote it, or start over in another run.output"
         )
     manifest = validate(Manifest, data, str(path / _MANIFEST))
-    if path.name != f"step_{manifest.step:06d}":
-        raise ConfigError(
-            f"{path / _MANIFEST} is of step {manifest.step}, but its folder is {path.name}"
-        )
     check_same_run(path, read_model(TrainConfig, path / _CONFIG), config, manifest.step)
     if manifest.ranks != world_size:
         raise ConfigError(
@@ -298,10 +282,7 @@ def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifes
 def digest_of_file(path: Path) -> str:
     """Return a digest of 128 bits of a regular file's bytes. It tells accidents, not intent."""
     with open_regular(path, follow_link=False) as file:
-        try:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-        except OSError as error:
-            raise ConfigError(f"can't read {path}: {error.strerror}") from error
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 _MAY_DIFFER: dict[str, Any] = {
@@ -317,8 +298,7 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
     """Check that ``config`` goes on computing what ``saved`` began, by the checkpoint of ``step``.
 
     ``run.steps`` may differ, unless the learning rate hangs on it and steps are left, or the order
-    of an indexed dataset does: after the last step of ``saved`` more steps extend a whole run, with
-    the learning rates of the longer one.
+    of an indexed dataset does.
     """
     before, now = (each.model_dump(exclude=_MAY_DIFFER) for each in (saved, config))
     pairs = [

@@ -148,7 +148,7 @@ def write(folder, *steps):
 
 
 def publish(folder, step):
-    about = {"device": "cpu", "data": "", "evaluations": {}, "versions": {}, "files": {}}
+    about = {"device": "cpu", "data": "", "evaluations": {}, "files": {}}
     manifest = Manifest(format=FORMAT, step=step, ranks=1, **about)
     folder.publish(manifest, config())
 

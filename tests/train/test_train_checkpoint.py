@@ -290,7 +290,6 @@ def test_a_hostile_pickle_is_never_opened(train, stopped, folder, tmp_path, name
         (lambda data: data.update(format=2, tensors={}), "is of format 2, this version reads 4"),
         (lambda data: data.pop("format"), "is of format None"),
         (lambda data: data.update(more=1), "unknown key 'more'"),
-        (lambda data: data.update(step=3), "is of step 3"),
         (lambda data: data.update(step=10**30), "step"),
         (lambda data: data.update(ranks=2), "written by 2 ranks"),
         (lambda data: data.update(device="cuda"), "run.device was cuda"),
