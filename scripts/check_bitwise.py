@@ -16,11 +16,14 @@ because starting those takes longer than any check.
 To save time on a GPU, fp32 takes half the sequence (without a fused kernel attention keeps all its
 scores) and mixtures of experts take half the microbatches, as far as those divide.
 
-What moved is counted over all steps, and shown are the bytes that came back: none may, where all
-that left is kept on the device by something else. A combination that raises is a row with its
+Whole layers make norms, activations, rotations and MoE's permutations again; all else moves what it
+marks. What moved and was made again is counted over all steps, and shown are the bytes that came
+back (none may, where all that left is kept on the device by something else) and those that were
+made again. A combination that raises is a row with its
 reason. One that takes too long ends its process and leaves in its log, DIR/logs, where it was;
 what is left runs in new processes. Results are in DIR/check_bitwise.json after every
-combination. Ends with exit code 1 if anything differs, failed, moved nothing, or did not run.
+combination. Ends with exit code 1 if anything differs, failed, moved nothing, made nothing again
+that it should, or did not run.
 """
 
 from __future__ import annotations
@@ -61,6 +64,9 @@ SETS = {
     "fused": _each("fused_group_mlp"),
 }
 """For each kind of layer the sets of modules that are offloaded, by what they are called here."""
+
+AGAIN = {"layer": ("norm", "mlp_act", "rope", "moe_permute")}
+"""By set the units that are made again."""
 
 SIZES = {
     False: {**SHAPES["bitwise"], "min_elements": 1, "slab": "64MiB", "budgets": "64MiB/96MiB"},
@@ -150,6 +156,7 @@ def combinations(options):
             "model": model,
             "name": name,
             "modules": list(modules),
+            "recompute": list(AGAIN.get(name, ())),
             "budgets": budgets,
         }
         for model in options.models
@@ -181,13 +188,15 @@ def judge(combination, ranks):
         row |= {"status": "failed", "reason": f"left behind: {leaks[0]}"}
     elif any(rank["offloaded_bytes"] == 0 for rank in ranks):
         row["status"] = "nothing moved"
+    elif combination["recompute"] and not all(rank["remade_bytes"] for rank in ranks):
+        row["status"] = "nothing made again"
     return row
 
 
-_LINE = "{:>3}  {:<5}  {:<5}  {:<19}  {:<13}  {:>5}  {:<27}  {:<15}  {:>5}  {}"
+_LINE = "{:>3}  {:<5}  {:<5}  {:<19}  {:<13}  {:>5}  {:<27}  {:<27}  {:<15}  {:>5}  {}"
 HEAD = _LINE.format(
     *("vpp", "dtype", "model", "modules", "budgets"),
-    *("s", "MiB that came back", "equal, by rank", "first", ""),
+    *("s", "MiB that came back", "MiB made again", "equal, by rank", "first", ""),
 ).rstrip()
 """``first`` is the first step that differs."""
 
@@ -200,7 +209,10 @@ def row_line(row):
     return _LINE.format(
         *(row["vpp"], row["dtype"], row["model"], row["name"], row["budgets"] or ""),
         f"{row['seconds']:.1f}" if "seconds" in row else "",
-        " ".join(f"{rank['reloaded_bytes'] / 2**20:.4g}" for rank in ranks),
+        *(
+            " ".join(f"{rank[key] / 2**20:.4g}" for rank in ranks)
+            for key in ("reloaded_bytes", "remade_bytes")
+        ),
         " ".join("yes" if difference is None else "no" for difference in differences),
         first,
         f"{reason}: {row['reason']}" if row["reason"] else reason,

@@ -198,7 +198,8 @@ class Check:
             difference = first_difference(reference["steps"], again["steps"])
         row = {**combination, "name": "none, again", "modules": [], "budgets": None}
         row["id"] = row["id"].partition(":")[0] + ":none, again"
-        row["ranks"] = exchange({"first_difference": difference, "reloaded_bytes": 0})
+        nothing = {"reloaded_bytes": 0, "remade_bytes": 0}
+        row["ranks"] = exchange({"first_difference": difference, **nothing})
         same = all(rank["first_difference"] is None for rank in row["ranks"])
         row |= {"status": "equal" if same else "differs", "reason": again["error"]}
         row["seconds"] = round(time.perf_counter() - started, 2)
@@ -234,7 +235,8 @@ class Check:
         if errors:
             return {"error": errors[0]}
         found = {"error": None, "steps": []}
-        counters = dict.fromkeys(("offloaded_bytes", "reloaded_bytes", "refused_bytes"), 0)
+        names = ("offloaded_bytes", "reloaded_bytes", "remade_bytes", "refused_bytes")
+        counters = dict.fromkeys(names, 0)
         for number in range(self.spec["steps"]):
             _, loss, gradients = program.step(number)
             found["steps"].append([loss, gradients])
@@ -251,6 +253,7 @@ class Check:
         sizes = self.spec["sizes"]
         options = [f"host_memory_bytes={self.spec['host_memory']}"]
         options.append(f"host_slab_bytes={sizes['slab']}")
+        options.append(f"recompute=[{', '.join(combination['recompute'])}]")
         if combination["budgets"] != "auto":
             inflight, _, prefetch = combination["budgets"].partition("/")
             options += [f"max_inflight_bytes={inflight}", f"prefetch_bytes={prefetch}"]

@@ -59,10 +59,11 @@ def one(name="layer", **more):
     return parse(*ON_CPU, *chosen).todo[0] | more
 
 
-def found(first=None, moved=2**20, offloaded=2**20, left=None):
+def found(first=None, moved=2**20, offloaded=2**20, left=None, remade=2**20):
     return {
         "first_difference": first,
         "reloaded_bytes": moved,
+        "remade_bytes": remade,
         "offloaded_bytes": offloaded,
         "left": left or {},
     }
@@ -139,6 +140,8 @@ def test_a_row_is_as_bad_as_its_worst_rank():
     assert judge(one(), [found(), found(first=2)])["status"] == "differs"
     assert judge(one(), [found(moved=0), found()])["status"] == "equal"
     assert judge(one(), [found(), found(offloaded=0)])["status"] == "nothing moved"
+    assert judge(one(), [found(), found(remade=0)])["status"] == "nothing made again"
+    assert judge(one("mlp_act"), [found(), found(remade=0)])["status"] == "equal"
     row = judge(one(), [found(), found(left={"host bytes": 7})])
     assert (row["status"], row["reason"]) == ("failed", "left behind: {'host bytes': 7}")
 
@@ -148,7 +151,7 @@ def test_only_equal_is_a_yes():
     none = {**one(), "modules": [], "status": "done"}
     assert summary([none, equal, out]) == ("bitwise identical: yes (1 equal, 1 left out)", True)
     assert not summary([none, out])[1]
-    for status in ("differs", "failed", "nothing moved", "not run"):
+    for status in ("differs", "failed", "nothing moved", "nothing made again", "not run"):
         assert not summary([equal, {**one(), "status": status}])[1]
 
 
