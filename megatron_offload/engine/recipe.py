@@ -13,6 +13,7 @@ keeps the blocks of its inputs, until the last record of its own block has gone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
@@ -72,7 +73,10 @@ class Input(SavedTensor):
         block = self._find() if self._find is not None else self.block
         self._find = None
         if block is None or not block.covers(self.offset * self.dtype.itemsize, self._high):
-            return "an input is not saved" if self.recipe is None else self.recipe.bind_inputs()
+            if self.recipe is None:
+                return "an input is not saved"
+            self.recipe = self.recipe.copy()  # whoever saves the input may still take that itself
+            return self.recipe.bind_inputs()
         if block.flight is not None and block.version != self.version:
             return "an input was changed in place"
         if block.recipe is not None and block.recipe.depth >= depth:
@@ -171,6 +175,12 @@ class FunctionRecipe:
         if any(alias._version != self._version for alias in block.aliases):
             return "it was changed in place"
         return self.bind_inputs()
+
+    def copy(self) -> FunctionRecipe:
+        """Return one that can be bound by itself."""
+        copied = copy.copy(self)
+        copied._parts = [copy.copy(part) if type(part) is Input else part for part in self._parts]
+        return copied
 
     def bind_inputs(self) -> str:
         """As `bind`, for an output that nobody saves."""

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.frontends.by_hand import recomputable
 
 ROWS, WIDTH = 8, 24
 
@@ -116,6 +118,42 @@ def op_checkpoint_reentrant(x, weight):
     return checkpoint(op_square, x, weight, use_reentrant=True)
 
 
+def cheap_norm(x, weight):
+    return F.layer_norm(x, (WIDTH,), weight[0])
+
+
+def cheap_gelu_with_dropout(x, weight):
+    return F.dropout(F.gelu(x * weight[1]), 0.3)
+
+
+def cheap_sum_and_cosine(x, weight):
+    return (x + weight[2]).cos()
+
+
+def cheap_transposed(x, weight):
+    return (x * weight[:ROWS]).t()
+
+
+RECIPES = [value for name, value in list(globals().items()) if name.startswith("cheap_")]
+
+
+@dataclass
+class Remade:
+    """Up to three functions in a row, each of what the one before made, and a use of all."""
+
+    functions: list
+    uses: list
+
+    def __call__(self, x, weight):
+        result = x
+        for function, is_used in zip(self.functions, self.uses, strict=True):
+            y = recomputable(function, x, weight)
+            x = y.reshape(ROWS, WIDTH)
+            if is_used:
+                result = result * y.exp().reshape(ROWS, WIDTH) + x.sum()
+        return result + F.linear(x, weight)
+
+
 OPS = [value for name, value in list(globals().items()) if name.startswith("op_")]
 
 
@@ -146,6 +184,15 @@ def make_segment(rng, depth=0):
     if depth < 2:
         segment.inner = [make_segment(rng, depth + 1) for _ in range(rng.choice([0, 0, 1, 2]))]
     return segment
+
+
+def add_recipes(rng, segments):
+    for segment in segments:
+        if rng.random() < 0.4:
+            functions = rng.choices(RECIPES, k=rng.randint(1, 3))
+            remade = Remade(functions, [rng.random() < 0.6 for _ in functions])
+            segment.ops.insert(rng.randint(0, len(segment.ops)), (remade, rng.randrange(4)))
+        add_recipes(rng, segment.inner)
 
 
 def make_schedule(rng):
@@ -194,6 +241,7 @@ class Program:
             "resident_bytes": rng.choice([None, None, 2 * KIB, 8 * KIB]),
             "checking": rng.random() < 0.2,
         }
+        add_recipes(random.Random(~seed), self.segments)
         self.warmup_extra_bytes = rng.choice([0, 0, 4 * KIB, 16 * KIB])
         self._held = []
         # The first weight always learns, so that every loss has a gradient.
@@ -231,6 +279,7 @@ class Program:
             for trains in self.trains
         ]
         results = {}
+        PipelineOffloadManager.instance = groups.manager if groups else manager
         for number, actions in enumerate(self.steps):
             for weight in weights:
                 weight.grad = None
@@ -251,6 +300,7 @@ class Program:
                 assert_nothing_left(serving)
             grads = [None if w.grad is None else w.grad.clone() for w in weights]
             results[number] = losses, grads
+        PipelineOffloadManager.instance = None
         return results
 
     @contextmanager
