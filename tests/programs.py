@@ -53,10 +53,14 @@ def in_group(manager, run, x, name="g", forced=None, *, delay=False):
 
 
 class Block(nn.Module):
-    """Norm, two linears and an activation, with a residual: a transformer layer's shape."""
+    """Norm, two linears and an activation, with a residual: a transformer layer's shape.
 
-    def __init__(self, width):
+    Norm and activation may be made again, with dropout, each of what its group saves.
+    """
+
+    def __init__(self, width, recomputes):
         super().__init__()
+        self.recomputes = recomputes
         self.norm = nn.LayerNorm(width)
         self.fc1 = nn.Linear(width, 2 * width)
         self.fc2 = nn.Linear(2 * width, width)
@@ -65,19 +69,28 @@ class Block(nn.Module):
         residual = x
         x = start_group(manager, x, "norm") if manager else x
         with manager or torch.enable_grad():
-            y = self.norm(x)
+            y = self.make(manager, self.norm, x)
         y = y * y.mean(dim=-1, keepdim=True)  # several uses: the order of their sum must stay
         y = start_group(manager, y, "mlp") if manager else y
         with manager or torch.enable_grad():
-            y = self.fc2(torch.nn.functional.gelu(self.fc1(y)))
+            y = self.fc2(self.make(manager, torch.nn.functional.gelu, self.fc1(y)))
         y = commit_group(manager, y, "mlp") if manager else y
         y = residual + y
         return commit_group(manager, y, "norm") if manager else y
 
+    def make(self, manager, function, x):
+        if not self.recomputes:
+            return function(x)
 
-def make_model(*, layers=3, width=32, seed=0):
+        def drop_some(x):
+            return nn.functional.dropout(function(x), 0.1)
+
+        return manager.recomputable(drop_some, x) if manager else drop_some(x)
+
+
+def make_model(*, layers=3, width=32, seed=0, recomputes=False):
     torch.manual_seed(seed)
-    return nn.ModuleList(Block(width) for _ in range(layers))
+    return nn.ModuleList(Block(width, recomputes) for _ in range(layers))
 
 
 def one_forward_one_backward(num_microbatches, depth):
@@ -108,6 +121,7 @@ def run_step(model, manager, order, *, rows=16, seed=1, inputs=None):
         generator = torch.Generator().manual_seed(seed)
         inputs = [torch.randn(shape[1:], generator=generator) for _ in range(shape[0])]
     losses, graphs = {}, {}
+    torch.manual_seed(seed)
     for action, microbatch in order:
         if action == "B":
             graphs.pop(microbatch).backward()

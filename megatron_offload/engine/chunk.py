@@ -169,10 +169,10 @@ class ChunkOffloadHandler:
             part = given
             if isinstance(given, torch.Tensor):
                 input_key = self.marks.activation_storage(given, self.transfers.backend)
-                if not isinstance(given, torch.nn.Parameter):
-                    part = given.detach()  # to hold a graph from one of its records is a cycle
                 if input_key is None or self._is_small(given):
                     constants.append(given)
+                    if not isinstance(given, torch.nn.Parameter):
+                        part = given.detach()  # to hold a graph from one of its records is a cycle
                     if is_wrapper(given):
                         refusal = "an input is made of several tensors"
                 elif input_key == key:

@@ -43,9 +43,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
-def test_a_missing_wait_is_named(wait, timing):
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_missing_wait_is_named(wait, timing, recomputes):
     manager = make_manager(timing, removed_waits={wait}, **SETTINGS.get(wait, {}))
-    model = make_model()
+    model = make_model(recomputes=recomputes)
     for _ in range(3):
         run_step(model, manager, ORDER)
     assert wait in {hazard.wait for hazard in manager.backend.hazards}
@@ -56,7 +57,8 @@ def test_a_missing_wait_is_named(wait, timing):
 @pytest.mark.parametrize("prefetch_bytes", [0, 64 * KIB, None])
 @pytest.mark.parametrize("retained_bytes", [0, 256 * KIB])
 def test_with_all_waits_nothing_is_reported(timing, inflight_bytes, prefetch_bytes, retained_bytes):
-    model = make_model()
+    recomputes = prefetch_bytes is None  # in a third of the cases
+    model = make_model(recomputes=recomputes)
     manager = make_manager(
         timing,
         max_inflight_bytes=inflight_bytes,
@@ -65,6 +67,7 @@ def test_with_all_waits_nothing_is_reported(timing, inflight_bytes, prefetch_byt
     )
     check_steps(model, manager, ORDER, 3)
     assert manager.last_step.offloaded_bytes > 0
+    assert (manager.last_step.remade_bytes > 0) == recomputes
 
 
 @pytest.mark.parametrize(
