@@ -20,15 +20,14 @@ from pathlib import Path
 from megatron_offload.config import OffloadConfig, apply_overrides
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.machine import Machine
-from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import (
-    LAYER_GROUPS,
-    ModelDescription,
+    fit_achieved_share,
     job_from_model,
     load_description,
 )
 from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.model import LAYER_GROUPS, ModelDescription
 from megatron_offload.planning.policy import choose_residents
 from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.simulate import simulate
@@ -58,36 +57,14 @@ SIZES = {
     "virtual_stages": "vpp",
 }
 """What the measured files call the sizes of the model."""
-LAUNCHES_WITHOUT_ROTATION = 36.0
-"""Kernels of a layer where positions aren't rotated; see `ModelDescription.launches_per_layer`."""
-
-
-def fit_achieved_share(
-    model: ModelDescription, step_us: float, machine: Machine | None = None
-) -> ModelDescription:
-    """Return the model whose ``achieved_share`` gives a step of this time, nothing moved."""
-    # The time is all but linear in 1 / share, so a secant on that is there at once.
-    points: list[tuple[float, float]] = []
-    inverse = 1 / model.achieved_share
-    for _ in range(20):
-        if inverse < 1:
-            break
-        model = model.model_copy(update={"achieved_share": 1 / inverse})
-        got_us = simulate(job_from_model(model, machine)).step_us
-        if abs(got_us / step_us - 1) < 1e-6:
-            return model
-        points = [*points[-1:], (inverse, got_us)]
-        (x0, y0), (x1, y1) = points if len(points) == 2 else [(0.0, 0.0), *points]
-        inverse = x1 + (step_us - y1) * (x1 - x0) / (y1 - y0)
-    raise ConfigError(f"no achieved_share up to 1 makes a step of {step_us:g} us of this model")
 
 
 def described(sizes: dict) -> ModelDescription:
     """Return the model that was measured: the described one, in these sizes."""
     own = {name: sizes[measured] for name, measured in SIZES.items()}
-    if sizes.get("positions") != "rope":
-        own["launches_per_layer"] = LAUNCHES_WITHOUT_ROTATION
-    return MODEL.model_copy(update={**own, "ffn": 4 * sizes["hidden"]})
+    own |= {"kv_heads": sizes.get("groups"), "gated_mlp": sizes.get("gated", False)}
+    own |= {"ffn": 4 * sizes["hidden"], "rotary": sizes.get("positions") == "rope"}
+    return MODEL.model_copy(update=own)
 
 
 def machine_of(ranks: list[dict]) -> Machine:
@@ -169,7 +146,9 @@ def compare(file: str) -> list[dict]:
     none = next(run for run in runs if run["mode"] == "none")
     machine = machine_of(none["ranks"])
     none_ms = max(rank["step_ms"] for rank in none["ranks"])
-    model = fit_achieved_share(described(data["sizes"]), none_ms * 1e3, machine)
+    model = described(data["sizes"])
+    share = fit_achieved_share(model, none_ms * 1e3, machine)
+    model = model.model_copy(update={"achieved_share": share})
     rows = []
     for run in runs:
         if run["mode"] != "none" and not re.match(r"ours(-five)?:", run["mode"]):
@@ -183,6 +162,31 @@ def compare(file: str) -> list[dict]:
             ]
         simulation = simulate(job, settings)
         rows.append(row_of(file, run, simulation, none_ms, model.achieved_share))
+    return rows
+
+
+def across_sizes() -> list[dict]:
+    """Return steps of layers of all sizes, the share fitted to one of them and so to no other."""
+    measured = {}
+    data = json.loads((FOLDER / "layers.json").read_text())
+    for name, shape in data["shapes"].items():
+        measured[f"layers {name}"] = shape["sizes"], shape["step_ms"]
+    for file in ("shape_a", "shape_a_save_on_cpu", "shape_b", "shape_c", "shape_d"):
+        data = json.loads((FOLDER / f"{file}.json").read_text())
+        none = next(run for run in data["runs"] if run["mode"] == "none")
+        measured[file] = data["sizes"], max(rank["step_ms"] for rank in none["ranks"])
+    shares = {
+        name: fit_achieved_share(described(measured[name][0]), 1e3 * measured[name][1])
+        for name in ("layers 8192", "layers 4096", "layers 2048")
+    }
+    rows = []
+    for name, (sizes, step_ms) in measured.items():
+        row: dict = {"name": name, "measured_ms": round(step_ms, 1), "off_percent": {}}
+        for fitted, share in shares.items():
+            model = described(sizes).model_copy(update={"achieved_share": share})
+            step_us = simulate(job_from_model(model)).step_us
+            row["off_percent"][fitted] = round(100 * (step_us / 1e3 / step_ms - 1), 1)
+        rows.append(row)
     return rows
 
 
@@ -234,13 +238,18 @@ def main() -> None:
         for name, values in row.items():
             if isinstance(values, dict):
                 print(f"  {name}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
+    across = across_sizes()
+    for row in across:
+        print(f"{row['name']}: {row['measured_ms']} ms, off by {row['off_percent']}")
     if args.output:
         head = {
             "command": "python benchmarks/compare_simulation.py --output FILE",
             "date": datetime.now(UTC).date().isoformat(),
         }
         lines = ",\n".join(json.dumps(row) for row in rows)
-        args.output.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
+        sizes = ",\n".join(json.dumps(row) for row in across)
+        text = f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n], "across_sizes": [\n{sizes}\n]}}\n'
+        args.output.write_text(text)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 
 One GPU and one process take the steps of `bench_peers.py` (megatron-core's GPT with
 TransformerEngine's layers, nothing offloaded) for every shape below. Each gives the time of a step,
-what the host took to launch it, and, from one more step under torch's profiler, every kernel in its
-order with its duration in microseconds. With that `planning/description.py` is fitted and checked
-(`benchmarks/compare_layers.py`). A shape that fails or comes too late is left out, and said.
+what the host took to launch it, and, from one more step under torch's profiler, how often each
+kernel ran and its microseconds in all. `planning/model_cost.py` was fitted to the kernels, and
+`compare_simulation.py` holds it against the steps. A shape that fails or comes too late is said.
 ``--device cpu --shapes NAME`` takes the steps of tiny layers without a GPU.
 """
 
@@ -19,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def measure(spec, device, warmup, steps):
 
 
 def traced(program, number):
-    """Return the kernels of one more step: names, and (name, start, duration) in their order."""
+    """Return the kernels of one more step: by name how often they ran, and how long in all."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         traced_ms = program.timed_step(number)[0]
@@ -83,17 +84,14 @@ def traced(program, number):
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    kernels = sorted(
-        (event for event in events if event.get("cat") in kinds), key=lambda event: event["ts"]
-    )
-    names = sorted({kernel["name"][:160] for kernel in kernels})
-    index = {name: position for position, name in enumerate(names)}
-    first_us = kernels[0]["ts"] if kernels else 0.0
-    rows = [
-        [index[one["name"][:160]], round(one["ts"] - first_us, 1), round(one["dur"], 2)]
-        for one in kernels
-    ]
-    return {"traced_ms": traced_ms, "names": names, "kernels": rows}
+    kernels = defaultdict(lambda: [0, 0.0])
+    for event in events:
+        if event.get("cat") in kinds:
+            counts = kernels[event["name"][:160]]
+            counts[0] += 1
+            counts[1] = round(counts[1] + event["dur"], 2)
+    by_time = dict(sorted(kernels.items(), key=lambda item: -item[1][1]))
+    return {"traced_ms": traced_ms, "kernels": by_time}
 
 
 def main():

@@ -93,8 +93,12 @@ class Footprint:
             self._held_bytes += work.num_bytes + work.kept_bytes
         elif kind is PassKind.WEIGHT:
             us = work.weight_us
-        elif kind is PassKind.INPUT:
-            us -= work.weight_us
+            self._held_bytes -= work.gradient_bytes
+        else:
+            temp_bytes += work.backward_block_bytes
+            if kind is PassKind.INPUT:
+                us -= work.weight_us
+                self._held_bytes += work.gradient_bytes
         self._rows.append(self._held_bytes + temp_bytes + buffer_bytes + self._pending.num_bytes)
         if kind in (PassKind.BACKWARD, PassKind.WEIGHT):
             self._held_bytes -= work.num_bytes + work.kept_bytes

@@ -52,6 +52,9 @@ class GroupWork:
     """The most its forward takes for a while beyond what it saves."""
     backward_temp_bytes: int = 0
     """The most its backward takes for a while beyond what was saved."""
+    backward_block_bytes: int = 0
+    """What its backward takes besides and leaves no gaps of behind: one block of one size, or a
+    layer that is made again."""
     is_marked: bool = True
     """Whether the engine sees it as a group; if not, all that it saves stays."""
     units: tuple[UnitWork, ...] = ()
@@ -101,9 +104,21 @@ class StageWork:
     """Kernels that a pass launches, the mean of forward and backward: how many passes the host may
     be ahead, while the memory of messages isn't free (`PendingMessages`). None, where it isn't
     known or already in what was measured, counts none of that."""
+    host_us: float = 0.0
+    """What the host takes to launch a forward and a backward."""
+    host_us_per_group: float = 0.0
+    """What it takes besides for a marked group, where there is an engine."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "stage")
+
+    def slowness(self, *, has_engine: bool) -> float:
+        """Return by how much the host draws out the stage's passes: the slower of two counts."""
+        host_us = self.host_us
+        if has_engine:
+            host_us += self.host_us_per_group * sum(group.is_marked for group in self.groups)
+        device_us = sum(group.forward_us + group.backward_us for group in self.groups)
+        return max(1.0, host_us / device_us) if device_us else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,10 @@ class _Replay:
         self._settings = settings
         self._records = records
         self._passes = job.schedule.ranks[rank]
+        self._slowness = {
+            stage: job.stages[stage].slowness(has_engine=settings.offloads)
+            for stage in job.schedule.stages_of(rank)
+        }
         self._own_stages = frozenset(job.schedule.stages_of(rank))
         self._chunks: dict[tuple[int, int], list[WorkGroup]] = {}
         self._num_chunks = 0
@@ -187,7 +191,8 @@ class _Replay:
             order += work.is_marked
             self._count_device(work.num_bytes + work.kept_bytes)  # what it leaves there
             temp_bytes = work.forward_temp_bytes + stage.buffer_bytes
-            self._compute(work.forward_us, temp_bytes, group, is_backward=False)
+            us = work.forward_us * self._slowness[one.stage]
+            self._compute(us, temp_bytes, group, is_backward=False)
             if work.is_marked and self._settings.offloads:
                 self._decisions.start(group)
                 is_kept = key in self._settings.kept
@@ -208,6 +213,7 @@ class _Replay:
                 us = work.weight_us
             elif one.kind is PassKind.INPUT:
                 us -= work.weight_us
+            us *= self._slowness[one.stage]
             is_seen = work.is_marked and self._settings.offloads
             is_seen &= one.kind is not PassKind.WEIGHT
             if is_seen:
@@ -218,7 +224,8 @@ class _Replay:
             # A part for weights begins at the last group that has some: a loss behind is done with.
             is_last = one.kind is not PassKind.INPUT or not is_needed
             temp_bytes = work.backward_temp_bytes + stage.buffer_bytes
-            self._compute(us, temp_bytes, group, is_backward=True)
+            block_bytes = 0 if one.kind is PassKind.WEIGHT else work.backward_block_bytes
+            self._compute(us, temp_bytes, group, is_backward=True, block_bytes=block_bytes)
             if one.kind is PassKind.WEIGHT:
                 self._count_device(-work.gradient_bytes)
             elif not is_last:
@@ -335,11 +342,19 @@ class _Replay:
         """Name a group as the engine does, where someone reads it."""
         return group.label if self._records and group.work.is_marked else ""
 
-    def _compute(self, us: float, temp_bytes: int, group: WorkGroup, *, is_backward: bool) -> None:
+    def _compute(
+        self,
+        us: float,
+        temp_bytes: int,
+        group: WorkGroup,
+        *,
+        is_backward: bool,
+        block_bytes: int = 0,
+    ) -> None:
         program = self.program
         if temp_bytes > program.peak_temp_bytes:
             program.peak_temp_bytes = temp_bytes
-        self._note_peaks(temp_bytes)
+        self._note_peaks(temp_bytes + block_bytes)
         if us > 0:
             self._add(OpKind.COMPUTE, us, self._label(group), is_backward=is_backward)
 

@@ -27,6 +27,8 @@ model:
   pipeline_parallel: 2
   peak_tflops: 100.0
   achieved_share: 0.5
+  host_us_per_launch: 0
+  host_us_per_group: 0
   memory_gbps: 1000.0
 machine:
   gpus_per_node: 2

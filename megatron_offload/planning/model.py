@@ -1,0 +1,196 @@
+"""What may be said of a model, of how it is cut over GPUs, and of how fast one GPU is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ByteSize, Field, field_validator, model_validator
+
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.files.strict_model import Bytes, StrictModel
+
+LAYER_GROUPS = (
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj"),
+    *("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"),
+    *("expert_fc1", "moe_act", "expert_fc2"),
+)
+"""The groups of a layer, in its order; the last three take the place of a dense MLP's."""
+
+Unit = Literal["norm", "mlp_act", "moe_act"]
+
+_MOST = 10**9
+_MOST_LAYERS = 10**5
+"""Larger sizes are a slip of the pen."""
+
+
+class ModelDescription(StrictModel):
+    """A GPT, how it is cut over GPUs, and how fast one GPU is."""
+
+    layers: int = Field(ge=1, le=_MOST_LAYERS)
+    hidden: int = Field(ge=1, le=_MOST)
+    ffn: int = Field(ge=1, le=_MOST)
+    """Width of the MLP."""
+    heads: int = Field(ge=1, le=_MOST)
+    kv_heads: int | None = Field(default=None, ge=1)
+    """Heads of keys and values; None for as many as of queries."""
+    vocabulary: int = Field(ge=1, le=_MOST)
+    gated_mlp: bool = False
+    """Whether the MLP's first layer is twice as wide, as with SwiGLU."""
+
+    rotary: bool = True
+    """Whether queries and keys are rotated by their positions."""
+
+    experts: int = Field(default=0, ge=0, le=_MOST)
+    """In place of a dense MLP; 0 for none."""
+    experts_per_token: int = Field(default=2, ge=1)
+    expert_ffn: int | None = Field(default=None, ge=1, le=_MOST)
+    """Width of an expert; None for ``ffn``."""
+    shared_expert_ffn: int = Field(default=0, ge=0, le=_MOST)
+    """Width of the expert that takes every token; 0 for none."""
+    dense_layers: int = Field(default=0, ge=0)
+    """So many of the first layers have a dense MLP all the same."""
+
+    sequence: int = Field(ge=1, le=_MOST)
+    microbatch: int = Field(default=1, ge=1, le=_MOST)
+    """Sequences."""
+    num_microbatches: int = Field(ge=1, le=_MOST)
+
+    pipeline_parallel: int = Field(default=1, ge=1, le=_MOST)
+    virtual_stages: int = Field(default=1, ge=1, le=_MOST)
+    """Of each pipeline rank."""
+    microbatch_group_size_per_vp_stage: int | None = Field(default=None, ge=1)
+    """Of the schedule ``interleaved``, as Megatron's option of this name; None: as many
+    microbatches as there are pipeline ranks."""
+    tensor_parallel: int = Field(default=1, ge=1, le=_MOST)
+    """GPUs of one node that share every layer, with sequence parallelism."""
+    context_parallel: int = Field(default=1, ge=1, le=_MOST)
+    """GPUs that share every sequence, each with its part of the tokens."""
+    expert_parallel: int = Field(default=1, ge=1, le=_MOST)
+    """GPUs that share the experts, each whole; a token goes to any GPU with the same chance."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
+    """None: ``interleaved`` with several virtual stages, else ``1f1b``."""
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each stage of the whole pipeline; None: as many everywhere."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Whether the embedding takes the place of a layer, as by Megatron's option of this name."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Likewise the head and the loss."""
+
+    value_bytes: int = Field(default=2, ge=1)
+    """Of an activation or a weight; 2 in bf16."""
+    static_bytes_per_parameter: float = Field(default=4.0, ge=0)
+    """Weight, gradient and this GPU's share of the optimizer's state."""
+    fused_norm: bool = True
+    """Whether norms are part of the linear layer behind them, as TransformerEngine's, and so no
+    groups of their own."""
+    fused_gradients: bool = False
+    """Whether gradients of weights are added where they lie (``gradient_accumulation_fusion``),
+    with no temporary of their own."""
+
+    fused_kernels: bool = False
+    """Whether rotation, a gated activation and loss are one kernel each, as with Megatron's
+    ``apply_rope_fusion``, ``bias_activation_fusion`` and ``cross_entropy_loss_fusion``."""
+    deterministic: bool = False
+    """Whether attention's backward is the deterministic one of TransformerEngine, which for a while
+    takes a value for every score."""
+    recompute: Literal["full"] | tuple[Unit, ...] = ()
+    """What the job makes again without this package: every layer, or outputs of these kinds."""
+
+    modules: tuple[str, ...] = LAYER_GROUPS
+    """Groups that the engine sees; see `LAYER_GROUPS`."""
+    min_tensor_bytes: Bytes = ByteSize(1024 * 1024)
+    """Smaller tensors stay."""
+
+    peak_tflops: float = Field(gt=0)
+    """Of a GPU, dense."""
+    achieved_share: float = Field(default=0.66, gt=0, le=1)
+    """The part of it that matrix products get where nothing else runs, and so the least; 0.66 on
+    H200s at their limit of power. The section ``measured`` of a job fits it."""
+    memory_gbps: float = Field(gt=0)
+    """Bandwidth of the device's own memory."""
+    launches_per_layer: float | None = Field(default=None, ge=0)
+    """Kernels that a layer launches in a forward and a backward together. None: megatron-core's
+    with TransformerEngine, which are 36 (11 forward, 25 backward), and for the rotation of queries
+    and keys 40 more, or 4 where they are fused."""
+    host_us_per_launch: float = Field(default=55.0, ge=0)
+    """What the host takes for one of them, all that Python does around it included."""
+    host_us_per_group: float = Field(default=350.0, ge=0)
+    """What it takes besides for a group that this package sees."""
+
+    @field_validator("modules")
+    @classmethod
+    def _known_modules(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in LAYER_GROUPS:
+                raise ConfigError(f"unknown group {name!r}{did_you_mean(name, LAYER_GROUPS)}")
+        return names
+
+    @model_validator(mode="after")
+    def _divides(self) -> ModelDescription:
+        divisors = (
+            ("hidden", self.heads),
+            ("heads", self.kv_heads or self.heads),
+            ("heads", self.tensor_parallel),
+            ("ffn", self.tensor_parallel),
+        )
+        for what, number in divisors:
+            if getattr(self, what) % number:
+                raise ValueError(f"{what} {getattr(self, what)} is no multiple of {number}")
+        if self.experts and self.experts % self.expert_parallel:
+            raise ValueError(f"experts {self.experts} is no multiple of {self.expert_parallel}")
+        if self.sequence % self.context_parallel:
+            raise ValueError(f"sequence {self.sequence} is no multiple of {self.context_parallel}")
+        num_stages = self.pipeline_parallel * self.virtual_stages
+        if self.stage_layers is not None:
+            if len(self.stage_layers) != num_stages or sum(self.stage_layers) != self.layers:
+                raise ValueError(
+                    f"stage_layers {list(self.stage_layers)} are {len(self.stage_layers)} stages "
+                    f"with {sum(self.stage_layers)} layers in all, and the model has {num_stages} "
+                    f"with {self.layers}"
+                )
+        elif self._num_slots % num_stages:
+            raise ValueError(
+                f"{self._num_slots} layers don't divide into {num_stages} stages; stage_layers "
+                "says how many each has"
+            )
+        return self
+
+    @property
+    def _num_slots(self) -> int:
+        """Layers, and what takes the place of one."""
+        ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        return self.layers + sum(ends)
+
+    @property
+    def kv_width(self) -> int:
+        """What keys, or values, take of a token."""
+        return self.hidden // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def layers_of_stages(self) -> tuple[int, ...]:
+        """How many layers each stage of the pipeline has."""
+        if self.stage_layers is not None:
+            return self.stage_layers
+        num_stages = self.pipeline_parallel * self.virtual_stages
+        counts = [self._num_slots // num_stages] * num_stages
+        counts[0] -= self.account_for_embedding_in_pipeline_split
+        counts[-1] -= self.account_for_loss_in_pipeline_split
+        return tuple(counts)
+
+    def layers_of(self, stage: int) -> range:
+        """Return the places in the model of a stage's layers."""
+        first = sum(self.layers_of_stages[:stage])
+        return range(first, first + self.layers_of_stages[stage])
+
+    def has_experts(self, index: int) -> bool:
+        """Whether the layer at this place has experts."""
+        return self.experts > 0 and index >= self.dense_layers
+
+    @property
+    def num_launches(self) -> float:
+        """Kernels of a layer, forward and backward together."""
+        if self.launches_per_layer is not None:
+            return self.launches_per_layer
+        rotation = (4 if self.fused_kernels else 40) if self.rotary else 0
+        again = 11 + rotation / 2 if self.recompute == "full" else 0
+        return 36 + rotation + again

@@ -1,0 +1,71 @@
+"""What a described layer saves, against megatron-core's own layer on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import layer_bytes
+import pytest
+
+from megatron_offload.files.strict_model import validate
+from megatron_offload.planning.model import ModelDescription
+from megatron_offload.planning.model_cost import LayerCosts
+
+pytest.importorskip("megatron.core")
+
+SIZES = {
+    "layers": 1,
+    "hidden": layer_bytes.HIDDEN,
+    "ffn": layer_bytes.FFN,
+    "heads": layer_bytes.HEADS,
+    "vocabulary": 128,
+    "sequence": layer_bytes.SEQUENCE,
+    "microbatch": layer_bytes.MICROBATCH,
+    "num_microbatches": 1,
+    "fused_norm": False,
+    "min_tensor_bytes": 0,
+    "peak_tflops": 989.0,
+    "memory_gbps": 4800.0,
+}
+GATED = {"gated_mlp": True, "fused_kernels": True}
+EXPERTS = {
+    "experts": layer_bytes.EXPERTS,
+    "experts_per_token": layer_bytes.CHOSEN,
+    "expert_ffn": layer_bytes.EXPERT_FFN,
+}
+
+
+@pytest.fixture(scope="module")
+def saved():
+    # Dynamo would compile Megatron's fused functions, whose saved tensors are the same.
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(Path(layer_bytes.__file__))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("case", "described"), [("dense", {}), ("gated", GATED), ("experts", GATED | EXPERTS)]
+)
+def test_a_layer_saves_what_megatron_s_own_does(saved, case, described):
+    model = validate(ModelDescription, SIZES | described, "model")
+    groups = {group.name: group for group in LayerCosts(model).layer(0)}
+    mine = {name: group.num_bytes + group.kept_bytes for name, group in groups.items()}
+    # Core attention is flash attention's, which no CPU has; the projection saves its output.
+    for name in ("core_attn", "attn_proj"):
+        del mine[name]
+    theirs = {name: num_bytes for name, num_bytes in saved[case].items() if name in mine}
+    assert theirs.keys() == mine.keys()
+    for name, num_bytes in mine.items():
+        # A norm's mean and deviation, in fp32, are left out.
+        assert num_bytes == pytest.approx(theirs[name], rel=0.02), name
