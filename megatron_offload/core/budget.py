@@ -23,23 +23,11 @@ class DeviceBudget:
     """Limits and counts, in bytes.
 
     Each limit is the user's; else a plan's; else what a search for a memory target leaves for it;
-    else the default, which follows the step.
-
-    Args:
-        max_inflight_bytes: the user's, most bytes in flight beside a full prefetch.
-        prefetch_bytes: the user's, most bytes that are reloaded ahead.
-
-    Attributes:
-        max_inflight_bytes, prefetch_bytes: the limits in force now.
-        total_bytes: both together.
-        lookahead_bytes: how far ahead, by the step's clock, what is on the host is looked at for
-            its reload. Twice what may come back: backward of one half hides the reload of the
-            other. Farther ahead it would only take the room of copies to the host.
-        inflight_bytes: what is in flight.
-        held_bytes: what is held for a backward that is near.
-        resident_bytes: what stays by plan.
-        warmup_extra_bytes: what a step may hold above the total until its first backward.
-        is_warming_up: whether a step that is known has not come to its first backward.
+    else the default, which follows the step. ``total_bytes`` is both together, and
+    ``lookahead_bytes`` how far ahead, by the step's clock, what is on the host is looked at for its
+    reload: twice what may come back, since backward of one half hides the reload of the other.
+    ``warmup_extra_bytes`` may be held above the total until a step's first backward; it
+    ``is_warming_up`` where that is yet to come.
     """
 
     def __init__(
@@ -154,12 +142,7 @@ class DeviceBudget:
     # What the step could offload
 
     def begin_step(self, *, is_learned: bool = True) -> None:
-        """Count what a step saves from zero.
-
-        Args:
-            is_learned: a step was seen to its end, so that this one's first backward will be known
-                as such.
-        """
+        """Count from zero; where a step ``is_learned``, this one's first backward will be known."""
         self.held_bytes = 0
         self.resident_bytes = 0
         self.is_warming_up = is_learned
@@ -171,12 +154,9 @@ class DeviceBudget:
         return was_warming_up
 
     def add_saved(self, num_bytes: int, moving_bytes: int, *, is_learned: bool) -> None:
-        """Note a group that was committed, and follow with the limits that nobody sets.
+        """Note a committed group, of which ``moving_bytes`` may move, and follow with the limits.
 
-        Args:
-            num_bytes: what it has saved, whether it moves or was chosen to stay.
-            moving_bytes: what of it moves if it is not needed soon.
-            is_learned: a step was seen to its end, so that the peak so far is a step's.
+        Where a step ``is_learned``, the peak so far is a step's.
         """
         self._saved_bytes += num_bytes
         if self._saved_bytes > self._peak_saved_bytes:
@@ -187,11 +167,7 @@ class DeviceBudget:
             self._follow_step(self._peak_saved_bytes if is_learned else 0)
 
     def learn(self, largest_bytes: int) -> None:
-        """Follow the step that is over, now that its peak is known.
-
-        Args:
-            largest_bytes: of the groups that will move in the next.
-        """
+        """Follow the step that is over; ``largest_bytes`` is of groups that move in the next."""
         self._largest_bytes = largest_bytes
         self._follow_step(self._peak_saved_bytes)
 

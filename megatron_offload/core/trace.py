@@ -155,13 +155,7 @@ class StepTrace:
 
 
 def write_traces(path: str | Path, traces: Sequence[StepTrace]) -> None:
-    """Write the traces of several ranks to one file, a process for each rank.
-
-    Every rank's time starts at zero: clocks are not aligned between ranks.
-
-    Raises:
-        ValueError: two traces are of the same rank.
-    """
+    """Write the traces of several ranks to one file; clocks are not aligned between ranks."""
     ranks = [trace.rank for trace in traces]
     if len(set(ranks)) != len(ranks):
         raise ValueError(f"one trace for each rank, got ranks {ranks}")
@@ -172,11 +166,7 @@ def write_traces(path: str | Path, traces: Sequence[StepTrace]) -> None:
 
 
 def read_traces(path: str | Path) -> list[StepTrace]:
-    """Read what `write_traces` wrote, in the order of ranks.
-
-    Raises:
-        ConfigError: the file can't be read, or is not one of `write_traces`.
-    """
+    """Read what `write_traces` wrote, in the order of ranks; `ConfigError` for any other file."""
     traces: dict[int, StepTrace] = {}
     data = read_json(path, limit_bytes=_MAX_TRACE_BYTES)
     try:

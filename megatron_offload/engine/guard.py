@@ -33,17 +33,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """The lock of one manager.
+    """The lock of one manager; ``settle`` waits on the host, where a call fails, for all copies.
 
-    Args:
-        settle: waits on the host until no copy is under way; called where a call fails.
-
-    Attributes:
-        lock: held while a call runs.
-        is_mine: whether the calling thread holds it. Entries don't call entries, so what asks is a
-            finalizer, or code of others that the engine has called.
-        has_failed: a call of this step was cut short.
-        put_off: what to do when the next call begins.
+    ``is_mine`` says whether the calling thread holds it: entries don't call entries, so what asks
+    is a finalizer, or code of others that the engine has called. ``put_off`` is what to do when the
+    next call begins.
     """
 
     __slots__ = ("_settle", "_thread", "has_failed", "is_mine", "lock", "put_off")
@@ -65,11 +59,7 @@ class Guard:
             put_off.popleft()
 
     def claim(self, is_busy: Callable[[], bool]) -> None:
-        """Give the engine to the calling thread, unless one that has it ``is_busy`` in a forward.
-
-        Raises:
-            StateError: that is so; nothing has changed.
-        """
+        """Give the engine to the calling thread; `StateError` if another is in a forward."""
         me = threading.get_ident()
         if self._thread == me:
             return

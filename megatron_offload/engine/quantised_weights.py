@@ -28,11 +28,7 @@ _exchanged = Exchanges()
 
 
 def plain_parts(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that tensors, and what TransformerEngine saves as several, are.
-
-    Args:
-        tensors: tensors, wrappers and TransformerEngine's storages; anything else is skipped.
-    """
+    """Yield the plain tensors of which tensors, and TransformerEngine's storages, are made."""
     for tensor in tensors:
         if hasattr(type(tensor), "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()

@@ -35,10 +35,7 @@ class HostNeed:
     ) -> int | None:
         """Return how much to keep pinned after a step; None where nothing is worth giving back.
 
-        Args:
-            peak_bytes: what the step had in use at most.
-            pinned_bytes: what is pinned after it.
-            at_once: look at this step alone: those before it are no guide.
+        With ``at_once`` this step alone counts, as those before it are no guide.
         """
         self._note(peak_bytes, pinned_bytes)
         if not at_once and len(self._peaks) < self.num_steps:

@@ -65,12 +65,6 @@ def read_tradeoff(path: str | Path) -> TradeOff:
 
 
 def write_tradeoff(path: str | Path, memory: str, points: Sequence[TradeOffPoint]) -> None:
-    """Write points to a file, whole or not at all.
-
-    Args:
-        path: the file; a report looks for ``tradeoff.json`` in its run's folder.
-        memory: which memory ``peak_bytes`` is.
-        points: of one job, all against the same reference.
-    """
+    """Write points of one job; a report looks for ``tradeoff.json`` in its run's folder."""
     tradeoff = TradeOff(memory=memory, points=tuple(points))
     replace_text(path, tradeoff.model_dump_json(indent=1) + "\n")
