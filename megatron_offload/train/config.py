@@ -77,6 +77,10 @@ class ModelConfig(StrictModel):
                 f"model.position_embedding rope needs an even width for each head, got "
                 f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
             )
+        if self.recompute != "selective" and self.recompute_modules != ("core_attn",):
+            raise ConfigError("model.recompute_modules needs model.recompute: selective")
+        if self.layer_spec == "transformer_engine" and self.attention != "auto":
+            raise ConfigError("model.attention is for local layers; set model.layer_spec: local")
         if self.recompute == "selective" and "mlp" in self.recompute_modules and self.bias:
             # The checkpoint hands the bias, a parameter, out as its own result; autograd then
             # makes the parameter a child of the checkpoint, and backward never ends.

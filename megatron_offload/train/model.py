@@ -113,7 +113,8 @@ def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
             "model.layer_spec transformer_engine: TransformerEngine is not installed; install "
             "'megatron-offload[te]' or set model.layer_spec: local"
         )
-    if wanted == "transformer_engine" or (wanted == "auto" and on_gpu and has_te):
+    is_free = wanted == "auto" and attention == "auto"  # only local layers are asked for attention
+    if wanted == "transformer_engine" or (is_free and on_gpu and has_te):
         return get_gpt_layer_with_transformer_engine_spec()
     spec = get_gpt_layer_local_spec(normalization=config.model.normalization)
     if attention == "scaled_dot_product" or (attention == "auto" and on_gpu):

@@ -38,6 +38,11 @@ def error_of(world_size=None, **sections):
             {"model": {"hidden": 12, "heads": 4, "position_embedding": "rope"}},
             "needs an even width",
         ),
+        ({"model": {"recompute_modules": ["mlp"]}}, "needs model.recompute: selective"),
+        (
+            {"model": {"layer_spec": "transformer_engine", "attention": "unfused"}},
+            "set model.layer_spec: local",
+        ),
         ({"model": {"recompute_modules": ["core_atn"]}}, "should be 'core_attn', 'layernorm' or"),
         (
             {"model": {"recompute": "selective", "recompute_modules": ["mlp"]}},
