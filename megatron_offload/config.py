@@ -16,6 +16,7 @@ from megatron_offload.files.strict_model import (
     Converted,
     NamesField,
     OptionalBytesField,
+    OptionalTargetField,
     StrictModel,
     default,
 )
@@ -148,7 +149,7 @@ class OffloadConfig(StrictModel):
     """Pipeline rank r may keep r times this many bytes more of that kind: later ranks hold fewer
     microbatches, and what they don't copy leaves the node's bandwidth to the first."""
 
-    device_target_bytes: OptionalBytesField = default(None)
+    device_target_bytes: OptionalTargetField = default(None)
     """Most device memory that this process should reserve, weights and all. The two limits above
     are found by a search over the first dozen steps, each of which gives cached memory back; it
     ends with the largest total that was seen to keep the target, and with what may be held above it

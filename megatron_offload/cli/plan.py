@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
+from pydantic import BeforeValidator, Field
 from pydantic_settings import CliToggleFlag
 from rich.console import Console
 
@@ -23,7 +23,7 @@ from megatron_offload.core.policy_config import (
 )
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean, require
-from megatron_offload.files.strict_model import Bytes, validate
+from megatron_offload.files.strict_model import TargetBytes, validate
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
@@ -78,25 +78,13 @@ def _without_sign(value: Any) -> Any:
     return value.removesuffix("%") if isinstance(value, str) else value
 
 
-def _sensible(size: ByteSize) -> ByteSize:
-    """Refuse a size that lacks its unit."""
-    if size < 2**20:
-        raise ValueError(
-            f"{size} is {format_bytes(size)}, which no step fits into; write {size}GiB or {size}MiB"
-        )
-    return size
-
-
-_Target = Annotated[Bytes, AfterValidator(_sensible)]
-
-
 class Given(SourceOptions):
     """The options of ``plan``."""
 
     policy: str | None = None
     """See above; that of the flags given, else auto."""
 
-    device_target: tuple[_Target, ...] | None = None
+    device_target: tuple[TargetBytes, ...] | None = None
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
     max_cost: Annotated[float, BeforeValidator(_without_sign), Field(ge=0, le=1000)] | None = None
@@ -210,6 +198,8 @@ def write(outcome: Outcome, path: Path) -> Path | None:
 def _show(outcome: Outcome, out: Console, *, lists_groups: bool) -> None:
     """Print ranks, groups and reasons, and what all of it rests on."""
     plan, step, without = outcome.plan, outcome.step, outcome.without
+    for line in outcome.source.misfits(step):
+        out.print(line, style="bold red")
     title = f"Plan of {outcome.source.title}, policy {plan.policy}: PREDICTED"
     peak = f"peak {outcome.source.memory}"
     ranks = plain_table(

@@ -65,6 +65,8 @@ def run(given: Given) -> int:
         say("the step with offload")
         offloaded = simulate(source.job, settings, record=bool(given.trace or given.png))
     out = console()
+    for line in source.misfits(offloaded):
+        out.print(line, style="bold red")
     _show(source, without, offloaded, out)
     for line in _describe(source, given, offloaded):
         out.print(line)

@@ -9,7 +9,7 @@ alone where it had none. What was assumed of a machine is said.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,13 +176,35 @@ class Source:
             return [self.default] * self.job.schedule.num_ranks
         return self.recorded.settings(self.profiles, self.default)
 
+    def misfits(self, step: Simulation) -> Iterator[str]:
+        """Yield what of a step doesn't fit into a GPU or a node."""
+        machine = self.job.machine
+        device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
+        host_bytes, num_gpus = self._host_bytes(step)
+        for needed, where, there, key in (
+            (device_bytes, "of a GPU", machine.device_bytes, "device_bytes"),
+            (host_bytes, f"of a node of {num_gpus} GPUs", machine.host_bytes, "host_bytes"),
+        ):
+            if there is not None and needed > there:
+                yield (
+                    f"DOES NOT FIT: {format_bytes(needed)} {where}, which has "
+                    f"{format_bytes(there)} (machine.{key})"
+                )
+
     def host_memory(self, step: Simulation) -> str:
         """Return what a step takes of the host, in words."""
-        peaks = [rank.peak_host_bytes * self.job.gpus_per_rank for rank in step.ranks]
-        size = self.job.ranks_per_node
+        num_bytes, num_gpus = self._host_bytes(step)
+        return f"host memory: up to {format_bytes(num_bytes)} pinned on a node of {num_gpus} GPUs"
+
+    def _host_bytes(self, step: Simulation) -> tuple[int, int]:
+        """Return the most that is pinned on a node, and how many GPUs that is for."""
+        job, size = self.job, self.job.ranks_per_node
+        gpus_per_node = job.machine.gpus_per_node
+        peaks = [
+            rank.peak_host_bytes * min(job.gpus_per_rank, gpus_per_node) for rank in step.ranks
+        ]
         nodes = [sum(peaks[first : first + size]) for first in range(0, len(peaks), size)]
-        num_gpus = min(self.job.machine.gpus_per_node, len(peaks) * self.job.gpus_per_rank)
-        return f"host memory: up to {format_bytes(max(nodes))} pinned on a node of {num_gpus} GPUs"
+        return max(nodes), min(gpus_per_node, len(peaks) * job.gpus_per_rank)
 
 
 class SourceOptions(OptionsWithKeys):

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel
+from megatron_offload.files.strict_model import Bytes, StrictModel
 
 _Bandwidth = Annotated[float, Field(gt=0)]
 
@@ -70,6 +70,13 @@ class Machine(MachineConfig):
 
     p2p_gbps: _Bandwidth = 100.0
     """Between neighbouring stages, in 10^9 bytes a second; messages don't slow each other down."""
+
+    device_bytes: Bytes | None = None
+    """Memory of a GPU; what doesn't fit is said. None leaves it out, but of a described job 139
+    GiB, an H200's, count."""
+
+    host_bytes: Bytes | None = None
+    """Memory of a node that may be pinned; likewise, and of a described job 2 TiB count."""
 
     p2p_latency_us: float = Field(default=10.0, ge=0)
     """Of a message of any size."""

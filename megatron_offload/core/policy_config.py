@@ -11,12 +11,12 @@ from pydantic import BeforeValidator, Field
 
 from megatron_offload.core.machine import MachineConfig
 from megatron_offload.files.strict_model import (
-    Bytes,
     BytesField,
     Converted,
     NamesField,
     OptionalBytesField,
     StrictModel,
+    TargetBytes,
     default,
 )
 
@@ -84,7 +84,7 @@ class MemoryTargetConfig(SolvedConfig):
     kind: Literal["memory_target"]
 
     target_bytes: Converted[
-        Bytes | Annotated[tuple[Bytes, ...], Field(min_length=1)],
+        TargetBytes | Annotated[tuple[TargetBytes, ...], Field(min_length=1)],
         int | str | list[int | str] | tuple[int | str, ...],
     ]
     """Most device memory that a rank reserves: one size for all pipeline ranks, or a list."""

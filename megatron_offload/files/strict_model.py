@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.text import MAX_TEXT_BYTES, read_json
@@ -28,6 +36,17 @@ def _plain_size(value: Any) -> Any:
 
 Bytes = Annotated[ByteSize, BeforeValidator(_plain_size), Field(lt=2**63)]
 """A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
+
+
+def _with_unit(size: ByteSize) -> ByteSize:
+    """Refuse what no step fits into, and what was meant in another unit."""
+    if size < 1024:
+        raise ValueError(f"{size} is {size} bytes; write {size}GiB or {size}MiB")
+    return size
+
+
+TargetBytes = Annotated[Bytes, AfterValidator(_with_unit)]
+"""What a step has to fit into."""
 
 if TYPE_CHECKING:
     _Read = TypeVar("_Read")
@@ -50,6 +69,7 @@ else:
 
 BytesField = Converted[Bytes, int | str]
 OptionalBytesField = Converted[Bytes | None, int | str | None]
+OptionalTargetField = Converted[TargetBytes | None, int | str | None]
 NamesField = Converted[tuple[str, ...], list[str] | tuple[str, ...]]
 
 

@@ -171,7 +171,10 @@ class JobDescription(Surroundings):
 
         A tensor-parallel group is of one node, which has its GPUs where nothing says how many.
         """
-        machine, num_gpus = self.machine, self.model.tensor_parallel
+        known = {"device_bytes": 139 * 2**30, "host_bytes": 2 * 2**40}
+        known |= self.machine.model_dump(exclude_none=True, include=set(known))
+        machine = self.machine.model_copy(update=known)
+        num_gpus = self.model.tensor_parallel
         if num_gpus > machine.gpus_per_node:
             if "gpus_per_node" in machine.model_fields_set:
                 raise ConfigError(

@@ -77,7 +77,7 @@ def test_a_memory_target_is_planned_for_and_followed(moves):
 
 
 def test_a_target_that_cannot_be_met_changes_nothing():
-    job = Job(policy={**TARGET, "target_bytes": 1}).warmed_up()
+    job = Job(policy={**TARGET, "target_bytes": 1024}).warmed_up()
     moved_bytes = job.manager.last_step.offloaded_bytes
     with pytest.raises(TargetError, match="can't be brought under"):
         plan_run(job.manager, job.step, RUN, schedule=SCHEDULE, policy=job.policy)

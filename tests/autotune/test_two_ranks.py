@@ -80,7 +80,7 @@ def error_of(rank, **keys):
 
 
 def no_target(rank):
-    return error_of(rank, kind="memory_target", target_bytes=1)
+    return error_of(rank, kind="memory_target", target_bytes=1024)
 
 
 def another_place(rank):

@@ -308,7 +308,7 @@ def test_every_group_is_listed_when_asked(model, capsys):
         (("--model", "MODEL", "--policy", "memory_target"), "needs --device-target"),
         (("--model", "MODEL", "--policy", "auto", "--ratio", "1"), "--ratio belongs to"),
         (("--model", "MODEL", "--device-target", "much"), "device-target.0"),
-        (("--model", "MODEL", "--device-target", "22"), "22 is 22 B, .* write 22GiB or 22MiB"),
+        (("--model", "MODEL", "--device-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
         (("--model", "MODEL", "--max-cost", "-1"), "'max-cost'"),
         (("--model", "MODEL", "--ratio", "1.5"), "'ratio'"),
         (("--model", "MODEL", "--curve", "99"), "'curve'"),

@@ -254,3 +254,26 @@ def test_the_benchmark_job_takes_the_step_that_was_measured():
     measured_ms = raw["rows"][0]["step_ms"]["measured"][0]
     source = load_model(ROOT / "configs/models/gpt_16x8192_pp4_vpp2.yaml")
     assert simulate(source.job).step_us / 1e3 == pytest.approx(measured_ms, rel=1e-3)
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_what_fits_neither_gpu_nor_host_is_said_first(model, capsys, command):
+    sizes = ["machine.device_bytes=8MiB", "machine.host_bytes=4MiB"]
+    words = ["--ratio", "0.5", "--curve", "0"] if command == "plan" else []
+    given = [command, "--model", str(model), *words]
+    assert main([*given, "--set", *sizes]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    for line, end in (
+        (first, "of a GPU, which has 8.0 MiB (machine.device_bytes)"),
+        (second, "of a node of 2 GPUs, which has 4.0 MiB (machine.host_bytes)"),
+    ):
+        assert re.fullmatch(rf"DOES NOT FIT: \d+\.\d MiB {re.escape(end)}", line)
+    assert main(given) == 0
+    assert "DOES NOT FIT" not in capsys.readouterr().out
+
+
+def test_a_described_gpu_and_host_are_those_of_an_h200_unless_they_are_given(model):
+    machine = load_model(model).job.machine
+    assert (machine.device_bytes, machine.host_bytes) == (139 << 30, 2 << 40)
+    given = load_model(model, set=["machine.device_bytes=80GiB"]).job.machine
+    assert (given.device_bytes, given.host_bytes) == (80 << 30, 2 << 40)

@@ -21,7 +21,7 @@ def read(text):
 
 
 @pytest.mark.parametrize(
-    ("target", "targets"), [("20GiB", (20 << 30,) * 2), ("[1GiB, 3]", (1 << 30, 3))]
+    ("target", "targets"), [("20GiB", (20 << 30,) * 2), ("[1GiB, 4096]", (1 << 30, 4096))]
 )
 def test_one_target_is_every_rank_s(target, targets):
     assert read(f"policy: {{kind: memory_target, target_bytes: {target}}}").targets(2) == targets
@@ -43,6 +43,8 @@ def test_one_target_is_every_rank_s(target, targets):
         ("policy: {kind: memory_target, target_bytes: -1}", "0 or more bytes"),
         ("policy: {kind: memory_target, target_bytes: [1GiB, lots]}", "target_bytes"),
         ("policy: {kind: memory_target, target_bytes: []}", "target_bytes"),
+        ("policy: {kind: memory_target, target_bytes: 22}", "22 is 22 bytes; write 22GiB"),
+        ("policy: {kind: memory_target, target_bytes: [1GiB, 22]}", "write 22GiB or 22MiB"),
         ("policy: {kind: plan_file, path: ''}", "path"),
         ("policy: modules", "policy"),
     ],
@@ -52,7 +54,7 @@ def test_what_does_not_fit_the_kind_is_refused(text, message):
         read(text)
 
 
-@pytest.mark.parametrize("kind", ["kind: auto", "kind: memory_target, target_bytes: 1"])
+@pytest.mark.parametrize("kind", ["kind: auto", "kind: memory_target, target_bytes: 1KiB"])
 def test_the_word_default_is_a_section_and_no_section_is_none(kind):
     assert read(f"policy: {{{kind}}}").machine is None
     given = read(f"policy: {{{kind}, machine: default}}")

@@ -153,7 +153,7 @@ def test_with_room_for_all_nothing_moves(monkeypatch):
 def test_where_the_device_can_not_tell_nothing_is_searched(monkeypatch):
     model = make_model()
     settings = {"max_inflight_bytes": 16 * KIB, "prefetch_bytes": None}
-    managers = make_manager(**settings), make_manager(**settings, device_target_bytes=1)
+    managers = make_manager(**settings), make_manager(**settings, device_target_bytes=1024)
     for manager in managers:
         for _ in range(6):
             run_step(model, manager, ORDER)

@@ -136,7 +136,7 @@ def test_where_no_plan_is_fast_enough_every_rank_moves_nothing_in_the_end(plain,
 
 @pytest.mark.slow
 def test_a_target_that_cannot_be_met_ends_the_run_on_all_ranks(tmp_path):
-    settings = (OFFLOAD, TARGET, "offload.policy.target_bytes=1")
+    settings = (OFFLOAD, TARGET, "offload.policy.target_bytes=1KiB")
     status, errors = train(tmp_path, *settings, "offload.policy.machine=default")
     assert status == 1
     assert "can't be brought under" in errors
