@@ -7,7 +7,6 @@ found by its live storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,34 +157,29 @@ class ChunkOffloadHandler:
         random_states: RandomStates | None = None,
     ) -> None:
         """Note how a tensor was made: whoever saves it need not keep its bytes."""
-        key = self.marks.activation_storage(output, self.transfers.backend)
-        if key is None or self._is_small(output):
+        is_plain = type(output) is torch.Tensor and output.layout is torch.strided
+        if not is_plain or self._is_small(output):
             return
-        refusal = ""
-        depth = 1
+        key = output.untyped_storage()._cdata
+        refusal, depth = "", 1
         parts: list[Any] = []
         constants = list(reads)
         for given in inputs:
             part = given
-            if isinstance(given, torch.Tensor):
-                input_key = self.marks.activation_storage(given, self.transfers.backend)
-                if input_key is None or self._is_small(given):
+            if isinstance(given, torch.nn.Parameter):
+                constants.append(given)
+            elif isinstance(given, torch.Tensor):
+                part, block, recipe = self._input_of(given, unit)
+                if part is None:
                     constants.append(given)
-                    if not isinstance(given, torch.nn.Parameter):
-                        part = given.detach()  # to hold a graph from one of its records is a cycle
+                    part = given.detach()  # to hold a graph from one of its records is a cycle
                     if is_wrapper(given):
                         refusal = "an input is made of several tensors"
-                elif input_key == key:
+                elif part.storage_key == key:
                     refusal = "it is a view of an input"
-                else:
-                    block, recipe = self._find_block(input_key), self._recipes.get(input_key)
-                    if block is None:  # nor will one of another storage be found under it
-                        self._blocks.pop(input_key, None)
-                    made = recipe if block is None else block.recipe
-                    depth = max(depth, 1 if made is None else made.depth + 1)
-                    find = partial(self._block_of, input_key)
-                    part = Input(given, unit, find, recipe)
-                    self.transfers.sources.empty(part.alias)
+                made = recipe if block is None else block.recipe
+                if made is not None and made.depth >= depth:
+                    depth = made.depth + 1
             parts.append(part)
         recipe = FunctionRecipe(
             function, parts, constants, output, unit, random_states, depth, refusal
@@ -196,13 +190,28 @@ class ChunkOffloadHandler:
         elif block.flight is None and not block.released:
             block.recipe = recipe
 
+    def _input_of(
+        self, tensor: torch.Tensor, unit: str
+    ) -> tuple[Input | None, Block | None, FunctionRecipe | None]:
+        """Return a tensor as a recipe's input, with its block or its own recipe; None: it stays."""
+        block = recipe = None
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            key = tensor.untyped_storage()._cdata
+            block = self._find_block(key)
+            if block is None:
+                self._blocks.pop(key, None)  # nor will one of another storage be found under it
+                recipe = self._recipes.get(key)
+        if block is None and recipe is None:
+            stays = self.marks.activation_storage(tensor, self.transfers.backend) is None
+            if stays or self._is_small(tensor):
+                return None, None, None
+        part = Input(tensor, unit, self._blocks, recipe)
+        self.transfers.sources.empty(part.alias)
+        return part, block, recipe
+
     def _is_small(self, tensor: torch.Tensor) -> bool:
         rules = self.rules
         return tensor.nbytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements
-
-    def _block_of(self, storage_key: int) -> Block | None:
-        reference = self._blocks.get(storage_key)
-        return None if reference is None else reference()
 
     def _find_block(self, storage_key: int) -> Block | None:
         """Return the live block of a storage of this chunk that has not gone since."""

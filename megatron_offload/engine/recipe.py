@@ -14,7 +14,7 @@ keeps the blocks of its inputs, until the last record of its own block has gone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -22,13 +22,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.group import Block
+from megatron_offload.engine.group import Block, BlockRef
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.storage import span_bytes
 
 RandomStates: TypeAlias = dict[str, torch.Tensor]
 """By the type of device."""
+
+_SAME = nullcontext()
 
 _MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
@@ -40,26 +42,28 @@ class Input(SavedTensor):
     Args:
         tensor: the input.
         unit: of the recipe, for messages.
-        find: returns the block of its storage, once there is one; asked when the recipe is bound.
+        blocks: those of its chunk, by storage; asked when the recipe is bound.
         recipe: how the input itself is made, where no block has taken that.
 
     The alias is the caller's to empty: what counts of it is the version.
     """
 
-    __slots__ = ("_find", "_high", "_storage_ref", "recipe")
+    __slots__ = ("_blocks", "_high", "_storage_ref", "recipe", "storage_key")
 
     def __init__(
         self,
         tensor: torch.Tensor,
         unit: str,
-        find: Callable[[], Block | None],
+        blocks: Mapping[int, BlockRef],
         recipe: FunctionRecipe | None,
     ) -> None:
         super().__init__(tensor, unit, int(tensor.storage_offset()))
-        self._high = self.offset * tensor.itemsize + span_bytes(tensor)
-        self._find: Callable[[], Block | None] | None = find
+        self._high = self.offset * tensor.itemsize + _span_bytes(tensor)
+        self._blocks: Mapping[int, BlockRef] | None = blocks
+        storage = tensor.untyped_storage()
+        self.storage_key: int = storage._cdata
         # While this is held no other storage has the identity by which the block is found.
-        self._storage_ref = StorageWeakRef(tensor.untyped_storage())
+        self._storage_ref = StorageWeakRef(storage)
         self.recipe = recipe
 
     def _description(self) -> str:
@@ -70,41 +74,47 @@ class Input(SavedTensor):
         """Keep the input's block from here on; return why that can't be, or nothing."""
         if self.alias._version != self.version:
             return "an input was changed in place"
-        block = self._find() if self._find is not None else self.block
-        self._find = None
+        if self._blocks is not None:
+            found, self._blocks = self._blocks.get(self.storage_key), None
+            self.block = None if found is None else found()
+        block = self.block
         if block is None or not block.covers(self.offset * self.dtype.itemsize, self._high):
             if self.recipe is None:
                 return "an input is not saved"
+            self.block = None
             self.recipe = self.recipe.copy()  # whoever saves the input may still take that itself
             return self.recipe.bind_inputs()
         if block.flight is not None and block.version != self.version:
             return "an input was changed in place"
         if block.recipe is not None and block.recipe.depth >= depth:
             return f"more than {_MOST_IN_A_ROW} recipes in a row"
-        self.block, self.recipe = block, None
+        self.recipe = None
         return ""
 
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device for this."""
-        if self.recipe is not None:
-            return self.recipe.needs()
         block = self.block
-        assert block is not None
-        is_dropped = block.released and block.recipe is not None
-        return block.recipe.needs() if block.recipe and is_dropped else {block.group.key}
+        recipe = self.recipe if block is None else block.recipe
+        is_made = recipe is not None and (block is None or block.released)
+        if recipe is not None and is_made:
+            return recipe.needs()
+        return set() if block is None else {block.group.key}
 
     def unpack(self) -> torch.Tensor:
         """Return the input, made again or reloaded where it has to be."""
-        self.check_version()
         block = self.block
+        if block is not None and block.released:
+            return super().unpack()
+        self.check_version()
         if block is None:
             assert self.recipe is not None
             return self.view_in(self.recipe.run(), 0)
-        if block.released:
-            return self.view_in(block.store.target_of(block), block.low)
         if block.flight is not None and not block.cancelled:
             block.store.keep_source(block)
         source = block.aliases[0]
+        is_same = source.dtype is self.dtype and source.storage_offset() == self.offset
+        if is_same and source.shape == self.size and source.stride() == self.stride:
+            return source.detach()
         return self.view_in(source, int(source.storage_offset()) * source.itemsize)
 
 
@@ -156,11 +166,12 @@ class FunctionRecipe:
         self._reads = [_Read(tensor, unit) for tensor in reads]
         self._form = output.shape, output.stride(), output.dtype
         self._version: int = output._version
-        self._storage_ref = StorageWeakRef(output.untyped_storage())  # as with an `Input`
+        storage = output.untyped_storage()
+        self._storage_ref = StorageWeakRef(storage)  # as with an `Input`
         self._random_states = random_states
         self._device_type = output.device.type
         self._autocast = _autocast_state(self._device_type)
-        if output.storage_offset() or output.untyped_storage().nbytes() > span_bytes(output):
+        if output.storage_offset() or storage.nbytes() > _span_bytes(output):
             refusal = refusal or "its storage holds more"
         if depth > _MOST_IN_A_ROW:
             refusal = refusal or f"more than {_MOST_IN_A_ROW} recipes in a row"
@@ -172,8 +183,10 @@ class FunctionRecipe:
 
         What an input is made from counts as its input too.
         """
-        if any(alias._version != self._version for alias in block.aliases):
-            return "it was changed in place"
+        version = self._version
+        for alias in block.aliases:
+            if alias._version != version:
+                return "it was changed in place"
         return self.bind_inputs()
 
     def copy(self) -> FunctionRecipe:
@@ -184,13 +197,19 @@ class FunctionRecipe:
 
     def bind_inputs(self) -> str:
         """As `bind`, for an output that nobody saves."""
-        refusals = (part.bind(self.depth) for part in self._parts if type(part) is Input)
-        return self._refusal or next(filter(None, refusals), "")
+        refusal = self._refusal
+        for part in self._parts:
+            if not refusal and type(part) is Input:
+                refusal = part.bind(self.depth)
+        return refusal
 
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device before `run`."""
-        found = (part.needs() for part in self._parts if type(part) is Input)
-        return set().union(*found)
+        found: set[GroupKey] = set()
+        for part in self._parts:
+            if type(part) is Input:
+                found |= part.needs()
+        return found
 
     def run(self) -> torch.Tensor:
         """Make the tensor again, on the current stream.
@@ -214,7 +233,8 @@ class FunctionRecipe:
                     "made again"
                 )
         parts = [part.unpack() if type(part) is Input else part for part in self._parts]
-        with torch.no_grad(), self._autocast_then():
+        has_grad = torch.is_grad_enabled()  # as where a backward makes a graph
+        with torch.no_grad() if has_grad else _SAME, self._autocast_then():
             made = self._call(parts)
         is_tensor = type(made) is torch.Tensor and made.storage_offset() == 0
         if not is_tensor or (made.shape, made.stride(), made.dtype) != self._form:
@@ -226,7 +246,8 @@ class FunctionRecipe:
                 f"and was {list(self._form[0])}, {self._form[1]}, {self._form[2]} (shape, strides, "
                 "dtype) in forward: the function must make the same tensor each time it is called"
             )
-        return made.detach()
+        result: torch.Tensor = made
+        return result
 
     def _call(self, parts: Sequence[Any]) -> Any:
         if self._random_states is None:
@@ -240,19 +261,22 @@ class FunctionRecipe:
 
     def _autocast_then(self) -> AbstractContextManager[Any]:
         if self._autocast == _autocast_state(self._device_type):
-            return nullcontext()
-        is_enabled, dtype, keeps_casts = self._autocast
+            return _SAME
+        is_enabled, dtype, keeps_casts = self._autocast or (False, None, True)
         return torch.autocast(
             self._device_type, enabled=is_enabled, dtype=dtype, cache_enabled=keeps_casts
         )
 
 
-def _autocast_state(device_type: str) -> tuple[bool, torch.dtype, bool]:
-    return (
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-    )
+def _autocast_state(device_type: str) -> tuple[bool, torch.dtype | None, bool] | None:
+    """Return how autocast is set; None where it is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return True, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor)
 
 
 def random_states(devices: Iterable[torch.device]) -> RandomStates:
