@@ -130,10 +130,6 @@ class LayerCosts:
             units=tuple(unit for unit in units if unit.num_bytes >= model.min_tensor_bytes),
         )
 
-    def _unit(self, name: str, read_bytes: int, made_bytes: int, work: float = 1.0) -> UnitWork:
-        """Return what an operation that only reads and writes makes again."""
-        return UnitWork(name, made_bytes, self._traffic(work * (read_bytes + made_bytes)))
-
     def _norm(self, name: str) -> GroupWork:
         """Return a norm's group, where it is one of its own."""
         hidden = self.hidden_bytes
@@ -211,7 +207,7 @@ class LayerCosts:
         before: dict[str, Any] = {
             "norm_bytes": hidden if is_fused else 0,
             "gathered_bytes": self.gathered_bytes,
-            "units": (self._unit("norm", hidden, hidden),),
+            "units": (UnitWork("norm", hidden, self._traffic(2 * hidden)),),
         }
         saved = (hidden, hidden) if is_fused else (hidden,)
         qkv_width = model.hidden + 2 * model.kv_width
@@ -228,18 +224,17 @@ class LayerCosts:
     def _mlp(self, ffn: int, saved: tuple[int, ...], before: dict[str, Any]) -> list[GroupWork]:
         model, ffn_bytes = self.model, ffn * self.token_bytes
         width = ffn * (2 if model.gated_mlp else 1)
-        fc1_bytes = width * self.token_bytes
-        made = self._unit("mlp_act", fc1_bytes, ffn_bytes, _ACTIVATION)
+        activation = self._activation("mlp_act", width * self.token_bytes, ffn_bytes)
         return [
             self._linear("mlp_fc1", model.hidden, width, saved, **before),
-            self._activation("mlp_act", fc1_bytes, ffn_bytes),
+            activation,
             self._linear(
                 "mlp_fc2",
                 ffn,
                 model.hidden,
                 (ffn_bytes,),
                 residual_bytes=self.hidden_bytes,
-                units=(made,),
+                units=(UnitWork("mlp_act", ffn_bytes, activation.forward_us),),
             ),
         ]
 
@@ -273,8 +268,7 @@ class LayerCosts:
             for group in shared
         ]
         # Where tokens come from other GPUs, copying them again would communicate.
-        permuted = self._unit("moe_permute", hidden, routed)
-        made = self._unit("moe_act", fc1_bytes, act_bytes, _ACTIVATION)
+        permuted = UnitWork("moe_permute", routed, self._traffic(hidden + routed))
         activation = self._activation("moe_act", fc1_bytes, act_bytes)
         return [
             replace(router, is_marked=False),
@@ -294,7 +288,7 @@ class LayerCosts:
                 ffn,
                 model.hidden,
                 (act_bytes,),
-                units=(made,),
+                units=(UnitWork("moe_act", act_bytes, activation.forward_us),),
                 copies=copies,
                 num_experts=num_experts,
             ),
