@@ -23,8 +23,8 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
                  Megatron's recompute_modules: its norms and its dense MLP, or as in
                  recompute-selective:modules=core_attn
 
-A mode that plans takes the steps for it at the third step of the warm-up, which needs a fourth
-then; all of them have the same microbatches, and ``--timeout`` has to leave time for them.
+A mode that plans takes up to eleven steps more at the begin of the warm-up, all of the same
+microbatches; ``--timeout`` has to leave time for them.
 
 Each mode runs in processes of its own, which import what they need while the mode before them runs.
 One that fails or takes too long is a row with its reason. Peaks and what the host holds are the
@@ -87,14 +87,12 @@ KINDS = {
     "recompute-selective": ("layernorm", "mlp"),
 }
 """By mode the modules that it moves, or makes again, where nothing else is said."""
-SETTINGS = {"ours-auto": ("policy.kind=auto",)}
+_MOVES = ("policy.kind=modules",)
+SETTINGS = {"ours-auto": ("policy.kind=auto",), "ours-all": _MOVES, "ours-five": _MOVES}
 """By mode the settings that are its own."""
 CHOOSES_MODULES = ("ours", "megatron", "recompute-selective")
 SINGLE_STAGE = ("te", "trl")
 WHOLE_MODEL_SETTINGS = ("max_fwd_stash_size", "min_offload_size")
-PLANNING_KINDS = ("auto", "memory_target")
-PLAN_AT_STEP = 3
-"""Of the warm-up: the steps before it are not like the rest."""
 GRACE_S = 3.0
 
 _BASE = {"vocabulary": 32000, "dtype": "bf16", "pp": 1, "vpp": 1, "min_elements": 1024 * 1024}
@@ -162,10 +160,6 @@ def parse_arguments(arguments=None):
     for spec in options.specs:
         if options.device == "cpu" and spec["kind"].startswith("ours"):
             spec["options"].insert(0, "simulated.host_time=true")  # who plans wants times
-    plans = {f"policy.kind={kind}" for kind in PLANNING_KINDS}
-    needed = PLAN_AT_STEP + 1  # the first with the plan takes its memory anew
-    if options.warmup < needed and any(plans & set(spec["options"]) for spec in options.specs):
-        parser.error(f"a mode that plans needs --warmup {needed} or more")
     if len(set(options.modes)) != len(options.modes):
         parser.error("a mode is listed twice")
     return options

@@ -14,7 +14,7 @@ import weakref
 from pathlib import Path
 
 import torch
-from bench_peers import PLAN_AT_STEP, PLANNING_KINDS, options_of_rank
+from bench_peers import options_of_rank
 
 
 class Mode:
@@ -115,8 +115,7 @@ class Marked(Mode):
 
 
 class Ours(Marked):
-    num_steps = 0
-    policy = None
+    loop = None
 
     def read_config(self, **more):
         from megatron_offload.config import OffloadConfig, apply_overrides
@@ -127,17 +126,16 @@ class Ours(Marked):
 
     def prepare(self):
         from megatron_offload import PipelineOffloadManager
+        from megatron_offload.autotune.loop import tune
         from megatron_offload.integrations import megatron_core
 
         self.manager = PipelineOffloadManager.get_instance()
         config = self.read_config(enabled=True, modules=self.spec["modules"])
         if self.spec["min_elements"] <= 1 and "min_tensor_bytes" not in config.model_fields_set:
             config = config.model_copy(update={"min_tensor_bytes": 0})
-        if getattr(config.policy, "kind", None) in PLANNING_KINDS:
-            self.policy = config.policy
-            config = config.model_copy(update={"policy": None})
         self.manager.configure(config)
         megatron_core.install()
+        self.loop = tune(self.manager)
 
     def attach(self, chunks, pp_rank):
         from megatron_offload.frontends.modules import offload_modules
@@ -146,25 +144,22 @@ class Ours(Marked):
             offload_modules(chunks, self.hooked, pp_rank=pp_rank)
 
     def take_step(self, step):
-        self.num_steps += 1
-        if self.num_steps != PLAN_AT_STEP or self.policy is None:
-            return step()
-        from megatron_offload.autotune.plan_run import plan_run
-        from megatron_offload.core.profile import RunShape
+        """Take as many steps as the measured loop needs, of the same microbatches."""
+        started, taken = time.perf_counter(), [step()]
+        while self.loop is not None and not self.loop.is_settled:
+            taken.append(step())
+        if len(taken) == 1:
+            return taken[0]
         from megatron_offload.planning.plan_file import save_plan
 
-        taken = []  # the same microbatches each time
-        spec = self.spec
-        run = RunShape(spec["microbatches"], spec["rank"], spec["pp"], spec["vpp"], spec["rank"])
-        started = time.perf_counter()
-        plan = plan_run(self.manager, lambda: taken.append(step()), run, policy=self.policy)
-        planning_s = time.perf_counter() - started
         steps_ms = [found[0] for found in taken]
+        planning_s = time.perf_counter() - started
         self.planning = {"planning_s": planning_s, "planning_steps_ms": steps_ms}
-        print(f"planning has taken {planning_s:.1f} s, {sum(steps_ms) / 1e3:.1f} s of it in steps")
-        if spec["rank"] == 0:
-            save_plan(plan, Path(spec["results"]) / "plan.json")
-        if spec["deterministic"] and len({found[1:] for found in taken}) > 1:
+        self.planning["settled"] = self.loop.said
+        print(f"settled after {len(taken)} steps: {self.loop.said}")
+        if self.spec["rank"] == 0 and self.loop.plan is not None:
+            save_plan(self.loop.plan, Path(self.spec["results"]) / "plan.json")
+        if self.spec["deterministic"] and len({found[1:] for found in taken}) > 1:
             raise RuntimeError(f"steps of planning differ in loss or gradients: {taken}")
         return taken[0]
 

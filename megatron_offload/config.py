@@ -9,7 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from megatron_offload.core.policy_config import ModulesConfig, PolicyConfig, SolvedConfig
+from megatron_offload.core.policy_config import (
+    AutoConfig,
+    MemoryTargetConfig,
+    ModulesConfig,
+    PolicyConfig,
+    SolvedConfig,
+)
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.strict_model import (
     BytesField,
@@ -181,7 +187,7 @@ class OffloadConfig(StrictModel):
     )
     """What decides about marked groups, in place of ``fraction`` and the keys of residents above:
     ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
-    ``auto`` plan once a step was profiled: in the trainer, or by `plan_run` (docs/planning.md).
+    ``auto`` plan by the run's own steps (`autotune.loop.tune`; docs/planning.md).
     None: those keys, which ``kind: modules`` spells another way."""
 
     backend: Literal["auto", "cuda", "simulated"] = "auto"
@@ -256,6 +262,17 @@ class OffloadConfig(StrictModel):
                 f"{key!r} is {getattr(self, key)!r}, and {value!r} in policy {kind!r}, which means "
                 "the same; give one of them"
             )
+
+    @property
+    def tuned_policy(self) -> AutoConfig | MemoryTargetConfig | None:
+        """What the run's own steps are to find; None where the settings say what moves."""
+        if not self.enabled:
+            return None
+        if isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
+            return self.policy
+        says_what_moves = {key for key in self.model_fields_set if getattr(self, key) is not None}
+        is_open = self.policy is None and not says_what_moves & {*_STAYING, "device_target_bytes"}
+        return AutoConfig(kind="auto") if is_open else None
 
     @property
     def smallest_tensor(self) -> tuple[int, int]:

@@ -20,7 +20,6 @@ _EXTRAS = {
     "megatron.core": ("megatron", "training"),
     "shtab": ("completion", "completing words in a shell"),
     "safetensors": ("megatron", "training"),
-    "simpy": ("plan", "simulating a step"),
     "vl_convert": ("report", "drawing a chart"),
 }
 """For packages that only some commands need the extra that brings them, and what it is for."""

@@ -225,14 +225,7 @@ PRELUDES = {
         f"{_LAYERS}{_PROFILE}rank = pp_rank = 0\n",
         "from pathlib import Path\nassert Path('profile_0.json').is_file()",
     ),
-    "check = check_plan(": (
-        f"{_LAYERS}{_PROFILE}"
-        "from megatron_offload.core.policy_config import MemoryTargetConfig\n"
-        "with profile_step(manager, run=RunShape(num_microbatches=1)) as recorded:\n"
-        "    train_step()\n"
-        "policy = MemoryTargetConfig(kind='memory_target', target_bytes='64MiB')\n",
-        "",
-    ),
+    "loop = tune(manager)": (f"{_LAYERS}{_PROFILE}", "assert manager.tuner is loop"),
     "CPUOffload(offload_ratio": (
         f"{_LAYERS}"
         "data = [(batch, batch) for batch in data]\n"

@@ -1,1 +1,1 @@
-"""Planning inside a run: agree, measure, correct, stop."""
+"""The measured loop: look at a step, agree on a plan, measure what it costs, correct it, stop."""

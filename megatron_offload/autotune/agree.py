@@ -1,150 +1,93 @@
-"""One plan on all ranks of a run, made by the first from what each has seen.
+"""One answer on all ranks of a job, through the store that the job has anyway.
 
-Invariant: all ranks follow the same plan, or all raise the same error.
+No collective is called, so nothing can come between those of the program; and nobody waits for
+longer than a given time, whatever another rank does.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from megatron_offload.core.machine import Machine, MachineConfig
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
-from megatron_offload.core.profile import StepProfile
-from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.errors import ConfigError, OffloadError
-from megatron_offload.machine.bandwidth import BandwidthError, measure_machines
-from megatron_offload.machine.job_ranks import gather
-from megatron_offload.planning.bandwidths import (
-    DEFAULTS,
-    Bandwidths,
-    measured_machine,
-    simulated_machine,
-)
-from megatron_offload.planning.choice import Chooser
-from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.plan import check_profiles
-from megatron_offload.planning.profiled_job import job_of, schedule_of
-from megatron_offload.planning.schedule import Schedule
-
-_T = TypeVar("_T")
-
-_logger = logging.getLogger(__name__)
-
-_MOST_REASON = 1000
-"""Letters of an error that a plan repeats."""
+_LONGEST_NAP_S = 0.02
 
 
-class JointChooser:
-    """What the first rank chooses with, asked by all ranks together; collective, as all it does.
+class Ranks:
+    """The ranks of a job that ask the same questions, or this process alone.
 
-    It chooses by the first profile of each pipeline rank: those of other data-parallel or
-    tensor-parallel ranks are the same but for noise. ``policy`` has the bandwidths to choose by;
-    without a ``schedule`` it goes by the one that was seen.
+    Who comes first answers for all of them. Ranks count once they have made one of these.
+
+    Args:
+        name: the same on all of them.
+        timeout_s: how long a rank waits for the others.
     """
 
-    def __init__(
-        self,
-        manager: PipelineOffloadManager,
-        profile: StepProfile,
-        policy: MemoryTargetConfig | AutoConfig,
-        schedule: Schedule | None,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._found = gather((profile, manager.learner.pp_rank), group)
-        self._policy = policy
-        self._schedule = schedule
-        self._group = group
-        self._chooser: Chooser | None = None
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._num_asked = 0
+        self._store: dist.Store | None = None
+        self._place = 0
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(f"megatron_offload/{name}", store)
+            self._place = self._store.add("ranks", 1) - 1
 
-    def ask(self, question: Callable[[Chooser], _T]) -> _T:
-        """Return the answer of the first rank's chooser; an error there is raised on all ranks."""
-        answer: list[_T | OffloadError | None] = [None]
-        is_distributed = dist.is_available() and dist.is_initialized()
-        if not is_distributed or dist.get_rank(self._group) == 0:
-            started = time.monotonic()
-            try:
-                self._chooser = self._chooser or self._make()
-                answer = [question(self._chooser)]
-            except OffloadError as error:
-                answer = [error]
-            _logger.info("planning has taken %.1f s", time.monotonic() - started)
-        if is_distributed:
-            first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-            dist.broadcast_object_list(answer, src=first, group=self._group)
-        (found,) = answer
-        if isinstance(found, OffloadError):
-            raise found
-        return found  # type: ignore[return-value]
+    @property
+    def answers(self) -> bool:
+        """Whether this rank does, for all or for itself."""
+        return self._store is None or self._place == 0
 
-    def _make(self) -> Chooser:
-        profiles: dict[int, StepProfile] = {}
-        for rank, (profile, marked) in enumerate(self._found):
-            said = profile.run.pp_rank
-            if marked not in (None, said):  # it would follow another's part
-                raise ConfigError(
-                    f"rank {rank}: its profile is of pipeline rank {said}, and its groups are "
-                    f"marked as those of pipeline rank {marked}; give the front door that marks "
-                    f"them pp_rank={said}"
-                )
-            profiles.setdefault(said, profile)
-        in_order = check_profiles(profiles.values())
-        schedule, policy = self._schedule or schedule_of(in_order), self._policy
-        machine = Machine(**dict(policy.machine or MachineConfig()))
-        job = job_of(in_order, schedule, machine, gpus_per_rank=policy.gpus_per_rank)
-        limits = policy.max_inflight_bytes, policy.prefetch_bytes
-        inflight, prefetch = (None if limit is None else int(limit) for limit in limits)
-        settings = RankSettings(max_inflight_bytes=inflight, prefetch_bytes=prefetch)
-        return Chooser(in_order, job, settings)
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no others, or they are not heard any more."""
+        return self._store is None
 
+    def is_first_of(self, kind: str) -> bool:
+        """Whether no other rank has asked this about ``kind`` before."""
+        return self._store is None or self._store.add(f"of/{kind}", 1) == 1
 
-def agree_on_bandwidths(
-    manager: PipelineOffloadManager,
-    policy: PolicyConfig | None,
-    *,
-    group: dist.ProcessGroup | None = None,
-) -> Bandwidths:
-    """Return what copies get on the machines of all ranks; collective, and between steps.
+    def ask(self, said: str, answer: Callable[[list[str]], str]) -> str | None:
+        """Return what the first rank answers to what all ranks say.
 
-    The policy's own section ``machine`` wins. Without one all ranks measure now, which takes some
-    tenths of a second for each GPU of a machine. Where that fails, or copies have no streams or no
-    pinned memory of their own, it is the defaults, with a warning.
+        Args:
+            said: by this rank.
+            answer: is asked on the first rank alone; empty where there is none for all.
 
-    Raises:
-        ConfigError: another policy is given.
-    """
-    planned = planning_policy(policy)
-    machine = planned.machine
-    if machine is not None:
-        origin = "the policy's section 'machine'" if machine.model_fields_set else DEFAULTS
-    elif manager.backend.describe() is None:
-        machine = simulated_machine(manager.config.simulated)
-        origin = "the simulated device's own"
-    else:
+        Returns:
+            None where there is none, or the others were not heard in time: `is_alone` from then on.
+        """
+        if self._store is None:
+            return answer([said])
+        number, place = self._num_asked, self._place
+        self._num_asked += 1
+        found = ""
         try:
-            if not (manager.config.copy_streams and manager.config.pin_memory):
-                raise BandwidthError("it needs copy_streams and pin_memory")
-            machines = measure_machines(manager.backend, group)
-            machine = measured_machine(machines)
-            num_gpus = len(machines[0])
-            whose = f"{num_gpus} GPUs at once" if num_gpus > 1 else "one GPU"
-            if len(machines) > 1:
-                whose = f"the slowest of {len(machines)} machines"
-            origin = f"measured now, {whose}"
-        except BandwidthError as error:
-            machine = MachineConfig()
-            origin = f"{DEFAULTS}; measuring failed: {str(error)[:_MOST_REASON]}"
-            _logger.warning("bandwidths are %s", origin)
-    return Bandwidths(machine=machine, gpus_per_rank=planned.gpus_per_rank, origin=origin)
+            if place:
+                self._store.set(f"{number}/{place}", said)
+                (found,) = self._hear([f"{number}/answer"])
+            else:
+                places = range(1, self._store.add("ranks", 0))
+                others = self._hear([f"{number}/{other}" for other in places])
+        except (TimeoutError, dist.DistError):  # or the store's own host has gone
+            others = None
+        if not place:
+            found = "" if others is None else answer([said, *others])
+            with contextlib.suppress(dist.DistError):
+                self._store.set(f"{number}/answer", found)
+        if not found:
+            self._store = None
+        return found or None
 
-
-def planning_policy(policy: PolicyConfig | None) -> MemoryTargetConfig | AutoConfig:
-    """Return a policy by which a run plans for itself; `ConfigError` for another, or none."""
-    if not isinstance(policy, (MemoryTargetConfig, AutoConfig)):
-        given = "none" if policy is None else repr(policy.kind)
-        raise ConfigError(f"a run is planned by policy 'memory_target' or 'auto', got {given}")
-    return policy
+    def _hear(self, keys: Sequence[str]) -> list[str]:
+        """Return what is there under the keys, once all is, else raise `TimeoutError`."""
+        assert self._store is not None
+        ends_s, nap_s = time.monotonic() + self._timeout_s, 1e-4
+        while keys and not self._store.check(list(keys)):
+            if time.monotonic() > ends_s:
+                raise TimeoutError
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return [self._store.get(key).decode() for key in keys]

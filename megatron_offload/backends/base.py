@@ -141,6 +141,10 @@ class Backend(abc.ABC):
         found = self.memory()
         return None if found is None else found.reserved_bytes
 
+    def capacity_bytes(self) -> int | None:
+        """Return the most device memory that the process can reserve now, if known."""
+        return None
+
     def memory(self) -> DeviceMemory | None:
         """Return what is allocated and reserved, by the order of the host's calls, if known."""
         return None

@@ -150,6 +150,10 @@ class CudaBackend(Backend):
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(host, device=self.device)
 
+    def capacity_bytes(self) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        return free_bytes + torch.cuda.memory_reserved(self.device)
+
     def memory(self) -> DeviceMemory:
         # `memory_stats` would flatten and sort a hundred other numbers first.
         found = torch.cuda.memory_stats_as_nested_dict(self.device)

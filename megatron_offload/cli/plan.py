@@ -22,7 +22,7 @@ from megatron_offload.core.policy_config import (
     RatioConfig,
 )
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError, did_you_mean, require
+from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import TargetBytes, validate
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
@@ -128,7 +128,6 @@ def run(given: Given) -> int:
     output = given.output or (given.folder and given.folder / PLAN_NAME)
     check_place("--output", output)
     kind, keys = _policy_of(given)
-    require("simpy")
     with progress("planning") as say:
         source = load_source(given)
         recorded = source.recorded

@@ -17,7 +17,7 @@ from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
 from megatron_offload.cli.trace import read_run_traces
 from megatron_offload.config import load_yaml
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
+from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.strict_model import read_model, validate
@@ -144,10 +144,8 @@ def _plan(main: Path, folder: Path, config: TrainConfig | None) -> tuple[Offload
         return load_plan(policy.path), True
     for path in (main / PLAN_NAME, folder / PLAN_NAME):
         if path.exists():
-            is_followed = path.parent == main and isinstance(
-                policy, AutoConfig | MemoryTargetConfig
-            )
-            return load_plan(path), is_followed
+            plans = config is not None and config.offload.tuned_policy is not None
+            return load_plan(path), plans and path.parent == main
     return None, False
 
 

@@ -11,7 +11,6 @@ from megatron_offload.cli.output import PREDICTED, check_place, draw_timelines, 
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import require
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.simulate import Simulation, settings_of, simulate
@@ -54,7 +53,6 @@ class Given(SourceOptions):
 
 def run(given: Given) -> int:
     """Simulate both steps, print them and write what was asked for; return 0."""
-    require("simpy")
     check_place("--trace", given.trace)
     check_place("--png", given.png, draws=True)
     with progress("simulating") as say:

@@ -29,9 +29,9 @@ from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.bandwidths import (
     BANDWIDTHS_NAME,
     DEFAULTS,
+    link_machine,
     load_bandwidths,
     measured_machine,
-    simulated_machine,
 )
 from megatron_offload.planning.description import (
     Budgets,
@@ -66,8 +66,7 @@ class Recorded:
     def own_plan(self) -> Path | None:
         """The file of the plan that the run made and followed, if it came to that."""
         path = self.path.parent / PLAN_NAME
-        plans = isinstance(self.offload.policy, AutoConfig | MemoryTargetConfig)
-        return path if plans and path.exists() else None
+        return path if self.offload.tuned_policy is not None and path.exists() else None
 
     def settings(
         self, profiles: Sequence[StepProfile], default: RankSettings
@@ -286,7 +285,8 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
     elif bandwidths is not None:
         section, origin = bandwidths.machine.model_dump(), f"{measured}: {bandwidths.origin}"
     elif is_simulated and recorded is not None:
-        section = simulated_machine(recorded.offload.simulated).model_dump()
+        device = recorded.offload.simulated
+        section = link_machine(device.d2h_gbps, device.h2d_gbps).model_dump()
         origin = f"the simulated device's, by {recorded.path}"
     else:
         origin = f"{DEFAULTS}; --machine FILE takes others"

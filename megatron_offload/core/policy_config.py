@@ -73,7 +73,7 @@ class SolvedConfig(StrictModel):
     gpus_per_rank: int = Field(default=1, ge=1)
     """GPUs of a node that do the same at the same time, such as a tensor-parallel group."""
 
-    measured_plans: int = Field(default=4, ge=0, le=20)
+    measured_plans: int = Field(default=3, ge=0, le=20)
     """Plans that a run which plans by itself measures at most, by some steps each, until one keeps
     its promise of memory or of time. 0 trusts the prediction."""
 

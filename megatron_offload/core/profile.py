@@ -147,10 +147,11 @@ class StepProfile:
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
 
     times: tuple[GroupTimes, ...] = field(default=(), compare=False)
-    """For each of the groups; empty where the step was not timed."""
+    """For each of the groups, by a clock that stands still while the compute stream waits for a
+    copy (`waited_us`); empty where the step was not timed."""
 
     step_us: float = field(default=0.0, compare=False)
-    """How long the step took on the compute stream; 0 where it was not timed."""
+    """How long the step took on the compute stream, likewise; 0 where it was not timed."""
 
     memory: tuple[MemorySample, ...] = field(default=(), compare=False)
     """At the boundaries of the groups, in the order of the program; maybe once more at the end."""
@@ -158,7 +159,17 @@ class StepProfile:
     run: RunShape = field(default=RunShape(), compare=False)
 
     offloaded_bytes: int = field(default=0, compare=False)
-    """What the step copied to the host. Above 0, times hold what it waited for copies."""
+    """What the step copied to the host."""
+
+    waited_us: float | None = field(default=None, compare=False)
+    """What the compute stream waited for copies, which is in none of the times; None where it is,
+    or where the step was not timed."""
+
+    d2h_gbps: float = field(default=0.0, compare=False)
+    """What its copies to the host got; 0 where none were timed."""
+
+    h2d_gbps: float = field(default=0.0, compare=False)
+    """Likewise to the device."""
 
     counts_what_moved: bool = field(default=False, compare=False)
     """Whether ``memory`` counts what was on the host as if it had stayed on the device."""

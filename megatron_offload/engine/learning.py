@@ -13,8 +13,6 @@ from fnmatch import fnmatchcase
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.policy_config import (
-    AutoConfig,
-    MemoryTargetConfig,
     PlanFileConfig,
     RatioConfig,
 )
@@ -50,16 +48,12 @@ def tell_pipeline_rank(source: Callable[[], int] | None) -> None:
 def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
     """Return what a manager follows in place of the rules of `ModulesPolicy`; None for those.
 
+    A policy that plans by the run's own steps begins with those: everything moves.
+
     Raises:
-        ConfigError: the plan's file can't be read, or the policy is one that a run has to plan by.
+        ConfigError: the plan's file can't be read.
     """
     policy = config.policy if config.enabled else None
-    if isinstance(policy, (MemoryTargetConfig, AutoConfig)):
-        raise ConfigError(
-            f"policy {policy.kind!r} needs a plan, and a manager makes none: leave the policy out "
-            "here and call plan_run(manager, train_step, run, policy=...) after the second step, "
-            "or let the trainer or `megatron-offload plan` plan (docs/planning.md)"
-        )
     if isinstance(policy, PlanFileConfig):
         return load_plan(policy.path)
     return RatioPolicy(policy.ratio) if isinstance(policy, RatioConfig) else None
@@ -70,10 +64,12 @@ class Learner:
 
     Attributes:
         policy: Megatron's rules for what stays.
+        plan: what is followed in place of them, if any.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         profile: the last step, or None.
         kept: groups that the policy keeps on the device, each with the reason.
         residents: groups that stay in the device budget's room for such.
+        is_steady: whether the last two steps had the same groups.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class Learner:
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
         self.residents: frozenset[GroupKey] = frozenset()
-        self._is_steady = False
+        self.is_steady = False
         self._config = config
         self._listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
@@ -101,7 +97,7 @@ class Learner:
         self._planned: tuple[StepProfile, ModulesPolicy] | None = None
         self._largest_bytes = 0
         self._ratio = policy if isinstance(policy, RatioPolicy) else None
-        self._plan: OffloadPlan | None = None
+        self.plan: OffloadPlan | None = None
         if isinstance(policy, OffloadPlan):
             self.follow_plan(policy)
 
@@ -135,26 +131,38 @@ class Learner:
             self._begin_plan(pp_rank)
             self.pp_rank = pp_rank
 
-    def follow_plan(self, plan: OffloadPlan) -> None:
+    def follow_plan(self, plan: OffloadPlan | None, *, is_own: bool = False) -> None:
         """Do what a plan of all pipeline ranks says, as soon as this rank's place is known.
 
-        It is compared with the run when the step is over. Limits that the user set stay.
+        It is compared with the run when the step is over. Limits that the user set stay. None
+        follows the rules again.
+
+        Args:
+            plan: what is followed.
+            is_own: it was made from steps of this run, so that one that differs is no error.
 
         Raises:
             ConfigError: the plan has no such rank, or sets what ``device_target_bytes`` looks for.
         """
+        if plan is None:
+            self.plan = self._planned = None
+            self._budget.follow_plan(None, None)
+            self.kept, self.residents = {}, frozenset()
+            if self.profile is not None:
+                self._choose(self.profile, self.policy)
+            return
         sets_limits = any(rank.max_inflight_bytes is not None for rank in plan.ranks)
         if sets_limits and self._config.device_target_bytes is not None:
             raise ConfigError(
                 "the plan sets max_inflight_bytes and prefetch_bytes, which device_target_bytes "
                 "looks for; leave device_target_bytes out"
             )
-        self._plan = plan
-        self._is_plan_confirmed = self._is_other_run_said = False
+        self.plan = plan
+        self._is_plan_confirmed, self._is_other_run_said = is_own, False
         self._begin_plan(self.pp_rank)
 
     def _begin_plan(self, pp_rank: int | None) -> None:
-        plan = self._plan
+        plan = self.plan
         if plan is None or pp_rank is None:
             return
         if pp_rank >= plan.pp_size:
@@ -168,9 +176,9 @@ class Learner:
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
         """Return the units that a virtual stage makes again; None for all that there are."""
-        if self._plan is None or self.pp_rank is None:
+        if self.plan is None or self.pp_rank is None:
             return None
-        planned = self._plan.ranks[self.pp_rank].recompute
+        planned = self.plan.ranks[self.pp_rank].recompute
         if planned is None:
             return None
         return planned[vp_stage] if vp_stage < len(planned) else frozenset()
@@ -203,12 +211,12 @@ class Learner:
     def learn(self, profile: StepProfile) -> None:
         """Learn from a step that is over."""
         if self._listed:
-            profile = self._without_unlisted(profile)
+            profile = self.without_unlisted(profile)
         before = self.profile
         self.profile = before if profile == before else profile  # who went by it goes on
-        self._is_steady = before is not None and before.has_groups_of(profile)
+        self.is_steady = before is not None and before.has_groups_of(profile)
         self._fit_host_pool()
-        if self._is_steady:
+        if self.is_steady:
             self._fit()
         elif before is not None:
             self._owners.forget()
@@ -225,9 +233,9 @@ class Learner:
         self._budget.learn(self._largest_bytes)
 
     def _choose(self, profile: StepProfile, policy: ModulesPolicy) -> None:
-        if self._plan is not None:
+        if self.plan is not None:
             if self.pp_rank is not None:
-                self._confirm(self._plan, profile)
+                self._confirm(self.plan, profile)
         elif self._ratio is not None:
             self.kept, self.residents = self._ratio.plan_rank(profile).kept, frozenset()
         else:
@@ -236,8 +244,8 @@ class Learner:
     def restart(self) -> None:
         """Learn anew what the step looks like; what the memory target has found stays."""
         self.profile = self._planned = None
-        self._is_steady = False
-        if self._plan is None:
+        self.is_steady = False
+        if self.plan is None:
             self.kept, self.residents = {}, frozenset()
         self._owners.forget()
 
@@ -251,7 +259,7 @@ class Learner:
     def _is_unlisted(self, name: str) -> bool:
         return bool(self._listed) and not any(fnmatchcase(name, one) for one in self._listed)
 
-    def _without_unlisted(self, profile: StepProfile) -> StepProfile:
+    def without_unlisted(self, profile: StepProfile) -> StepProfile:
         """Count what groups that stay anyway save as out of reach; warn of names without group."""
         for pattern in () if self._has_seen_names else self._listed:
             if not any(fnmatchcase(group.name, pattern) for group in profile.groups):
@@ -270,12 +278,12 @@ class Learner:
         return replace(profile, groups=tuple(groups))
 
     def _keeps_everything(self) -> bool:
-        has_rules = self._ratio is None and self._plan is None
+        has_rules = self._ratio is None and self.plan is None
         return has_rules and self.policy.fraction == 0.0
 
     def bytes_away(self, last_step: StepStats) -> dict[str, int]:
         """Return the bytes off the device at the peak, per group name."""
-        if self.profile is None or self._is_steady:
+        if self.profile is None or self.is_steady:
             return {k: v for k, v in last_step.peak_away_bytes_by_name.items() if v}
         if self._keeps_everything():
             return {}
@@ -302,7 +310,7 @@ class Learner:
     def _fit_host_pool(self) -> None:
         """Unpin what the last steps didn't need; blocks the host where there is such."""
         pool, need = self._host_pool, self._host_need
-        at_once = self._is_steady and self._num_fits_left > 0
+        at_once = self.is_steady and self._num_fits_left > 0
         peak_bytes, pinned_bytes = pool.take_peak_bytes(), pool.stats.slab_bytes_total
         keep_bytes = need.keep_bytes(peak_bytes, pinned_bytes, at_once=at_once)
         if keep_bytes is not None:

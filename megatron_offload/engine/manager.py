@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -19,7 +20,8 @@ from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
-from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.policy_config import SolvedConfig
+from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
@@ -58,6 +60,10 @@ _NO_END = (
     "%d forwards and no end of a step, so nothing was learned from them: take each training step "
     "inside `with manager.step():`, or call reset() after it. This is said once"
 )
+_NO_TUNER = (
+    "policy %r plans by the run's own steps, and nobody looks at them, so everything moves: call "
+    "megatron_offload.autotune.loop.tune(manager). This is said once"
+)
 
 
 class PipelineOffloadManager:
@@ -91,6 +97,7 @@ class PipelineOffloadManager:
         new = type(old)(old.config)
         # Models tell their parameters once, in the first forward of all.
         new.marks.take_parameters(old.marks)
+        new.tuner = old.tuner
         PipelineOffloadManager.instance = new
 
     def __init__(
@@ -98,6 +105,8 @@ class PipelineOffloadManager:
     ) -> None:
         self.observers: list[Observer] = []
         """Who is told what happens."""
+        self.tuner: Callable[[PipelineOffloadManager], None] | None = None
+        """Is called at the end of each `reset`; `megatron_offload.autotune.loop` plans there."""
         self.marks = Marks()
         self.step_number = 0
         """Steps begun so far."""
@@ -309,6 +318,10 @@ class PipelineOffloadManager:
             self.flush_delayed_groups()
             self._hooks.clear()
             self._end_step()
+            if self.tuner is not None:
+                self.tuner(self)
+            elif isinstance(self.config.policy, SolvedConfig) and self.config.enabled:
+                self._say_once(_NO_TUNER, self.config.policy.kind)
 
     def end_step_if_over(self) -> bool:
         """End the step if its groups were committed and no graph is left; return whether it was."""
@@ -325,7 +338,10 @@ class PipelineOffloadManager:
         self._begin_step()
 
     def _learn(self) -> None:
-        profile = self.decisions.profile()
+        chunks, pp_rank = self._entered, self.learner.pp_rank or 0
+        vp_size = max(1, len({chunk.vp_stage for chunk in chunks}))
+        run = RunShape(max(1, len(chunks) // vp_size), pp_rank, pp_rank + 1, vp_size)
+        profile = replace(self.decisions.profile(), run=run)
         for observer in self.observers:
             observer.step_ended(profile)
         if not self._stays_because:  # how a step goes that moves nothing is no lesson
@@ -599,12 +615,19 @@ class PipelineOffloadManager:
     # What is asked for
 
     @property
+    def is_staying(self) -> bool:
+        """Whether the steps now move nothing, by `staying`."""
+        return bool(self._stays_because)
+
+    @property
     def last_step(self) -> StepStats:
         """Counters of the last finished step; until one is finished, of the one that runs."""
         return self._last_step or self.transfers.counted()
 
-    def follow_plan(self, plan: OffloadPlan) -> None:
+    def follow_plan(self, plan: OffloadPlan | None) -> None:
         """Do what a plan of all pipeline ranks says from the next step on; between steps only.
+
+        None follows the configuration's own rules again.
 
         Raises:
             ConfigError: the plan has no such pipeline rank as this, or was made for another run.

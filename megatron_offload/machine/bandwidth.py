@@ -137,28 +137,6 @@ def measure_copies(
     return GpuProfile(rates=CopyRates.model_validate(rates), pci=link.path)
 
 
-def measure_machines(
-    backend: Backend, group: dist.ProcessGroup | None = None, *, root: Path = Path("/")
-) -> list[list[GpuProfile]]:
-    """Measure each machine's GPUs by `measure_copies`, machines by their first ranks; collective.
-
-    It takes some tenths of a second a GPU, and 128 MiB of its memory and of the host's, all of
-    which is given back. The backend has nothing under way, and copy streams of its own.
-    """
-    ranks = JobRanks(group, root=root)
-    before_bytes = backend.reserved_bytes()
-    try:
-        # A training job has less memory and time to spare than the doctor.
-        mine = measure_copies(backend, block_bytes=BLOCK_BYTES // 2, ranks=ranks)
-    finally:
-        if backend.reserved_bytes() != before_bytes:
-            backend.trim_device()
-    machines: dict[str, list[GpuProfile]] = {}
-    for machine, gpu in zip(ranks.machines, ranks.gather(mine), strict=True):
-        machines.setdefault(machine, []).append(gpu)
-    return list(machines.values())
-
-
 class Link:
     """Blocks of memory on both sides of a device's link."""
 

@@ -8,6 +8,7 @@ just then is added, and to a peak between two looks the larger count of both.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_offload.backends.base import DeviceMemory
+from megatron_offload.backends.base import DeviceMemory, Pair
 from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
@@ -28,13 +29,12 @@ from megatron_offload.core.profile import (
 )
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.observer import Observer
+from megatron_offload.engine.observer import Direction
 from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
 from megatron_offload.observe.live_bytes import meter_of
+from megatron_offload.observe.measure import CopyTimer, LossTimer
 from megatron_offload.observe.trace_step import surrounds
-
-_NO_SHAPE = RunShape()
 
 _Identity: TypeAlias = tuple[GroupKey, int]
 
@@ -66,7 +66,7 @@ class RecordedStep:
 def profile_step(
     manager: PipelineOffloadManager,
     *,
-    run: RunShape = _NO_SHAPE,
+    run: RunShape | None = None,
     moves: bool = True,
     peaks: bool = True,
 ) -> Iterator[RecordedStep]:
@@ -82,9 +82,10 @@ def profile_step(
 
     Args:
         manager: whose groups are recorded.
-        run: which part of which run the step is of.
-        moves: whether the step moves what others would. One that doesn't has no waits for copies in
-            its times, teaches the engine nothing, and takes the memory of a step without offload.
+        run: which part of which run the step is of; None for what the engine knows of that, which
+            is no other pipeline rank.
+        moves: whether the step moves what others would. One that doesn't teaches the engine
+            nothing, and takes the memory of a step without offload.
         peaks: whether the most between two boundaries is looked at. A device has one peak for all
             who ask, which has to be reset for that: what it was is in the recorded step.
 
@@ -93,9 +94,11 @@ def profile_step(
 
     Raises:
         StateError: no step has ended inside, or one that had begun before; or the manager is being
-            profiled already.
+            profiled with its peaks already.
     """
-    if any(isinstance(observer, _Recorder) for observer in manager.observers):
+    if peaks and any(
+        isinstance(one, _Recorder) and one.looks_at_peaks for one in manager.observers
+    ):
         raise StateError("a step is being profiled already: one profile_step at a time")
     recorded = RecordedStep()
     recorder = _Recorder(manager, run, moves=moves, peaks=peaks)
@@ -122,20 +125,24 @@ class _Look(NamedTuple):
     away_bytes: int
     most_away_bytes: int
     """Since the engine last changed it at a boundary."""
+    num_waits: int
+    """Of the compute stream for copies, before this."""
 
 
-class _Recorder(Observer):
+class _Recorder(LossTimer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
     def __init__(
-        self, manager: PipelineOffloadManager, run: RunShape, *, moves: bool, peaks: bool
+        self, manager: PipelineOffloadManager, run: RunShape | None, *, moves: bool, peaks: bool
     ) -> None:
+        super().__init__(manager.backend)
         self._manager = manager
-        self._host_pool = manager.host_pool
-        self._backend = manager.backend
-        self._run, self._moves, self._peaks = run, moves, peaks
-        self._saved = _SavedBytes(is_pipeline=run.pp_size > 1)
         self._meter = meter_of(manager)
+        self._host_pool = manager.host_pool
+        self._run, self._moves, self._peaks = run, moves, peaks
+        self.looks_at_peaks = peaks
+        self._copies = CopyTimer(manager.backend)
+        self._saved = _SavedBytes(is_pipeline=run is not None and run.pp_size > 1)
         # Where the device doesn't tell its memory, what the manager's meter counts.
         self._is_of_device = manager.backend.memory() is not None
         self._source = manager.backend if self._is_of_device else self._meter
@@ -156,7 +163,8 @@ class _Recorder(Observer):
             passed = backend.timestamp(backend.compute_stream())
             now_us, found, away_bytes = time.perf_counter() * 1e6, self._memory(), self._away()
             most_bytes = max(away_bytes, self._settled_away_bytes)
-            self._looks.append(_Look(passed, now_us, found, away_bytes, most_bytes))
+            num_waits = len(self._waits)
+            self._looks.append(_Look(passed, now_us, found, away_bytes, most_bytes, num_waits))
             self._settled_away_bytes = away_bytes
 
     def _away(self) -> int:
@@ -230,6 +238,13 @@ class _Recorder(Observer):
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         self._saved.observe(tensor)
 
+    def copy_starts(self, direction: Direction) -> None:
+        self._copies.copy_starts(direction)
+
+    def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
+        if self._learned is None:
+            self._copies.copy_issued(direction, pairs, group)
+
     def step_ended(self, profile: StepProfile) -> None:
         if self._learned is None:
             self._leave_all()
@@ -240,9 +255,12 @@ class _Recorder(Observer):
     def _restart(self) -> None:
         """Begin anew: what was passed so far, such as an evaluation, is no part of a step."""
         del self._looks[:-1]
+        self._looks[0] = self._looks[0]._replace(num_waits=0)
         self._marks.clear()
         self._open.clear()
+        self._copies = CopyTimer(self._backend)
         self._saved.begin_step()
+        self.restart()
 
     def _leave_all(self) -> None:
         for group in list(self._open):
@@ -275,25 +293,30 @@ class _Recorder(Observer):
         backwards: dict[GroupKey, int] = {}
         for key, at_bytes in zip(learned.backward_order, learned.backward_at_bytes, strict=True):
             backwards.setdefault(key, at_bytes)
-        at_us = self._read_times()
+        waits_us = self.read_waits_us()[: self._looks[-1].num_waits]
+        at_us, remade_us = self._read_times(waits_us), self.read_remade_us()
         return replace(
             learned,
-            groups=tuple(map(self._saved.fill, learned.groups)),
+            groups=tuple(_timed(self._saved.fill(group), remade_us) for group in learned.groups),
             backward_order=tuple(backwards),
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
             step_us=at_us[-1],
             memory=self._samples([marks[group.key] for group in learned.groups], at_us),
-            run=self._run,
+            run=self._run or learned.run,
             offloaded_bytes=self._offloaded_bytes,
+            waited_us=sum(waits_us),
+            d2h_gbps=self._copies.read_gbps("d2h"),
+            h2d_gbps=self._copies.read_gbps("h2d"),
             counts_what_moved=self._moves,
         )
 
-    def _read_times(self) -> list[float]:
-        """Wait until the device has passed every look; return when it did, since the first."""
+    def _read_times(self, waits_us: Sequence[float]) -> list[float]:
+        """Wait until the device has passed every look; return when, since the first, less waits."""
         began, at_us = self._looks[0].time, [0.0]
+        waited_us = [0.0, *itertools.accumulate(waits_us)]
         for look in self._looks[1:]:
-            elapsed_us = self._backend.sync_elapsed_us(began, look.time)
+            elapsed_us = self._backend.sync_elapsed_us(began, look.time) - waited_us[look.num_waits]
             at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
         return at_us
 
@@ -335,6 +358,12 @@ class _Recorder(Observer):
         )
 
 
+def _timed(group: GroupProfile, remade_us: Mapping[tuple[GroupKey, str], float]) -> GroupProfile:
+    """Return a group with what making its units again has taken."""
+    units = (unit._replace(us=remade_us.get((group.key, unit.unit), 0.0)) for unit in group.remade)
+    return group._replace(remade=tuple(units))
+
+
 def _times_of(mark: Mapping[_Boundary, int], at_us: Sequence[float]) -> GroupTimes:
     """Return when a group was passed; one that backward never came to counts as left at once."""
     committed = mark["commit"]
@@ -355,7 +384,7 @@ class _SavedBytes:
 
     def __init__(self, *, is_pipeline: bool) -> None:
         self._is_pipeline = is_pipeline
-        self._module_storages = _module_storages()
+        self._module_storages: set[int] | None = None
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -413,6 +442,8 @@ class _SavedBytes:
         )
 
     def _keeper_of(self, block: Block) -> str:
+        if self._module_storages is None:
+            self._module_storages = _module_storages()
         if block.storage_key in self._module_storages:
             return "parameter/buffer"
         if self._is_pipeline and block.identity in self._inputs:

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from megatron_offload.config import SimulatedConfig
 from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
@@ -22,6 +21,8 @@ BANDWIDTHS_NAME = "bandwidths.json"
 """Beside the profiles of a run that has planned."""
 
 DEFAULTS = "the defaults, measured with four H200s"
+
+FROM_COPIES = "what copies got in the profiled step, on the slowest rank"
 
 
 class Bandwidths(StrictModel):
@@ -54,17 +55,26 @@ def measured_machine(machines: Sequence[Sequence[GpuProfile]]) -> MachineConfig:
     )
 
 
-def simulated_machine(device: SimulatedConfig) -> MachineConfig:
-    """Return the link of the simulated device, which every rank has to itself."""
+def link_machine(d2h_gbps: float, h2d_gbps: float) -> MachineConfig:
+    """Return links that every rank has to itself, one way each."""
     return MachineConfig(
-        d2h_gbps=device.d2h_gbps,
-        h2d_gbps=device.h2d_gbps,
-        both_gbps=min(device.d2h_gbps, device.h2d_gbps),
-        node_gbps=device.d2h_gbps + device.h2d_gbps,
+        d2h_gbps=d2h_gbps,
+        h2d_gbps=h2d_gbps,
+        both_gbps=min(d2h_gbps, h2d_gbps),
+        node_gbps=d2h_gbps + h2d_gbps,
         node_d2h_gbps=None,
         node_h2d_gbps=None,
         gpus_per_node=1,
     )
+
+
+def slowest_link(rates: Sequence[tuple[float, float]]) -> Bandwidths:
+    """Return what every rank can count on, by what the copies of each have got in one step."""
+    seen = [pair for pair in rates if all(pair)]
+    if not seen:
+        return Bandwidths(machine=MachineConfig(), gpus_per_rank=1, origin=DEFAULTS)
+    slowest = (min(gbps) for gbps in zip(*seen, strict=True))
+    return Bandwidths(machine=link_machine(*slowest), gpus_per_rank=1, origin=FROM_COPIES)
 
 
 def save_bandwidths(bandwidths: Bandwidths, path: str | Path) -> None:

@@ -173,11 +173,13 @@ class Chooser:
         Raises:
             ConfigError: a profile is of a step that moved something.
         """
-        moved_bytes = sum(profile.offloaded_bytes for profile in self._profiles)
+        moved_bytes = sum(
+            profile.offloaded_bytes for profile in self._profiles if profile.waited_us is None
+        )
         if moved_bytes:
             raise ConfigError(
                 f"the profiled step moved {moved_bytes} bytes, and its times hold what it waited "
-                "for them; policy 'auto' needs one that moves nothing, 'memory_target' doesn't"
+                "for them; profile another"
             )
         limit_us = self.without.step_us * (1 + most_slowdown_percent / 100)
         lowest, highest = self.lowest_bytes, self.highest_bytes

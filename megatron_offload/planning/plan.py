@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -23,51 +21,32 @@ _MOST_NAMED = 20
 _SMALL_SHARE = 0.02
 """Bytes of groups may differ by this much altogether between a plan and its run."""
 
-_DEVIATIONS_OF_MEDIAN = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+_LEAST_US = 1e-3
+"""Where a step does nothing but wait, it is taken to have done something for so long."""
 
 _Identity = tuple[GroupKey, str, int]
 
 
 class MeasuredCost(NamedTuple):
-    """What steps have shown a plan to cost, on the slowest rank."""
+    """What steps have shown a plan to cost, on the rank that lost most."""
 
-    without_us: float
-    """Median length of a step without offload."""
-    with_us: float
-    """The same with the plan."""
-    slowdown_percent: float
-    """Median over pairs of what the step with the plan took longer; below 0 where less."""
-    noise_percent: float
-    """Standard error of that median, from the spread of the steps without offload."""
-    num_pairs: int
-    """Steps of each kind that count."""
+    step_us: float
+    """Length of a step with the plan, the mean."""
+    waited_us: float
+    """What of it the compute stream waited for copies."""
+    remade_us: float
+    """What of it went into making tensors again."""
+    num_steps: int
+    """Steps that count."""
 
-    @classmethod
-    def of(cls, without_us: Sequence[float], with_us: Sequence[float]) -> MeasuredCost:
-        """Return what the steps of each kind say, which were taken in turn.
-
-        The median of n differences of two times, each with the deviation s, errs by
-        ``sqrt(2) s * sqrt(pi / 2) / sqrt(n)``; s comes from the median absolute deviation of the
-        steps without offload, so that a single delayed step counts for nothing.
-        """
-        pairs = list(zip(without_us, with_us, strict=True))
-        middle_us = statistics.median(without_us)
-        deviation_us = statistics.median(abs(each - middle_us) for each in without_us)
-        error_us = math.sqrt(math.pi / len(pairs)) * _DEVIATIONS_OF_MEDIAN * deviation_us
-        return cls(
-            middle_us,
-            statistics.median(with_us),
-            statistics.median(100 * (moved / bare - 1) for bare, moved in pairs),
-            100 * error_us / middle_us,
-            len(pairs),
-        )
+    @property
+    def slowdown_percent(self) -> float:
+        """What was lost by both, of the rest of the step."""
+        lost_us = self.waited_us + self.remade_us
+        return 100 * lost_us / max(self.step_us - lost_us, _LEAST_US)
 
     def __str__(self) -> str:
-        return (
-            f"{self.slowdown_percent:+.2f} % (standard error {self.noise_percent:.2f} %) of "
-            f"{self.without_us / 1e3:.1f} ms, by {self.num_pairs} steps of each kind"
-        )
+        return f"{self.slowdown_percent:.2f} % of a step of {self.step_us / 1e3:.1f} ms"
 
 
 class GroupChoice(NamedTuple):
@@ -200,6 +179,17 @@ class OffloadPlan:
         ]
         data = [self.num_microbatches, self.pp_size, self.vp_size, groups]
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+    def is_like(self, other: OffloadPlan) -> bool:
+        """Whether ranks do the same by both."""
+
+        def deeds(plan: OffloadPlan) -> list[object]:
+            return [
+                (rank.kept.keys(), rank.recompute, rank.max_inflight_bytes, rank.prefetch_bytes)
+                for rank in plan.ranks
+            ]
+
+        return deeds(self) == deeds(other)
 
     def check(self, profile: StepProfile) -> None:
         """Raise `ConfigError`, with the first difference, unless made for a profile's run."""

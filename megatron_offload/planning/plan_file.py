@@ -33,9 +33,7 @@ from megatron_offload.planning.records import (
 
 _MOST_RANKS = 100_000
 
-_PERCENT = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-
-_MEASURED = record_model(MeasuredCost, slowdown_percent=(_PERCENT, ...), num_pairs=(Number, ...))
+_MEASURED = record_model(MeasuredCost, num_steps=(Number, ...))
 
 _CHOICE = record_model(
     GroupChoice,

@@ -38,7 +38,12 @@ from megatron_offload.planning.records import (
 _MOST_SAMPLES = 4 * MAX_GROUPS + 1
 """At the start, the commit, and backward's begin and end of each group, and at the step's end."""
 
-_PLAIN = ("step_us", "offloaded_bytes", "counts_what_moved")
+_PLAIN = (
+    *("step_us", "offloaded_bytes", "counts_what_moved"),
+    *("waited_us", "d2h_gbps", "h2d_gbps"),
+)
+
+_Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 _RUN = record_model(
     RunShape,
@@ -54,6 +59,9 @@ _PROFILE = record_model(
     version=(Literal[1], ...),
     run=(_RUN, ...),
     counts_what_moved=(bool, False),
+    waited_us=(_Amount | None, None),
+    d2h_gbps=(_Amount, 0.0),
+    h2d_gbps=(_Amount, 0.0),
     groups=many(record_model(GroupProfile, remade=(many(_UNIT)[0], ()))),
     backward=many(record_model(GroupKey, at_bytes=(Amount | None, ...))),
     backward_order=None,

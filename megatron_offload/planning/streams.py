@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, Span, StepTrace
-from megatron_offload.errors import ConfigError, require
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.replay import OpKind, RankProgram
 
@@ -165,7 +165,6 @@ class _Step:
     """The processes of all ranks, and what they share."""
 
     def __init__(self, job: Job, ranks: list[RankStreams]) -> None:
-        require("simpy")
         import simpy
 
         self.environment = simpy.Environment()

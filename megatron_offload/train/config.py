@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron_offload.config import OffloadConfig, split_modules
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
-from megatron_offload.errors import ConfigError, require
+from megatron_offload.core.policy_config import PlanFileConfig
+from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel
 from megatron_offload.planning.plan_file import load_plan
 
@@ -189,13 +189,8 @@ class RunConfig(StrictModel):
     none. Changes no bit. From the fourth on steps are like those after."""
     profile_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``), before the
-    last; 0 for none, or for the third where ``offload.policy`` plans, which it does then. Nothing
-    moves in it, so it takes the memory of one without offload; changes no bit. In a run that is
-    resumed later the third step after that."""
-    profile_moves: bool = False
-    """Move in the profiled step what others move, where there is no memory for it otherwise. Its
-    memory is told as if nothing had moved, but its times hold what it waited for copies, so that it
-    serves ``memory_target`` and not ``auto``."""
+    last; 0 for none. It moves what others move; changes no bit. In a run that is resumed later the
+    third step after that."""
     hash_gradients: Literal["last", "every"] = "last"
     """Whether gradients are hashed in the last step only or in every step."""
     checkpoint_interval: int = Field(default=0, ge=0)
@@ -214,9 +209,6 @@ class RunConfig(StrictModel):
     shutdown_timeout_s: int = Field(default=300, ge=1)
     """Seconds that ranks have to finish their step and write a checkpoint after SIGTERM or SIGINT,
     before they are killed. Under torchrun its own setting counts instead."""
-
-
-_USUAL_PROFILE_STEP = 3
 
 
 class TrainConfig(StrictModel):
@@ -241,12 +233,7 @@ class TrainConfig(StrictModel):
             )
         if self.run.device == "cpu" and self.run.dtype == "bfloat16":
             raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
-        if self.plans and self.run.profile_moves and isinstance(self.offload.policy, AutoConfig):
-            raise ConfigError(
-                "offload.policy 'auto' plans from a step that moves nothing; leave out "
-                "run.profile_moves, or give a memory_target"
-            )
-        step = self.profiled_step
+        step = self.run.profile_step
         if step >= self.run.steps and step:
             raise ConfigError(
                 f"run.profile_step {step} does not come before the last of {self.run.steps} steps, "
@@ -254,8 +241,8 @@ class TrainConfig(StrictModel):
             )
         if step and step == self.traced_step:
             raise ConfigError(
-                f"run.profile_step {step} is the step that run.trace_step traces, and in a "
-                "profiled one nothing moves; choose another for either"
+                f"run.profile_step {step} is the step that run.trace_step traces; choose another "
+                "for either"
             )
         core = split_modules(self.offload.modules)[0]
         if self.offload.enabled and "attn_proj" in core and "core_attn" not in core:
@@ -268,17 +255,6 @@ class TrainConfig(StrictModel):
     def traced_step(self) -> int:
         """The step of which a timeline is taken; 0 for none."""
         return min(self.run.trace_step, self.run.steps)
-
-    @property
-    def plans(self) -> bool:
-        """Whether the run plans from one of its own steps."""
-        policy = self.offload.policy
-        return self.offload.enabled and isinstance(policy, AutoConfig | MemoryTargetConfig)
-
-    @property
-    def profiled_step(self) -> int:
-        """The step of which a profile is taken; 0 for none."""
-        return self.run.profile_step or (_USUAL_PROFILE_STEP if self.plans else 0)
 
     def sequences_per_step(self, dp_size: int) -> int:
         """Return how many sequences a step takes over ``dp_size`` data-parallel ranks."""
@@ -325,8 +301,6 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
             )
     policy = config.offload.policy
     if config.offload.enabled:
-        if isinstance(policy, (AutoConfig, MemoryTargetConfig)):
-            require("simpy")
         if isinstance(policy, PlanFileConfig):
             load_plan(policy.path)
         return

@@ -14,6 +14,7 @@ import torch
 
 from megatron_offload.core.profile import RunShape
 from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths, slowest_link
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint import Checkpoints
@@ -98,7 +99,7 @@ class _Trainer:
             on_gpu = self._device.type == "cuda"
             gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
             prepare_folder(config, gpu, self._parallel.world_size, is_new=keep_bytes == 0)
-        is_timed = config.run.trace_step > 0 or config.profiled_step > 0
+        is_timed = max(config.run.trace_step, config.run.profile_step) > 0
         pp_rank = self._parallel.pp_rank
         with (
             open_offload(
@@ -139,7 +140,7 @@ class _Trainer:
                     f"{1e3 * record.step_time_s:.0f} ms  "
                     f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
                 )
-            if note := session.look_back():
+            if note := session.look_back(run.output if self._parallel.is_owner else None):
                 say(note)
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
@@ -170,10 +171,9 @@ class _Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        is_traced = step == config.traced_step
-        looking = _NOTHING if is_traced else session.looking()
+        is_traced, is_planning = step == config.traced_step, session.is_planning
         with session.trace(rank) if is_traced else _NOTHING as trace:
-            with self._profiling(step, session) as recorded, looking as timed:
+            with self._profiling(step, session) as recorded:
                 with self._meter or _NOTHING:
                     loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
                 counters = session.end_step()
@@ -208,7 +208,7 @@ class _Trainer:
             peak_reserved_bytes=reserved,
             gradients=gradients,
             is_profiled=recorded is not None,
-            measured_step_us=None if timed is None else timed.step_us,
+            is_planned_by=is_planning,
             **counters,
         )
         # Ranks receive a signal at different steps; here all of them learn of it at the same.
@@ -216,8 +216,11 @@ class _Trainer:
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             trace.write_chrome(run.output / f"trace_{rank}.json")
         if recorded is not None:
-            save_profile(recorded.profile, run.output / f"profile_{rank}.json")
-            session.plan(recorded.profile, self._parallel, config)
+            profile = recorded.profile
+            save_profile(profile, run.output / f"profile_{rank}.json")
+            rates = self._parallel.gather((profile.d2h_gbps, profile.h2d_gbps))
+            if self._parallel.is_owner:
+                save_bandwidths(slowest_link(rates), run.output / BANDWIDTHS_NAME)
         sequences = config.sequences_per_step(self._parallel.dp_size)
         tokens = sequences * config.model.sequence_length
         record = StepRecord.merge(step, lr, tokens, [entry[0] for entry in everyone])
@@ -226,7 +229,7 @@ class _Trainer:
     def _profiling(
         self, step: int, session: OffloadSession
     ) -> contextlib.AbstractContextManager[RecordedStep | None]:
-        config, wanted = self._config, self._config.profiled_step
+        config, wanted = self._config, self._config.run.profile_step
         if wanted and self._first > 1:  # the first steps after a start are not like the rest
             wanted = max(wanted, self._first + 2)
         if step != wanted:
@@ -240,7 +243,7 @@ class _Trainer:
             modules=config.offload.modules,
             versions=tuple(found_versions().items()),
         )
-        return session.profile(run, moves=config.run.profile_moves)
+        return session.profile(run)
 
     def _evaluate(self, step: int) -> float:
         for chunk in self._chunks:

@@ -82,8 +82,8 @@ class RankStep:
     groups: tuple[GroupStats, ...] = ()
     is_profiled: bool = False
     """Whether it was taken for a profile, so that its peaks and its time are not like others'."""
-    measured_step_us: float | None = None
-    """Forwards and backwards on the device's clock, in a step by which a plan was measured."""
+    is_planned_by: bool = False
+    """Whether it came before the run had found what to move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +107,9 @@ class StepRecord:
         return cls(step, loss, ranks[0].grad_norm, lr, step_time_s, tokens, tuple(ranks))
 
     @property
-    def measured_step_us(self) -> float | None:
-        """What the slowest rank took, in a step by which a plan was measured; None in others."""
-        times = [rank.measured_step_us for rank in self.ranks if rank.measured_step_us is not None]
-        return max(times, default=None)
-
-    @property
     def is_usual(self) -> bool:
         """Whether it moved what the run moves, and wasn't looked at besides."""
-        return not self.ranks[0].is_profiled and self.measured_step_us is None
+        return not (self.ranks[0].is_profiled or self.ranks[0].is_planned_by)
 
     def to_json(self) -> str:
         """Return one line of ``steps.jsonl``."""

@@ -173,19 +173,6 @@ def test_two_settings_that_say_different_things_are_refused(settings, key):
         validate(OffloadConfig, settings, "settings")
 
 
-@pytest.mark.parametrize(
-    "policy", [{"kind": "auto"}, {"kind": "memory_target", "target_bytes": "1GiB"}]
-)
-def test_a_policy_that_nobody_plans_by_is_refused_and_nothing_has_changed(policy):
-    manager = make_manager()
-    with pytest.raises(ConfigError, match="plan_run"):
-        manager.configure(make_config(policy=policy))
-    with pytest.raises(ConfigError, match="plan_run"):
-        make_manager(policy=policy)
-    assert moved_names(manager) == {"norm", "mlp"}
-    manager.configure(make_config(policy=policy, enabled=False), backend=manager.backend)
-
-
 def test_a_plan_that_is_not_there_is_refused_and_nothing_has_changed(tmp_path):
     manager = make_manager()
     policy = {"kind": "plan_file", "path": str(tmp_path / "nope.json")}

@@ -13,12 +13,9 @@ import torch
 from programs import assert_same
 from test_cuda import MIB, make_inputs, make_manager, make_model, run_step
 
-from megatron_offload.autotune.agree import agree_on_bandwidths
-from megatron_offload.autotune.plan_run import plan_run
+from megatron_offload.autotune.loop import tune
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.cuda import CudaBackend
-from megatron_offload.core.policy_config import AutoConfig
-from megatron_offload.core.profile import RunShape
 from megatron_offload.machine.bandwidth import measure_copies
 from megatron_offload.machine.examine import examine
 
@@ -82,35 +79,20 @@ def test_the_machine_is_examined_in_other_processes():
     assert torch.cuda.memory_allocated() == allocated_bytes
 
 
-def test_a_run_measures_its_gpu_and_plans_with_it():
-    host = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
-    plain = {"d2h": plain_gbps(host, device), "h2d": plain_gbps(device, host)}
-    del host, device
+def test_a_run_times_its_own_copies_and_plans_with_what_they_got():
     model = make_model()
     inputs = make_inputs(model)
     manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
     reference = run_step(model, None, inputs)
-    for _ in range(4):
-        run_step(model, manager, inputs)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before_bytes = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    policy = AutoConfig(kind="auto")
-    started = time.monotonic()
-    found = agree_on_bandwidths(manager, policy)
-    seconds = time.monotonic() - started
-    print(f"\n{found}\nplain {plain}, {seconds:.2f} s")  # noqa: T201 - for whoever runs it with -s
-    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before_bytes
-    assert found.machine.d2h_gbps == pytest.approx(plain["d2h"], rel=0.2)
-    assert found.machine.h2d_gbps == pytest.approx(plain["h2d"], rel=0.2)
-    assert found.machine.gpus_per_node == 1
-    assert found.origin.startswith("measured now, one GPU")
-    assert manager.backend.describe() == visible_devices()[torch.cuda.current_device()]
-    run = RunShape(num_microbatches=6)
-    plan = plan_run(manager, lambda: run_step(model, manager, inputs), run, policy=policy)
-    assert plan.bandwidths.startswith("measured now")
-    assert_same(reference, run_step(model, manager, inputs))
+    loop = tune(manager)
+    for _ in range(12):
+        assert_same(reference, run_step(model, manager, inputs))
+    print(f"\n{loop.said}")  # noqa: T201 - for whoever runs it with -s
+    assert loop.is_settled
+    assert manager.observers == []
+    assert "no plan can be made" not in loop.said
+    for _ in range(2):
+        assert_same(reference, run_step(model, manager, inputs))
     manager.close()
 
 

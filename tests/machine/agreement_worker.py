@@ -7,11 +7,8 @@ import json
 import torch.distributed as dist
 from fake_gpus import KIB, FakeGpu
 
-from megatron_offload.autotune.agree import agree_on_bandwidths
-from megatron_offload.config import OffloadConfig
-from megatron_offload.core.policy_config import AutoConfig
-from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine import bandwidth
+from megatron_offload.machine.job_ranks import JobRanks
 
 GBPS = (25.0, 10.0)
 
@@ -29,13 +26,10 @@ def run(rank, folder):
         d2h(stubborn, folder / "one")
     except bandwidth.BandwidthError as error:
         seen["no_pins"] = str(error)
-    seen["left_bytes"] = gpu.reserved_bytes() + stubborn.reserved_bytes() - 2000
-    manager = PipelineOffloadManager(OffloadConfig(), backend=FakeGpu(GBPS[rank], f"{rank:02}"))
-    seen["planned"] = agree_on_bandwidths(manager, AutoConfig(kind="auto")).model_dump()
     dist.destroy_process_group()
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
 
 
 def d2h(backend, root):
-    machines = bandwidth.measure_machines(backend, root=root)
-    return [[gpu.rates.d2h_gbps for gpu in machine] for machine in machines]
+    rates = bandwidth.measure_copies(backend, ranks=JobRanks(root=root)).rates
+    return [rates.d2h_gbps, rates.node_h2d_gbps]

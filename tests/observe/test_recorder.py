@@ -31,7 +31,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.observe.measure import measure_step
+from megatron_offload.observe.measure import StepTimer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.choice import Chooser
@@ -609,13 +609,16 @@ def test_several_watch_one_step_and_each_sees_what_it_would_see_alone(moves):
         alone.step()
     with (
         trace_step(together.manager) as trace,
-        measure_step(together.manager, moves=moves) as timed,
+        together.manager.observed_by(timed := StepTimer(together.manager)),
         profile_step(together.manager, moves=moves) as again,
         trace_step(together.manager) as inner,
     ):
         together.step()
     assert again.profile == recorded.profile
-    assert timed.step_us == recorded.profile.step_us
+    found = timed.read()
+    assert found.waited_us == recorded.profile.waited_us
+    first_us = recorded.profile.times[0].started_us
+    assert found.step_us == recorded.profile.step_us - first_us + found.waited_us
     assert trace == inner
     assert (trace.summary().num_bytes["d2h"] > 0) == moves
 

@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from megatron_offload.config import SimulatedConfig
 from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.profile import CopyRates, GpuProfile
 from megatron_offload.planning.bandwidths import (
+    DEFAULTS,
     Bandwidths,
     load_bandwidths,
     measured_machine,
     save_bandwidths,
-    simulated_machine,
+    slowest_link,
 )
 
 
@@ -52,10 +52,11 @@ def test_of_several_machines_the_slowest_counts_whichever_is_first():
         assert (found.node_gbps, found.gpus_per_node) == (116, 4)
 
 
-def test_the_simulated_device_has_a_link_for_each_rank():
-    found = simulated_machine(SimulatedConfig(d2h_gbps=2, h2d_gbps=1))
+def test_of_what_copies_got_the_slowest_rank_counts_each_way_and_silent_ones_do_not():
+    found = slowest_link([(2.0, 5.0), (0.0, 0.0), (3.0, 1.0)]).machine
     assert (found.d2h_gbps, found.h2d_gbps, found.both_gbps, found.node_gbps) == (2, 1, 1, 3)
     assert (found.node_d2h_gbps, found.node_h2d_gbps, found.gpus_per_node) == (None, None, 1)
+    assert slowest_link([(0.0, 0.0)]).origin == DEFAULTS
 
 
 # As a file.

@@ -40,8 +40,9 @@ def random_plan(rng):
         for profile in (random_profile(rng) for _ in range(rng.randint(1, 4)))
     ]
     sizes = rng.randint(1, 99), rng.randint(1, 4)
-    cost = MeasuredCost(*(rng.uniform(0, 1e9) for _ in range(4)), rng.randint(1, 9))
-    measured = rng.choice([None, cost, cost._replace(slowdown_percent=-0.25)])
+    measured = rng.choice(
+        [None, MeasuredCost(*(rng.uniform(0, 1e9) for _ in range(3)), rng.randint(1, 9))]
+    )
     return OffloadPlan("auto", *sizes, tuple(ranks), rng.choice(["", "measured <now>"]), measured)
 
 
@@ -160,7 +161,7 @@ def test_profiles_come_in_any_order_but_from_one_run():
         check_profiles([PROFILES[0], other])
 
 
-COST = MeasuredCost(100.0, 101.0, 1.0, 0.1, 3)._asdict()
+COST = MeasuredCost(101.0, 1.0, 0.5, 3)._asdict()
 
 
 def test_a_plan_that_keeps_all_is_for_the_same_run_and_predicts_nothing():
@@ -193,9 +194,9 @@ def changed(change):
         (lambda d: d.update(signature="x"), "'signature'"),
         (lambda d: d.update(vp_size=0), "'vp_size'"),
         (lambda d: d.update(bandwidths=3), "'bandwidths'"),
-        (lambda d: d.update(measured={**COST, "slowdown_percent": "fast"}), "slowdown_percent'"),
-        (lambda d: d.update(measured={**COST, "noise_percent": -1.0}), "noise_percent'"),
-        (lambda d: d.update(measured={**COST, "num_pairs": 0}), "num_pairs'"),
+        (lambda d: d.update(measured={**COST, "step_us": "fast"}), "step_us'"),
+        (lambda d: d.update(measured={**COST, "waited_us": -1.0}), "waited_us'"),
+        (lambda d: d.update(measured={**COST, "num_steps": 0}), "num_steps'"),
         (lambda d: d["ranks"][0].update(predicted_step_us="fast"), "'ranks.0.predicted_step_us'"),
     ],
 )

@@ -226,7 +226,7 @@ def config(**sections):
     [
         {"offload": {"enabled": True, "fraction": 0.5}},
         {"run": {"output": "elsewhere", "log_interval": 7, "keep_checkpoints": 9, "resume": True}},
-        {"run": {"trace_step": 4, "profile_step": 3, "profile_moves": True}},
+        {"run": {"trace_step": 4, "profile_step": 3}},
         {"run": {"eval_interval": 5, "hash_gradients": "every", "checkpoint_interval": 3}},
     ],
 )

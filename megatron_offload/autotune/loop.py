@@ -1,0 +1,290 @@
+"""The measured loop: a run finds by its own steps what to keep, and what to move.
+
+    first two steps   everything moves, and the host's memory is pinned
+    the third         is profiled
+    then, per plan    one that takes its memory anew, and two that are measured; three plans at most
+
+It begins from the side that fits and keeps where steps wait. What a plan costs is what its own
+steps waited for copies, so none is taken without offload. Only steps that are looked at are timed.
+Exactness depends on nothing here: what goes wrong costs a warning, and everything goes on moving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import weakref
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from megatron_offload.autotune.agree import Ranks
+from megatron_offload.autotune.search import search_of
+from megatron_offload.config import OffloadConfig
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import StepProfile
+from megatron_offload.engine.learning import Learner
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import OffloadError, StateError
+from megatron_offload.observe.measure import MeasuredStep, StepTimer
+from megatron_offload.observe.recorder import profile_step
+from megatron_offload.planning.bandwidths import FROM_COPIES, link_machine
+from megatron_offload.planning.choice import Chooser
+from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
+from megatron_offload.planning.plan_file import parse_plan, plan_to_json
+from megatron_offload.planning.profile_file import parse_profile, profile_to_json
+from megatron_offload.planning.profiled_job import job_of, schedule_of
+
+_NUM_STEPS = 2
+"""That are measured of each plan."""
+
+_MOST_PROGRAMS = 3
+"""So often it begins anew, where a program has changed for good."""
+
+_SPARE_SHARE = 16
+"""Of the device's memory, what plans leave to spare."""
+
+_logger = logging.getLogger(__name__)
+
+_NOT_HEARD = "this rank has not heard the others of its job within %g s"
+
+_numbers = itertools.count()
+"""Of this process's loops: ranks that run one program count alike."""
+
+
+def tune(manager: PipelineOffloadManager, *, timeout_s: float = 60.0) -> MeasuredLoop:
+    """Let a manager's steps find what to move, where its configuration leaves that open.
+
+    That is with policy ``auto`` or ``memory_target``, and where nothing is said of what stays. A
+    manager that has a loop keeps it, and a loop follows its manager's configuration.
+
+    Args:
+        manager: whose steps end with `PipelineOffloadManager.reset`.
+        timeout_s: how long a rank waits for the others of its job.
+    """
+    if not isinstance(manager.tuner, MeasuredLoop):
+        manager.tuner = MeasuredLoop(timeout_s)
+    return manager.tuner
+
+
+class MeasuredLoop:
+    """What `tune` gives a manager.
+
+    Attributes:
+        plan: what is followed, with what was measured of it; None while everything moves.
+        is_settled: whether no more steps are looked at.
+        said: how it has settled, in one line.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.plan: OffloadPlan | None = None
+        self.is_settled = False
+        self.said = ""
+        self._timeout_s = timeout_s
+        self._config: OffloadConfig | None = None
+        self._steps: Generator[None, None, None] | None = None
+        self._looking = contextlib.ExitStack()
+        self._is_spoilt = False
+        self._known: StepProfile | None = None
+        self._followed: OffloadPlan | None = None
+
+    def __call__(self, manager: PipelineOffloadManager) -> None:
+        """Look back at the step that has ended, and prepare for the next."""
+        if manager.config is not self._config:
+            with contextlib.suppress(StateError):
+                self._looking.close()
+            self._config = manager.config
+            self._manager = weakref.proxy(manager)  # which holds this: no circle
+            self.plan = self._followed = self._known = self._steps = None
+            self.said = ""
+            policy = manager.config.tuned_policy
+            self.is_settled = policy is None
+            if policy is not None:
+                self._policy = policy
+                self._steps = self._take_steps()
+        if self._steps is not None:
+            self._is_spoilt = manager.is_staying  # so that the step tells nothing
+            next(self._steps, None)
+
+    # What is done behind each step; a step passes at each yield.
+
+    def _take_steps(self) -> Generator[None, None, None]:
+        for _ in range(_MOST_PROGRAMS):
+            while not self._learner.is_steady:
+                yield
+            self.is_settled = False
+            profile = None
+            while profile is None:
+                profile = yield from self._profiled()
+            if not (profile.step_us and profile.d2h_gbps and profile.h2d_gbps):
+                self.is_settled = True  # on a device without a clock, or where nothing moves
+                return
+            yield from self._plan(profile)
+            while not self._is_other(profile):
+                if self._is_led:
+                    self.is_settled = True
+                    return
+                yield
+            self._follow(None)
+            _logger.warning("the program has changed: everything moves, until a step was profiled")
+
+    def _profiled(self) -> Generator[None, None, StepProfile | None]:
+        """Let a step pass; return what it has shown, None where it can't be told."""
+        try:
+            recorded = self._looking.enter_context(profile_step(self._manager, peaks=False))
+        except StateError:  # someone else profiles it
+            yield
+            return None
+        yield
+        try:
+            self._looking.close()
+        except StateError:
+            return None
+        return None if self._is_spoilt else self._learner.without_unlisted(recorded.profile)
+
+    def _plan(self, profile: StepProfile) -> Generator[None, None, None]:
+        """Agree on a plan, measure what it costs, and correct it, until one stays."""
+        self._ranks = ranks = Ranks(str(next(_numbers)), self._timeout_s)
+        text, stage = profile_to_json(profile), profile.run.pp_rank
+        answer = ranks.ask(text if ranks.is_first_of(str(stage)) else "", self._first_answer)
+        if answer is None:
+            _logger.warning("%s; it plans alone", _NOT_HEARD % self._timeout_s)
+            answer = ranks.ask(text, self._first_answer)
+        while answer is not None and not self._take(answer):
+            shown: list[MeasuredStep] = []
+            yield  # the first behind a change takes its memory anew
+            while len(shown) < _NUM_STEPS:
+                timer = StepTimer(self._manager)
+                self._looking.enter_context(self._manager.observed_by(timer))
+                yield
+                self._looking.close()
+                if self._is_other(profile) or self._is_led:
+                    return
+                if timer.has_ended and not self._is_spoilt:
+                    shown.append(timer.read())
+            answer = ranks.ask(json.dumps([stage, shown]), self._next_answer)
+            if answer is None:
+                _logger.warning("%s; it keeps its plan", _NOT_HEARD % self._timeout_s)
+                self._settle("the plan that was last agreed on stays")
+
+    # What the rank that answers does.
+
+    def _first_answer(self, texts: Sequence[str]) -> str:
+        """Plan by the profiles of all ranks; each pipeline rank's comes once, others are empty."""
+        config, policy = self._manager.config, self._policy
+        profiles = [parse_profile(text, "the profile of a rank") for text in texts if text]
+        if self._ranks.is_alone:
+            profiles = [replace(one, run=one.run._replace(pp_rank=0)) for one in profiles]
+        size = 1 + max(profile.run.pp_rank for profile in profiles)
+        if len(profiles) < size:
+            return ""  # a rank without groups has nothing to tell of
+        profiles = [replace(one, run=one.run._replace(pp_size=size)) for one in profiles]
+        profiles.sort(key=lambda profile: profile.run.pp_rank)
+        try:
+            self._origin = "the policy's own" if policy.machine else FROM_COPIES
+            machine = policy.machine or link_machine(
+                min(profile.d2h_gbps for profile in profiles),
+                min(profile.h2d_gbps for profile in profiles),
+            )
+            job = job_of(
+                profiles,
+                schedule_of(profiles),
+                Machine(**dict(machine)),
+                gpus_per_rank=policy.gpus_per_rank if policy.machine else 1,
+            )
+            given = {
+                name: limit
+                for name in ("max_inflight_bytes", "prefetch_bytes", "host_slab_bytes")
+                for limit in (getattr(policy, name, None) or getattr(config, name),)
+                if limit is not None
+            }
+            chooser = Chooser(profiles, job, RankSettings(**given))
+            cost = max(map(_cost_of, profiles), key=lambda cost: cost.slowdown_percent)
+            capacity_bytes = self._manager.backend.capacity_bytes()
+            if capacity_bytes is not None:
+                capacity_bytes -= capacity_bytes // _SPARE_SHARE
+            self._search = search_of(chooser, policy, cost, capacity_bytes)
+        except OffloadError as error:
+            return json.dumps([None, True, False, f"no plan can be made: {error}"])
+        return self._answer()
+
+    def _next_answer(self, texts: Sequence[str]) -> str:
+        """Take what the steps of a plan have shown, and correct it."""
+        search, costs = self._search, []
+        reserved: list[int | None] = [None] * len(search.plan.ranks)
+        for stage, shown in map(json.loads, texts):
+            steps = [MeasuredStep(*each) for each in shown]
+            costs.append(
+                MeasuredCost(
+                    fmean(step.step_us for step in steps),
+                    fmean(step.waited_us for step in steps),
+                    fmean(step.remade_us for step in steps),
+                    len(steps),
+                )
+            )
+            place = 0 if self._ranks.is_alone else stage
+            most = [step.reserved_bytes for step in steps if step.reserved_bytes is not None]
+            reserved[place] = max([*most, reserved[place] or 0], default=None) if most else None
+        search.note(max(costs, key=lambda cost: cost.slowdown_percent), reserved)
+        return self._answer()
+
+    def _answer(self) -> str:
+        search = self._search
+        text = plan_to_json(replace(search.plan, bandwidths=self._origin))
+        return json.dumps([text, search.is_settled, search.is_kept, search.said])
+
+    # What becomes of the answer.
+
+    def _take(self, answer: str) -> bool:
+        """Follow the plan of an answer; return whether it stays."""
+        text, is_settled, is_kept, said = json.loads(answer)
+        if text is not None:
+            plan = parse_plan(text, "the answer")
+            missing = 1 + (self._learner.pp_rank or 0) - plan.pp_size
+            if missing > 0:  # it was made by this rank alone
+                plan = replace(plan, ranks=plan.ranks * (1 + missing))
+            self._follow(plan)
+        if is_settled:
+            self._settle(said, logging.INFO if is_kept else logging.WARNING)
+        return bool(is_settled)
+
+    def _follow(self, plan: OffloadPlan | None) -> None:
+        before, self.plan = self.plan, plan
+        if plan is None or before is None or not plan.is_like(before):
+            self._followed = plan
+            self._learner.follow_plan(plan, is_own=True)
+            self._manager.backend.trim_device()  # what is reserved is seen from here on
+
+    def _settle(self, said: str, level: int = logging.INFO) -> None:
+        self.is_settled, self.said = True, said
+        if self._ranks.answers:
+            _logger.log(level, "%s: %s", self._policy.kind, said)
+
+    @property
+    def _learner(self) -> Learner:
+        return self._manager.learner
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether someone else has given a plan."""
+        return self._learner.plan is not self._followed
+
+    def _is_other(self, profile: StepProfile) -> bool:
+        """Whether the steps are others by now than the one that was profiled, for good."""
+        learner = self._learner
+        if learner.profile is None or learner.profile is self._known:
+            return False
+        if profile.has_groups_of(learner.profile):
+            self._known = learner.profile
+            return False
+        return learner.is_steady
+
+
+def _cost_of(profile: StepProfile) -> MeasuredCost:
+    """Return what a profiled step has lost, from its first group on."""
+    waited_us, began_us = profile.waited_us or 0.0, profile.times[0].started_us
+    remade_us = sum(unit.us for group in profile.groups for unit in group.remade)
+    return MeasuredCost(profile.step_us - began_us + waited_us, waited_us, remade_us, 1)

@@ -1,0 +1,259 @@
+"""Runs that find by their own steps what to move, on the virtual clock: promises hold."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from programs import KIB, run_step
+from virtual_clock import ORDER, VirtualJob
+
+from megatron_offload.autotune.loop import tune
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.observe.recorder import profile_step
+from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
+
+TARGET = 110 * KIB
+"""Something over half of what the step takes without offload."""
+
+COMPUTE_US = 2880.0
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, logger="megatron_offload.autotune.loop")
+    return caplog
+
+
+def settled(job, *, most_steps=12, **keys):
+    """Take steps until nothing more is looked at; return the loop."""
+    loop = tune(job.manager, **keys)
+    while not loop.is_settled:
+        job.step()
+        assert len(job.moved_bytes) <= most_steps
+    return loop
+
+
+def cost_percent(job):
+    return 100 * (job.step_us() / COMPUTE_US - 1)
+
+
+# Time, which is the default.
+
+
+@pytest.mark.parametrize("gbps", [10.0, 1.0, 0.2, 0.1, 0.05, 0.02, 0.001])
+def test_whatever_the_link_gives_the_default_costs_no_more_than_it_may(gbps, log):
+    job = VirtualJob(gbps)
+    loop = settled(job)
+    everything_bytes, num_steps = job.moved_bytes[2], len(job.moved_bytes)
+    assert cost_percent(job) <= 1.1
+    job.step()
+    assert job.moved_bytes[-1] == job.moved_bytes[-2] <= loop.plan.moved_bytes + 2048
+    assert (job.moved_bytes[-1] > 0.4 * everything_bytes) == (gbps >= 0.1)
+    assert job.manager.observers == [job.meter], "nobody looks any more"
+    assert log.messages == [f"auto: {loop.said}"]
+    assert parse_plan(plan_to_json(loop.plan), "it") == loop.plan
+    again = VirtualJob(gbps)
+    assert settled(again).plan == loop.plan
+    assert len(again.moved_bytes) == num_steps
+
+
+def test_the_steps_before_there_is_a_plan_move_everything_and_no_step_is_taken_without():
+    job = VirtualJob(0.1)
+    loop = settled(job)
+    first, second, third, *later = job.moved_bytes
+    assert first >= second == third
+    assert all(0 < moved < third for moved in later)
+    assert loop.plan.measured.num_steps == 2
+    assert loop.plan.measured.slowdown_percent == pytest.approx(cost_percent(job))
+
+
+@pytest.mark.parametrize("percent", [0.0, 0.5, 10.0])
+def test_a_limit_of_ones_own_is_kept(percent):
+    policy = {"kind": "auto", "most_slowdown_percent": percent}
+    job = VirtualJob(0.1, policy=policy)
+    settled(job)
+    assert cost_percent(job) <= 1.1 * percent + 1e-9
+
+
+def test_without_plans_to_measure_the_prediction_is_trusted():
+    job = VirtualJob(0.3, policy={"kind": "auto", "measured_plans": 0})
+    loop = settled(job, most_steps=3)
+    assert loop.plan.measured is None
+    assert loop.said.endswith("as predicted")
+    assert loop.plan.moved_bytes > 0
+
+
+def test_what_the_device_cannot_hold_moves_whatever_that_costs(log):
+    job = VirtualJob(0.02)
+    job.backend.capacity_bytes = lambda: 120 * KIB
+    loop = settled(job)
+    assert loop.plan.ranks[0].predicted_peak_bytes <= 120 * KIB
+    assert loop.plan.moved_bytes > 0
+    assert log.records[-1].levelno == logging.WARNING
+
+
+# Memory.
+
+
+class WeighedJob(VirtualJob):
+    """The same on a device with an allocator, which takes so much of what is live."""
+
+    def __init__(self, share, **settings):
+        super().__init__(1.0, **settings)
+        self.backend.reserved_bytes = lambda: int(share * self.meter.peak_bytes)
+        self.backend.trim_device = self.meter.reset_peak
+
+    def most_reserved_bytes(self, num_steps=3):
+        """Return what later steps reserve."""
+        self.meter.reset_peak()
+        for _ in range(num_steps):
+            self.step()
+        return self.backend.reserved_bytes()
+
+
+@pytest.mark.parametrize("share", [1.0, 1.08, 0.4, 0.7, 0.85, 1.02, 1.3])
+def test_a_target_is_kept_whatever_the_allocator_takes(share, log):
+    policy = {"kind": "memory_target", "target_bytes": TARGET}
+    trusting = WeighedJob(share, policy={**policy, "measured_plans": 0})
+    first = settled(trusting).plan
+    job = WeighedJob(share, policy=policy)
+    plan = settled(job).plan
+    assert first.ranks[0].measured_peak_bytes is None
+    assert job.most_reserved_bytes() <= TARGET
+    assert plan.ranks[0].measured_peak_bytes <= TARGET
+    if share > 1.05:
+        assert trusting.most_reserved_bytes() > TARGET, "the prediction was wrong"
+        assert plan.moved_bytes > first.moved_bytes
+    if share < 0.9:
+        assert plan.moved_bytes < first.moved_bytes
+    assert all(record.levelno == logging.INFO for record in log.records)
+
+
+def test_a_target_that_cannot_be_kept_is_warned_of_and_the_run_goes_on(log):
+    job = VirtualJob(1.0, policy={"kind": "memory_target", "target_bytes": 20 * KIB})
+    loop = settled(job)
+    assert log.records[-1].levelno == logging.WARNING
+    assert "at most 20.00 KiB is wanted" in loop.said
+    # As little as there can be: everything moves, in the smallest room.
+    assert loop.plan.moved_bytes == loop.plan.ranks[0].saved_bytes
+
+
+# When no steps are looked at, and when they are looked at anew.
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fraction": 1.0},
+        {"resident_bytes": 0},
+        {"policy": {"kind": "modules"}},
+        {"policy": {"kind": "ratio", "ratio": 0.5}},
+        {"enabled": False},
+    ],
+)
+def test_what_a_user_sets_is_what_happens(settings):
+    job = VirtualJob(0.02, **settings)
+    loop = tune(job.manager)
+    for _ in range(5):
+        run_step(job.model, job.manager, ORDER)
+        assert (loop.is_settled, loop.plan, job.manager.observers) == (True, None, [job.meter])
+
+
+def test_on_a_device_without_a_clock_everything_goes_on_moving(log):
+    job = VirtualJob(1.0, group_us=0.0)
+    loop = settled(job, most_steps=3)
+    for _ in range(2):
+        job.step()
+    assert loop.plan is None
+    assert job.moved_bytes[-1] == job.moved_bytes[2] > 0
+    assert log.messages == []
+
+
+def test_a_policy_that_nobody_plans_by_is_said_once(caplog):
+    job = VirtualJob(1.0, policy={"kind": "auto"})
+    for _ in range(3):
+        job.step()
+    (text,) = caplog.messages
+    assert "call megatron_offload.autotune.loop.tune(manager)" in text
+    assert job.moved_bytes[-1] > 0
+
+
+def test_a_plan_that_someone_gives_is_followed_and_nothing_else(tmp_path):
+    job, other = VirtualJob(0.1), VirtualJob(0.1)
+    save_plan(settled(other).plan, tmp_path / "plan.json")
+    loop = settled(job)
+    plan = load_plan(tmp_path / "plan.json")
+    job.manager.follow_plan(plan)
+    for _ in range(4):
+        job.step()
+    assert job.manager.learner.plan is plan
+    assert loop.is_settled
+
+
+def test_steps_that_fail_or_move_nothing_tell_nothing():
+    job = VirtualJob(0.1)
+    expected = settled(VirtualJob(0.1)).plan
+    loop = tune(job.manager)
+    for number in range(60):
+        if number % 3 == 1:
+            with job.manager.staying("a test"):
+                job.step()
+        elif number % 3 == 2:
+            with pytest.raises(ZeroDivisionError), job.manager.step():
+                raise ZeroDivisionError
+        else:
+            job.step()
+    assert loop.is_settled
+    assert loop.plan.is_like(expected)
+
+
+def test_a_step_that_a_user_profiles_meanwhile_is_no_hindrance():
+    job = VirtualJob(0.1)
+    loop = tune(job.manager)
+    job.step()
+    job.step()
+    with profile_step(job.manager) as recorded:
+        job.step()
+    assert recorded.profile.offloaded_bytes > 0
+    assert settled(job) is loop
+    assert loop.plan.is_like(settled(VirtualJob(0.1)).plan)
+
+
+def test_a_program_that_changes_for_good_is_looked_at_anew(log):
+    job = VirtualJob(0.1)
+    first = settled(job).plan
+    shorter = [(action, number) for action, number in ORDER if number < 4]
+
+    def step():
+        run_step(job.model, job.manager, shorter)
+        return job.manager.last_step.offloaded_bytes
+
+    moved = [step() for _ in range(15)]
+    loop = job.manager.tuner
+    assert loop.is_settled
+    assert "the program has changed" in log.text
+    assert loop.plan.num_microbatches == 4 < first.num_microbatches
+    # One odd step changes nothing.
+    job.step()
+    assert [step() for _ in range(4)][-1] == moved[-1]
+    assert loop.is_settled
+
+
+def test_a_new_configuration_is_a_new_run_and_a_new_manager_takes_the_loop_along():
+    job = VirtualJob(0.1)
+    loop = settled(job)
+    job.manager.configure(job.manager.config.model_copy(), backend=job.backend)
+    assert tune(job.manager) is loop
+    job.moved_bytes.clear()
+    job.step()
+    assert (loop.is_settled, loop.plan) == (False, None)
+    settled(job)
+    assert loop.plan.moved_bytes > 0
+    outer, PipelineOffloadManager.instance = PipelineOffloadManager.instance, job.manager
+    try:
+        PipelineOffloadManager.reset_instance()
+        assert PipelineOffloadManager.get_instance().tuner is loop
+        PipelineOffloadManager.get_instance().close()
+    finally:
+        PipelineOffloadManager.instance = outer
