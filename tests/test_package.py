@@ -79,7 +79,7 @@ def test_a_plain_pytorch_user_installs_neither_megatron_nor_a_solver(wheel):
     needed = [r for r in metadata_of(wheel)[1].get_all("Requires-Dist") if "extra ==" not in r]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
     assert names <= {
-        *("torch", "numpy", "pydantic", "pydantic-settings", "pyyaml", "rich", "packaging"),
+        *("torch", "numpy", "pydantic", "pydantic-settings", "pyyaml", "rich"),
         *("filelock", "nvidia-ml-py"),
     }
 

@@ -5,19 +5,17 @@ The examining process opens no device and changes nothing; what fails becomes a 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
-
-from packaging.requirements import Requirement
-from packaging.version import InvalidVersion, Version
 
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.base import DeviceInfo
@@ -35,6 +33,8 @@ from megatron_offload.machine.profile import (
     num_nvidia_gpus,
     read_pci_path,
 )
+
+_PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")
 
 NEWEST_SEEN = {
     "python": "3.12",
@@ -119,7 +119,7 @@ def examine(
     findings += [
         check_host_memory(max(1, len(devices)), OffloadConfig().host_slab_bytes, root=root),
         *check_environment(environ),
-        *check_versions(),
+        check_versions(),
     ]
     return Examination(tuple(findings), profile)
 
@@ -271,15 +271,18 @@ def _check_allocator(environ: Mapping[str, str]) -> Finding:
     return Finding("note", title, shown, advice)
 
 
-def found_version(name: str) -> str:
-    """Return the version of a distribution: of what an import gives, not of what pip lists.
+def found_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide what a run computes.
 
-    The two differ for megatron-core where another copy comes first on ``PYTHONPATH``.
+    Of megatron-core that is what an import gives and not what pip lists: the two differ where
+    another copy comes first on ``PYTHONPATH``.
     """
-    if name == "python":
-        return platform.python_version()
-    version = _megatron_version() if name == "megatron-core" else ""
-    return version or importlib.metadata.version(name)
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    megatron = _megatron_version()
+    return versions | ({"megatron-core": megatron} if megatron else {})
 
 
 def _megatron_version() -> str:
@@ -295,38 +298,19 @@ def _megatron_version() -> str:
     return ".".join(numbers) + parts.get("PRE_RELEASE", "") if "".join(numbers).isdigit() else ""
 
 
-def check_versions(version_of: Callable[[str], str] = found_version) -> list[Finding]:
-    """Hold the installed versions of `NEWEST_SEEN` against what this package asks for."""
-    findings: dict[str, Finding] = {}  # an extra that names others repeats what they ask for
-    try:
-        wanted = ["python", *(importlib.metadata.requires("megatron-offload") or ())]
-    except importlib.metadata.PackageNotFoundError:
-        found = "not installed, so which versions it wants isn't known"
-        return [Finding("note", "megatron-offload", found, "pip install -e . in its folder")]
-    for requirement in map(Requirement, wanted):
-        if requirement.name in NEWEST_SEEN and requirement.name not in findings:
-            findings[requirement.name] = _check_version(requirement, version_of)
-    return list(findings.values())
-
-
-def _check_version(requirement: Requirement, version_of: Callable[[str], str]) -> Finding:
-    name = requirement.name
-    is_extra = requirement.marker is not None and "extra" in str(requirement.marker)
-    advice = f"pip install '{name}{requirement.specifier}'"
-    try:
-        text = version_of(name)
-        version = Version(text)
-    except importlib.metadata.PackageNotFoundError:
-        if is_extra:
-            return Finding("ok", name, "not installed, and not needed")
-        return Finding("error", name, "not installed", advice)
-    except InvalidVersion:
-        return Finding("note", name, f"{shorten(repr(text))} is no version", advice)
-    if not requirement.specifier.contains(version, prereleases=True):
-        return Finding("warning" if is_extra else "error", name, f"{text}, unsupported", advice)
-    newest = NEWEST_SEEN[name]
-    if version.release[:2] > Version(newest).release:
-        found = f"{text}, newer than any that this package was run with ({newest})"
-        advice = "megatron-offload compare shows whether bits stay the same"
-        return Finding("note", name, found, advice)
-    return Finding("ok", name, text)
+def check_versions() -> Finding:
+    """Say what is installed, and what of it is newer than any that this package was run with."""
+    found = found_versions()
+    release = {name: re.findall(r"\d+", text)[:2] for name, text in found.items()}
+    newer = [
+        f"{name} {seen}"
+        for name, seen in NEWEST_SEEN.items()
+        if [*map(int, release.get(name, ()))] > [*map(int, seen.split("."))]
+    ]
+    text = ", ".join(f"{name} {version}" for name, version in found.items())
+    if not newer:
+        return Finding("ok", "versions", text)
+    advice = (
+        f"the newest that were run with are {', '.join(newer)}: megatron-offload compare shows "
+    )
+    return Finding("note", "versions", text, advice + "whether bits stay the same")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from megatron_offload.core.profile import RunShape
+from megatron_offload.machine.examine import found_versions
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths, slowest_link
 from megatron_offload.planning.profile_file import save_profile
@@ -24,7 +25,7 @@ from megatron_offload.train.digest import digest
 from megatron_offload.train.offload import OffloadSession, open_offload
 from megatron_offload.train.parallel import Parallel, open_model_parallel
 from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log, read_steps
-from megatron_offload.train.run_folder import CheckpointFolder, found_versions, prepare_folder
+from megatron_offload.train.run_folder import CheckpointFolder, prepare_folder
 
 if TYPE_CHECKING:
     from megatron_offload.observe.recorder import RecordedStep

@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import platform
 import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,8 +33,6 @@ FACTS_NAME = "run.json"
 PLAN_NAME = "plan.json"
 """The plan that a run has made and follows."""
 RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
-
-_PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")
 
 FORMAT = 4
 """Of the files in a checkpoint; others are refused."""
@@ -130,6 +126,8 @@ def _has_steps(folder: Path) -> bool:
 
 def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: bool) -> None:
     """Write down what is about to run; where it ``is_new``, what an earlier one measured goes."""
+    from megatron_offload.machine.examine import found_versions  # imports torch
+
     folder = config.run.output
     CheckpointFolder(folder).clean()
     if is_new:
@@ -145,17 +143,6 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: 
     )
     replace_text(folder / FACTS_NAME, facts.model_dump_json(indent=2) + "\n")
     write_config(config, folder)
-
-
-def found_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide what a run computes."""
-    from megatron_offload.machine.examine import found_version  # imports torch
-
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = found_version(package)
-    return versions
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
