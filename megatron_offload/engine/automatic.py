@@ -119,6 +119,11 @@ class AutomaticGroups:
             self._commit(forward)
         forward.chunk.forget_recipes()  # they hold what they are bound to
 
+    @property
+    def chunk(self) -> ChunkOffloadHandler | None:
+        """The chunk of the innermost forward."""
+        return self._forwards[-1].chunk if self._forwards else None
+
     def _forget_interrupted(self) -> None:
         """Take back each `begin` that surrounds this one and has saved nothing.
 

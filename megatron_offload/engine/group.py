@@ -195,6 +195,9 @@ class Rules:
     should_offload: Callable[[int], bool] | None = None
     """Is asked for each new block, with its bytes, whether it moves, be it needed soon or not. None
     for all, as far as that is of use."""
+    configured: tuple[str, ...] = ()
+    """The units and patterns that the configuration names."""
+
     recompute: frozenset[str] | None = None
     """The units of recipes by which tensors are made again; None for all that there are."""
 

@@ -24,6 +24,7 @@ from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.fused_outputs import tell_of_fused_outputs
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup, Rules
 from megatron_offload.engine.guard import Guard, guarded
@@ -196,6 +197,7 @@ class PipelineOffloadManager:
         config = self.config
         if config.enabled:
             keep_quantised_weights()
+            tell_of_fused_outputs()
             self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
         smallest = config.smallest_tensor
         is_set = {"min_tensor_bytes", "min_tensor_elements"} & config.model_fields_set
@@ -256,6 +258,7 @@ class PipelineOffloadManager:
         """Return a chunk for a caller who opens and commits its groups by hand."""
         rules = Rules(min_tensor_bytes, min_tensor_elements)
         rules.recompute = self.learner.recompute(vp_stage)
+        rules.configured = self.config.recompute
         return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage=vp_stage)
 
     @graph_break

@@ -1,0 +1,105 @@
+"""What TransformerEngine's fused layers make and save within one autograd function.
+
+The output of the norm before a linear layer, and that of the activation between two, are saved by
+the function that makes them, where no hook of a module gets to. So the names by which its modules
+call what makes them stand for functions that tell of it. The engine asks for that at each chunk,
+because the library may be imported at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
+
+_MODULES = tuple(
+    f"transformer_engine.pytorch.module.{name}" for name in ("layernorm_linear", "layernorm_mlp")
+)
+_NORM_TAKES = ("inputmat", "ln_out", "ln_weight", "ln_bias", "eps", "output_quantizer")
+"""The first parameters of ``apply_normalization`` in the versions that are known, 2.0 to 2.20."""
+
+_exchanged = Exchanges()
+
+
+def tell_of_fused_outputs() -> None:
+    """Let the fused layers tell, once they are imported; a second call changes nothing.
+
+    Only what isn't quantised is told of: a quantiser's scales may change with every call.
+    """
+    if _exchanged or _MODULES[-1] not in sys.modules:
+        return
+    modules = [sys.modules[name] for name in _MODULES if name in sys.modules]
+    if len(modules) < len(_MODULES) or not hasattr(modules[-1], "LayerNormMLP"):
+        return  # it is being imported
+    for module in modules:
+        normalize = getattr(module, "apply_normalization", None)
+        if normalize is not None and _takes(normalize, _NORM_TAKES):
+            _exchanged.replace(module, "apply_normalization", _normalizing(normalize))
+    mlp = modules[-1]
+    if hasattr(mlp, "_act_func"):
+        _exchanged.replace(mlp, "_act_func", _finding_activation(mlp._act_func))
+    if hasattr(mlp, "bias_gelu_fused"):
+        _exchanged.replace(mlp, "bias_gelu_fused", _activating(mlp.bias_gelu_fused))
+
+
+def uninstall() -> None:
+    """Put back what `tell_of_fused_outputs` found; the next chunk exchanges it again."""
+    _exchanged.undo()
+
+
+def _tell(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) -> None:
+    """Tell the chunk whose hooks are in force how an output was made."""
+    owner = owner_of_hooks()
+    chunk = owner if isinstance(owner, ChunkOffloadHandler) else getattr(owner, "chunk", None)
+    if chunk is None or unit not in chunk.rules.configured or is_in_backward():
+        return
+    if type(output) is torch.Tensor:
+        chunk.add_recipe(output, function, inputs, unit)
+
+
+def _takes(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    return tuple(inspect.signature(function).parameters)[: len(names)] == names
+
+
+def _normalizing(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def again(*args: Any) -> torch.Tensor:
+        made: torch.Tensor = theirs(*args)[0]
+        return made
+
+    @functools.wraps(theirs)
+    def apply_normalization(*args: Any, **kwargs: Any) -> Any:
+        result = theirs(*args, **kwargs)
+        if len(args) > 5 and not kwargs and args[1] is None and args[5] is None:
+            _tell(result[0], again, *args, unit="norm")
+        return result
+
+    return apply_normalization
+
+
+def _finding_activation(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    telling = functools.cache(_activating)
+
+    @functools.wraps(theirs)
+    def find(*args: Any, **kwargs: Any) -> Any:
+        forward, *backward = theirs(*args, **kwargs)
+        return (telling(forward), *backward)
+
+    return find
+
+
+def _activating(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def activate(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = theirs(x, *args, **kwargs)
+        _tell(made, functools.partial(theirs, **kwargs), x, *args, unit="mlp_act")
+        return made
+
+    return activate

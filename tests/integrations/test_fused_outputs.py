@@ -1,0 +1,172 @@
+"""What TransformerEngine's fused layers save of their own is made again, unless quantised."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from programs import TIMINGS, assert_nothing_left, assert_same, in_group, make_config, make_manager
+
+from megatron_offload.engine import fused_outputs
+from megatron_offload.errors import CorruptionError
+from megatron_offload.frontends.whole_model import OffloadActivations
+
+ROWS, WIDTH = 16, 32
+BYTES = 4 * ROWS * WIDTH
+
+
+def normalize(
+    inputmat, ln_out, ln_weight, ln_bias, eps, output_quantizer, output_dtype, normalization, *_
+):
+    made = F.layer_norm(inputmat, (WIDTH,), ln_weight, ln_bias, eps).to(output_dtype)
+    mean = inputmat.mean(dim=-1)
+    return (made if output_quantizer is None else output_quantizer(made)), mean, mean
+
+
+def gelu(x, quantizer, limit=6.0):
+    made = F.gelu(x).clamp(max=limit)
+    return made if quantizer is None else quantizer(made)
+
+
+class _LayerNormMLP(torch.autograd.Function):
+    """Saves what TransformerEngine's does."""
+
+    @staticmethod
+    def forward(ctx, x, norm, one, two, module, quantizer):
+        inputmat = x.view(-1, WIDTH)
+        normed, _, _ = module.apply_normalization(
+            inputmat, None, norm, None, 1e-5, quantizer, x.dtype, "LayerNorm", 0, False
+        )
+        hidden = normed @ one
+        activate = module._act_func("gelu", None)[0]
+        acted = activate(hidden, quantizer, limit=5.0)
+        ctx.save_for_backward(inputmat, norm, normed, one, hidden, acted, two)
+        return (acted @ two).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputmat, norm, normed, one, hidden, acted, two = ctx.saved_tensors
+        grad = grad.view(-1, WIDTH)
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+            (d_hidden,) = torch.autograd.grad(gelu(leaf, None, limit=5.0), leaf, grad @ two.t())
+            x, w = inputmat.detach().requires_grad_(), norm.detach().requires_grad_()
+            d_x, d_norm = torch.autograd.grad(
+                F.layer_norm(x, (WIDTH,), w, None, 1e-5), (x, w), d_hidden @ one.t()
+            )
+        return d_x.view(ROWS, 1, WIDTH), d_norm, normed.t() @ d_hidden, acted.t() @ grad, None, None
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """The module of TransformerEngine's that has this function, with the names that it calls."""
+    fused_outputs.uninstall()
+    found = None
+    for name in fused_outputs._MODULES:
+        found = types.ModuleType(name)
+        found.apply_normalization = normalize
+        monkeypatch.setitem(sys.modules, name, found)
+    found.LayerNormMLP = object
+    found._act_func = lambda activation, recipe: (gelu, "backward", None)
+    yield found
+    fused_outputs.uninstall()
+    assert found.apply_normalization is normalize
+    assert found._act_func("gelu", None) == (gelu, "backward", None)
+
+
+def gradients(module, around=None, *, manager=None, quantizer=None):
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, 1, WIDTH, requires_grad=True)
+    norm = torch.nn.Parameter(torch.rand(WIDTH))
+    one, two = (torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+    if manager is not None:
+        for parameter in (norm, one, two):
+            manager.mark_not_offload(parameter)
+
+    def run(x):
+        return _LayerNormMLP.apply(x, norm, one, two, module, quantizer)
+
+    if around is not None:
+        with around:
+            y = run(x * 2).square().mean()
+    else:
+        y = in_group(manager, run, x * 2).square().mean()
+    y.backward()
+    return [y.detach(), x.grad, norm.grad, one.grad, two.grad]
+
+
+def remade(manager):
+    return {u.unit: u.num_bytes for g in manager.last_profile.groups for u in g.remade}
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_the_norm_and_the_activation_are_made_again(timing, module):
+    expected = gradients(module)
+    manager = make_manager(timing, checking=True)
+    for _ in range(3):
+        with manager.step():
+            assert_same(expected, gradients(module, manager=manager))
+        assert remade(manager) == {"norm": BYTES, "mlp_act": BYTES}
+        assert manager.last_step.by_name["g"].remade_bytes == 2 * BYTES
+        assert manager.last_step.offloaded_bytes == 2 * BYTES
+        assert_nothing_left(manager)
+
+
+def test_at_a_door_that_marks_nothing_too(module):
+    expected = gradients(module)
+    offload = OffloadActivations(config=make_config(), min_offload_size=0)
+    for _ in range(2):
+        assert_same(expected, gradients(module, offload))
+        assert offload.end_step()
+        assert offload.last_step.by_name["activations"].remade_bytes == 2 * BYTES
+
+
+@pytest.mark.parametrize(("units", "made"), [((), {}), (("mlp_act",), {"mlp_act": BYTES})])
+def test_what_is_not_listed_moves(units, made, module):
+    expected = gradients(module)
+    manager = make_manager(recompute=units)
+    with manager.step():
+        assert_same(expected, gradients(module, manager=manager))
+    assert remade(manager) == made
+    assert manager.last_step.offloaded_bytes == 4 * BYTES - sum(made.values())
+
+
+def test_what_is_quantised_moves(module):
+    def quantizer(made):
+        return made * 0.5
+
+    expected = gradients(module, quantizer=quantizer)
+    manager = make_manager()
+    with manager.step():
+        assert_same(expected, gradients(module, manager=manager, quantizer=quantizer))
+    assert "norm" not in remade(manager)
+
+
+def test_a_version_that_is_not_known_is_left_alone(module):
+    def other(inputmat, weight):
+        return inputmat
+
+    module.apply_normalization = other
+    make_manager().begin_chunk()
+    assert module.apply_normalization is other
+    module.apply_normalization = normalize
+
+
+def test_a_wrong_recipe_is_caught_by_checking(module):
+    manager = make_manager(checking=True)
+    calls = []
+
+    def drifting(*args):
+        calls.append(args)
+        return normalize(*args[:4], 1e-5 * len(calls), *args[5:])
+
+    drifting.__signature__ = inspect.signature(normalize)
+    module.apply_normalization = drifting
+    with pytest.raises(CorruptionError, match="made again"), manager.step():
+        gradients(module, manager=manager)
+    fused_outputs.uninstall()
+    module.apply_normalization = normalize
