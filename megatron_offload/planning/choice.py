@@ -70,7 +70,7 @@ _Settings: TypeAlias = tuple[RankSettings, ...]
 class _Way(NamedTuple):
     """How a rank's settings are found for a target."""
 
-    room: int = 0
+    room: float = 0
     """Which of its rooms copies have; where that is too large for the target, the next smaller."""
     level: int = 0
     """How many kinds of bytes are made again; where fewer keep the target alone, so many."""
@@ -296,9 +296,10 @@ class Chooser:
                 one = ways[rank]
                 others = [one._replace(order=order) for order in range(4)]
                 others += [one._replace(level=level) for level in near(one.level)]
-                others += [one._replace(room=room) for room in (one.room - 1, one.room + 1)]
+                others += [one._replace(room=one.room + step) for step in (-1, -0.5, 0.5, 1)]
+                others += [one._replace(split=one.split + step) for step in (-0.125, 0.125)]
                 changed += [(*ways[:rank], other, *ways[rank + 1 :]) for other in others]
-            return [ways for ways in changed if all(0 <= way.room < _NUM_ROOMS for way in ways)]
+            return [ways for ways in changed if all(map(_is_possible, ways))]
 
         def of_all(change: Callable[[_Way], list[_Way]]) -> Callable[[_Found], list[_Ways]]:
             return lambda found: [(way,) * len(found.ways) for way in change(found.ways[0])]
@@ -306,9 +307,9 @@ class Chooser:
         return [
             of_all(
                 lambda way: [
-                    way._replace(room=room)
-                    for room in (way.room - 1, way.room + 1, way.room + 2)
-                    if 0 <= room < _NUM_ROOMS
+                    near_by
+                    for step in (-1, 1, 2)
+                    if _is_possible(near_by := way._replace(room=way.room + step))
                 ]
             ),
             of_all(lambda way: [way._replace(level=level) for level in near(way.level)]),
@@ -325,7 +326,7 @@ class Chooser:
                 for settings in map(self._nothing, range(one.level + 1))
                 if self._peak(rank, settings) <= target
             )
-        rooms = [one._replace(room=room) for room in range(one.room, -1, -1)]
+        rooms = [one._replace(room=one.room - step) for step in range(int(one.room) + 1)]
         top = len(self._levels) - 1
         for way in (*rooms, _Way(0, one.level, one.order), _Way(0, top), _Way()):
             everything = self._everything(rank, way)
@@ -540,6 +541,10 @@ def _unit_choices(profile: StepProfile, stages: Sequence[int], gbps: float) -> I
         verb = "made again" if is_remade else "not needed: made again"
         reason = f"{verb} in {us / 1e3:.1f} ms, where its copies take {copies_us / 1e3:.1f} ms"
         yield UnitChoice(stage, name, num_bytes, us, is_remade, reason)
+
+
+def _is_possible(way: _Way) -> bool:
+    return 0 <= way.room < _NUM_ROOMS and 0 < way.split < 1
 
 
 def _spread(groups: Sequence[LiveGroup]) -> list[LiveGroup]:
