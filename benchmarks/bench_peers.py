@@ -7,12 +7,16 @@ colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0
 one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 1 and those behind:
 
     none         no offload; what all others are compared with
-    ours-auto    this package, which chooses among all of attention and MLP by itself, as in
-                 ours-auto:policy.most_slowdown_percent=8
-    ours-all     this package, all of attention and MLP moved
-    ours-five    this package, Megatron's five modules of a dense layer (or --modules)
+    ours-auto    this package, which chooses by itself what of attention and MLP to keep, to move,
+                 and to make again, as in ours-auto:policy.most_slowdown_percent=8
+    ours-target  the same for a size, as in ours-target:policy.target_bytes=20GiB
+    ours-recompute
+                 all of attention and MLP moved, but the default units, which are made again; or as
+                 in ours-recompute:recompute=norm+mlp_act+rope
+    ours-all     all of attention and MLP moved
+    ours-five    Megatron's five modules of a dense layer (or --modules) moved
     ours-whole   this package's OffloadActivations, as in ours-whole:max_fwd_stash_size=3
-    ours         this package, any modules: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
+    ours         any modules: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
     megatron     megatron-core's own offload, the same five (or --modules, or as for ours); its
                  trainer asks for NVTE_CPU_OFFLOAD_V1=1, megatron:te_v1=0 goes without
     te           TransformerEngine's cpu_offloading, all layers but one; PP=1 only
@@ -75,6 +79,8 @@ ALL = (
 KINDS = {
     "none": (),
     "ours-auto": ALL,
+    "ours-target": ALL,
+    "ours-recompute": ALL,
     "ours-all": ALL,
     "ours-five": FIVE,
     "ours-whole": (),
@@ -87,8 +93,13 @@ KINDS = {
     "recompute-selective": ("layernorm", "mlp"),
 }
 """By mode the modules that it moves, or makes again, where nothing else is said."""
-_MOVES = ("policy.kind=modules",)
-SETTINGS = {"ours-auto": ("policy.kind=auto",), "ours-all": _MOVES, "ours-five": _MOVES}
+SETTINGS = {
+    "ours-auto": ("policy.kind=auto",),
+    "ours-target": ("policy.kind=memory_target",),
+    "ours-recompute": ("policy.kind=modules",),
+    "ours-all": ("policy.kind=modules", "recompute=[]"),
+    "ours-five": ("policy.kind=modules", "recompute=[]"),
+}
 """By mode the settings that are its own."""
 CHOOSES_MODULES = ("ours", "megatron", "recompute-selective")
 SINGLE_STAGE = ("te", "trl")
@@ -208,6 +219,8 @@ def read_mode(text, modules=None):
             te_v1 = value
         elif key in WHOLE_MODEL_SETTINGS and kind == "ours-whole" and value.isdigit():
             arguments[key] = int(value)
+        elif key == "recompute" and kind.startswith("ours"):
+            options.append(f"recompute=[{', '.join(filter(None, value.split('+')))}]")
         elif key != "modules" and kind.startswith("ours"):
             options.append(item)
         else:

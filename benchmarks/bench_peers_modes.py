@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import time
 import weakref
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from bench_peers import options_of_rank
 
 
@@ -115,8 +115,6 @@ class Marked(Mode):
 
 
 class Ours(Marked):
-    loop = None
-
     def read_config(self, **more):
         from megatron_offload.config import OffloadConfig, apply_overrides
         from megatron_offload.files.strict_model import validate
@@ -135,7 +133,7 @@ class Ours(Marked):
             config = config.model_copy(update={"min_tensor_bytes": 0})
         self.manager.configure(config)
         megatron_core.install()
-        self.loop = tune(self.manager)
+        tune(self.manager)
 
     def attach(self, chunks, pp_rank):
         from megatron_offload.frontends.modules import offload_modules
@@ -145,20 +143,17 @@ class Ours(Marked):
 
     def take_step(self, step):
         """Take as many steps as the measured loop needs, of the same microbatches."""
-        started, taken = time.perf_counter(), [step()]
-        while self.loop is not None and not self.loop.is_settled:
-            taken.append(step())
-        if len(taken) == 1:
-            return taken[0]
         from megatron_offload.planning.plan_file import save_plan
 
-        steps_ms = [found[0] for found in taken]
-        planning_s = time.perf_counter() - started
-        self.planning = {"planning_s": planning_s, "planning_steps_ms": steps_ms}
-        self.planning["settled"] = self.loop.said
-        print(f"settled after {len(taken)} steps: {self.loop.said}")
-        if self.spec["rank"] == 0 and self.loop.plan is not None:
-            save_plan(self.loop.plan, Path(self.spec["results"]) / "plan.json")
+        taken, loop = [step()], self.manager.tuner
+        while loop is not None and any_rank(not loop.is_settled):
+            taken.append(step())
+        if len(taken) > 1:
+            self.planning = {"planning_steps_ms": [found[0] for found in taken]}
+            self.planning["settled"] = loop.said
+            print(f"settled after {len(taken)} steps: {loop.said}")
+            if self.spec["rank"] == 0 and loop.plan is not None:
+                save_plan(loop.plan, Path(self.spec["results"]) / "plan.json")
         if self.spec["deterministic"] and len({found[1:] for found in taken}) > 1:
             raise RuntimeError(f"steps of planning differ in loss or gradients: {taken}")
         return taken[0]
@@ -365,6 +360,8 @@ MODES = {
     "ours-five": Ours,
     "ours-all": Ours,
     "ours-auto": Ours,
+    "ours-target": Ours,
+    "ours-recompute": Ours,
     "ours-whole": OursWhole,
     "megatron": Megatron,
     "te": TransformerEngine,
@@ -373,6 +370,13 @@ MODES = {
     "recompute": Recompute,
     "recompute-selective": RecomputeSelective,
 }
+
+
+def any_rank(flag):
+    """Return whether it is so on any rank."""
+    flags = [None] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return any(flags)
 
 
 def torch_pinned_bytes():
