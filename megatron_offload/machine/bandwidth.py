@@ -23,7 +23,7 @@ from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend, Wait
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import OffloadError
-from megatron_offload.machine.job_ranks import JobRanks, gather
+from megatron_offload.machine.job_ranks import gather, rank_in
 from megatron_offload.machine.profile import CopyRates, GpuProfile, PciPath, read_pci_path
 
 BLOCK_BYTES = 128 * 1024**2
@@ -103,38 +103,40 @@ def _measure_one(
         results.put(gpus)
 
 
-def measure_copies(
-    backend: Backend, *, block_bytes: int = BLOCK_BYTES, ranks: JobRanks | None = None
-) -> GpuProfile:
+def measure_copies(backend: Backend, *, block_bytes: int = BLOCK_BYTES) -> GpuProfile:
     """Measure what the backend's device gets, each number the median of a few rounds; collective.
 
-    Twice ``block_bytes`` is pinned, and taken on the device; all is given back. The link is read
-    meanwhile, for idle GPUs run it slower. A rank that can't have so much memory, or can't pin it,
-    is a `BandwidthError` on all ranks; None for ``ranks`` takes all there are.
+    All ranks, of one machine, take turns and then copy together. Twice ``block_bytes`` is pinned,
+    and taken on the device; all is given back. The link is read meanwhile, for idle GPUs run it
+    slower. A rank that can't have so much memory, or can't pin it, is a `BandwidthError` on all.
     """
-    ranks = ranks if ranks is not None else JobRanks()
     link, problem = None, ""
     try:
         link = Link(backend, block_bytes)
     except BandwidthError as error:
         problem = str(error)
     # Whoever gave up now would leave the others waiting for the next turn.
-    problems = ranks.gather(problem)
+    problems = gather(problem)
     if link is None or any(problems):
         link = None  # what holds the error must not hold the memory
         rank = next(rank for rank, each in enumerate(problems) if each)
         raise BandwidthError(f"rank {rank}: {problems[rank]}")
     alone = [0.0] * 4
-    for turn in range(ranks.num_turns):
-        ranks.meet()
-        if turn == ranks.turn:
+    for turn in range(len(problems)):
+        _meet(len(problems))
+        if turn == rank_in():
             link.rates("d2h", "h2d")  # one that was idle has to wake
             alone = [*link.median("d2h"), *link.median("h2d"), *link.median("d2h", "h2d")]
     node = alone[2:]
-    if ranks.num_turns > 1:
-        node = link.median("d2h", "h2d", before_each=ranks.meet)
+    if len(problems) > 1:
+        node = link.median("d2h", "h2d", before_each=lambda: _meet(len(problems)))
     rates = dict(zip(CopyRates.model_fields, [*alone, *node], strict=True))
     return GpuProfile(rates=CopyRates.model_validate(rates), pci=link.path)
+
+
+def _meet(num_ranks: int) -> None:
+    if num_ranks > 1:
+        dist.barrier()
 
 
 class Link:

@@ -1,15 +1,10 @@
-"""The ranks of a job: what each of them says, and which of them run under one kernel."""
+"""What the ranks of a job say to one another."""
 
 from __future__ import annotations
 
-import platform
-from collections import Counter
-from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
-
-from megatron_offload.files.kernel import read_kernel_text
 
 _Said = TypeVar("_Said")
 
@@ -26,27 +21,6 @@ def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
     return said
 
 
-class JobRanks:
-    """All ranks of a group, which make it together; or this process alone.
-
-    ``machines`` tells each rank's machine from others, ``turn`` is this rank's place among those of
-    its machine, and ``num_turns`` the most ranks that any machine has.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None, *, root: Path = Path("/")) -> None:
-        self._group = group
-        self._is_alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = rank = 0 if self._is_alone else dist.get_rank(group)
-        boot = read_kernel_text(root / "proc/sys/kernel/random/boot_id").strip()  # drawn at start
-        self.machines = self.gather(boot or platform.node())
-        self.turn = self.machines[:rank].count(self.machines[rank])
-        self.num_turns = max(Counter(self.machines).values())
-
-    def gather(self, mine: _Said) -> list[_Said]:
-        """Return what every rank says, as `gather` does; collective."""
-        return gather(mine, self._group)
-
-    def meet(self) -> None:
-        """Wait until all ranks are here."""
-        if not self._is_alone:
-            dist.barrier(self._group)
+def rank_in(group: dist.ProcessGroup | None = None) -> int:
+    """Return this process's place in what `gather` returns."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0

@@ -56,12 +56,11 @@ def print_offload_summary_table(
             time because another group had saved the same memory; a second table.
         process_group: who takes part; None is everybody.
     """
-    from megatron_offload.machine.job_ranks import JobRanks  # imports torch
+    from megatron_offload.machine.job_ranks import gather, rank_in  # imports torch
 
-    job = JobRanks(process_group)
-    moved = job.gather(dict(total_offload_bytes))
-    shared = job.gather(dict(local_duplicate_summary or {}))
-    if job.rank == 0:
+    moved = gather(dict(total_offload_bytes), process_group)
+    shared = gather(dict(local_duplicate_summary or {}), process_group)
+    if rank_in(process_group) == 0:
         console().print(_bytes_table("Activations offloaded", moved))
         if any(shared):
             console().print(_bytes_table("Shared with another group, moved once", shared))
