@@ -23,7 +23,7 @@ import torch
 from megatron_offload.backends.base import Backend, Pair, Wait
 from megatron_offload.backends.shadow import Access, Hazard, Shadow
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.errors import HazardError, StateError
+from megatron_offload.errors import HazardError
 
 _POISON = 0xFF
 
@@ -51,7 +51,7 @@ class SimulatedStream:
         self, name: str, index: int, backend: SimulatedBackend, *, is_lazy: bool, us_per_byte: float
     ) -> None:
         self.name = name
-        self._backend = weakref.ref(backend)  # which holds it: no circle to be collected
+        self._backend = weakref.proxy(backend)  # which holds it: no circle to be collected
         self.time_us = 0.0
         self.num_copies = 0
         self._index = index
@@ -74,16 +74,10 @@ class SimulatedStream:
     # As a CUDA stream's methods do.
 
     def record_event(self) -> SimulatedEvent:
-        return self._owner().record(self)
+        return self._backend.record(self)
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        self._owner().order(self, event)
-
-    def _owner(self) -> SimulatedBackend:
-        backend = self._backend()
-        if backend is None:
-            raise StateError(f"{self!r} outlives its device; make a manager and take its streams")
-        return backend
+        self._backend.order(self, event)
 
 
 class SimulatedBackend(Backend):

@@ -155,9 +155,7 @@ def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Fin
         return Finding("ok", title, f"{alone}, of {path.most}")
     if path.now.gbps < path.most.gbps:
         found = f"{alone}; the link runs as {path.now}, and the GPU could do {path.most}"
-        advice = (
-            "see that the GPU sits firmly in a slot of that width, and what BIOS and board allow"
-        )
+        advice = "see that the GPU sits firmly in a slot of that width, and what the board allows"
         return Finding("warning", title, found, advice)
     advice = "see the findings on memory nodes and IOMMU, whether a link on the way is narrower or "
     advice += "shared (lspci -vv), whether something else copies, and, in a virtual machine, how "
@@ -208,10 +206,8 @@ def check_memory_node(index: int, address: str | None, *, root: Path = Path("/")
         return Finding("note", title, "unknown", advice + "nvidia-smi topo -m)")
     if os.sched_getaffinity(0) & near:
         return Finding("ok", title, "pinned memory comes from next to it")
-    advice = (
-        f"give the rank CPUs of {min(near)} to {max(near)} (numactl --physcpubind; its cpuset, "
-    )
-    advice += "the container's --cpuset-cpus): else launches, and maybe pinned memory, are far away"
+    advice = f"give the rank CPUs of {min(near)} to {max(near)} (numactl, the container's "
+    advice += "--cpuset-cpus): else launches, and maybe pinned memory, are far away"
     return Finding("warning", title, "no CPU of this process is next to it", advice)
 
 
@@ -243,9 +239,7 @@ def check_environment(environ: Mapping[str, str]) -> list[Finding]:
     if environ.get(name := "CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         found = "as Megatron asks with tensor parallelism on GPUs before Blackwell: all streams "
         found += "share one queue, in which a copy may stand behind a kernel"
-        advice = (
-            f"unset {name} (then it is 8) where copies come late, and without tensor parallelism"
-        )
+        advice = f"unset {name} (then it is 8) where copies come late, without tensor parallelism"
         findings.append(Finding("note", name, found, advice))
     return findings
 
@@ -311,6 +305,6 @@ def check_versions() -> Finding:
     if not newer:
         return Finding("ok", "versions", text)
     advice = (
-        f"the newest that were run with are {', '.join(newer)}: megatron-offload compare shows "
+        f"newest that were run with: {', '.join(newer)}; megatron-offload compare shows whether "
     )
-    return Finding("note", "versions", text, advice + "whether bits stay the same")
+    return Finding("note", "versions", text, advice + "bits stay the same")
