@@ -39,7 +39,7 @@ ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
 STEP_FILES = {
-    f"{name}.py" for name in ("manager", "step", "transfers", "release", "group", "hooks")
+    f"{name}.py" for name in ("manager", "step", "transfers", "release", "group", "hooks", "recipe")
 }
 BACKEND_CALLS = ("record", "wait", "wait_compute", "copy")
 BACKEND_CALLS += ("empty_device", "empty_device_like", "empty_host")
@@ -114,7 +114,11 @@ def test_an_error_at_every_boundary(monkeypatch, name, after, aborts):
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_an_error_at_every_call_of_the_backend(monkeypatch, timing, after, aborts):
-    model, manager, trap = make_model(layers=2), make_manager(timing, **SETTINGS), Trap()
+    model, manager, trap = (
+        make_model(layers=2, recomputes=True),
+        make_manager(timing, **SETTINGS),
+        Trap(),
+    )
     for name in BACKEND_CALLS:
         call = getattr(manager.backend, name)
         monkeypatch.setattr(manager.backend, name, trap.around(call, after=after))
@@ -149,7 +153,7 @@ def line_trap():
 @pytest.mark.timeout(1200)
 def test_a_keyboard_interrupt_at_every_line(request, line_trap, aborts):
     stride = request.config.getoption("--every-line")
-    model, manager = make_model(layers=2), make_manager("random", **SETTINGS)
+    model, manager = make_model(layers=2, recomputes=True), make_manager("random", **SETTINGS)
 
     def positions(count):
         return range(7 % stride, count, stride)
@@ -223,7 +227,7 @@ def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(m
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_a_graph_may_die_between_any_two_lines(timing, offset):
     # As it does where the garbage collector finds it in a cycle.
-    model = make_model(layers=2)
+    model = make_model(layers=2, recomputes=True)
     manager = make_manager(timing, host_slab_bytes=16 * KIB, **SETTINGS)
     expected = run_step(model, None, ORDER)
     old = []
