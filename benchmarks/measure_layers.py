@@ -140,6 +140,11 @@ def main():
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": versions(),
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("NVTE_", "CUBLAS"))
+        },
         "shapes": found,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
