@@ -100,6 +100,7 @@ class Block:
         reload: the bulk reload that brings or brought it back.
         recipe: how it is made again, once it was dropped without a copy; till its group's commit,
             how it could be.
+        made: what it was made as, and on which stream: no wait orders another behind that.
     """
 
     # Defaults of the class: most blocks are made, saved in and dropped without setting most.
@@ -113,6 +114,7 @@ class Block:
     reload: Reload | None = None
     storage_ref: StorageWeakRef | None = None
     recipe: Recipe | None = None
+    made: tuple[Hashable, torch.Tensor] | None = None
     stays = cancelled = released = forced_release = was_reached = False
 
     def __init__(

@@ -395,28 +395,32 @@ class Transfers:
         return self._ready_target(block) if block.recipe is None else self._remade_target(block)
 
     def _remade_target(self, block: Block) -> torch.Tensor:
-        """Make a dropped block again, once for all who need it; its function is the program's.
+        """Make a dropped block again, once for all who need it on a stream.
 
-        What something else has kept all the time is taken from there.
+        Its function is the program's, so no lock is held. What something else has kept all the time
+        is taken from there.
         """
-        recipe, target = block.recipe, block.target
+        recipe, key = block.recipe, self.backend.compute_stream_key()
         assert recipe is not None
-        if target is None:
-            target = block.live_source()
-            if target is not None:
-                self.stats.held_elsewhere_bytes += target.nbytes
-                block.target = target
-                return target
+        if block.target is not None:
+            return block.target
+        if block.made is None:
+            block.target = block.live_source()
+            if block.target is not None:
+                self.stats.held_elsewhere_bytes += block.target.nbytes
+                return block.target
+        if block.made is None or block.made[0] != key:
             for observer in self.observers:
                 observer.remake_starts(block)
-            target = recipe.run()
+            made = recipe.run()
             for observer in self.observers:
-                observer.remade(block, target)
-            if block.low or not target.is_contiguous():
-                target = target.new_empty(0, dtype=torch.uint8).set_(
-                    target.untyped_storage(), block.low, (block.high - block.low,), (1,)
-                )
-            block.target = target
+                observer.remade(block, made)
+            if block.low or not made.is_contiguous():
+                region = made.new_empty(0, dtype=torch.uint8)
+                size = (block.high - block.low,)
+                made = region.set_(made.untyped_storage(), block.low, size, (1,))
+            block.made = key, made
+        target = block.made[1]
         for observer in self.observers:
             observer.block_read(block, target)
         return target
@@ -539,7 +543,7 @@ class Transfers:
                 block.cancelled = True
                 block.host = block.region = None
                 if block.reload is not None or block.recipe is not None:
-                    block.target = block.recipe = None
+                    block.target = block.made = block.recipe = None
         self.host_pool.recover(_count_users)
 
     def _label(self, group: OffloadGroup) -> str:

@@ -312,10 +312,17 @@ def test_two_consumers_share_what_is_made_again():
         return in_group(manager, lambda z: save(z, y[2:], y), z, "two")
 
     manager = make_manager(checking=True)
-    run(None, forward)
+    expected = run(None, forward)
     calls.clear()
-    assert check(manager, forward, num_steps=1).remade_bytes == TENSOR_BYTES
-    assert len(calls) == 3  # without, in forward, and in backward
+    assert_same(expected, run(manager, forward))
+    assert manager.last_step.remade_bytes == TENSOR_BYTES
+    assert len(calls) == 2  # in forward, and in backward
+
+    streams = iter(range(100))
+    manager.backend.compute_stream_key = lambda: next(streams)
+    calls.clear()
+    assert_same(expected, run(manager, forward))
+    assert len(calls) > 3  # on another stream no wait orders who reads behind who makes
 
 
 def test_autocast_of_the_forward_is_that_of_backward():
@@ -405,6 +412,20 @@ def test_what_went_with_an_aborted_step_is_said():
     with pytest.raises(StateError, match="run the forward again"):
         y.sum().backward()
     check(manager, of(torch.cos))
+
+
+def test_a_commit_that_is_put_off_drops_later():
+    def forward(manager, x):
+        y = in_group(
+            manager, lambda x: save(save(x, x), make(manager, torch.cos, x)), x, delay=True
+        )
+        if manager:
+            assert manager.transfers.stats.remade_bytes == 0
+            manager.begin_chunk()  # the next forward has begun when the copies are issued
+            manager.flush_delayed_groups()
+        return y
+
+    assert check(make_manager(checking=True), forward).remade_bytes == TENSOR_BYTES
 
 
 def test_a_unit_that_is_off_is_listed_and_kept_or_moved():
