@@ -272,6 +272,7 @@ class OffloadConfig(StrictModel):
             return self.policy
         says_what_moves = {key for key in self.model_fields_set if getattr(self, key) is not None}
         is_open = self.policy is None and not says_what_moves & {*_STAYING, "device_target_bytes"}
+        is_open &= self.copy_streams and self.pin_memory  # else copies are no waits
         return AutoConfig(kind="auto") if is_open else None
 
     @property

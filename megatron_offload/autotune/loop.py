@@ -35,6 +35,7 @@ from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
+from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profile_file import parse_profile, profile_to_json
 from megatron_offload.planning.profiled_job import job_of, schedule_of
 
@@ -115,6 +116,10 @@ class MeasuredLoop:
         for _ in range(_MOST_PROGRAMS):
             while not self._learner.is_steady:
                 yield
+            rules = self._learner.policy
+            if self._manager.config.policy is None and rules != ModulesPolicy():
+                self.is_settled = True  # the model's own settings say what stays
+                return
             self.is_settled = False
             profile = None
             while profile is None:

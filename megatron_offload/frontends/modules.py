@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_offload.autotune.loop import tune
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -123,6 +124,7 @@ def offload_modules(
     except BaseException:
         result.remove()
         raise
+    tune(manager)
     return result
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_offload.autotune.loop import tune
 from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
@@ -133,6 +134,7 @@ class OffloadActivations(AroundForwards):
 def _make(
     manager: PipelineOffloadManager, min_tensor_bytes: int, most_tensors: int
 ) -> AutomaticGroups:
+    tune(manager)
     return AutomaticGroups(
         manager, "activations", min_tensor_bytes=min_tensor_bytes, max_inflight_tensors=most_tensors
     )

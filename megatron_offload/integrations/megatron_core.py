@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 import megatron_offload.fine_grained_activation_offload as facade
+from megatron_offload.autotune.loop import tune
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
+from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations.megatron_recompute import exchange_methods, stand_ins
 
@@ -31,7 +33,8 @@ def install() -> None:
     """Put this implementation in megatron-core's place, in this process; twice is once.
 
     Layers then record into `PipelineOffloadManager.get_instance`; configure that one. Megatron's
-    own ``TransformerConfig`` fields say which groups are marked, as ever.
+    own ``TransformerConfig`` fields say which groups are marked, as ever. Where nothing says what
+    stays of them, the first steps find it (`megatron_offload.autotune.loop.tune`).
 
     Raises:
         IntegrationError: megatron-core is absent, or older than 0.16.
@@ -64,6 +67,7 @@ def install() -> None:
     exchange_methods(_exchanged)
     tell_pipeline_rank(_pipeline_rank)  # the calls of megatron-core 0.16 don't say it
     _exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
+    tune(PipelineOffloadManager.get_instance())
 
 
 def uninstall() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from megatron_offload.autotune.loop import tune
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.exchanges import Exchanges
@@ -22,6 +23,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
     def __init__(self, schedule: Any, stages: list[Any], manager: PipelineOffloadManager) -> None:
         self.manager = manager
         self.stages = [stage.stage_index for stage in stages]
+        tune(manager)
         self._groups = AutomaticGroups(manager, "stage", finds_steps=False)
         self._exchanged = Exchanges()
         for place, stage in enumerate(stages):
