@@ -280,13 +280,17 @@ class ModeRun:
             return self._record | {"status": "left out", "error": "knows no pipeline parallelism"}
         with self._folder as folder:
             started = time.monotonic()
-            status, rank = self._ranks.run(self._options.timeout)
+            folder = Path(folder)
+            status, rank = self._ranks.run(
+                self._options.timeout,
+                is_done=lambda: len(list(folder.glob("done*"))) == len(self._logs),
+            )
             record = self._record | {"status": status, "seconds": time.monotonic() - started}
             if status == "ok":
-                return record | {"error": None, "ranks": self._collect(Path(folder))}
+                return record | {"error": None, "ranks": self._collect(folder)}
             error = f"after {self._options.timeout:g} s"
             if rank is not None:
-                file = Path(folder) / f"rank{rank}.json"
+                file = folder / f"rank{rank}.json"
                 reason = json.loads(file.read_text()).get("error") if file.exists() else None
                 error = f"rank {rank}: {reason or last_line(self._logs[rank])}"
             return record | {"error": error}
@@ -371,9 +375,13 @@ class Ranks:
                 )
             self._processes.append(process)
 
-    def run(self, timeout_s=math.inf):
-        """Let all go; return ("ok" | "failed" | "timed out", the rank that failed first)."""
-        deadline = time.monotonic() + timeout_s
+    def run(self, timeout_s=math.inf, *, is_done=lambda: False):
+        """Let all go; return ("ok" | "failed" | "timed out", the rank that failed first).
+
+        Ranks that are done with their work may still be ending: the driver takes ten seconds for
+        a process that had a GPU.
+        """
+        deadline, result = time.monotonic() + timeout_s, ("timed out", None)
         try:
             for process in self._processes:
                 with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
@@ -384,12 +392,13 @@ class Ranks:
                 if failed:  # others may have something to say as well
                     time.sleep(min(GRACE_S, max(0.0, deadline - time.monotonic())))
                     return "failed", failed[0]
-                if all(code == 0 for code in codes):
-                    return "ok", None
+                if all(code == 0 for code in codes) or is_done():
+                    result = "ok", None
+                    return result
                 time.sleep(0.1)
-            return "timed out", None
+            return result
         finally:
-            for process in self._processes:
+            for process in self._processes if result[0] != "ok" else ():
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
