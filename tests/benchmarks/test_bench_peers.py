@@ -254,6 +254,16 @@ def test_a_mode_waits_until_it_is_let_go(tmp_path, monkeypatch):
     assert worker.with_suffix(".gone").exists()
 
 
+def test_the_end_of_a_process_that_is_done_is_not_waited_for(tmp_path):
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    ranks = bench_peers.Ranks(command, {}, [tmp_path / "0.log"])
+    assert ranks.run(50, is_done=lambda: True) == ("ok", None)
+    (process,) = ranks._processes
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
 def test_a_hang_is_a_record(tmp_path, monkeypatch):
     found = run_script(tmp_path, monkeypatch, "import time; time.sleep(60)", "--timeout", "0.5")
     assert found["status"] == "timed out"
