@@ -53,8 +53,8 @@ class Span:
     stream: str
     """One of `STREAMS`."""
     kind: str
-    """On the compute stream ``forward``, ``backward``, ``stall`` or ``other`` (outside any group);
-    else the stream's name."""
+    """On the compute stream ``forward``, ``backward``, ``remake`` (of what a backward needs),
+    ``stall`` or ``other`` (outside any group); else the stream's name."""
     label: str
     """The group; empty outside any."""
     start_us: _Time

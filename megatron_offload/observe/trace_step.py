@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
 from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import (
@@ -23,7 +25,7 @@ from megatron_offload.core.trace import (
     Span,
     StepTrace,
 )
-from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction, Observer
 
@@ -66,6 +68,7 @@ class _Tracer(Observer):
         self._inflight: Tally[OffloadGroup] = Tally()
         self._origin = self._time = self._since = self._now()
         self._kind, self._label = "other", ""  # what compute does since then
+        self._outer_kinds: list[str] = []
         self._stretches: list[_Stretch] = []
         self._samples: list[tuple[str, Any, float]] = []
         self._last_values: dict[str, float] = {}
@@ -124,7 +127,16 @@ class _Tracer(Observer):
         self._stretches.append(_Stretch("compute", self._kind, self._label, self._since, time))
         self._since = time
 
-    # Copies and waits
+    # Copies, waits, and what is made again
+
+    def remake_starts(self, block: Block) -> None:
+        self._pass(self._now())
+        self._outer_kinds.append(self._kind)
+        self._kind = "remake"
+
+    def remade(self, block: Block, made: torch.Tensor) -> None:
+        self._pass(self._now())
+        self._kind = self._outer_kinds.pop()
 
     def copy_starts(self, direction: Direction) -> None:
         if direction == "h2d":  # else the host's memory is taken, and nothing is in it yet

@@ -38,6 +38,7 @@ NEEDED = ("altair", "vl_convert")
 _KINDS = {
     "forward": ("#0072b2", "forward"),
     "backward": ("#009e73", "backward"),
+    "remake": ("#56b4e9", "saved tensors made again"),
     "other": ("#b9bec4", "compute outside groups"),
     "stall": ("#d55e00", "compute waits for a copy"),
     PIPELINE_WAIT: ("#f0e442", "compute waits for another stage"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from programs import (
     make_config,
@@ -35,11 +36,21 @@ def test_reading_the_times_runs_nothing():
     del y
 
 
-def test_a_backend_without_timing_gives_the_times_of_issue():
-    class Untimed(SimulatedBackend):
-        timestamp = Backend.timestamp
-        sync_elapsed_us = Backend.sync_elapsed_us
+class Untimed(SimulatedBackend):
+    timestamp = Backend.timestamp
+    sync_elapsed_us = Backend.sync_elapsed_us
 
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_is_made_again_has_spans_of_its_own(recomputes):
+    manager = PipelineOffloadManager(make_config(), backend=Untimed())
+    with trace_step(manager) as trace:
+        run_step(make_model(recomputes=recomputes), manager, ORDER)
+    spans = [span for span in trace.of("compute") if span.kind == "remake"]
+    assert {span.label.split("[")[0] for span in spans} == ({"mlp"} if recomputes else set())
+
+
+def test_a_backend_without_timing_gives_the_times_of_issue():
     manager = PipelineOffloadManager(make_config(), backend=Untimed())
     with trace_step(manager) as trace:
         run_step(make_model(), manager, ORDER)
