@@ -30,7 +30,7 @@ from megatron_offload.planning.plan import (
     rank_plan,
 )
 from megatron_offload.planning.policy import plan_by_rule
-from megatron_offload.planning.replay import RankProgram, forward_stages, replay
+from megatron_offload.planning.replay import RankProgram, forward_stages, replay, step_profile
 from megatron_offload.planning.simulate import (
     Simulation,
     reserved_bytes,
@@ -57,6 +57,9 @@ _MOST_TRIES = 4
 
 _MOST_BOUNDARIES = 800_000
 """Of groups, that all candidates of one target pass together: some ten seconds of one core."""
+
+_FEW = 500
+"""Where more candidates than these may be tried, the search begins with all rooms."""
 
 _HOPELESS = 1.1
 """A candidate that takes so much longer than the best is not looked around."""
@@ -275,7 +278,8 @@ class Chooser:
             return any(look(vary(best(level))) for vary in self._variations(level))
 
         levels = sorted({0, top // 2, top})
-        first = [(_Way(room, level),) * num_ranks for level in levels for room in range(2, 10, 3)]
+        rooms = range(_NUM_ROOMS) if self._most_candidates > _FEW else range(2, _NUM_ROOMS, 3)
+        first = [(_Way(room, level),) * num_ranks for level in levels for room in rooms]
         climbs = [top] if starts else sorted({0, top}) * 2
         _ = look(starts or first) or any(climb(level) for level in climbs)
         return sorted(found.values(), key=lambda one: one.us)
@@ -356,7 +360,7 @@ class Chooser:
         live = self._rank(rank, one.level)
         if not moved:
             return self._nothing(one.level)
-        least = 2 * live.largest_bytes
+        least = max(1, live.largest_bytes // 2)  # one group may always be under way
         room_bytes = round(
             least * max(1.0, live.saved_bytes / least) ** (one.room / (_NUM_ROOMS - 1))
         )
@@ -385,7 +389,13 @@ class Chooser:
     def _program(self, rank: int, settings: RankSettings) -> RankProgram:
         key = rank, settings
         if key not in self._programs:
-            self._programs[key] = replay(self._job, rank, settings)
+            limits = settings.max_inflight_bytes, settings.prefetch_bytes
+            is_level = settings.recompute in self._levels
+            if is_level and None not in limits:
+                live = self._rank(rank, self._levels.index(settings.recompute or ()))
+                self._programs[key] = replay(live.job, rank, settings, profile=live.profile)
+            else:
+                self._programs[key] = replay(self._job, rank, settings)
         return self._programs[key]
 
     def _peak(self, rank: int, settings: RankSettings) -> int:
@@ -470,6 +480,8 @@ class _Rank(Footprint):
 
     def __init__(self, job: Job, index: int, without: Simulation) -> None:
         super().__init__(job, index, without.ranks[index].trace)
+        self.job = job
+        self.profile = step_profile(job, index)
         self.keys = frozenset(group.key for group in self.groups)
         longest = sorted(self.groups, key=lambda group: -group.life_us)
         half = len(longest) // 2

@@ -61,6 +61,8 @@ class GroupWork:
     """What of ``num_bytes`` can be made again."""
     remade: tuple[UnitWork, ...] = ()
     """What is made again, and so no part of ``num_bytes`` any more."""
+    needs: tuple[int, ...] = ()
+    """The other groups that this is made from, as `UnitWork.parents`."""
 
     def __post_init__(self) -> None:
         owner = f"group {self.name!r}"
@@ -78,6 +80,7 @@ class GroupWork:
         if not (chosen and self.is_marked):
             return self
         num_bytes = sum(unit.num_bytes for unit in chosen)
+        remade = self.remade + chosen
         return replace(
             self,
             num_bytes=self.num_bytes - num_bytes,
@@ -85,7 +88,8 @@ class GroupWork:
             forward_temp_bytes=self.forward_temp_bytes + num_bytes,
             backward_temp_bytes=self.backward_temp_bytes + num_bytes,
             units=tuple(unit for unit in self.units if unit not in chosen),
-            remade=self.remade + chosen,
+            remade=remade,
+            needs=tuple(sorted({one for unit in remade for one in unit.parents if one})),
         )
 
 

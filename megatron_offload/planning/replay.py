@@ -126,7 +126,14 @@ class WorkGroup(Group):
 class _Replay:
     """One rank's step, pass by pass; the `Actions` of `StepDecisions`, on paper."""
 
-    def __init__(self, job: Job, rank: int, settings: RankSettings, records: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        rank: int,
+        settings: RankSettings,
+        records: bool,
+        profile: StepProfile | None,
+    ) -> None:
         static_bytes = job.static_bytes[rank]
         self.program = RankProgram(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
         job = job.making_again(rank, settings.recompute)
@@ -152,7 +159,7 @@ class _Replay:
         self._window: InFlightWindow[WorkGroup] = InFlightWindow(self._release, self._budget)
         self._decisions = StepDecisions(self, self._window, self._budget)
         if settings.offloads:
-            profile = step_profile(job, rank, self._budget, settings.kept)
+            profile = profile or step_profile(job, rank, self._budget, settings.kept)
             self._budget.warmup_extra_bytes = settings.warmup_extra_bytes
             self._decisions.begin_step(profile, settings.residents)
 
@@ -437,10 +444,7 @@ def _asked_ahead(schedule: Schedule, passes: Sequence[Pass]) -> dict[Pass, list[
 
 def _needs(key: GroupKey, work: GroupWork) -> tuple[GroupKey, ...]:
     """Return the other groups that hold what a group makes its own from."""
-    if not work.remade:
-        return ()
-    orders = {key.order - distance for unit in work.remade for distance in unit.parents if distance}
-    return tuple(GroupKey(key.chunk, order) for order in sorted(orders))
+    return tuple(GroupKey(key.chunk, key.order - distance) for distance in work.needs)
 
 
 def forward_stages(job: Job, rank: int) -> list[int]:
@@ -498,7 +502,14 @@ def step_profile(
     return StepProfile(tuple(groups), tuple(order), tuple(at_bytes))
 
 
-def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False) -> RankProgram:
+def replay(
+    job: Job,
+    rank: int,
+    settings: RankSettings,
+    *,
+    records: bool = False,
+    profile: StepProfile | None = None,
+) -> RankProgram:
     """Return what one rank's streams do in a steady step.
 
     Args:
@@ -506,5 +517,7 @@ def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False
         rank: pipeline rank.
         settings: what the rank keeps and may hold.
         records: keep labels, and memory over the program.
+        profile: what `step_profile` says of the job with its units made again, for whoever asks
+            often; only where the settings have both limits.
     """
-    return _Replay(job, rank, settings, records).run()
+    return _Replay(job, rank, settings, records, profile).run()

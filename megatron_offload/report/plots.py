@@ -64,6 +64,12 @@ MOST_TIMELINES = 16
 _COLUMNS = 2000
 """Parts of a step; what is shorter than one is drawn together, for no screen shows more."""
 
+_WIDTH, _HEIGHT, _PADDING = 760, 380, 20
+"""Of the trade-off curve, in pixels."""
+
+_LABEL = (20, 12)
+"""What the number of a point takes."""
+
 _CHUNK = re.compile(r"\[chunk (\d+),")
 
 
@@ -206,11 +212,16 @@ def tradeoff_chart(tradeoff: TradeOff) -> Any:
     timed = [row for row in rows if row["percent"] is not None]
     plans = [row for row in timed if row["is_plan"]]
     color = _colors(_POINTS, "how", [*rows, *({"how": _PLAN} for _ in plans)])
-    room = alt.Scale(zero=False, padding=20)
+    room = alt.Scale(zero=False, padding=_PADDING)
     memory = f"peak {tradeoff.memory} of the rank that needs most ({unit})"
     # A title of the channel would become part of an expression, with its quotes and backslashes.
-    x = alt.X("memory:Q", axis=alt.Axis(title=_safe(memory)), scale=room)
-    y = alt.Y("percent:Q", title="step time against no offload (%)", scale=room)
+    axis, height = alt.Axis(title=_safe(memory)), "step time against no offload (%)"
+    x = alt.X("memory:Q", axis=axis, scale=room)
+    y = alt.Y("percent:Q", title=height, scale=room)
+    label = {
+        "x": alt.X("at:Q", axis=axis, scale=room),
+        "y": alt.Y("height:Q", title=height, scale=room),
+    }
     tips = ["number:Q", "setting:N", "bytes:N", "percent:Q", "how:N"]
     points = _chart(timed).encode(x=x, y=y, color=color, tooltip=tips)
     untimed = _chart([row for row in rows if row["percent"] is None])
@@ -219,11 +230,48 @@ def tradeoff_chart(tradeoff: TradeOff) -> Any:
         untimed.mark_rule(strokeDash=[2, 3]).encode(x=x, color=color, tooltip=tips),
         _chart(plans).mark_point(size=260, strokeWidth=2).encode(x=x, y=y, color=alt.datum(_PLAN)),
         points.mark_point(size=60, filled=True, opacity=1),
-        _chart(timed).mark_text(dy=-12).encode(x=x, y=y, text="number:Q"),
-        width=760,
-        height=380,
+        _chart(_labels(timed)).mark_text().encode(**label, text="number:Q"),
+        width=_WIDTH,
+        height=_HEIGHT,
     )
     return chart.interactive()
+
+
+def _labels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return where the number of each point stands: by it, and on no other number or point."""
+    if not rows:
+        return []
+    spans = {}
+    for name, size in (("memory", _WIDTH), ("percent", _HEIGHT)):
+        values = [row[name] for row in rows]
+        spans[name] = min(values), ((max(values) - min(values)) or 1.0) / (size - 2 * _PADDING)
+
+    def place(row: Mapping[str, Any]) -> tuple[float, float]:
+        x, y = ((row[name] - least) / per_pixel for name, (least, per_pixel) in spans.items())
+        return x, y
+
+    taken, labels = [place(row) for row in rows], []
+    for row in rows:
+        x, y = place(row)
+        free = (
+            (x + dx, y + dy)
+            for distance in range(13, 200, 13)
+            for dx, dy in ((0, distance), (0, -distance), (distance, 0), (-distance, 0))
+            if all(
+                abs(x + dx - other_x) >= _LABEL[0] or abs(y + dy - other_y) >= _LABEL[1]
+                for other_x, other_y in taken
+            )
+        )
+        spot = next(free, (x, y + 13))
+        taken.append(spot)
+        by_name = {
+            name: spans[name][0] + pixels * spans[name][1]
+            for name, pixels in zip(spans, spot, strict=True)
+        }
+        labels.append(
+            {"number": row["number"], "at": by_name["memory"], "height": by_name["percent"]}
+        )
+    return labels
 
 
 def last_us(traces: Iterable[StepTrace]) -> float:

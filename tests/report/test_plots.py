@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 
 import pytest
@@ -145,3 +146,32 @@ def test_labels_are_text_and_no_formulas(tmp_path):
     formula = r"$\frac{$"
     plot_tradeoff(TradeOff(memory=formula, points=points), path, formula)
     assert path.read_bytes().startswith(PNG)
+
+
+def test_no_number_of_the_curve_stands_on_another_or_on_a_point():
+    rng = random.Random(0)
+    points = [
+        TradeOffPoint(
+            label=f"p{index}",
+            peak_bytes=int((20 + 0.05 * rng.randrange(8)) * 2**30) + (index == 0) * 10 * 2**30,
+            step_time_percent=rng.choice([0.0, 0.01, 0.3]) + 20 * (index == 1),
+        )
+        for index in range(16)
+    ]
+    tradeoff = TradeOff(points=tuple(points))
+    points = [
+        {"number": number, "memory": point.peak_bytes / 2**30, "percent": point.step_time_percent}
+        for number, point in enumerate(tradeoff.by_memory, start=1)
+    ]
+    numbers = plots._labels(points)
+    assert [one["number"] for one in numbers] == [one["number"] for one in points]
+    wide = 10 / 720, 20 / 340  # of GiB and of per cent, of a pixel
+
+    def is_free(one, other):
+        dx, dy = (abs(one[k] - other[k]) / wide[k] for k in (0, 1))
+        return dx >= 19 or dy >= 11
+
+    placed = [(one["at"], one["height"]) for one in numbers]
+    placed += [(one["memory"], one["percent"]) for one in points]
+    for one in placed[: len(numbers)]:
+        assert all(is_free(one, other) for other in placed if other is not one)
