@@ -234,6 +234,14 @@ PRELUDES = {
         "assert CPUOffload(tag='head').last_step.offloaded_bytes > 0",
     ),
     "load_description(": ("", "assert simulation.step_us > 0"),
+    'OffloadConfig(recompute=["norm", "mlp_act", "pointwise"])': (
+        _LAYERS,
+        'assert offload.last_step.by_name["activations"].remade_bytes > 0',
+    ),
+    "recomputable(torch.nn.functional.gelu, y)": (
+        f"{_LAYERS}linear, x = model.output, torch.randn(1024, 512, requires_grad=True)\n",
+        'assert manager.last_step.by_name["ffn"].remade_bytes > 0',
+    ),
     "offload_pipeline(schedule)": (
         f"{_LAYERS}"
         "import os\n"

@@ -271,6 +271,10 @@ def evaluate(model, case):
     model.train()
 
 
+def groups_of(manager):
+    return manager.last_profile.groups if manager.last_profile else ()
+
+
 def train(model, case, manager=None):
     """Return all losses and gradients of three steps, and what the manager counted in each."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -298,9 +302,7 @@ def train(model, case, manager=None):
                     "names": sorted(
                         n for n, g in stats.by_name.items() if g.offloaded_bytes or g.remade_bytes
                     ),
-                    "remade": sorted(
-                        {u.unit for g in manager.last_profile.groups for u in g.remade}
-                    ),
+                    "remade": sorted({u.unit for g in groups_of(manager) for u in g.remade}),
                     "groups": {name: g.num_groups for name, g in stats.by_name.items()},
                     "summary": manager.offload_summary_bytes,
                     "left": manager.state_of(),
