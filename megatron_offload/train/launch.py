@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import threading
@@ -171,8 +172,8 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
         except ConfigError as error:
             return error
         except RuntimeError as error:
-            if "onnection" in str(error):  # another rank has failed: the launcher must see it first
-                time.sleep(1.0)
+            if re.search("gloo|NCCL|onnection", str(error)):
+                time.sleep(3.0)  # another rank has failed: the launcher must see it first
             raise
     return reports
 
