@@ -16,7 +16,7 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
     ours-all     all of attention and MLP moved
     ours-five    Megatron's five modules of a dense layer (or --modules) moved
     ours-whole   this package's OffloadActivations, as in ours-whole:max_fwd_stash_size=3
-    ours         any modules: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
+    ours         any modules, as ours-recompute: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
     megatron     megatron-core's own offload, the same five (or --modules, or as for ours); its
                  trainer asks for NVTE_CPU_OFFLOAD_V1=1, megatron:te_v1=0 goes without
     te           TransformerEngine's cpu_offloading, all layers but one; PP=1 only
@@ -99,6 +99,7 @@ SETTINGS = {
     "ours-recompute": ("policy.kind=modules",),
     "ours-all": ("policy.kind=modules", "recompute=[]"),
     "ours-five": ("policy.kind=modules", "recompute=[]"),
+    "ours": ("policy.kind=modules",),
 }
 """By mode the settings that are its own."""
 CHOOSES_MODULES = ("ours", "megatron", "recompute-selective")

@@ -124,7 +124,6 @@ class Ours(Marked):
 
     def prepare(self):
         from megatron_offload import PipelineOffloadManager
-        from megatron_offload.autotune.loop import tune
         from megatron_offload.integrations import megatron_core
 
         self.manager = PipelineOffloadManager.get_instance()
@@ -133,7 +132,6 @@ class Ours(Marked):
             config = config.model_copy(update={"min_tensor_bytes": 0})
         self.manager.configure(config)
         megatron_core.install()
-        tune(self.manager)
 
     def attach(self, chunks, pp_rank):
         from megatron_offload.frontends.modules import offload_modules

@@ -254,6 +254,7 @@ class Check:
         options = [f"host_memory_bytes={self.spec['host_memory']}"]
         options.append(f"host_slab_bytes={sizes['slab']}")
         options.append(f"recompute=[{', '.join(combination['recompute'])}]")
+        options.append("policy.kind=modules")  # all of them move
         if combination["budgets"] != "auto":
             inflight, _, prefetch = combination["budgets"].partition("/")
             options += [f"max_inflight_bytes={inflight}", f"prefetch_bytes={prefetch}"]

@@ -108,7 +108,10 @@ def test_a_mode_carries_its_settings():
     assert spec["options"] == ["policy.kind=auto", "policy.most_slowdown_percent=8"]
     spec = bench_peers.read_mode("ours-recompute:recompute=norm+rope")
     assert spec["options"] == ["policy.kind=modules", "recompute=[norm, rope]"]
-    assert bench_peers.read_mode("ours:recompute=")["options"] == ["recompute=[]"]
+    assert bench_peers.read_mode("ours:recompute=")["options"] == [
+        "policy.kind=modules",
+        "recompute=[]",
+    ]
     spec = bench_peers.read_mode("recompute-selective:modules=core_attn")
     assert spec["modules"] == ["core_attn"]
     spec = bench_peers.read_mode("ours-whole:max_fwd_stash_size=3,prefetch_bytes=1GiB")
@@ -116,7 +119,7 @@ def test_a_mode_carries_its_settings():
     assert spec["options"] == ["prefetch_bytes=1GiB"]
     spec = bench_peers.read_mode("ours:modules=mlp_fc1+mlp_act,fraction=0.5")
     assert spec["modules"] == ["mlp_fc1", "mlp_act"]
-    assert spec["options"] == ["fraction=0.5"]
+    assert spec["options"] == ["policy.kind=modules", "fraction=0.5"]
 
 
 def test_wrong_settings_of_this_package_end_before_anything_starts():

@@ -53,6 +53,7 @@ def config(**settings):
         min_tensor_bytes=64 * 1024,
         max_inflight_bytes=0,
         prefetch_bytes=0,
+        policy={"kind": "modules"},  # nothing is looked for
         **settings,
     )
 

@@ -40,6 +40,7 @@ CONFIG = OffloadConfig(
     min_tensor_bytes=0,
     max_inflight_bytes=0,  # so that nothing is too near to be moved
     prefetch_bytes=0,
+    policy={"kind": "modules"},  # and nothing is looked for
 )
 
 
