@@ -11,7 +11,7 @@ from megatron_offload.config import OffloadConfig, recompute_patterns
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.recompute import recompute_functions
+from megatron_offload.frontends.recompute import recompute_functions, told_by_integrations
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what moves; give that, or use OffloadActivations"
@@ -45,7 +45,7 @@ _RECOMPUTED = {
     "CPUOffload": _OPERATIONS,
     "offload_pipeline": (*_OPERATIONS, _BY_NAME),
     "operation_groups": (),
-    "offload_modules": _MEGATRON,
+    "offload_modules": ("norm", "mlp_act", _BY_NAME),
     "megatron_core.install()": _MEGATRON,
 }
 """By door what it can make again."""
@@ -68,7 +68,9 @@ def refuse_unserved(door: str, config: OffloadConfig) -> None:
     """Refuse with a `ConfigError` what is to be made again and this front door can't."""
     patterns = recompute_patterns(config.recompute)
     for name in config.recompute if "recompute" in config.model_fields_set else ():
-        if (_BY_NAME if name in patterns else name) not in _RECOMPUTED[door]:
+        if (_BY_NAME if name in patterns else name) in _RECOMPUTED[door]:
+            continue
+        if door != "offload_modules" or name not in told_by_integrations:
             others = [other for other, served in _RECOMPUTED.items() if name in served]
             raise ConfigError(
                 f"{door} can't make {name!r} again; {' and '.join(others) or 'offload_modules'} can"

@@ -54,6 +54,9 @@ _KINDS = ("norm", "mlp_act")
 _SHARED_ID = RemovableHandle(OrderedDict()).id
 _MOST_COPIED_BYTES = 1 << 20
 
+told_by_integrations: set[str] = set()
+"""Units that a library's functions tell of as long as an integration is installed."""
+
 FindManager = Callable[[], PipelineOffloadManager | None]
 
 

@@ -22,7 +22,12 @@ from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.module_names import named_modules
-from megatron_offload.frontends.recompute import RecomputeFunctions, recompute_modules, tell
+from megatron_offload.frontends.recompute import (
+    RecomputeFunctions,
+    recompute_modules,
+    tell,
+    told_by_integrations,
+)
 
 _IMPLEMENTATIONS = {
     "fusions.fused_bias_gelu": ("bias_gelu_impl",),
@@ -79,6 +84,7 @@ def exchange_methods(exchanged: Exchanges) -> None:
         if owner is not None and name in vars(owner):
             exchanged.replace(owner, name, wrap(vars(owner)[name]))
     exchanged.on_undo(_forget_models)
+    told_by_integrations.update(("rope", "mla_up", "moe_permute"))
 
 
 def _module(name: str) -> Any:
@@ -156,6 +162,7 @@ def _forget_models() -> None:
         for handle in handles:
             handle.remove()
     _hooked.clear()
+    told_by_integrations.clear()
 
 
 def _letting_functions_tell(theirs: Callable[..., Any]) -> Callable[..., Any]:

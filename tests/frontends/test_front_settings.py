@@ -21,6 +21,7 @@ SOME = {
     "backend": "simulated",
     "host_slab_bytes": 4096,
     "recompute": ("norm",),
+    "device_target_bytes": "1GiB",
 }
 """Values where no number will do."""
 

@@ -334,7 +334,7 @@ DOORS = {
 SERVED = {
     "OffloadActivations": {"norm", "mlp_act", "pointwise", "cast", "layout"},
     "CPUOffload": {"norm", "mlp_act", "pointwise", "cast", "layout"},
-    "offload_modules": {"norm", "mlp_act", "rope", "mla_up", "moe_permute", "*.norm"},
+    "offload_modules": {"norm", "mlp_act", "*.norm"},
 }
 
 
