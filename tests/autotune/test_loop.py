@@ -46,10 +46,10 @@ def test_whatever_the_link_gives_the_default_costs_no_more_than_it_may(gbps, log
     job = VirtualJob(gbps)
     loop = settled(job)
     everything_bytes, num_steps = job.moved_bytes[2], len(job.moved_bytes)
-    assert cost_percent(job) <= 1.1
+    assert cost_percent(job) <= 0.8 + 1e-9
     job.step()
     assert job.moved_bytes[-1] == job.moved_bytes[-2] <= loop.plan.moved_bytes + 2048
-    assert (job.moved_bytes[-1] > 0.4 * everything_bytes) == (gbps >= 0.1)
+    assert (job.moved_bytes[-1] > 0.3 * everything_bytes) == (gbps >= 0.1)
     assert job.manager.observers == [job.meter], "nobody looks any more"
     assert log.messages == [f"auto: {loop.said}"]
     assert parse_plan(plan_to_json(loop.plan), "it") == loop.plan
@@ -73,7 +73,7 @@ def test_a_limit_of_ones_own_is_kept(percent):
     policy = {"kind": "auto", "most_slowdown_percent": percent}
     job = VirtualJob(0.1, policy=policy)
     settled(job)
-    assert cost_percent(job) <= 1.1 * percent + 1e-9
+    assert cost_percent(job) <= 0.8 * percent + 1e-9
 
 
 def test_without_plans_to_measure_the_prediction_is_trusted():

@@ -88,15 +88,15 @@ def test_whatever_moving_costs_the_limit_is_kept_and_little_memory_is_missed(see
     everything = plan_for([chooser.lowest_bytes])
     search = search_of(chooser, auto(limit), cost(percent(everything)), None)
     assert play(search, lambda plan: (cost(percent(plan)), [None])) <= 3
-    assert percent(search.plan) <= 1.1 * limit
+    assert percent(search.plan) <= 0.8 * limit
     assert search.said.endswith(f"at most {limit:g} % is wanted")
     # The most that could have gone at this cost, where the prediction was about right.
     best = min(FULL * 7 / 8, free + FULL * (limit / 40) ** (1 / power))
     if abs(chooser.free - best) < FULL / 8:
-        assert best - search.plan.moved_bytes <= FULL / 4
+        assert best - search.plan.moved_bytes <= FULL / 3
 
 
-@pytest.mark.parametrize("everything", [0.0, 0.9])
+@pytest.mark.parametrize("everything", [0.0, 0.6])
 def test_where_everything_costs_little_all_of_it_goes_in_the_end(everything):
     search = search_of(FakeChooser(), auto(), cost(everything), None)
     play(search, lambda plan: (cost(everything), [None]))
@@ -114,9 +114,9 @@ def test_where_no_plan_is_quick_enough_nothing_moves_unless_that_does_not_fit():
 def test_what_costs_about_what_it_may_is_left_alone():
     chooser = FakeChooser()
     search = search_of(chooser, auto(), cost(20.0), None)
-    assert play(search, lambda plan: (cost(0.8), [None])) == 1
+    assert play(search, lambda plan: (cost(0.7), [None])) == 1
     assert chooser.asked == []
-    assert search.plan.measured == cost(0.8)
+    assert search.plan.measured == cost(0.7)
 
 
 @pytest.mark.parametrize("plans", [0, 3])
