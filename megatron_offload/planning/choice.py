@@ -41,6 +41,7 @@ from megatron_offload.planning.simulate import (
 from megatron_offload.planning.streams import RELEASE, RELOAD
 
 _NUM_ROOMS = 10
+_NUM_ORDERS = 5
 
 _NUM_TARGETS = 64
 """The range of targets is cut into so many by the search for the least memory."""
@@ -298,7 +299,7 @@ class Chooser:
             changed = []
             for rank in sorted(range(len(ways)), key=lambda rank: -lost[rank])[:2]:
                 one = ways[rank]
-                others = [one._replace(order=order) for order in range(4)]
+                others = [one._replace(order=order) for order in range(_NUM_ORDERS)]
                 others += [one._replace(level=level) for level in near(one.level)]
                 others += [one._replace(room=one.room + step) for step in (-1, -0.5, 0.5, 1)]
                 others += [one._replace(split=one.split + step) for step in (-0.125, 0.125)]
@@ -317,7 +318,7 @@ class Chooser:
                 ]
             ),
             of_all(lambda way: [way._replace(level=level) for level in near(way.level)]),
-            of_all(lambda way: [way._replace(order=order) for order in range(4)]),
+            of_all(lambda way: [way._replace(order=order) for order in range(_NUM_ORDERS)]),
             of_all(lambda way: [way._replace(split=split) for split in (0.25, 0.5, 0.75)]),
             of_ranks,
         ]
@@ -339,13 +340,18 @@ class Chooser:
         live = self._rank(rank, way.level)
         room_bytes = (everything.max_inflight_bytes or 0) + (everything.prefetch_bytes or 0)
         aim_bytes = target - self._peak(rank, self._nothing(way.level)) + int(live.rows.max())
+        found, least_bytes = everything, min(group.num_bytes for group in live.groups)
         for _ in range(_MOST_TRIES):
             settings = self._settings(rank, way, live.cover(way.order, aim_bytes, room_bytes))
             excess_bytes = self._peak(rank, settings) - target
             if excess_bytes <= 0:
-                return settings
+                found = settings
+            elif found is not everything:
+                break
+            if -least_bytes < excess_bytes <= 0:  # no group could stay besides
+                break
             aim_bytes -= excess_bytes
-        return everything
+        return found
 
     def _nothing(self, level: int) -> RankSettings:
         """Return the settings of a rank that moves nothing."""
@@ -490,6 +496,7 @@ class _Rank(Footprint):
             longest,
             sorted(longest, key=lambda group: -group.life_us / group.num_bytes),
             _spread(longest[:half]) + _spread(longest[half:]),
+            sorted(longest, key=lambda group: -group.num_bytes),
         )
 
     def cover(self, order: int, target_bytes: int, room_bytes: int) -> list[GroupKey]:
