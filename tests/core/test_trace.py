@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -279,15 +277,3 @@ def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():
         for loss in losses:
             loss.backward()
     assert values_of(trace, LIVE_BYTES)[-1] < max(values_of(trace, LIVE_BYTES)) / 2
-
-
-@pytest.mark.slow
-def test_the_script_writes_a_trace_and_a_picture(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "trace_step.py"), "--backend", "simulated"]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    summary = read_traces(tmp_path / "trace.json")[0].summary()
-    assert summary.num_bytes["d2h"] == summary.num_bytes["h2d"] > 0
-    assert "compute waits for copies" in done.stdout
