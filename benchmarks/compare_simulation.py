@@ -4,9 +4,8 @@ python benchmarks/compare_simulation.py --output docs/benchmarks/simulation.json
 
 The step is simulated from the model's sizes alone. Of each file one number is fitted, the part of
 the peak FLOP that matrix products achieve, so that no offload takes the time that it took there;
-the bandwidths of the node are those that the file's own run measured. Bytes are not fitted. A
-budget that a memory target found is taken from the file, as is what was held above it until the
-first backward.
+the bandwidths of the node are those that the file's own run measured. Bytes are not fitted. Runs
+whose groups shared a room in which they never moved are left out: there is none any more.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_offload.config import OffloadConfig, apply_overrides
-from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.machine import Machine
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import (
@@ -28,8 +26,6 @@ from megatron_offload.planning.description import (
 )
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.model import LAYER_GROUPS, ModelDescription
-from megatron_offload.planning.policy import choose_residents
-from megatron_offload.planning.replay import step_profile
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.streams import RELEASE, RELOAD
 
@@ -89,42 +85,18 @@ def marked(mode: str, model: ModelDescription, sizes: dict) -> ModelDescription:
     return model.model_copy(update={"modules": LAYER_GROUPS})
 
 
-def warmup_extra_bytes(rank: dict) -> int:
-    """Return what was held above the total before the first backward, as the trace shows it."""
-    counts = [sum(entry[2:]) for entry in rank["device_profile"]]
-    is_filling = [
-        a[3] == 0 and b[3] == 0
-        for a, b in zip(rank["device_profile"], rank["device_profile"][1:], strict=False)
-    ]
-    filling = counts[: is_filling.index(False)] if False in is_filling else counts
-    total_bytes = rank["max_inflight_bytes"] + rank["prefetch_bytes"]
-    return max(0, max(filling, default=0) - total_bytes)
-
-
-def settings_of(mode: str, job, index: int, rank: dict) -> RankSettings:
-    """Return what a rank of a measured run was told, or what its search has found.
-
-    Its limits are the rank's own; some runs gave them beside a target, which is refused now.
-    """
+def settings_of(mode: str, rank: dict) -> RankSettings:
+    """Return what a rank of a measured run was told; its limits are the rank's own."""
     options = [
         item
         for item in mode.partition(":")[2].split(",")
         if item and not item.startswith(("modules=", "max_inflight_bytes=", "prefetch_bytes="))
     ]
     config = validate(OffloadConfig, apply_overrides({}, options), mode)
-    budget = DeviceBudget(rank["max_inflight_bytes"], rank["prefetch_bytes"])
-    profile = step_profile(job, index, budget)
-    room_bytes = int(config.resident_bytes or 0)
-    room_bytes += index * int(config.resident_delta_bytes_across_pp_ranks)
-    has_target = config.device_target_bytes is not None
-    if has_target and config.resident_bytes is None:
-        room_bytes += budget.resident_room_bytes()
     return RankSettings(
         recompute=(),
-        residents=choose_residents(profile, room_bytes),
-        max_inflight_bytes=budget.max_inflight_bytes,
-        prefetch_bytes=budget.prefetch_bytes,
-        warmup_extra_bytes=warmup_extra_bytes(rank) if has_target else 0,
+        max_inflight_bytes=rank["max_inflight_bytes"],
+        prefetch_bytes=rank["prefetch_bytes"],
         host_slab_bytes=int(config.host_slab_bytes),
     )
 
@@ -151,15 +123,14 @@ def compare(file: str) -> list[dict]:
     model = model.model_copy(update={"achieved_share": share})
     rows = []
     for run in runs:
-        if run["mode"] != "none" and not re.match(r"ours(-five)?:", run["mode"]):
+        if run["mode"] != "none" and not re.match(
+            r"ours(-five)?:(?!.*(resident|target))", run["mode"]
+        ):
             continue
         job = job_from_model(marked(run["mode"], model, data["sizes"]), machine)
         settings = None
         if run["mode"] != "none":
-            settings = [
-                settings_of(run["mode"], job, index, rank)
-                for index, rank in enumerate(run["ranks"])
-            ]
+            settings = [settings_of(run["mode"], rank) for rank in run["ranks"]]
         simulation = simulate(job, settings)
         rows.append(row_of(file, run, simulation, none_ms, model.achieved_share))
     return rows

@@ -68,10 +68,7 @@ RECOMPUTE_UNITS: tuple[str, ...] = (
 
 _AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
 
-_STAYING = (
-    *("fraction", "delta_bytes_across_pp_ranks"),
-    *("resident_bytes", "resident_delta_bytes_across_pp_ranks"),
-)
+_STAYING = ("fraction", "delta_bytes_across_pp_ranks")
 """Keys by which groups stay on the device."""
 
 _LIMITS = ("max_inflight_bytes", "prefetch_bytes")
@@ -146,15 +143,6 @@ class OffloadConfig(StrictModel):
     """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
     None: an eighth likewise, and at least twice the largest group that moves."""
 
-    resident_bytes: OptionalBytesField = default(None)
-    """The part of both that groups may take which never move: those whose backward follows their
-    forward soonest. It saves traffic and costs no memory, as long as the rest hides the copies.
-    None: nothing, and with ``device_target_bytes`` half of both."""
-
-    resident_delta_bytes_across_pp_ranks: BytesField = default(0)
-    """Pipeline rank r may keep r times this many bytes more of that kind: later ranks hold fewer
-    microbatches, and what they don't copy leaves the node's bandwidth to the first."""
-
     device_target_bytes: OptionalTargetField = default(None)
     """Most device memory that this process should reserve, weights and all. The two limits above
     are found by a search over the first dozen steps, each of which gives cached memory back; it
@@ -185,7 +173,7 @@ class OffloadConfig(StrictModel):
     policy: Converted[PolicyConfig | None, PolicyConfig | Mapping[str, Any] | None] = Field(
         default=default(None), discriminator="kind"
     )
-    """What decides about marked groups, in place of ``fraction`` and the keys of residents above:
+    """What decides about marked groups, in place of ``fraction`` and the delta above:
     ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
     ``auto`` plan by the run's own steps (`autotune.loop.tune`; docs/planning.md).
     None: those keys, which ``kind: modules`` spells another way."""

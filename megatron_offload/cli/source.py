@@ -121,14 +121,10 @@ class Recorded:
     def _by_numbers(self, profile: StepProfile, default: RankSettings) -> RankSettings:
         """Return what Megatron's numbers decide on a rank."""
         config, pp_rank = self.offload, profile.run.pp_rank
-        policy = ModulesPolicy(
-            config.fraction,
-            pp_rank * config.delta_bytes_across_pp_ranks,
-            (config.resident_bytes or 0) + pp_rank * config.resident_delta_bytes_across_pp_ranks,
-        )
+        policy = ModulesPolicy(config.fraction, pp_rank * config.delta_bytes_across_pp_ranks)
         unlisted = {group.key for group in profile.groups if group.name not in config.modules}
         kept = unlisted.union(policy.plan(profile))
-        return replace(default, kept=frozenset(kept), residents=policy.residents(profile))
+        return replace(default, kept=frozenset(kept))
 
 
 @dataclass(frozen=True)

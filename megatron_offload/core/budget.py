@@ -1,10 +1,9 @@
 """How many bytes of saved tensors may lie on the device between a group's commit and its backward.
 
 Owns two limits and what counts against them: bytes *in flight* (copied or being copied to the
-host, memory still held), bytes *held* for a backward that is near (reloaded, or not sent away) and
-bytes that are *resident* by plan.
+host, memory still held) and bytes *held* for a backward that is near (reloaded, or not sent away).
 
-All share one total. What the others leave of it, bytes in flight may take: while a pipeline fills
+Both share one total. What the latter leave of it, bytes in flight may take: while a pipeline fills
 nothing has to come back yet, and the copies to the host need the room. Until a step's first
 backward there may be more of them: what a backward itself needs is still free.
 
@@ -40,7 +39,6 @@ class DeviceBudget:
         self._choose_limits()
         self.inflight_bytes = 0
         self.held_bytes = 0
-        self.resident_bytes = 0
         self.warmup_extra_bytes = 0
         self.is_warming_up = False
         self._saved_bytes = 0
@@ -99,7 +97,7 @@ class DeviceBudget:
 
     @property
     def limit_bytes(self) -> int:
-        """The most of all kinds that may be there now."""
+        """The most of both kinds that may be there now."""
         return self.total_bytes + (self.warmup_extra_bytes if self.is_warming_up else 0)
 
     @property
@@ -112,24 +110,16 @@ class DeviceBudget:
         return self._follows_step or not self.is_warming_up
 
     def bounds_bytes(self) -> tuple[int, int]:
-        """Return the least total that still works well, and the most of any use."""
-        least_bytes = max(2 * self._largest_bytes, self._set_bytes)
-        return least_bytes, max(least_bytes, self._peak_saved_bytes)
+        """Return the least total that still works well, and the most of any use.
 
-    def resident_room_bytes(self) -> int:
-        """Return how much of the total groups that never move may take.
-
-        Half of it: what they take no copy needs, and the other half keeps both directions busy. All
-        of it where everything has room.
+        With twice what a step saves, all is near from its forward on: the clock counts it twice.
         """
-        if self.total_bytes >= self._peak_saved_bytes:
-            return self.total_bytes
-        transit_bytes = max(self.total_bytes // 2, 2 * self._largest_bytes)
-        return max(0, self.total_bytes - transit_bytes)
+        least_bytes = max(2 * self._largest_bytes, self._set_bytes)
+        return least_bytes, max(least_bytes, 2 * self._peak_saved_bytes)
 
     def is_exceeded(self) -> bool:
         """Whether something in flight has to be released."""
-        return self.inflight_bytes + self.held_bytes + self.resident_bytes > self.limit_bytes
+        return self.inflight_bytes + self.held_bytes > self.limit_bytes
 
     def may_prefetch(self, num_bytes: int) -> bool:
         """Whether a group of this size may be reloaded now; one is always allowed."""
@@ -137,14 +127,13 @@ class DeviceBudget:
 
     def may_stay(self, num_bytes: int) -> bool:
         """Whether a group of this size, still on the device, may wait there for its backward."""
-        return self.held_bytes + self.resident_bytes + num_bytes <= self.total_bytes
+        return self.held_bytes + num_bytes <= self.total_bytes
 
     # What the step could offload
 
     def begin_step(self, *, is_learned: bool = True) -> None:
         """Count from zero; where a step ``is_learned``, this one's first backward will be known."""
         self.held_bytes = 0
-        self.resident_bytes = 0
         self.is_warming_up = is_learned
         self._saved_bytes = 0
 

@@ -55,13 +55,11 @@ class Group(abc.ABC):
         committed_at_bytes: when its forward ended, by the step's clock.
         held_bytes: what it takes of the budget just now.
         needs: other groups whose bytes its backward makes its own from; set at commit.
-        is_resident: whether the plan keeps it in the room for groups that never move.
     """
 
     # Defaults of the class: quicker to make than what each group sets for itself.
     num_bytes = staying_bytes = committed_at_bytes = held_bytes = 0
     needs: tuple[GroupKey, ...] = ()
-    is_resident = False
     state = GroupState.RECORDING
     _moves = _LETTERS[GroupState.RECORDING]
 

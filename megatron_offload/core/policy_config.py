@@ -35,9 +35,6 @@ class ModulesConfig(StrictModel):
     delta_bytes_across_pp_ranks: BytesField = default(0)
     """Pipeline rank r keeps r times this many bytes."""
 
-    resident_bytes: BytesField = default(0)
-    """Room for groups that never move: those whose backward comes soonest."""
-
 
 class RatioConfig(StrictModel):
     """A share of the bytes moves, the first in the order of the step."""

@@ -76,7 +76,6 @@ class StepDecisions(Generic[G]):
         self.backward_at_bytes: list[int] = []
         self._actions = actions
         self._groups: dict[GroupKey, G] = {}
-        self._residents: Collection[GroupKey] = ()
         self._in_use: G | None = None
         self._profile: StepProfile | None = None
         self._learned: tuple[GroupKey, ...] = ()
@@ -89,16 +88,12 @@ class StepDecisions(Generic[G]):
         self._reached_at_bytes = 0
         self._next = 0
 
-    def begin_step(self, profile: StepProfile | None, residents: Collection[GroupKey] = ()) -> None:
-        """Forget the last step and predict along one that was seen to its end, if one was.
-
-        ``residents`` stay in the room that the budget has for such.
-        """
+    def begin_step(self, profile: StepProfile | None) -> None:
+        """Forget the last step and predict along one that was seen to its end, if one was."""
         for group in self._groups.values():
             group.held_bytes = 0
         self._groups.clear()
         self.committed, self.backward_order, self.backward_at_bytes = [], [], []
-        self._residents = residents
         self._in_use = None
         self._reached_at_bytes = 0
         self.window.begin_step()
@@ -158,10 +153,6 @@ class StepDecisions(Generic[G]):
             actions.stay(group, stays_because)
         elif must_move:
             actions.offload(group)
-        elif group.key in self._residents:
-            actions.stay(group, "its backward follows soonest, and the resident room takes it")
-            budget.resident_bytes += num_bytes
-            group.is_resident = True
         elif self.is_needed_soon(group):
             actions.stay(group, "backward needs it before it could leave and come back")
             group.hold()
@@ -200,8 +191,6 @@ class StepDecisions(Generic[G]):
             if self.knows(group):
                 group.let_go()
                 self.budget.drop_saved(group.passing_bytes)
-                if group.is_resident:
-                    self.budget.resident_bytes -= group.num_bytes
                 self.window.pass_boundary(group.passing_bytes)
         self.look_ahead()
 

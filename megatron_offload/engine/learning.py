@@ -68,7 +68,6 @@ class Learner:
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         profile: the last step, or None.
         kept: groups that the policy keeps on the device, each with the reason.
-        residents: groups that stay in the device budget's room for such.
         is_steady: whether the last two steps had the same groups.
     """
 
@@ -79,7 +78,6 @@ class Learner:
         self.pp_rank: int | None = None
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
-        self.residents: frozenset[GroupKey] = frozenset()
         self.is_steady = False
         self._config = config
         self._listed = config.modules if "modules" in config.model_fields_set else ()
@@ -124,9 +122,7 @@ class Learner:
         delta_bytes = delta_bytes_across_pp_ranks
         if delta_bytes is None or "delta_bytes_across_pp_ranks" in given:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
-        resident_bytes = int(config.resident_bytes or 0)
-        resident_bytes += pp_rank * int(config.resident_delta_bytes_across_pp_ranks)
-        self.policy = ModulesPolicy(fraction, pp_rank * delta_bytes, resident_bytes)
+        self.policy = ModulesPolicy(fraction, pp_rank * delta_bytes)
         if pp_rank != self.pp_rank:
             self._begin_plan(pp_rank)
             self.pp_rank = pp_rank
@@ -147,9 +143,9 @@ class Learner:
         if plan is None:
             self.plan = self._planned = None
             self._budget.follow_plan(None, None)
-            self.kept, self.residents = {}, frozenset()
+            self.kept = {}
             if self.profile is not None:
-                self._choose(self.profile, self.policy)
+                self._choose(self.profile)
             return
         sets_limits = any(rank.max_inflight_bytes is not None for rank in plan.ranks)
         if sets_limits and self._config.device_target_bytes is not None:
@@ -172,7 +168,7 @@ class Learner:
             )
         rank = plan.ranks[pp_rank]
         self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
-        self.kept, self.residents = dict(rank.kept), frozenset()
+        self.kept = dict(rank.kept)
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
         """Return the units that a virtual stage makes again; None for all that there are."""
@@ -222,31 +218,28 @@ class Learner:
             self._owners.forget()
             if self._search is not None:
                 self._search.begin_anew()
-        policy = self.policy
-        if self._search is not None and self._config.resident_bytes is None:
-            policy = policy.with_residents(self._budget.resident_room_bytes())
-        if self._planned != (profile, policy):
-            self._planned = profile, policy
-            self._choose(profile, policy)
+        if self._planned != (profile, self.policy):
+            self._planned = profile, self.policy
+            self._choose(profile)
             moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
             self._largest_bytes = max(moving, default=0)
         self._budget.learn(self._largest_bytes)
 
-    def _choose(self, profile: StepProfile, policy: ModulesPolicy) -> None:
+    def _choose(self, profile: StepProfile) -> None:
         if self.plan is not None:
             if self.pp_rank is not None:
                 self._confirm(self.plan, profile)
         elif self._ratio is not None:
-            self.kept, self.residents = self._ratio.plan_rank(profile).kept, frozenset()
+            self.kept = self._ratio.plan_rank(profile).kept
         else:
-            self.kept, self.residents = policy.plan(profile), policy.residents(profile)
+            self.kept = self.policy.plan(profile)
 
     def restart(self) -> None:
         """Learn anew what the step looks like; what the memory target has found stays."""
         self.profile = self._planned = None
         self.is_steady = False
         if self.plan is None:
-            self.kept, self.residents = {}, frozenset()
+            self.kept = {}
         self._owners.forget()
 
     def keeps_because(self, group: OffloadGroup) -> str:
@@ -287,8 +280,7 @@ class Learner:
             return {k: v for k, v in last_step.peak_away_bytes_by_name.items() if v}
         if self._keeps_everything():
             return {}
-        staying = self.residents.union(self.kept)
-        return self.profile.bytes_away(staying, self._budget.total_bytes)
+        return self.profile.bytes_away(self.kept, self._budget.total_bytes)
 
     # Memory
 

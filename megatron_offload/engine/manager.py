@@ -514,7 +514,6 @@ class PipelineOffloadManager:
         return not (
             self._stays_because
             or self.learner.keeps_because(group)
-            or group.key in self.learner.residents
             or self.decisions.is_needed_soon(group)
         )
 

@@ -41,7 +41,7 @@ class Step(StepDecisions[OffloadGroup]):
                 group.unhook()
         self.num_chunks = 0
         self._transfers.begin_step()
-        self.begin_step(self._learner.profile, self._learner.residents)
+        self.begin_step(self._learner.profile)
 
     def add_chunk(self) -> int:
         """Count a chunk that has got its first group; return its position."""

@@ -15,17 +15,14 @@ from megatron_offload.frontends.recompute import recompute_functions, told_by_in
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what moves; give that, or use OffloadActivations"
-_BY_RANK = dict.fromkeys(
-    ("delta_bytes_across_pp_ranks", "resident_delta_bytes_across_pp_ranks"),
-    "it knows no pipeline ranks; give each rank its own resident_bytes",
-)
+_BY_RANK = {
+    "delta_bytes_across_pp_ranks": "it knows no pipeline ranks; give each rank its own fraction"
+}
 _UNFOLLOWED: dict[str, dict[str, str]] = {
     "OffloadActivations": {"modules": _ALL_MOVES, **_BY_RANK},
     "CPUOffload": {
         "modules": _ALL_MOVES,
-        **dict.fromkeys(
-            ("policy", "fraction", *_BY_RANK, "resident_bytes", "device_target_bytes"), _RATIO
-        ),
+        **dict.fromkeys(("policy", "fraction", *_BY_RANK, "device_target_bytes"), _RATIO),
     },
     "offload_pipeline": {"modules": _ALL_MOVES},
     "operation_groups": {

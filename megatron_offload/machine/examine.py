@@ -176,7 +176,7 @@ def check_node_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
     advice = "plan with these numbers: in a step, copies go both ways"
     if num_gpus > 1 and node < _FREE_SHARE * both:
         advice = "plan with the last numbers, since the machine's memory is shared; what later "
-        advice += "ranks keep, the first can use (resident_delta_bytes_across_pp_ranks)"
+        advice += "ranks keep, the first can use (delta_bytes_across_pp_ranks)"
     return Finding("note", title, found, advice)
 
 

@@ -131,14 +131,10 @@ class RankSettings:
 
     kept: frozenset[GroupKey] = frozenset()
     """Groups that the plan leaves on the device."""
-    residents: frozenset[GroupKey] = frozenset()
-    """Groups that stay too, in the room that the device budget has for such."""
     max_inflight_bytes: int | None = None
     """None follows the step, as in `DeviceBudget`."""
     prefetch_bytes: int | None = None
     """Likewise."""
-    warmup_extra_bytes: int = 0
-    """What may be held above both until the step's first backward."""
     host_slab_bytes: int = 256 * 1024**2
     """Pinned memory comes in slabs of this; where they are full, a copy to the host waits for the
     reload that empties its place."""

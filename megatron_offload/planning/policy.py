@@ -6,7 +6,6 @@ of the bytes.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -29,8 +28,6 @@ class ModulesPolicy:
         keep_bytes: bytes that stay on the device besides, taken from the groups whose backward
             comes first, because they are gone soonest anyway. Megatron sets it to pipeline rank
             times ``delta_offload_bytes_across_pp_ranks``.
-        resident_bytes: room on the device, at any one time, for groups that never move: those
-            whose backward follows their forward soonest.
         modules: names or patterns of the groups that move; empty: all that were marked.
         delta_bytes_across_pp_ranks: in a plan of all ranks, rank r has r times so many
             ``keep_bytes`` more.
@@ -40,13 +37,8 @@ class ModulesPolicy:
 
     fraction: float = 1.0
     keep_bytes: int = 0
-    resident_bytes: int = 0
     modules: tuple[str, ...] = ()
     delta_bytes_across_pp_ranks: int = 0
-
-    def with_residents(self, resident_bytes: int) -> ModulesPolicy:
-        """Return the same policy with other room for groups that never move."""
-        return replace(self, resident_bytes=self.resident_bytes + resident_bytes)
 
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
         """Return the groups that stay on the device, each with the reason."""
@@ -74,10 +66,6 @@ class ModulesPolicy:
                 kept[group.key] = f"beyond the fraction {self.fraction:g} of its chunk"
         return kept
 
-    def residents(self, profile: StepProfile) -> frozenset[GroupKey]:
-        """Return the groups that stay within the room for such."""
-        return choose_residents(profile, self.resident_bytes)
-
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
         """Return the plan of all ranks, from one profile of each, in any order."""
         profiles = check_profiles(profiles)
@@ -86,8 +74,7 @@ class ModulesPolicy:
     def _plan_rank(self, profile: StepProfile) -> RankPlan:
         delta_bytes = profile.run.pp_rank * self.delta_bytes_across_pp_ranks
         policy = replace(self, keep_bytes=self.keep_bytes + delta_bytes)
-        kept = dict.fromkeys(policy.residents(profile), "comes back soonest, and there is room")
-        return rank_plan(profile, kept | policy.plan(profile), "of a module that moves")
+        return rank_plan(profile, policy.plan(profile), "of a module that moves")
 
     def _is_listed(self, name: str) -> bool:
         return not self.modules or any(fnmatchcase(name, pattern) for pattern in self.modules)
@@ -139,35 +126,3 @@ def plan_by_rule(
         return RatioPolicy(config.ratio).make_plan(profiles)
     numbers = config.model_dump(exclude={"kind"})
     return ModulesPolicy(**numbers).make_plan(profiles)
-
-
-def choose_residents(profile: StepProfile, room_bytes: int) -> frozenset[GroupKey]:
-    """Choose groups that stay, never more than ``room_bytes`` of them at once.
-
-    Every group that stays saves the same traffic per byte, so those are chosen that take the room
-    for the shortest time: whenever it is exceeded, the group whose backward is farthest leaves. For
-    groups of one size no choice saves more.
-    """
-    ends_at = dict(zip(profile.backward_order, profile.backward_at_bytes, strict=False))
-    staying: dict[GroupKey, int] = {}
-    by_end: list[tuple[int, GroupKey]] = []
-    by_farthest: list[tuple[int, GroupKey]] = []
-    chosen: set[GroupKey] = set()
-    used_bytes = 0
-    for group in sorted(profile.groups, key=lambda group: group.committed_at_bytes):
-        if not 0 < group.num_bytes <= room_bytes or group.key not in ends_at:
-            continue
-        while by_end and by_end[0][0] < group.committed_at_bytes:
-            used_bytes -= staying.pop(heapq.heappop(by_end)[1], 0)
-        end = ends_at[group.key]
-        staying[group.key] = group.num_bytes
-        chosen.add(group.key)
-        used_bytes += group.num_bytes
-        heapq.heappush(by_end, (end, group.key))
-        heapq.heappush(by_farthest, (-end, group.key))
-        while used_bytes > room_bytes:
-            farthest = heapq.heappop(by_farthest)[1]
-            if farthest in staying:
-                used_bytes -= staying.pop(farthest)
-                chosen.discard(farthest)
-    return frozenset(chosen)

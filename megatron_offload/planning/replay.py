@@ -160,8 +160,7 @@ class _Replay:
         self._decisions = StepDecisions(self, self._window, self._budget)
         if settings.offloads:
             profile = profile or step_profile(job, rank, self._budget, settings.kept)
-            self._budget.warmup_extra_bytes = settings.warmup_extra_bytes
-            self._decisions.begin_step(profile, settings.residents)
+            self._decisions.begin_step(profile)
 
     def run(self) -> RankProgram:
         asked = _asked_ahead(self._job.schedule, self._passes)
@@ -286,8 +285,8 @@ class _Replay:
         """Return the program, now that all of it is written."""
         self._window.drain()
         budget = self._budget
-        left = (budget.inflight_bytes, budget.held_bytes, budget.resident_bytes, self._host_bytes)
-        assert (*left, self._device_bytes) == (0, 0, 0, 0, self._static_bytes), left
+        left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
+        assert (*left, self._device_bytes) == (0, 0, 0, self._static_bytes), left
         num_slabs = -(-self.program.peak_host_bytes // host_slab_bytes)
         self.program.after = _reused(self._host_uses, num_slabs * host_slab_bytes)
         return self.program

@@ -146,7 +146,7 @@ def test_a_target_that_cannot_be_kept_is_warned_of_and_the_run_goes_on(log):
     "settings",
     [
         {"fraction": 1.0},
-        {"resident_bytes": 0},
+        {"delta_bytes_across_pp_ranks": 0},
         {"policy": {"kind": "modules"}},
         {"policy": {"kind": "ratio", "ratio": 0.5}},
         {"enabled": False},

@@ -107,7 +107,6 @@ def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
         prefetch_bytes="16MiB",
         host_slab_bytes="64MiB",
         host_memory_bytes="1MiB",
-        resident_bytes="2MiB",
     )
     before = sorted(folder.iterdir())
     assert run(folder) == 0
@@ -116,12 +115,11 @@ def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
     source = load_run(folder)
     settings = []
     for rank, profile in enumerate(source.profiles):
-        policy = ModulesPolicy(0.5, keep_bytes=rank * 2**22, resident_bytes=2**21)
+        policy = ModulesPolicy(0.5, keep_bytes=rank * 2**22)
         others = [group.key for group in profile.groups if group.name not in listed]
         settings.append(
             RankSettings(
                 kept=frozenset(policy.plan(profile)).union(others),
-                residents=policy.residents(profile),
                 max_inflight_bytes=8 * 2**20,
                 prefetch_bytes=16 * 2**20,
                 host_slab_bytes=64 * 2**20,

@@ -32,7 +32,7 @@ def make_measured(monkeypatch, *, waste=0, backward=0, **settings):
     def pass_boundary(num_bytes):
         passed(num_bytes)
         budget = manager.budget
-        kept = budget.inflight_bytes + budget.held_bytes + budget.resident_bytes
+        kept = budget.inflight_bytes + budget.held_bytes
         if manager.decisions.backward_order:
             kept += backward
         reserved[0] = max(reserved[0], FIXED + kept + waste)
@@ -91,7 +91,7 @@ def test_a_warm_up_takes_what_no_backward_needs_yet(monkeypatch):
             commit(group, *args, **kw)
             if not manager.decisions.backward_order:
                 budget = manager.budget
-                seen.append(budget.inflight_bytes + budget.resident_bytes + budget.held_bytes)
+                seen.append(budget.inflight_bytes + budget.held_bytes)
 
         monkeypatch.setattr(manager, "commit", watched)
         run_step(model, manager, ORDER)

@@ -130,7 +130,6 @@ def test_a_share_is_one_of_the_groups_that_may_move():
     ("flat", "policy"),
     [
         ({"fraction": 0.5}, {"fraction": 0.5}),
-        ({"resident_bytes": 8192}, {"resident_bytes": "8KiB"}),
         ({"delta_bytes_across_pp_ranks": 4096}, {"delta_bytes_across_pp_ranks": 4096}),
         ({"modules": ("ml*",)}, {"modules": ["ml*"]}),
     ],
@@ -154,7 +153,10 @@ def test_the_policy_modules_is_another_spelling_of_the_keys(flat, policy, second
         ({"modules": ("mlp_act",), "policy": {"kind": "modules", "modules": ["mlp_fc1"]}}, "modul"),
         ({"policy": {"kind": "modules", "modules": ["core_atn"]}}, "did you mean 'core_attn'"),
         ({"fraction": 0.5, "policy": {"kind": "ratio", "ratio": 0.5}}, "fraction"),
-        ({"resident_bytes": 1, "policy": {"kind": "ratio", "ratio": 0.5}}, "resident_bytes"),
+        (
+            {"delta_bytes_across_pp_ranks": 1, "policy": {"kind": "ratio", "ratio": 0.5}},
+            "delta_bytes_across_pp_ranks",
+        ),
         ({"fraction": 0.5, "policy": {"kind": "auto"}}, "'auto' says what stays"),
         ({"fraction": 0.5, "policy": {"kind": "plan_file", "path": "p"}}, "'plan_file' says what"),
         (

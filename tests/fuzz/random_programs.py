@@ -238,7 +238,6 @@ class Program:
             "host_slab_bytes": rng.choice([4 * KIB, 64 * KIB]),
             "retained_device_bytes": rng.choice([0, 0, 16 * KIB]),
             "fraction": rng.choice([1.0, 1.0, 0.5, 0.0]),
-            "resident_bytes": rng.choice([None, None, 2 * KIB, 8 * KIB]),
             "checking": rng.random() < 0.2,
         }
         add_recipes(random.Random(~seed), self.segments)

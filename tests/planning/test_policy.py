@@ -67,14 +67,6 @@ def test_a_plan_of_modules_gives_later_ranks_more_to_keep():
         assert rank.kept == own
 
 
-def test_a_plan_of_modules_has_residents():
-    runs = profiles(ranks=2, microbatches=4)
-    policy = ModulesPolicy(resident_bytes=512 << 20)
-    plan = policy.make_plan(runs)
-    for rank, profile in zip(plan.ranks, runs, strict=True):
-        assert set(rank.kept) == policy.residents(profile) != set()
-
-
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999, 1.0])
 def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
     runs = profiles(ranks=2, virtual=2)
@@ -104,7 +96,7 @@ def test_a_plan_from_a_file_is_that_plan_for_its_run_alone(tmp_path):
 
 def test_a_section_becomes_its_rule():
     runs = profiles(ranks=2)
-    numbers = {"fraction": 0.5, "resident_bytes": 512 << 20, "delta_bytes_across_pp_ranks": 2000}
+    numbers = {"fraction": 0.5, "delta_bytes_across_pp_ranks": 2000}
     config = ModulesConfig(modules=("core_attn", "mlp_*"), **numbers)
     policy = ModulesPolicy(modules=("core_attn", "mlp_*"), **numbers)
     assert plan_by_rule(config, runs) == policy.make_plan(runs)

@@ -68,24 +68,12 @@ def test_a_group_leaves_is_released_and_comes_back():
     assert program.peak_host_bytes == 20
 
 
-def test_what_is_kept_by_plan_stays_and_residents_take_of_the_budget():
+def test_what_is_kept_by_plan_stays():
     job = one_rank(work(10), work(10), work(10))
     small = RankSettings(max_inflight_bytes=10, prefetch_bytes=0)
     kept = RankSettings(frozenset({GroupKey(0, 0)}), max_inflight_bytes=10, prefetch_bytes=0)
-    resident = RankSettings(
-        residents=frozenset({GroupKey(0, 0)}), max_inflight_bytes=10, prefetch_bytes=0
-    )
     assert replay(job, 0, small).moved == [GroupKey(0, 0), GroupKey(0, 1)]
     assert replay(job, 0, kept).moved == [GroupKey(0, 1)]
-    assert replay(job, 0, resident).moved == [GroupKey(0, 1), GroupKey(0, 2)]
-
-
-def test_more_may_be_held_until_the_first_backward():
-    job = one_rank(*[work(10)] * 8)
-    small = RankSettings(max_inflight_bytes=20, prefetch_bytes=10)
-    extra = RankSettings(max_inflight_bytes=20, prefetch_bytes=10, warmup_extra_bytes=30)
-    peak, more = (replay(job, 0, settings).peak_device_bytes for settings in (small, extra))
-    assert (peak, more) == (40, 70)
 
 
 def test_until_the_first_backward_bytes_alone_say_when_a_copy_is_waited_for():
