@@ -72,7 +72,7 @@ _STAYING = ("fraction", "delta_bytes_across_pp_ranks")
 """Keys by which groups stay on the device."""
 
 _LIMITS = ("max_inflight_bytes", "prefetch_bytes")
-"""What a plan, or a search for ``device_target_bytes``, finds where it isn't set."""
+"""What a plan finds where it isn't set."""
 
 RecomputeField = Converted[tuple[str, ...], list[str] | tuple[str, ...] | Literal["auto"]]
 
@@ -144,10 +144,8 @@ class OffloadConfig(StrictModel):
     None: an eighth likewise, and at least twice the largest group that moves."""
 
     device_target_bytes: OptionalTargetField = default(None)
-    """Most device memory that this process should reserve, weights and all. The two limits above
-    are found by a search over the first dozen steps, each of which gives cached memory back; it
-    ends with the largest total that was seen to keep the target, and with what may be held above it
-    until a step's first backward. One of the two may be set, and stays."""
+    """Most device memory that a rank reserves, weights and all: short for ``policy: {kind:
+    memory_target}`` with this as its ``target_bytes``."""
 
     host_memory_bytes: OptionalBytesField = default(None)
     """Cap of the host memory that a manager pins, of which a process mostly has one. Over it
@@ -215,7 +213,7 @@ class OffloadConfig(StrictModel):
         has_target = "device_target_bytes" in given
         if has_target and given.issuperset(_LIMITS):
             raise ConfigError(
-                "'device_target_bytes' looks for max_inflight_bytes and prefetch_bytes, and both "
+                "'device_target_bytes' plans max_inflight_bytes and prefetch_bytes, and both "
                 "are set; leave out one of the three"
             )
         if isinstance(policy, ModulesConfig):
@@ -236,8 +234,8 @@ class OffloadConfig(StrictModel):
         if isinstance(policy, SolvedConfig):
             if has_target:
                 raise ConfigError(
-                    f"policy {policy.kind!r} plans what 'device_target_bytes' looks for; give one "
-                    "of them"
+                    f"policy {policy.kind!r} says what is to fit, and 'device_target_bytes' does "
+                    "too; give one of them"
                 )
             for key in given.intersection(_LIMITS):  # the plan keeps to them
                 if (planned := getattr(policy, key)) is not None:
@@ -259,7 +257,10 @@ class OffloadConfig(StrictModel):
         if isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
             return self.policy
         says_what_moves = {key for key in self.model_fields_set if getattr(self, key) is not None}
-        is_open = self.policy is None and not says_what_moves & {*_STAYING, "device_target_bytes"}
+        if self.device_target_bytes is not None and self.policy is None:
+            size = f"{int(self.device_target_bytes)}B"
+            return MemoryTargetConfig(kind="memory_target", target_bytes=size)
+        is_open = self.policy is None and not says_what_moves & {*_STAYING}
         is_open &= self.copy_streams and self.pin_memory  # else copies are no waits
         return AutoConfig(kind="auto") if is_open else None
 

@@ -25,7 +25,6 @@ from megatron_offload.planning.host_need import HostNeed
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
-from megatron_offload.planning.target import BudgetSearch
 
 _NUM_FITS = 3
 """How often the host pool is cut to what the last step alone used: each of the first needs less
@@ -86,10 +85,6 @@ class Learner:
         self._host_pool = transfers.host_pool
         self._budget = transfers.budget
         self._owners = transfers.owners
-        self._search: BudgetSearch | None = None
-        if config.device_target_bytes is not None:
-            target_bytes = int(config.device_target_bytes)
-            self._search = BudgetSearch(target_bytes, self._budget, self._backend)
         self._num_fits_left = _NUM_FITS
         self._host_need = HostNeed(int(config.host_slab_bytes))
         self._planned: tuple[StepProfile, ModulesPolicy] | None = None
@@ -138,7 +133,7 @@ class Learner:
             is_own: it was made from steps of this run, so that one that differs is no error.
 
         Raises:
-            ConfigError: the plan has no such rank, or sets what ``device_target_bytes`` looks for.
+            ConfigError: the plan has no such rank.
         """
         if plan is None:
             self.plan = self._planned = None
@@ -147,12 +142,6 @@ class Learner:
             if self.profile is not None:
                 self._choose(self.profile)
             return
-        sets_limits = any(rank.max_inflight_bytes is not None for rank in plan.ranks)
-        if sets_limits and self._config.device_target_bytes is not None:
-            raise ConfigError(
-                "the plan sets max_inflight_bytes and prefetch_bytes, which device_target_bytes "
-                "looks for; leave device_target_bytes out"
-            )
         self.plan = plan
         self._is_plan_confirmed, self._is_other_run_said = is_own, False
         self._begin_plan(self.pp_rank)
@@ -194,16 +183,6 @@ class Learner:
 
     # What is learned
 
-    def note_start(self) -> None:
-        """Take note of what is reserved when a step begins."""
-        if self._search is not None:
-            self._search.note_start()
-
-    def note_first_backward(self) -> None:
-        """Take note of what a step has reserved when its first backward begins."""
-        if self._search is not None:
-            self._search.note_first_backward()
-
     def learn(self, profile: StepProfile) -> None:
         """Learn from a step that is over."""
         if self._listed:
@@ -216,8 +195,6 @@ class Learner:
             self._fit()
         elif before is not None:
             self._owners.forget()
-            if self._search is not None:
-                self._search.begin_anew()
         if self._planned != (profile, self.policy):
             self._planned = profile, self.policy
             self._choose(profile)
@@ -235,7 +212,7 @@ class Learner:
             self.kept = self.policy.plan(profile)
 
     def restart(self) -> None:
-        """Learn anew what the step looks like; what the memory target has found stays."""
+        """Learn anew what the step looks like; what is followed stays."""
         self.profile = self._planned = None
         self.is_steady = False
         if self.plan is None:
@@ -285,19 +262,12 @@ class Learner:
     # Memory
 
     def _fit(self) -> None:
-        """Hand back what only the first steps needed, and come closer to the memory target."""
+        """Hand back what only the first steps needed."""
         is_first = self._num_fits_left == _NUM_FITS
         if self._num_fits_left:
             self._num_fits_left -= 1
         if is_first:
             self._backend.trim_device()
-        if self._search is None:
-            return
-        reserved_bytes = self._backend.reserved_bytes()
-        if reserved_bytes is None:
-            self._search = None
-        elif self._search.follow(reserved_bytes, is_trimmed=is_first):
-            self._num_fits_left = 1  # the next step is the first of those that stay
 
     def _fit_host_pool(self) -> None:
         """Unpin what the last steps didn't need; blocks the host where there is such."""

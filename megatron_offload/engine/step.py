@@ -47,8 +47,6 @@ class Step(StepDecisions[OffloadGroup]):
         """Count a chunk that has got its first group; return its position."""
         position = self.num_chunks
         self.num_chunks += 1
-        if position == 0:
-            self._learner.note_start()
         return position
 
     @property
@@ -125,8 +123,6 @@ class Step(StepDecisions[OffloadGroup]):
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
-        if self.budget.is_warming_up and self.knows(group):
-            self._learner.note_first_backward()
         super().enter_backward(group)
         self._transfers.owners.learn(group)
 

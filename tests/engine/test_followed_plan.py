@@ -94,13 +94,6 @@ def test_the_limits_that_the_user_set_go_over_a_plans(tmp_path, user, expected):
         assert (manager.budget.max_inflight_bytes, manager.budget.prefetch_bytes) == expected
 
 
-def test_a_plan_that_sets_limits_is_refused_where_a_target_looks_for_them(tmp_path):
-    plan = make_plan(make_model(), max_inflight_bytes=24 * KIB, prefetch_bytes=40 * KIB)
-    limits = {"max_inflight_bytes": None, "prefetch_bytes": None}
-    with pytest.raises(ConfigError, match="leave device_target_bytes out"):
-        make_follower(plan, tmp_path / "plan.json", device_target_bytes="1GiB", **limits)
-
-
 def test_a_plan_for_another_run_is_refused_after_its_first_step(tmp_path):
     model = make_model()
     manager = make_follower(make_plan(model), tmp_path / "plan.json")

@@ -163,7 +163,7 @@ def test_the_policy_modules_is_another_spelling_of_the_keys(flat, policy, second
             {"max_inflight_bytes": 1, "policy": {"kind": "auto", "max_inflight_bytes": 2}},
             "'max_inflight_bytes' is 1, and 2 in policy 'auto'",
         ),
-        ({"device_target_bytes": 1024, "policy": {"kind": "auto"}}, "'device_target_bytes' looks"),
+        ({"device_target_bytes": 1024, "policy": {"kind": "auto"}}, "'device_target_bytes' "),
         (
             {"device_target_bytes": 1024, "max_inflight_bytes": 1, "prefetch_bytes": 1},
             "leave out one of the three",
