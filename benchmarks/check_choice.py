@@ -154,7 +154,6 @@ def all_steps(job: Job, chooser: Chooser) -> Iterator[Simulation]:
                             job,
                             RankSettings(
                                 frozenset(kept),
-                                frozenset(),
                                 out,
                                 back,
                                 recompute=(frozenset(units),),
