@@ -4,8 +4,7 @@ Owns two limits and what counts against them: bytes *in flight* (copied or being
 host, memory still held) and bytes *held* for a backward that is near (reloaded, or not sent away).
 
 Both share one total. What the latter leave of it, bytes in flight may take: while a pipeline fills
-nothing has to come back yet, and the copies to the host need the room. Until a step's first
-backward there may be more of them: what a backward itself needs is still free.
+nothing has to come back yet, and the copies to the host need the room.
 
 Limits that nobody sets follow what a step saves, whether it moves or not: so much of the step hides
 a copy, however few there are. That they don't keep a small share on the device is the clock's part:
@@ -21,12 +20,11 @@ _AUTO_SHARE = 8
 class DeviceBudget:
     """Limits and counts, in bytes.
 
-    Each limit is the user's; else a plan's; else what a search for a memory target leaves for it;
-    else the default, which follows the step. ``total_bytes`` is both together, and
-    ``lookahead_bytes`` how far ahead, by the step's clock, what is on the host is looked at for its
-    reload: twice what may come back, since backward of one half hides the reload of the other.
-    ``warmup_extra_bytes`` may be held above the total until a step's first backward; it
-    ``is_warming_up`` where that is yet to come.
+    Each limit is the user's; else a plan's; else the default, which follows the step.
+    ``total_bytes`` is both together, and ``lookahead_bytes`` how far ahead, by the step's clock,
+    what is on the host is looked at for its reload: twice what may come back, since backward of one
+    half hides the reload of the other. It ``is_warming_up`` until the first backward of a step that
+    was seen before.
     """
 
     def __init__(
@@ -34,12 +32,10 @@ class DeviceBudget:
     ) -> None:
         self._user = max_inflight_bytes, prefetch_bytes
         self._plan: tuple[int | None, int | None] = None, None
-        self._target_bytes: int | None = None
         self._default = 0, 0
         self._choose_limits()
         self.inflight_bytes = 0
         self.held_bytes = 0
-        self.warmup_extra_bytes = 0
         self.is_warming_up = False
         self._saved_bytes = 0
         self._peak_saved_bytes = 0
@@ -50,14 +46,6 @@ class DeviceBudget:
     def follow_plan(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
         """Take a plan's limits; None where it sets none."""
         self._plan = max_inflight_bytes, prefetch_bytes
-        self._choose_limits()
-
-    def follow_target(self, total_bytes: int) -> None:
-        """Let limits that neither user nor plan set make up ``total_bytes`` with those that are.
-
-        What may come back keeps its default as far as that is at most half of the total.
-        """
-        self._target_bytes = total_bytes
         self._choose_limits()
 
     def _follow_step(self, seen_bytes: int) -> None:
@@ -78,48 +66,25 @@ class DeviceBudget:
             planned if user is None else user
             for user, planned in zip(self._user, self._plan, strict=True)
         )
-        self._set_bytes = (inflight_bytes or 0) + (prefetch_bytes or 0)
-        total_bytes = self._target_bytes
-        is_fixed = inflight_bytes is not None and prefetch_bytes is not None
-        self._follows_any = total_bytes is None and not is_fixed
-        if total_bytes is not None:
-            if prefetch_bytes is None:
-                default_bytes = min(self._default[1], total_bytes // 2)
-                rest_bytes = max(0, total_bytes - (inflight_bytes or 0))
-                prefetch_bytes = default_bytes if inflight_bytes is None else rest_bytes
-            if inflight_bytes is None:
-                inflight_bytes = max(0, total_bytes - prefetch_bytes)
         self._follows_step = inflight_bytes is None
+        self._follows_any = inflight_bytes is None or prefetch_bytes is None
         self.max_inflight_bytes = self._default[0] if inflight_bytes is None else inflight_bytes
         self.prefetch_bytes = self._default[1] if prefetch_bytes is None else prefetch_bytes
         self.total_bytes = total = self.max_inflight_bytes + self.prefetch_bytes
         self.lookahead_bytes = min(2 * self.prefetch_bytes or total, total)
 
     @property
-    def limit_bytes(self) -> int:
-        """The most of both kinds that may be there now."""
-        return self.total_bytes + (self.warmup_extra_bytes if self.is_warming_up else 0)
-
-    @property
     def clock_runs(self) -> bool:
-        """Whether a copy is due once groups of ``limit_bytes`` have passed since its issue.
+        """Whether a copy is due once groups of ``total_bytes`` have passed since its issue.
 
         Until a step's first backward only where the limits follow the step. What was set by someone
         may be short beside all that passes where most groups stay, and be kept by bytes alone.
         """
         return self._follows_step or not self.is_warming_up
 
-    def bounds_bytes(self) -> tuple[int, int]:
-        """Return the least total that still works well, and the most of any use.
-
-        With twice what a step saves, all is near from its forward on: the clock counts it twice.
-        """
-        least_bytes = max(2 * self._largest_bytes, self._set_bytes)
-        return least_bytes, max(least_bytes, 2 * self._peak_saved_bytes)
-
     def is_exceeded(self) -> bool:
         """Whether something in flight has to be released."""
-        return self.inflight_bytes + self.held_bytes > self.limit_bytes
+        return self.inflight_bytes + self.held_bytes > self.total_bytes
 
     def may_prefetch(self, num_bytes: int) -> bool:
         """Whether a group of this size may be reloaded now; one is always allowed."""
@@ -136,11 +101,6 @@ class DeviceBudget:
         self.held_bytes = 0
         self.is_warming_up = is_learned
         self._saved_bytes = 0
-
-    def end_warmup(self) -> bool:
-        """Note a backward; return whether it is the first of the step."""
-        was_warming_up, self.is_warming_up = self.is_warming_up, False
-        return was_warming_up
 
     def add_saved(self, num_bytes: int, moving_bytes: int, *, is_learned: bool) -> None:
         """Note a committed group, of which ``moving_bytes`` may move, and follow with the limits.

@@ -164,8 +164,8 @@ class StepDecisions(Generic[G]):
     def enter_backward(self, group: G) -> None:
         """Backward has reached the end of ``group``: its data is needed from here on."""
         is_known = self.knows(group)
-        if is_known and self.budget.end_warmup():
-            self.window.release_over_budget()
+        if is_known:
+            self.budget.is_warming_up = False
         has_moved = is_known and self._reach(group)
         if group.needs and is_known:
             for needed in map(self._groups.get, group.needs):

@@ -48,7 +48,7 @@ class InFlightWindow(Generic[G]):
 
     def add(self, group: G, num_blocks: int = 1) -> None:
         """Note a group whose copies were issued."""
-        due_bytes = self._past_bytes + self.step_bytes + self._budget.limit_bytes
+        due_bytes = self._past_bytes + self.step_bytes + self._budget.total_bytes
         self._entries.append((group, num_blocks, due_bytes))
 
     def pass_boundary(self, num_bytes: int) -> None:

@@ -60,7 +60,7 @@ def test_the_clock_runs_until_the_first_backward_only_where_limits_follow_the_st
     assert budget.clock_runs, "before any step"
     budget.begin_step()
     assert budget.clock_runs == in_warmup
-    budget.end_warmup()
+    budget.is_warming_up = False
     assert budget.clock_runs
     budget = DeviceBudget()
     budget.begin_step()
@@ -81,43 +81,6 @@ def test_one_group_may_always_come_back():
     assert not budget.may_stay(1)
     budget.held_bytes = 1
     assert not budget.may_prefetch(1)
-
-
-def test_until_the_first_backward_of_a_step_there_may_be_more():
-    budget = DeviceBudget(60, 40)
-    budget.warmup_extra_bytes = 30
-    budget.inflight_bytes = 130
-    assert budget.is_exceeded(), "before any step"
-    for _ in range(2):
-        budget.begin_step()
-        assert (budget.limit_bytes, budget.total_bytes) == (130, 100)
-        assert not budget.is_exceeded()
-        assert budget.end_warmup()
-        assert not budget.end_warmup(), "there is one first backward"
-        assert budget.limit_bytes == 100
-        assert budget.is_exceeded()
-
-
-def test_of_a_step_that_nobody_knows_no_backward_is_the_first():
-    budget = DeviceBudget(60, 40)
-    budget.warmup_extra_bytes = 30
-    budget.begin_step(is_learned=False)
-    assert not budget.is_warming_up
-    assert budget.limit_bytes == 100
-    assert not budget.end_warmup()
-
-
-def test_the_first_step_which_nobody_knows_holds_no_more_than_the_total(monkeypatch):
-    model = make_model()
-    manager = make_manager(max_inflight_bytes=8 * KIB, prefetch_bytes=16 * KIB)
-    manager.budget.warmup_extra_bytes = 64 * KIB
-    counts = watch(manager, monkeypatch)
-    peaks = []
-    for _ in range(3):
-        counts.clear()
-        run_step(model, manager, ORDER)
-        peaks.append(max(inflight + held for inflight, held in counts))
-    assert peaks[0] <= 24 * KIB < peaks[2]
 
 
 @pytest.mark.parametrize("inflight_bytes", [8 * KIB, 24 * KIB])
@@ -184,48 +147,23 @@ def limits(budget):
     return budget.max_inflight_bytes, budget.prefetch_bytes
 
 
-def test_a_target_leaves_half_of_its_total_to_what_comes_back_at_most():
-    budget = learned_budget()
-    budget.follow_target(10_000)
-    assert limits(budget) == (8000, 2000)
-    budget.follow_target(3000)
-    assert limits(budget) == (1500, 1500)
-    budget.follow_target(10_000)
-    assert budget.prefetch_bytes == 2000
-    budget.learn(800)
-    assert budget.total_bytes == 10_000, "what was set follows no step"
-    assert budget.bounds_bytes() == (1600, 32000)
-
-
 SOURCES = {
-    "user over plan": ((500, 600), (700, 900), None, (500, 600)),
-    "user over target": ((500, 600), (None, None), 10_000, (500, 600)),
-    "user over default": ((500, 600), (None, None), None, (500, 600)),
-    "plan over target": ((None, None), (700, 900), 10_000, (700, 900)),
-    "plan over default": ((None, None), (700, 900), None, (700, 900)),
-    "target over default": ((None, None), (None, None), 10_000, (8000, 2000)),
-    "default": ((None, None), (None, None), None, (2000, 2000)),
-    "user and plan, one each": ((500, None), (700, 900), None, (500, 900)),
-    "user and target": ((500, None), (None, None), 10_000, (500, 9500)),
-    "user of the other and target": ((None, 600), (None, None), 10_000, (9400, 600)),
-    "user and default": ((None, 600), (None, None), None, (2000, 600)),
-    "plan and target": ((None, None), (None, 900), 10_000, (9100, 900)),
-    "plan and default": ((None, None), (700, None), None, (700, 2000)),
-    "user, plan and target": ((None, 600), (700, None), 10_000, (700, 600)),
-    "user over a target below": ((5000, None), (None, None), 3000, (5000, 0)),
+    "user over plan": ((500, 600), (700, 900), (500, 600)),
+    "user over default": ((500, 600), (None, None), (500, 600)),
+    "plan over default": ((None, None), (700, 900), (700, 900)),
+    "default": ((None, None), (None, None), (2000, 2000)),
+    "user and plan, one each": ((500, None), (700, 900), (500, 900)),
+    "user and default": ((None, 600), (None, None), (2000, 600)),
+    "plan and default": ((None, None), (700, None), (700, 2000)),
+    "user, plan and default": ((None, 600), (None, 900), (2000, 600)),
 }
 
 
-@pytest.mark.parametrize("plans_first", [True, False])
 @pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES)
-def test_each_limit_is_the_users_then_a_plans_then_a_targets_then_the_default(case, plans_first):
-    user, plan, target_bytes, expected = case
+def test_each_limit_is_the_users_then_a_plans_then_the_default(case):
+    user, plan, expected = case
     budget = learned_budget(*user)
-    for is_plan in (plans_first, not plans_first):
-        if is_plan:
-            budget.follow_plan(*plan)
-        elif target_bytes is not None:
-            budget.follow_target(target_bytes)
+    budget.follow_plan(*plan)
     assert limits(budget) == expected
     budget.learn(800)
     assert limits(budget) == expected, "a later step changes no precedence"
@@ -236,8 +174,3 @@ def test_a_plan_without_limits_gives_them_back():
     budget.follow_plan(700, 900)
     budget.follow_plan(None, None)
     assert limits(budget) == (2000, 2000)
-
-
-def test_no_search_goes_below_what_is_set():
-    budget = learned_budget(5000)
-    assert budget.bounds_bytes() == (5000, 32000)

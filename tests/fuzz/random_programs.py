@@ -241,7 +241,6 @@ class Program:
             "checking": rng.random() < 0.2,
         }
         add_recipes(random.Random(~seed), self.segments)
-        self.warmup_extra_bytes = rng.choice([0, 0, 4 * KIB, 16 * KIB])
         self._held = []
         # The first weight always learns, so that every loss has a gradient.
         self.trains = [index == 0 or rng.random() < 0.8 for index in range(4)]
@@ -428,7 +427,6 @@ def check(seed):
     program = Program(seed)
     expected = program.run(None)
     manager = make_manager(seed=seed, **program.settings)
-    manager.budget.warmup_extra_bytes = program.warmup_extra_bytes
     compare(program, expected, program.run(manager))
     manager.close()
     groups = program.automatic_groups()
