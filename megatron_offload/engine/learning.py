@@ -192,7 +192,9 @@ class Learner:
         self.is_steady = before is not None and before.has_groups_of(profile)
         self._fit_host_pool()
         if self.is_steady:
-            self._fit()
+            if self._num_fits_left == _NUM_FITS:
+                self._backend.trim_device()  # what only the first steps needed
+            self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:
             self._owners.forget()
         if self._planned != (profile, self.policy):
@@ -260,14 +262,6 @@ class Learner:
         return self.profile.bytes_away(self.kept, self._budget.total_bytes)
 
     # Memory
-
-    def _fit(self) -> None:
-        """Hand back what only the first steps needed."""
-        is_first = self._num_fits_left == _NUM_FITS
-        if self._num_fits_left:
-            self._num_fits_left -= 1
-        if is_first:
-            self._backend.trim_device()
 
     def _fit_host_pool(self) -> None:
         """Unpin what the last steps didn't need; blocks the host where there is such."""

@@ -58,8 +58,6 @@ class StepStats:
     """Released bytes whose storage something else kept alive, so that nothing was freed."""
     peak_host_bytes: int = 0
     """Most bytes of host memory in use at one time."""
-    peak_host_bytes_by_name: dict[str, int] = field(default_factory=dict)
-    """The same moment, by group name."""
     peak_away_bytes: int = 0
     """Most bytes whose device memory was released, at one time: less what is being copied."""
     peak_away_bytes_by_name: dict[str, int] = field(default_factory=dict)

@@ -524,7 +524,7 @@ class Transfers:
     def counted(self) -> StepStats:
         """Return the counters of the step so far."""
         stats, pool = self.stats, self.host_pool
-        stats.peak_host_bytes, stats.peak_host_bytes_by_name = pool.in_use.peak()
+        stats.peak_host_bytes = pool.in_use.peak_bytes
         stats.peak_away_bytes, stats.peak_away_bytes_by_name = pool.alone.peak()
         return stats
 
