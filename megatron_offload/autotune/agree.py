@@ -18,7 +18,7 @@ _LONGEST_NAP_S = 0.02
 class Ranks:
     """The ranks of a job that ask the same questions, or this process alone.
 
-    Who comes first answers for all of them. Ranks count once they have made one of these.
+    Who comes first answers for all of them, and waits until each has said something.
 
     Args:
         name: the same on all of them.
@@ -29,11 +29,11 @@ class Ranks:
         self._timeout_s = timeout_s
         self._num_asked = 0
         self._store: dist.Store | None = None
-        self._place = 0
+        self._place, self._size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             store = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"megatron_offload/{name}", store)
-            self._place = self._store.add("ranks", 1) - 1
+            self._place, self._size = self._store.add("ranks", 1) - 1, dist.get_world_size()
 
     @property
     def answers(self) -> bool:
@@ -69,8 +69,7 @@ class Ranks:
                 self._store.set(f"{number}/{place}", said)
                 (found,) = self._hear([f"{number}/answer"])
             else:
-                places = range(1, self._store.add("ranks", 0))
-                others = self._hear([f"{number}/{other}" for other in places])
+                others = self._hear([f"{number}/{other}" for other in range(1, self._size)])
         except (TimeoutError, dist.DistError):  # or the store's own host has gone
             others = None
         if not place:
