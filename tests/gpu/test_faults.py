@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import assert_nothing_left, assert_same
 from test_cuda import MIB, ORDER, Layer, make_inputs, make_manager, make_model, run_step
-from test_recipes import Remade, step
+from test_made_again import Remade, step
 from traps import InjectedError, Trap
 
 from megatron_offload.errors import CorruptionError
