@@ -75,12 +75,13 @@ def test_the_wheel_holds_licence_types_and_every_configuration(wheel):
     assert {path.name for path in wheel.iterdir()} == {"megatron_offload", folder.name}
 
 
-def test_a_plain_pytorch_user_installs_neither_megatron_nor_a_solver(wheel):
+def test_a_plain_pytorch_user_installs_no_megatron(wheel):
     needed = [r for r in metadata_of(wheel)[1].get_all("Requires-Dist") if "extra ==" not in r]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
     assert names <= {
         *("torch", "numpy", "pydantic", "pydantic-settings", "pyyaml", "rich"),
         *("filelock", "nvidia-ml-py"),
+        "simpy",  # offload that finds by its own steps what moves simulates them
     }
 
 

@@ -54,7 +54,7 @@ def test_a_profiled_step_changes_no_bit_and_moves_what_others_move(train, tmp_pa
 def test_a_run_that_ends_before_it_has_settled_says_so(train, tmp_path, capsys):
     train(tmp_path, "offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")
     steps = [record.ranks[0] for record in read_steps(tmp_path)[0]]
-    assert all(step.is_planned_by for step in steps)
+    assert any(step.is_planned_by for step in steps)
     assert all(step.offloaded_bytes > 0 for step in steps[:3])
     assert "the run was over before its plan was settled" in capsys.readouterr().err
     assert not (tmp_path / "plan.json").exists()
