@@ -51,6 +51,7 @@ def test_a_profiled_step_changes_no_bit_and_moves_what_others_move(train, tmp_pa
     assert steps[2].peak_live_activation_bytes == steps[4].peak_live_activation_bytes
 
 
+@pytest.mark.slow  # how soon it settles goes by the machine's own time
 def test_a_run_that_ends_before_it_has_settled_says_so(train, tmp_path, capsys):
     train(tmp_path, "offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")
     steps = [record.ranks[0] for record in read_steps(tmp_path)[0]]
