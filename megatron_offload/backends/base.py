@@ -1,18 +1,6 @@
 """The contract between the engine and the machine that really copies.
 
 Three streams run side by side: *compute*, which belongs to the user's program, *d2h* and *h2d*.
-Each row is one wait, at one place in the package:
-
-====  ==========================================  =======================================
-wait  must happen before                          after
-====  ==========================================  =======================================
-W1    D2H reads the source                        its producer on the compute stream
-W2    device memory of the source is reused       D2H done
-W3    H2D reads the host buffer                   D2H done
-W4    the consumer reads the reloaded tensor      H2D done
-W5    the host buffer is reused                   H2D done
-W6    the reload target's memory is reused        its last consumer on the compute stream
-====  ==========================================  =======================================
 """
 
 from __future__ import annotations
@@ -39,7 +27,7 @@ read when it is copied: its storage may move on to other tensors, its bytes not 
 
 
 class Wait(enum.Enum):
-    """The six waits; the value says what breaks without it."""
+    """The six waits, each at one place in the package; the value says what breaks without it."""
 
     W1 = "D2H reads the source before its producer on the compute stream has finished"
     W2 = "device memory of the source is reused before D2H has finished"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 from megatron_offload.backends.base import Backend
@@ -18,33 +18,25 @@ from megatron_offload.config import SimulatedConfig
 
 
 class HostTimedBackend(SimulatedBackend):
-    """A simulated device for timelines of real programs on a CPU.
+    """A simulated device for timelines of real programs on a CPU."""
 
-    Args:
-        config: as for `SimulatedBackend`.
-        clock: seconds of a clock that never runs back.
-    """
-
-    def __init__(
-        self, config: SimulatedConfig | None = None, *, clock: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, config: SimulatedConfig | None = None) -> None:
         super().__init__(config)
-        self._now_s = clock or time.perf_counter
         self._depth = 0
-        self._left_at_s = self._now_s()
+        self._left_at_s = perf_counter()
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Stop the clock inside."""
         if self._depth == 0:
-            self.advance_compute(max(0.0, 1e6 * (self._now_s() - self._left_at_s)))
+            self.advance_compute(1e6 * (perf_counter() - self._left_at_s))
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._left_at_s = self._now_s()
+                self._left_at_s = perf_counter()
 
 
 def _timed(method: Callable[..., Any]) -> Callable[..., Any]:

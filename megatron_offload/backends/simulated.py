@@ -27,7 +27,7 @@ from megatron_offload.errors import HazardError
 
 _POISON = 0xFF
 
-_COMPUTE, _D2H, _H2D = 0, 1, 2
+_INDEX = {"compute": 0, "d2h": 1, "h2d": 2}
 
 
 @dataclass(slots=True, eq=False)
@@ -42,25 +42,20 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """A queue of copies and waits, with its vector clock and its virtual time.
-
-    An operation is ``(event, None, None)``, a wait, or ``(None, destination, source)``, a copy.
-    """
+    """A queue of waits (events) and copies, with its vector clock and its virtual time."""
 
     def __init__(
-        self, name: str, index: int, backend: SimulatedBackend, *, is_lazy: bool, us_per_byte: float
+        self, name: str, backend: SimulatedBackend, *, is_lazy: bool, us_per_byte: float
     ) -> None:
         self.name = name
         self._backend = weakref.proxy(backend)  # which holds it: no circle to be collected
         self.time_us = 0.0
         self.num_copies = 0
-        self._index = index
+        self._index = _INDEX[name]
         self._is_lazy = is_lazy
         self._us_per_byte = us_per_byte
         self._executed = 0
-        self._queue: deque[
-            tuple[SimulatedEvent | None, torch.Tensor | None, torch.Tensor | None]
-        ] = deque()
+        self._queue: deque[SimulatedEvent | Pair] = deque()
         # The number of the last access of each stream that is ordered before this stream's next.
         self._clock: tuple[int, ...] = (0, 0, 0)
 
@@ -91,6 +86,8 @@ class SimulatedBackend(Backend):
     """
 
     name = "simulated"
+    d2h_stream: SimulatedStream
+    h2d_stream: SimulatedStream
 
     def __init__(
         self,
@@ -101,15 +98,14 @@ class SimulatedBackend(Backend):
     ) -> None:
         self.config = config = config if config is not None else SimulatedConfig()
         timing = config.copy_timing
-        self._compute = SimulatedStream("compute", _COMPUTE, self, is_lazy=False, us_per_byte=0.0)
-        is_lazy = timing in ("late", "late_d2h_eager_h2d", "random")
-        self.d2h_stream = self._d2h = SimulatedStream(
-            "d2h", _D2H, self, is_lazy=is_lazy, us_per_byte=1e-3 / config.d2h_gbps
-        )
-        is_lazy = timing in ("late", "eager_d2h_late_h2d", "random")
-        self.h2d_stream = self._h2d = SimulatedStream(
-            "h2d", _H2D, self, is_lazy=is_lazy, us_per_byte=1e-3 / config.h2d_gbps
-        )
+        self._compute = SimulatedStream("compute", self, is_lazy=False, us_per_byte=0.0)
+
+        def copy_stream(name: str, gbps: float) -> SimulatedStream:
+            is_lazy = timing in ("late", "random") or f"late_{name}" in timing
+            return SimulatedStream(name, self, is_lazy=is_lazy, us_per_byte=1e-3 / gbps)
+
+        self.d2h_stream = copy_stream("d2h", config.d2h_gbps)
+        self.h2d_stream = copy_stream("h2d", config.h2d_gbps)
         self._rng = random.Random(config.seed) if timing == "random" else None  # noqa: S311
         # Each seed also draws how lazy each stream is, so that the seeds reach the extremes too.
         self._laziness = [0.0, *(self._rng.random() for _ in range(2))] if self._rng else []
@@ -118,7 +114,6 @@ class SimulatedBackend(Backend):
         self.observes = self._poison or self._check
         self._raises = on_hazard == "raise"
         self._removed_waits = removed_waits
-        self._is_plain = not (self.observes or self._rng or removed_waits)
         self._num_accesses = 0
         self._device = Shadow()
         self._host = Shadow()
@@ -136,12 +131,12 @@ class SimulatedBackend(Backend):
     @property
     def num_copies(self) -> int:
         """Copies that have really been executed, both ways, one per pair."""
-        return self._d2h.num_copies + self._h2d.num_copies
+        return self.d2h_stream.num_copies + self.h2d_stream.num_copies
 
     @property
     def num_pending(self) -> int:
         """Copies and waits that are queued and have not run, both ways."""
-        return len(self._d2h._queue) + len(self._h2d._queue)
+        return len(self.d2h_stream._queue) + len(self.h2d_stream._queue)
 
     # The contract.
 
@@ -154,22 +149,15 @@ class SimulatedBackend(Backend):
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         position = stream._executed + len(stream._queue)
         event = SimulatedEvent(stream, position, stream._clock, stream.time_us)
-        if self._rng:
-            self._run_some()
+        self._run_some()
         return event
-
-    def wait_compute(self, stream: SimulatedStream, why: Wait) -> None:
-        if self._is_plain:  # the compute stream's work is done when it is queued
-            stream.time_us = max(stream.time_us, self._compute.time_us)
-        else:
-            super().wait_compute(stream, why)
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent, why: Wait) -> None:
         """Make later work on ``stream`` run after ``event``.
 
         The compute stream, and a copy stream that runs at once, force the event here and now.
         """
-        if self._removed_waits and why in self._removed_waits:
+        if why in self._removed_waits:
             return
         if stream is self._compute and event.time_us > stream.time_us:
             self.stall_us[why] += event.time_us - stream.time_us
@@ -179,21 +167,19 @@ class SimulatedBackend(Backend):
         """Do what `wait` does for a wait that is none of the engine's own."""
         if self._check:
             stream.merge(event.clock)
-        if event.time_us > stream.time_us:
-            stream.time_us = event.time_us
+        stream.time_us = max(stream.time_us, event.time_us)
         if event.stream._executed < event.position:
             if stream._is_lazy:
-                stream._queue.append((event, None, None))
+                stream._queue.append(event)
             else:
                 self._run_to(event.stream, event.position)
-        if self._rng:
-            self._run_some()
+        self._run_some()
 
     def copy(self, pairs: Sequence[Pair], stream: SimulatedStream, label: str) -> SimulatedEvent:
         if self._check:
             for destination, source in pairs:
                 read, written = self._device, self._host
-                if stream._index == _H2D:
+                if stream is self.h2d_stream:
                     read, written = written, read
                 self._access(read, source, stream, False, label)
                 self._access(written, destination, stream, True, label)
@@ -201,13 +187,12 @@ class SimulatedBackend(Backend):
         num_bytes = sum([destination.nbytes for destination in destinations])
         if stream._is_lazy:
             # The engine may empty the source's tensor, not its storage, before the copy runs.
-            stream._queue += [(None, to, source.detach()) for to, source in pairs]
+            stream._queue += [(to, source.detach()) for to, source in pairs]
         else:
             torch._foreach_copy_(destinations, sources)
             stream.num_copies += len(pairs)
         stream.time_us += num_bytes * stream._us_per_byte
-        if self._rng:
-            self._run_some()
+        self._run_some()
         return self.record(stream)
 
     def is_done(self, event: SimulatedEvent) -> bool:
@@ -219,7 +204,7 @@ class SimulatedBackend(Backend):
         return True
 
     def sync_copies(self) -> None:
-        for stream in (self._d2h, self._h2d):
+        for stream in (self.d2h_stream, self.h2d_stream):
             self._run_to(stream, stream._executed + len(stream._queue))
             if self._check:
                 self._order_host_after(stream._clock)
@@ -233,7 +218,7 @@ class SimulatedBackend(Backend):
 
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
         region = torch.empty_like(host)
-        return region if self._is_plain else self._fresh(region)
+        return self._fresh(region) if self.observes else region
 
     def _fresh(self, region: torch.Tensor) -> torch.Tensor:
         """Count fresh memory as used by the compute stream up to now (W6)."""
@@ -288,20 +273,16 @@ class SimulatedBackend(Backend):
         unfinished = [(stream, position)]
         while unfinished:
             stream, position = unfinished[-1]
-            queue = stream._queue
             while stream._executed < position:
-                event, destination, source = queue[0]
-                if event is not None and event.stream._executed < event.position:
-                    unfinished.append((event.stream, event.position))
-                    break
-                queue.popleft()
-                stream._executed += 1
-                if destination is not None and source is not None:
-                    if _is_backed(source):
-                        destination.copy_(source)
-                    else:  # its storage was emptied meanwhile: a device would read what is there
-                        destination.fill_(_POISON)
+                operation = stream._queue[0]
+                if not isinstance(operation, SimulatedEvent):
+                    _copy(*operation)
                     stream.num_copies += 1
+                elif operation.stream._executed < operation.position:
+                    unfinished.append((operation.stream, operation.position))
+                    break
+                stream._queue.popleft()
+                stream._executed += 1
             else:
                 unfinished.pop()
 
@@ -310,7 +291,7 @@ class SimulatedBackend(Backend):
         rng = self._rng
         if rng is None:
             return
-        for stream in (self._d2h, self._h2d):
+        for stream in (self.d2h_stream, self.h2d_stream):
             if stream._queue and rng.random() >= self._laziness[stream._index]:
                 self._run_to(stream, stream._executed + rng.randint(0, len(stream._queue)))
 
@@ -371,14 +352,14 @@ class SimulatedBackend(Backend):
         return Wait.W1 if later.stream == "d2h" else Wait.W6
 
     def _order_host_after(self, clock: tuple[int, ...]) -> None:
-        for stream in (self._compute, self._d2h, self._h2d):
+        for stream in (self._compute, self.d2h_stream, self.h2d_stream):
             stream.merge(clock)
 
 
-_INDEX = {"compute": _COMPUTE, "d2h": _D2H, "h2d": _H2D}
-
-
-def _is_backed(region: torch.Tensor) -> bool:
-    """Whether the storage still has the bytes of ``region``."""
-    start = region.storage_offset() * region.itemsize
-    return region.untyped_storage().nbytes() >= start + region.nbytes
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes; what a device would read where the source's storage was emptied meanwhile."""
+    start = source.storage_offset() * source.itemsize
+    if source.untyped_storage().nbytes() >= start + source.nbytes:
+        destination.copy_(source)
+    else:
+        destination.fill_(_POISON)

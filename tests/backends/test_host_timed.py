@@ -6,7 +6,7 @@ import pytest
 import torch
 from programs import assert_same, make_config, make_model, one_forward_one_backward, run_step
 
-from megatron_offload.backends import create_backend
+from megatron_offload.backends import create_backend, host_timed
 from megatron_offload.backends.base import Backend, Wait
 from megatron_offload.backends.host_timed import HostTimedBackend
 from megatron_offload.backends.simulated import SimulatedBackend
@@ -23,14 +23,16 @@ class Clock:
 
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(host_timed, "perf_counter", clock)
+    return clock
 
 
 @pytest.fixture
 def backend(clock):
     # A microsecond a byte.
-    return HostTimedBackend(SimulatedConfig(d2h_gbps=0.001, h2d_gbps=0.001), clock=clock)
+    return HostTimedBackend(SimulatedConfig(d2h_gbps=0.001, h2d_gbps=0.001))
 
 
 def now_us(backend):
