@@ -66,7 +66,7 @@ def blocks() -> Iterator[Block]:
 def examples() -> Iterator[tuple[str, str]]:
     """Yield each command's name and the example in its help."""
     for name in COMMANDS:
-        about = importlib.import_module(f"megatron_offload.cli.{name}").ABOUT
+        about = importlib.import_module(f"megatron_offload.cli.{name}").__doc__ or ""
         example = about[about.index("example: ") + len("example: ") :]
         yield name, " ".join(example.replace("\\\n", " ").split())
 

@@ -1,32 +1,4 @@
-"""The command ``compare``, whose options are those of ``train`` but one."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-
-from megatron_offload.cli.plan import make, policy_config, write
-from megatron_offload.cli.report import write_page
-from megatron_offload.cli.source import SourceOptions, find_profiles, load_source
-from megatron_offload.cli.train import RunOptions, read_config
-from megatron_offload.core.policy_config import PlanFileConfig
-from megatron_offload.errors import ConfigError
-from megatron_offload.files.text import replace_text
-from megatron_offload.report.console import console
-from megatron_offload.report.tables import compare_table, group_table, memory_table, rank_table
-from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.launch import launch
-from megatron_offload.train.records import (
-    COMPARISON_NAME,
-    FOLDERS,
-    Comparison,
-    RunReport,
-    compare_reports,
-)
-from megatron_offload.train.run_folder import PLAN_NAME, write_config
-
-ABOUT = """\
-Train twice from the same seed, without and then with offload, and compare every step's bits.
+"""Train twice from the same seed, without and then with offload, and compare every step's bits.
 
 reads    --config, a YAML file (or the name of one in configs/); flags win over the file, and
          whether offload is enabled there makes no difference
@@ -43,6 +15,31 @@ or 130 stopped by SIGTERM or SIGINT
 
 example: megatron-offload compare --config quickstart
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_offload.cli.plan import make, write
+from megatron_offload.cli.report import write_page
+from megatron_offload.cli.source import SourceOptions, load_source
+from megatron_offload.cli.train import RunOptions, read_config
+from megatron_offload.core.policy_config import AutoConfig, PlanFileConfig
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.text import replace_text
+from megatron_offload.report.console import console
+from megatron_offload.report.tables import compare_table, group_table, memory_table, rank_table
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.launch import launch
+from megatron_offload.train.records import (
+    COMPARISON_NAME,
+    FOLDERS,
+    Comparison,
+    RunReport,
+    compare_reports,
+)
+from megatron_offload.train.run_folder import PLAN_NAME, rank_files, write_config
 
 Given = RunOptions
 
@@ -62,50 +59,43 @@ def run(given: RunOptions) -> int:
         result = compare_reports(config, *reports)
         _print(config, reports, result)
         write_config(config, folder)
-        out = console()
         replace_text(folder / COMPARISON_NAME, result.model_dump_json(indent=2) + "\n")
-        out.print(f"numbers: {folder / COMPARISON_NAME}")
-        for line in (*_plan(folder), _report(folder)):
-            out.print(line)
+        for line in (f"numbers: {folder / COMPARISON_NAME}", *_plan(folder), _report(folder)):
+            console().print(line)
     return 0 if result.identical else 1
 
 
 def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     """Return the same run with or without offload, whole, writing into a folder of its own."""
     is_offloaded = folder == FOLDERS[1]
-    run = {
-        "output": config.run.output / folder,
-        "resume": False,
-        "checkpoint_interval": 0,
-        "max_restarts": 0,
-    }
+    run = {"output": config.run.output / folder, "resume": False, "checkpoint_interval": 0}
+    run |= {"max_restarts": 0}
     if not is_offloaded:  # there are no groups to look at
         run |= {"trace_step": 0, "profile_step": 0}
     # Copies and not new objects: which offload settings were given must not change.
-    return config.model_copy(
-        update={
-            "offload": config.offload.model_copy(update={"enabled": is_offloaded}),
-            "run": config.run.model_copy(update=run),
-        }
-    )
+    sections = {
+        "offload": config.offload.model_copy(update={"enabled": is_offloaded}),
+        "run": config.run.model_copy(update=run),
+    }
+    return config.model_copy(update=sections)
 
 
 def _print(config: TrainConfig, reports: Sequence[RunReport], result: Comparison) -> None:
     out = console()
     without, offloaded = reports
-    rows = []
-    for a, b in zip(without.steps, offloaded.steps, strict=True):
-        is_equal = repr((a.loss, a.grad_norm)) == repr((b.loss, b.grad_norm))
-        rows.append((a.step, a.loss, b.loss, a.grad_norm, b.grad_norm, is_equal))
+    rows = [
+        (a.step, a.loss, b.loss, a.grad_norm, b.grad_norm)
+        for a, b in zip(without.steps, offloaded.steps, strict=True)
+    ]
     out.print(compare_table(rows))
-    ranks = offloaded.peaks()
+    before, ranks = without.peaks(), offloaded.peaks()
     out.print(rank_table(ranks, "With offload: bytes of the last step, peaks over usual steps"))
     out.print(group_table(ranks, "Groups of the last step"))
     if ranks[0]["peak_live_activation_bytes"] is not None:
-        out.print(memory_table(without.peaks(), ranks))
-    on_gpu = ranks[0]["peak_reserved_bytes"] is not None
+        out.print(memory_table(before, ranks))
     times = [report.median_step_time_s(without=config.traced_step) for report in reports]
     if times[0] and times[1]:
+        on_gpu = ranks[0]["peak_reserved_bytes"] is not None
         out.print(
             f"median step time: {1e3 * times[0]:.1f} ms without, {1e3 * times[1]:.1f} ms with "
             f"offload ({100 * (times[1] / times[0] - 1):+.1f} %)"
@@ -118,16 +108,13 @@ def _print(config: TrainConfig, reports: Sequence[RunReport], result: Comparison
 
 def _plan(folder: Path) -> list[str]:
     """Plan from the profiles that the run has left, or predict the plan that it followed."""
+    if not rank_files(folder, "profile"):
+        return []
     try:
-        if not find_profiles(folder):
-            return []
         source = load_source(SourceOptions(folder=folder))
-        config = source.recorded.offload.policy if source.recorded else None
-        if source.recorded and source.recorded.own_plan:
-            config = PlanFileConfig(kind="plan_file", path=str(source.recorded.own_plan))
-        elif not isinstance(config, PlanFileConfig):
-            config = policy_config(source)
-        curve = write(make(source, config, _NUM_TARGETS), folder / PLAN_NAME)
+        policy = source.recorded.policy if source.recorded else None
+        followed = policy if isinstance(policy, PlanFileConfig) else AutoConfig(kind="auto")
+        curve = write(make(source, followed, _NUM_TARGETS), folder / PLAN_NAME)
     except ConfigError as error:  # the extra ``plan`` may be missing
         return [f"plan: left out: {error}"]
     return [f"plan: {folder / PLAN_NAME}", f"predicted trade-off: {curve}"]

@@ -1,4 +1,13 @@
-"""The command ``doctor``: what is wrong with this machine for offload."""
+"""Say what is wrong with this machine for offload, and measure how fast its GPUs copy.
+
+reads    this machine: GPUs, links, memory nodes, limits, environment, versions; needs no root
+prints   what was looked at, what was found, and what to do
+writes   --output: all of it as JSON, which 'megatron-offload plan --machine FILE' reads
+
+exit status: 0 offload can work here, 1 an error was found, 2 bad input
+
+example: megatron-offload doctor --output doctor.json
+"""
 
 from __future__ import annotations
 
@@ -19,19 +28,6 @@ from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Finding, examine
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.report.console import console, plain_table
-
-ABOUT = """\
-Say what is wrong with this machine for offload, and measure how fast its GPUs copy.
-
-reads    this machine: GPUs, links, memory nodes, limits, environment, versions; needs no root
-prints   what was looked at, what was found, and what to do
-writes   --output: all of it as JSON, which 'megatron-offload plan --machine FILE' reads
-
-exit status: 0 offload can work here, 1 an error was found, 2 bad input
-
-example: megatron-offload doctor --output doctor.json
-"""
-
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 

@@ -1,7 +1,7 @@
 """The command ``megatron-offload``: which commands there are, and how they end.
 
-Each command is a module of this folder with ``ABOUT``, the text of its help, a model ``Given`` of
-its options, and ``run(given)``, which returns the exit status. Only the one asked for is imported.
+Each command is a module of this folder: its docstring is the text of its help, its model ``Given``
+holds the options, and ``run(given)`` returns the exit status. Only the one asked for is imported.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _parsers(loaded: Collection[str]) -> dict[str, argparse.ArgumentParser]:
             from megatron_offload.cli.options import add_flags
 
             module = _module(name)
-            found[name].description = module.ABOUT
+            found[name].description = module.__doc__
             add_flags(found[name], module.Given)
     return found
 

@@ -15,8 +15,6 @@ from megatron_offload.errors import ConfigError, require
 from megatron_offload.report.console import console
 from megatron_offload.report.plots import NEEDED, plot_timeline
 
-PREDICTED = "predicted by simulation, not measured: hold it against a run before you rely on it"
-
 
 def check_place(flag: str, path: Path | None, *, draws: bool = False) -> None:
     """Refuse a file, or a picture, that couldn't be written; its folder need not exist."""

@@ -1,39 +1,4 @@
-"""The command ``plan``: chooses what moves, says why and what it brings, and writes it down."""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, Field
-from pydantic_settings import CliToggleFlag
-from rich.console import Console
-
-from megatron_offload.cli.output import PREDICTED, check_place, progress, writing
-from megatron_offload.cli.source import PLAN_NAME, Source, SourceOptions, load_source
-from megatron_offload.core.policy_config import (
-    AutoConfig,
-    MemoryTargetConfig,
-    ModulesConfig,
-    PolicyConfig,
-    RatioConfig,
-)
-from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files.strict_model import TargetBytes, validate
-from megatron_offload.planning.choice import Chooser
-from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.simulate import Simulation, simulate
-from megatron_offload.report.console import console, plain_table
-from megatron_offload.report.tables import plan_list, plan_table
-from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
-
-ABOUT = """\
-Choose what moves to the host, from the profiles of a run or from a described model, with no GPU.
+r"""Choose what moves to the host, from a run's profiles or from a described model, with no GPU.
 
 reads    RUN_FOLDER/profile_<rank>.json and bandwidths.json, which run.profile_step makes a run
          leave (of a comparison, its run with offload); or the YAML of --model
@@ -55,7 +20,40 @@ example: megatron-offload plan --model gpt_16x8192_pp4_vpp2 \\
              --device-target 26GiB --output plan.json
 """
 
-_KINDS: dict[str, Any] = {
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import CliToggleFlag
+from rich.table import Table
+
+from megatron_offload.cli.output import check_place, progress, writing
+from megatron_offload.cli.source import Source, SourceOptions, load_source
+from megatron_offload.core.policy_config import (
+    AutoConfig,
+    MemoryTargetConfig,
+    ModulesConfig,
+    PolicyConfig,
+    RatioConfig,
+)
+from megatron_offload.core.units import format_bytes
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.files.strict_model import TargetBytes, validate
+from megatron_offload.planning.choice import Chooser
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.plan_file import save_plan
+from megatron_offload.planning.simulate import Simulation, simulate
+from megatron_offload.report.console import console, plain_table
+from megatron_offload.report.tables import plan_list, plan_table
+from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
+from megatron_offload.train.run_folder import PLAN_NAME
+
+_POLICIES: dict[str, Any] = {
     "auto": AutoConfig,
     "memory_target": MemoryTargetConfig,
     "modules": ModulesConfig,
@@ -63,15 +61,13 @@ _KINDS: dict[str, Any] = {
 }
 
 _FLAGS = {
-    "max_cost": ("auto", "most_slowdown_percent"),
-    "device_target": ("memory_target", "target_bytes"),
-    "modules": ("modules", "modules"),
-    "fraction": ("modules", "fraction"),
-    "ratio": ("ratio", "ratio"),
+    "max-cost": "most_slowdown_percent",
+    "device-target": "target_bytes",
+    "modules": "modules",
+    "fraction": "fraction",
+    "ratio": "ratio",
 }
-"""The policy that a flag belongs to, and its key there."""
-
-_NEEDED = {"memory_target": "device_target", "ratio": "ratio"}
+"""The key of a policy that a flag sets; no two policies have one."""
 
 
 def _without_sign(value: Any) -> Any:
@@ -127,7 +123,7 @@ def run(given: Given) -> int:
     """Plan, print and write; return 0."""
     output = given.output or (given.folder and given.folder / PLAN_NAME)
     check_place("--output", output)
-    kind, keys = _policy_of(given)
+    config = _policy_of(given)
     with progress("planning") as say:
         source = load_source(given)
         recorded = source.recorded
@@ -135,9 +131,11 @@ def run(given: Given) -> int:
             raise ConfigError(
                 f"{output} is the plan that the run made and followed; --output FILE takes another"
             )
-        outcome = make(source, policy_config(source, kind, keys), given.curve, say)
+        outcome = make(source, config, given.curve, say)
+    plan = outcome.plan
+    tables = (_rank_table(outcome), plan_list(plan) if given.groups else plan_table(plan))
+    source.show(outcome.without, outcome.step, "with the plan", tables)
     out = console()
-    _show(outcome, out, lists_groups=given.groups)
     if output is None:
         out.print("nothing was written; --output FILE keeps the plan")
     else:
@@ -163,8 +161,13 @@ def make(
         say: told how far it is.
 
     Raises:
-        ConfigError: as for `run`.
+        ConfigError: the target can't be kept, or one of ``modules`` is no group of the job.
     """
+    if isinstance(config, ModulesConfig):
+        names = {group.name for profile in source.profiles for group in profile.groups}
+        for pattern in config.modules:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(f"no group is called {pattern!r}{did_you_mean(pattern, names)}")
     say("candidates are simulated")
     chooser = Chooser(source.profiles, source.job, source.default)
     plan = replace(chooser.plan(config), bandwidths=source.machine)
@@ -178,11 +181,8 @@ def make(
 def write(outcome: Outcome, path: Path) -> Path | None:
     """Write a plan with what is predicted of it, and the trade-off curve beside it.
 
-    Returns:
-        The curve's file, which a report looks for; None where there is no curve.
-
-    Raises:
-        ConfigError: a file can't be written.
+    Returns the curve's file, which a report looks for; None where there is no curve. ConfigError:
+    a file can't be written.
     """
     with writing(path):
         save_plan(outcome.plan, path)
@@ -194,72 +194,39 @@ def write(outcome: Outcome, path: Path) -> Path | None:
     return curve
 
 
-def _show(outcome: Outcome, out: Console, *, lists_groups: bool) -> None:
-    """Print ranks, groups and reasons, and what all of it rests on."""
-    plan, step, without = outcome.plan, outcome.step, outcome.without
-    for line in outcome.source.misfits(step):
-        out.print(line, style="bold red")
-    title = f"Plan of {outcome.source.title}, policy {plan.policy}: PREDICTED"
-    peak = f"peak {outcome.source.memory}"
-    ranks = plain_table(
-        title, ["rank", "moved", "made again", "kept", peak, "with the plan", "host"]
-    )
-    for index, (rank, before, after) in enumerate(
-        zip(plan.ranks, without.ranks, step.ranks, strict=True)
-    ):
+def _rank_table(outcome: Outcome) -> Table:
+    """Return a line for each rank: what becomes of its bytes, and its peaks."""
+    plan = outcome.plan
+    rows = []
+    ranks = zip(plan.ranks, outcome.without.ranks, outcome.step.ranks, strict=True)
+    for index, (rank, before, after) in enumerate(ranks):
         peaks = (before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes)
         sizes = (rank.moved_bytes, rank.remade_bytes, rank.saved_bytes - rank.moved_bytes, *peaks)
-        ranks.add_row(str(index), *map(format_bytes, sizes))
-    out.print(ranks)
-    change = 100 * (step.step_us / without.step_us - 1)
-    out.print(
-        f"step time: {without.step_us / 1e3:.1f} ms without offload, "
-        f"{step.step_us / 1e3:.1f} ms with the plan ({change:+.2f} %)"
-    )
-    out.print(outcome.source.host_memory(step))
-    if outcome.source.recorded is not None:
-        host_bytes = max(rank.peak_host_bytes for rank in step.ranks)
-        for setting in outcome.source.recorded.not_simulated(host_bytes):
-            out.print(f"not simulated of what the run was set to: {setting}")
-    out.print(plan_list(plan) if lists_groups else plan_table(plan))
-    out.print(f"bandwidths: {plan.bandwidths}")
-    out.print(PREDICTED, style="yellow")
+        rows.append([index, *map(format_bytes, sizes)])
+    peak = f"peak {outcome.source.memory}"
+    columns = ["rank", "moved", "made again", "kept", peak, "with the plan", "host"]
+    title = f"Plan of {outcome.source.title}, policy {plan.policy}: PREDICTED"
+    return plain_table(title, columns, 0, rows)
 
 
-def _policy_of(given: Given) -> tuple[str, dict[str, Any]]:
-    """Return the kind of the policy, and the keys that were given of it."""
-    flags = [name for name in _FLAGS if getattr(given, name) is not None]
-    kind = given.policy or next((_FLAGS[name][0] for name in flags), "auto")
-    if kind not in _KINDS:
-        raise ConfigError(f"unknown --policy {kind!r}{did_you_mean(kind, _KINDS)}")
-    for name in flags:
-        if _FLAGS[name][0] != kind:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} belongs to --policy {_FLAGS[name][0]}, not to {kind}"
-            )
-    needed = _NEEDED.get(kind)
-    if needed and needed not in flags:
-        raise ConfigError(f"--policy {kind} needs --{needed.replace('_', '-')}")
-    keys = {_FLAGS[name][1]: getattr(given, name) for name in flags}
+def _policy_of(given: Given) -> PolicyConfig:
+    """Return the policy that the flags ask for; `ConfigError` where they clash or don't suffice."""
+    flags = {flag: getattr(given, flag.replace("-", "_")) for flag in _FLAGS}
+    keys = {_FLAGS[flag]: value for flag, value in flags.items() if value is not None}
+    owners = {key: kind for kind, one in _POLICIES.items() for key in one.model_fields}
+    kind = given.policy or next((owners[key] for key in keys), "auto")
+    if kind not in _POLICIES:
+        raise ConfigError(f"unknown --policy {kind!r}{did_you_mean(kind, _POLICIES)}")
+    fields = _POLICIES[kind].model_fields
+    for flag, key in _FLAGS.items():
+        if key in keys and key not in fields:
+            raise ConfigError(f"--{flag} belongs to --policy {owners[key]}, not to {kind}")
+        if key not in keys and key in fields and fields[key].is_required():
+            raise ConfigError(f"--policy {kind} needs --{flag}")
     if len(keys.get("target_bytes", ())) == 1:
         (keys["target_bytes"],) = keys["target_bytes"]
-    return kind, keys
-
-
-def policy_config(
-    source: Source, kind: str = "auto", keys: Mapping[str, Any] | None = None
-) -> PolicyConfig:
-    """Return the section ``policy`` of a kind, for the machine and the budgets of a job.
-
-    Raises:
-        ConfigError: a key is wrong, or one of its ``modules`` is no group of the job.
-    """
-    keys = keys or {}
-    names = {group.name for profile in source.profiles for group in profile.groups}
-    for pattern in keys.get("modules", ()):
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"no group is called {pattern!r}{did_you_mean(pattern, names)}")
-    return validate(_KINDS[kind], {"kind": kind, **keys}, f"--policy {kind}")
+    config: PolicyConfig = validate(_POLICIES[kind], {"kind": kind, **keys}, f"--policy {kind}")
+    return config
 
 
 def _curve(
@@ -269,7 +236,7 @@ def _curve(
     without = chooser.without
     yield _point("no offload", without, without)
     if source.recorded is not None:
-        step = simulate(source.job, source.as_run())
+        step = simulate(source.job, source.settings())
         yield _point("this run's own settings", step, without)
     lowest, highest = chooser.lowest_bytes, chooser.highest_bytes
     for index in range(num_targets if lowest < highest else 0):  # else nothing can move

@@ -1,7 +1,14 @@
-"""The command ``report``: reads a run's folder and writes one HTML page about it.
+"""Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
 
-Every file is read strictly, and a damaged one is an error, never a gap; a missing one is a gap that
-the page names.
+reads    run.output of a train or a compare run: steps.jsonl, and of config.yaml, run.json,
+         timelines, compare.json, plan.json and tradeoff.json what is there; one that is missing is
+         a gap that the page names, a damaged one is an error
+prints   where the page is
+writes   report.html; needs the extra 'report'
+
+exit status: 0 written, 2 bad input (the last page stays)
+
+example: megatron-offload report runs/quickstart
 """
 
 from __future__ import annotations
@@ -36,21 +43,6 @@ from megatron_offload.train.run_folder import (
     RunFacts,
     main_folder,
 )
-
-ABOUT = """\
-Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
-
-reads    run.output of a train or a compare run: steps.jsonl, and of config.yaml, run.json,
-         timelines, compare.json, plan.json and tradeoff.json what is there; one that is missing is
-         a gap that the page names, a damaged one is an error
-prints   where the page is
-writes   report.html; needs the extra 'report'
-
-exit status: 0 written, 2 bad input (the last page stays)
-
-example: megatron-offload report runs/quickstart
-"""
-
 
 _MEMORY = (
     ("reserved memory", "peak_reserved_bytes"),

@@ -8,18 +8,23 @@ alone where it had none. What was assumed of a machine is said.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic_settings import CliPositionalArg
+from rich.table import Table
 
 from megatron_offload.cli.options import OptionsWithKeys
 from megatron_offload.config import OffloadConfig, apply_overrides, find_config, load_yaml
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
+from megatron_offload.core.policy_config import (
+    ModulesConfig,
+    PlanFileConfig,
+    RatioConfig,
+    SolvedConfig,
+)
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
@@ -40,16 +45,16 @@ from megatron_offload.planning.description import (
     load_description,
 )
 from megatron_offload.planning.job import Job, RankSettings
-from megatron_offload.planning.plan import OffloadPlan, check_profiles
+from megatron_offload.planning.plan import check_profiles
 from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
+from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_of, profiles_of, schedule_of
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import Simulation, settings_of
+from megatron_offload.report.console import console
+from megatron_offload.train.run_folder import CONFIG_NAME, FACTS_NAME, PLAN_NAME, rank_files
 
-_PROFILE_NAME = re.compile(r"profile_(0|[1-9]\d{0,5})\.json")
-PLAN_NAME = "plan.json"
 _SIZES = ("max_inflight_bytes", "prefetch_bytes", "host_slab_bytes")
 _RUN_FIELDS = ("num_microbatches", "pp_size", "vp_size", "modules", "versions")
 
@@ -68,24 +73,22 @@ class Recorded:
         path = self.path.parent / PLAN_NAME
         return path if self.offload.tuned_policy is not None and path.exists() else None
 
-    def settings(
-        self, profiles: Sequence[StepProfile], default: RankSettings
-    ) -> list[RankSettings]:
-        """Return what each pipeline rank did, with these budgets where no plan says others."""
-        plan = self._plan(profiles)
-        if plan is None:
-            return [self._by_numbers(profile, default) for profile in profiles]
-        for profile in profiles:
-            plan.check(profile)
-        return settings_of(plan, default)
+    @property
+    def policy(self) -> ModulesConfig | RatioConfig | PlanFileConfig:
+        """What decided in the run: its own plan, its policy, or Megatron's numbers."""
+        policy = self.offload.policy
+        if self.own_plan is not None:
+            return PlanFileConfig(kind="plan_file", path=str(self.own_plan))
+        if policy is None or isinstance(policy, SolvedConfig):
+            numbers = self.offload.model_dump(include=set(ModulesConfig.model_fields))
+            return ModulesConfig(**numbers)
+        return policy
 
     def describe(self) -> str:
         """Return what decided in the run, in words."""
-        config = self.offload
-        if isinstance(config.policy, PlanFileConfig):
-            return f"the plan {config.policy.path}"
-        if self.own_plan is not None:
-            return f"its own plan {self.own_plan}"
+        config, policy = self.offload, self.policy
+        if isinstance(policy, PlanFileConfig):
+            return f"{'its own' if self.own_plan else 'the'} plan {policy.path}"
         words = [f"policy {config.policy.kind}"] if config.policy is not None else []
         for name in ("fraction", *_SIZES, "delta_bytes_across_pp_ranks"):
             value = getattr(config, name)
@@ -96,35 +99,11 @@ class Recorded:
     def not_simulated(self, peak_host_bytes: int) -> list[str]:
         """Return which settings the simulation leaves out, with the most that a rank's host had."""
         config = self.offload
-        found = []
+        switches = ("pin_memory", "copy_streams")
+        found = [f"{name} false" for name in switches if not getattr(config, name)]
         if config.host_memory_bytes is not None and config.host_memory_bytes < peak_host_bytes:
             found.append(f"host_memory_bytes {format_bytes(config.host_memory_bytes)}")
-        if config.device_target_bytes is not None and config.policy is None:
-            found.append(f"device_target_bytes {format_bytes(config.device_target_bytes)}")
-        switches = ("pin_memory", "copy_streams")
-        return found + [f"{name} false" for name in switches if not getattr(config, name)]
-
-    def _plan(self, profiles: Sequence[StepProfile]) -> OffloadPlan | None:
-        """Return the plan that decided, if one did."""
-        policy = self.offload.policy
-        if self.own_plan is not None:
-            return load_plan(self.own_plan)
-        if policy is None or isinstance(policy, AutoConfig | MemoryTargetConfig):
-            return None
-        try:
-            return plan_by_rule(policy, profiles)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{self.path}: offload.policy: {error}; --plan FILE takes another"
-            ) from error
-
-    def _by_numbers(self, profile: StepProfile, default: RankSettings) -> RankSettings:
-        """Return what Megatron's numbers decide on a rank."""
-        config, pp_rank = self.offload, profile.run.pp_rank
-        policy = ModulesPolicy(config.fraction, pp_rank * config.delta_bytes_across_pp_ranks)
-        unlisted = {group.key for group in profile.groups if group.name not in config.modules}
-        kept = unlisted.union(policy.plan(profile))
-        return replace(default, kept=frozenset(kept))
+        return found
 
 
 @dataclass(frozen=True)
@@ -146,50 +125,86 @@ class Source:
     @property
     def default(self) -> RankSettings:
         """What counts where no plan says something else: the flags', then the run's."""
+        flags = self.around.offload
         given: dict[str, Any] = {}
-        run = self.recorded.offload if self.recorded else Budgets()
-        for section in (run, self.around.offload):
+        for section in (self.recorded.offload if self.recorded else Budgets(), flags):
             given |= {n: getattr(section, n) for n in _SIZES if n in section.model_fields_set}
-        chosen = self.around.offload.recompute
-        if "recompute" not in self.around.offload.model_fields_set:
+        if "recompute" not in flags.model_fields_set:
             return RankSettings(**given)
         units = {unit.unit for stage in self.job.stages for g in stage.groups for unit in g.units}
-        for name in set(chosen) - units:
+        for name in set(flags.recompute) - units:
             raise ConfigError(
                 f"offload.recompute: the job has no unit {name!r}{did_you_mean(name, units)}"
             )
         num_virtual = len(self.job.schedule.stages_of(0))
-        return RankSettings(**given, recompute=(frozenset(chosen),) * num_virtual)
+        return RankSettings(**given, recompute=(frozenset(flags.recompute),) * num_virtual)
 
-    def as_run(self) -> list[RankSettings]:
-        """Return what each rank does, as the run did it; flags win. Without a run, `default`.
+    def settings(self, plan_path: Path | None = None) -> list[RankSettings]:
+        """Return what each rank does: by a plan, or as the run did it, or else all that can move.
 
-        Raises:
-            ConfigError: the run followed a plan that can't be read, or is another run's.
+        Flags win over each. ConfigError: a plan that can't be read, or is another job's.
         """
-        if self.recorded is None:
+        if plan_path is not None:
+            plan = load_plan(plan_path)
+        elif self.recorded is None:
             return [self.default] * self.job.schedule.num_ranks
-        return self.recorded.settings(self.profiles, self.default)
+        else:
+            try:
+                plan = plan_by_rule(self.recorded.policy, self.profiles)
+            except ConfigError as error:
+                where = f"{self.recorded.path}: offload.policy"
+                raise ConfigError(f"{where}: {error}; --plan FILE takes another") from error
+        for profile in self.profiles:
+            plan.check(profile)
+        return settings_of(plan, self.default)
 
-    def misfits(self, step: Simulation) -> Iterator[str]:
+    def show(
+        self,
+        without: Simulation,
+        step: Simulation,
+        what: str,
+        tables: Iterable[Table],
+        more: Iterable[str] = (),
+    ) -> None:
+        """Print a step ``what``: whether it fits, tables, time, and what all of it rests on."""
+        out = console()
+        for line in self._misfits(step):
+            out.print(line, style="bold red")
+        for table in tables:
+            out.print(table)
+        change = 100 * (step.step_us / without.step_us - 1)
+        out.print(
+            f"step time: {without.step_us / 1e3:.1f} ms without offload, "
+            f"{step.step_us / 1e3:.1f} ms {what} ({change:+.2f} %)"
+        )
+        num_bytes, num_gpus = self._host_bytes(step)
+        size = format_bytes(num_bytes)
+        out.print(f"host memory: up to {size} pinned on a node of {num_gpus} GPUs")
+        for line in more:
+            out.print(line)
+        if self.recorded is not None:
+            host_bytes = max(rank.peak_host_bytes for rank in step.ranks)
+            for setting in self.recorded.not_simulated(host_bytes):
+                out.print(f"not simulated of what the run was set to: {setting}")
+        out.print(f"bandwidths: {self.machine}")
+        out.print(
+            "predicted by simulation, not measured: hold it against a run before you rely on it",
+            style="yellow",
+        )
+
+    def _misfits(self, step: Simulation) -> Iterator[str]:
         """Yield what of a step doesn't fit into a GPU or a node."""
-        machine = self.job.machine
         device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
         host_bytes, num_gpus = self._host_bytes(step)
-        for needed, where, there, key in (
-            (device_bytes, "of a GPU", machine.device_bytes, "device_bytes"),
-            (host_bytes, f"of a node of {num_gpus} GPUs", machine.host_bytes, "host_bytes"),
-        ):
+        needs = {
+            "device_bytes": (device_bytes, "of a GPU"),
+            "host_bytes": (host_bytes, f"of a node of {num_gpus} GPUs"),
+        }
+        for key, (needed, where) in needs.items():
+            there = getattr(self.job.machine, key)
             if there is not None and needed > there:
-                yield (
-                    f"DOES NOT FIT: {format_bytes(needed)} {where}, which has "
-                    f"{format_bytes(there)} (machine.{key})"
-                )
-
-    def host_memory(self, step: Simulation) -> str:
-        """Return what a step takes of the host, in words."""
-        num_bytes, num_gpus = self._host_bytes(step)
-        return f"host memory: up to {format_bytes(num_bytes)} pinned on a node of {num_gpus} GPUs"
+                sizes = f"{format_bytes(needed)} {where}, which has {format_bytes(there)}"
+                yield f"DOES NOT FIT: {sizes} (machine.{key})"
 
     def _host_bytes(self, step: Simulation) -> tuple[int, int]:
         """Return the most that is pinned on a node, and how many GPUs that is for."""
@@ -222,11 +237,7 @@ class SourceOptions(OptionsWithKeys):
 
 
 def load_source(given: SourceOptions) -> Source:
-    """Return the job that the options name.
-
-    Raises:
-        ConfigError: everything that is wrong with the input.
-    """
+    """Return the job that the options name; `ConfigError` says all that is wrong with the input."""
     if given.model is not None and given.folder is None:
         return _described(find_config(given.model, kind="models"), given)
     if given.folder is not None and given.model is None:
@@ -235,47 +246,35 @@ def load_source(given: SourceOptions) -> Source:
 
 
 def _described(path: Path, given: SourceOptions) -> Source:
-    overrides = given.set
-    if given.schedule is not None:
-        overrides = (*overrides, f"model.schedule={given.schedule}")
-    section = None if given.machine is None else _read_machine(given.machine)
-    described = load_description(path, overrides, machine=section)
+    schedule = () if given.schedule is None else (f"model.schedule={given.schedule}",)
+    machine = None if given.machine is None else _read_machine(given.machine)
+    described = load_description(path, (*given.set, *schedule), machine=machine)
     job = described.job()
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
     num_gpus = job.machine.gpus_per_node
     if num_gpus != described.machine.gpus_per_node:
         origin += f"; taken for a node of {num_gpus} GPUs, unless machine.gpus_per_node says other"
-    return Source(
-        title=path.stem,
-        job=job,
-        profiles=tuple(profiles_of(job)),
-        around=described,
-        memory="reserved memory",
-        machine=origin,
-    )
+    profiles = tuple(profiles_of(job))
+    return Source(path.stem, job, profiles, described, "reserved memory", origin)
 
 
 def _profiled(folder: Path, given: SourceOptions) -> Source:
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give run.output of a run")
-    paths = find_profiles(folder)
+    paths = rank_files(folder, "profile")
     if not paths:
         raise ConfigError(
             f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
         )
     profiles, place = _of_one_run(paths), paths[0].parent
-    facts = place / "run.json"
+    path, facts, measured = (place / x for x in (CONFIG_NAME, FACTS_NAME, BANDWIDTHS_NAME))
     data = read_json(facts) if facts.exists() else None
     is_simulated = isinstance(data, dict) and data.get("is_simulated") is True
-    path = place / "config.yaml"
     recorded = None
     if path.exists():
         given_then = load_yaml(path).get("offload") or {}
         recorded = Recorded(path, validate(OffloadConfig, given_then, str(path)))
-    measured = place / BANDWIDTHS_NAME
     bandwidths = load_bandwidths(measured) if measured.exists() else None
-    gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
-    section: dict[str, Any] = {}
     if given.machine is not None:
         section, origin = _read_machine(given.machine), str(given.machine)
     elif bandwidths is not None:
@@ -285,12 +284,13 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
         section = link_machine(device.d2h_gbps, device.h2d_gbps).model_dump()
         origin = f"the simulated device's, by {recorded.path}"
     else:
-        origin = f"{DEFAULTS}; --machine FILE takes others"
+        section, origin = {}, f"{DEFAULTS}; --machine FILE takes others"
     around = validate(Surroundings, apply_overrides({"machine": section}, given.set), "--set")
     passes, shape = schedule_of(profiles), profiles[0].run
     if given.schedule is not None:
         sizes = shape.pp_size, shape.num_microbatches, shape.vp_size
         passes = make_schedule(given.schedule, *sizes)
+    gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
     return Source(
         title=folder.resolve().name,
         job=job_of(profiles, passes, around.machine, gpus_per_rank=gpus_per_rank),
@@ -300,19 +300,6 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
         machine=origin,
         recorded=recorded,
     )
-
-
-def find_profiles(folder: Path) -> list[Path]:
-    """Return the profiles that a run has left, in the order of ranks."""
-    for place in (folder, folder / "with_offload"):  # where a comparison keeps the run that moves
-        paths = {
-            int(match[1]): path
-            for path in (place.iterdir() if place.is_dir() else ())
-            if (match := _PROFILE_NAME.fullmatch(path.name))
-        }
-        if paths:
-            return [paths[rank] for rank in sorted(paths)]
-    return []
 
 
 def _read_machine(path: Path) -> dict[str, Any]:
@@ -326,26 +313,24 @@ def _read_machine(path: Path) -> dict[str, Any]:
             )
         return validate(Machine, section, str(path)).model_dump(exclude_unset=True)
     data = read_json(path)
-    if isinstance(data, dict) and "profile" in data:
-        data = data["profile"]
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no measured bandwidths; run: megatron-offload doctor")
-    profile = validate(MachineProfile, data, str(path))
-    if not profile.gpus:
-        raise ConfigError(f"{path} is of a machine without a GPU")
+    found = data.get("profile") if isinstance(data, dict) else None
+    if not isinstance(found, dict) or not found.get("gpus"):
+        raise ConfigError(
+            f"{path} holds no bandwidths of GPUs; run: megatron-offload doctor --output FILE"
+        )
+    profile = validate(MachineProfile, found, f"{path}: profile")
     return measured_machine([profile.gpus]).model_dump()
 
 
 def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
     by_rank: dict[int, StepProfile] = {}
-    first = None
-    for path in paths:
-        profile = load_profile(path)
+    profiles = [load_profile(path) for path in paths]
+    first = profiles[0]
+    for path, profile in zip(paths, profiles, strict=True):
         if path.name != f"profile_{profile.run.rank}.json":
             raise ConfigError(
                 f"{path} is of rank {profile.run.rank}; put the file back or run again"
             )
-        first = first or profile
         for name in _RUN_FIELDS:
             ours, others = getattr(profile.run, name), getattr(first.run, name)
             if ours != others:

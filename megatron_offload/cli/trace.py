@@ -1,4 +1,14 @@
-"""The command ``trace``: puts the timelines of a run's ranks into one file, and into a picture."""
+"""Put the timelines of a run's ranks into one file for https://ui.perfetto.dev, and into a picture.
+
+reads    trace_<rank>.json in run.output, of a comparison in that of its run with offload; a run
+         leaves them with run.trace_step
+prints   where the files are
+writes   FOLDER/trace.json; --png: a picture of the first 16 ranks (extra 'report')
+
+exit status: 0 written, 2 bad input
+
+example: megatron-offload trace runs/quickstart --png timeline.png
+"""
 
 from __future__ import annotations
 
@@ -11,20 +21,7 @@ from megatron_offload.cli.output import check_place, draw_timelines, writing
 from megatron_offload.core.trace import StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
-from megatron_offload.train.run_folder import RANK_NAME, main_folder
-
-ABOUT = """\
-Put the timelines of a run's ranks into one file for https://ui.perfetto.dev, and into a picture.
-
-reads    trace_<rank>.json in run.output, of a comparison in that of its run with offload; a run
-         leaves them with run.trace_step
-prints   where the files are
-writes   FOLDER/trace.json; --png: a picture of the first 16 ranks (extra 'report')
-
-exit status: 0 written, 2 bad input
-
-example: megatron-offload trace runs/quickstart --png timeline.png
-"""
+from megatron_offload.train.run_folder import main_folder, rank_files
 
 
 class Given(Options):
@@ -59,11 +56,9 @@ def run(given: Given) -> int:
 def read_run_traces(folder: Path) -> list[StepTrace]:
     """Return the timelines of a run, or of the run with offload in a comparison, by rank."""
     traces: list[StepTrace] = []
-    names = ((RANK_NAME.fullmatch(path.name), path) for path in main_folder(folder).iterdir())
-    paths = {int(name[2]): path for name, path in names if name and name[1] == "trace"}
-    for rank, path in sorted(paths.items()):
+    for path in rank_files(main_folder(folder), "trace"):
         found = read_traces(path)
-        if [trace.rank for trace in found] != [rank]:
+        if [path.name] != [f"trace_{trace.rank}.json" for trace in found]:
             ranks = ", ".join(str(trace.rank) for trace in found) or "none"
             raise ConfigError(f"{path} is of rank {ranks}; put the file back or run again")
         traces += found

@@ -1,19 +1,4 @@
-"""The command ``train``, and the options that it shares with ``compare``."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import ClassVar
-
-from megatron_offload.cli.options import OptionsWithKeys
-from megatron_offload.config import apply_overrides, find_config, load_yaml
-from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import validate
-from megatron_offload.report.console import console
-from megatron_offload.train.config import TrainConfig
-
-ABOUT = """\
-Train a GPT with pipeline parallelism, megatron-core's own model and schedules, on GPUs or on CPUs.
+r"""Train a GPT by megatron-core's own model and pipeline schedules, on GPUs or on CPUs.
 
 reads    --config, a YAML file (or the name of one in configs/), and the text or the indexed dataset
          that it names; flags win over the file
@@ -30,6 +15,18 @@ SIGTERM or SIGINT after a whole step
 example: megatron-offload train --config quickstart --set run.steps=6 \\
              run.output=runs/example --offload-modules core_attn mlp_act
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from megatron_offload.cli.options import OptionsWithKeys
+from megatron_offload.config import apply_overrides, find_config, load_yaml
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
+from megatron_offload.report.console import console
+from megatron_offload.train.config import TrainConfig
 
 
 class RunOptions(OptionsWithKeys):

@@ -165,6 +165,16 @@ def main_folder(folder: Path) -> Path:
     return folder / FOLDERS[1]
 
 
+def rank_files(folder: Path, kind: str) -> list[Path]:
+    """Return a run's traces or profiles by rank, or else those of a comparison's run that moves."""
+    for place in (folder, folder / FOLDERS[1]):
+        names = {path: RANK_NAME.fullmatch(path.name) for path in place.glob(f"{kind}_*")}
+        ranks = {int(name[2]): path for path, name in names.items() if name}
+        if ranks:
+            return [ranks[rank] for rank in sorted(ranks)]
+    return []
+
+
 class Manifest(StrictModel):
     """What a checkpoint holds."""
 

@@ -115,11 +115,10 @@ def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
     source = load_run(folder)
     settings = []
     for rank, profile in enumerate(source.profiles):
-        policy = ModulesPolicy(0.5, keep_bytes=rank * 2**22)
-        others = [group.key for group in profile.groups if group.name not in listed]
+        policy = ModulesPolicy(0.5, rank * 2**22, tuple(listed))
         settings.append(
             RankSettings(
-                kept=frozenset(policy.plan(profile)).union(others),
+                kept=frozenset(policy.plan(profile)),
                 max_inflight_bytes=8 * 2**20,
                 prefetch_bytes=16 * 2**20,
                 host_slab_bytes=64 * 2**20,
