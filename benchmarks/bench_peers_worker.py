@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from bench_peers_modes import MODES, torch_pinned_bytes
 
 from megatron_offload.backends import cuda
-from megatron_offload.machine.bandwidth import BLOCK_BYTES, Link
+from megatron_offload.machine.bandwidth import BLOCK_BYTES, Link, median_rates
 from megatron_offload.train.digest import digest
 
 
@@ -45,10 +45,10 @@ def measure_link():
     That is this rank's GB/s: ``d2h`` and ``h2d`` alone, ``both_d2h`` and ``both_h2d`` at once, of
     plain blocks, page-locked as this package takes them.
     """
-    link = Link(cuda.CudaBackend(), BLOCK_BYTES)
-    link.rates("d2h", "h2d")  # a link that was idle may have to wake
-    (d2h,), (h2d,), (both_d2h, both_h2d) = (
-        link.median(*names, before_each=dist.barrier)
+    links = [Link(cuda.CudaBackend(), BLOCK_BYTES)]
+    median_rates(links, "d2h", "h2d")  # a link that was idle may have to wake
+    ((d2h,),), ((h2d,),), ((both_d2h, both_h2d),) = (
+        median_rates(links, *names, before_each=dist.barrier)
         for names in (("d2h",), ("h2d",), ("d2h", "h2d"))
     )
     return {"d2h": d2h, "h2d": h2d, "both_d2h": both_d2h, "both_h2d": both_h2d}

@@ -1,29 +1,22 @@
-"""How fast a backend copies: each way alone, both ways at once, and with all ranks of the machine.
+"""How fast GPUs copy: each way alone, both ways at once, and with all GPUs of the machine.
 
-Bandwidth belongs to the machine and not to one GPU: so ranks measure alone one after the other,
-then all together. Copies are timed by the device's clock, and count only while all directions copy.
+Copies are timed by the device's clock, and count only while all directions copy.
 """
 
 from __future__ import annotations
 
-import os
-import statistics
-import tempfile
-import time
+import contextlib
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_offload.backends import create_backend
-from megatron_offload.backends.base import Backend, Wait
+from megatron_offload.backends.base import Backend, Event, Wait
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import OffloadError
-from megatron_offload.machine.job_ranks import gather, rank_in
 from megatron_offload.machine.profile import CopyRates, GpuProfile, PciPath, read_pci_path
 
 BLOCK_BYTES = 128 * 1024**2
@@ -39,104 +32,71 @@ _WAITS = {"d2h": Wait.W1, "h2d": Wait.W6}
 
 
 class BandwidthError(OffloadError, RuntimeError):
-    """Bandwidth can't be measured: memory is short or can't be pinned, or a process failed."""
+    """Bandwidth can't be measured: memory is short or can't be pinned, or it takes too long."""
 
 
-def measure_gpus(
-    num_gpus: int,
-    *,
-    config: OffloadConfig | None = None,
-    block_bytes: int = BLOCK_BYTES,
-    timeout_s: float = 120.0,
-) -> tuple[GpuProfile, ...]:
-    """Measure all GPUs that this process can use, by `measure_copies` in a process for each.
+def measure_gpus(num_gpus: int, *, timeout_s: float = 120.0) -> tuple[GpuProfile, ...]:
+    """Measure GPUs by `measure_copies` in another process, so that this one opens no device.
 
-    This one opens no device, and none outlives the call. A process that fails, or takes longer than
-    ``timeout_s``, is a `BandwidthError`. ``config`` names the backend; None takes CUDA.
+    One that fails, or takes longer than ``timeout_s``, is a `BandwidthError`.
     """
-    config = config if config is not None else OffloadConfig(backend="cuda")
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (num_gpus, config, block_bytes, timeout_s, folder, results)
-        context = mp.start_processes(
-            _measure_one, arguments, num_gpus, join=False, daemon=True, start_method="spawn"
-        )
-        deadline = time.monotonic() + timeout_s
-        try:
-            while not context.join(timeout=max(0.0, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
-                    raise BandwidthError(f"the copies were not done within {timeout_s:g} s")
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            last_line = str(error).strip().splitlines()[-1]
-            message = f"measuring GPU {error.error_index} failed: {last_line}"
-            raise BandwidthError(message) from error
-        finally:
-            for process in context.processes:
-                process.kill()
-                process.join(5.0)  # one that is stuck in the driver is left to the system
-    return tuple(results.get())
-
-
-def _measure_one(
-    rank: int,
-    num_ranks: int,
-    config: OffloadConfig,
-    block_bytes: int,
-    timeout_s: float,
-    folder: str,
-    results: Any,
-) -> None:
-    """Be one rank: measure one GPU, in turn and together with the others."""
-    os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks))  # all of them share the host's memory
-    backend = create_backend(config, rank)
-    if num_ranks > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine
-        store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
-        )
-    gpus = gather(measure_copies(backend, block_bytes=block_bytes))
-    if num_ranks > 1:
-        dist.destroy_process_group()
-    if rank == 0:
-        results.put(gpus)
-
-
-def measure_copies(backend: Backend, *, block_bytes: int = BLOCK_BYTES) -> GpuProfile:
-    """Measure what the backend's device gets, each number the median of a few rounds; collective.
-
-    All ranks, of one machine, take turns and then copy together. Twice ``block_bytes`` is pinned,
-    and taken on the device; all is given back. The link is read meanwhile, for idle GPUs run it
-    slower. A rank that can't have so much memory, or can't pin it, is a `BandwidthError` on all.
-    """
-    link, problem = None, ""
+    command = [sys.executable, "-m", __name__, str(num_gpus)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        link = Link(backend, block_bytes)
-    except BandwidthError as error:
-        problem = str(error)
-    # Whoever gave up now would leave the others waiting for the next turn.
-    problems = gather(problem)
-    if link is None or any(problems):
-        link = None  # what holds the error must not hold the memory
-        rank = next(rank for rank, each in enumerate(problems) if each)
-        raise BandwidthError(f"rank {rank}: {problems[rank]}")
-    alone = [0.0] * 4
-    for turn in range(len(problems)):
-        _meet(len(problems))
-        if turn == rank_in():
-            link.rates("d2h", "h2d")  # one that was idle has to wake
-            alone = [*link.median("d2h"), *link.median("h2d"), *link.median("d2h", "h2d")]
-    node = alone[2:]
-    if len(problems) > 1:
-        node = link.median("d2h", "h2d", before_each=lambda: _meet(len(problems)))
-    rates = dict(zip(CopyRates.model_fields, [*alone, *node], strict=True))
-    return GpuProfile(rates=CopyRates.model_validate(rates), pci=link.path)
+        rates, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise BandwidthError(f"the copies were not done within {timeout_s:g} s") from error
+    finally:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5.0)  # one that is stuck in the driver is left to the system
+    if process.returncode:
+        last_line = [f"exit status {process.returncode}", *errors.strip().splitlines()][-1]
+        raise BandwidthError(f"measuring failed: {last_line}")
+    return tuple(GpuProfile.model_validate(gpu) for gpu in json.loads(rates))
 
 
-def _meet(num_ranks: int) -> None:
-    if num_ranks > 1:
-        dist.barrier()
+def measure_copies(
+    backends: Sequence[Backend], *, block_bytes: int = BLOCK_BYTES
+) -> tuple[GpuProfile, ...]:
+    """Measure what the devices of a machine get, each number the median of a few rounds.
+
+    They copy together and then in turn. For each, twice ``block_bytes`` is pinned, and taken on the
+    device; all is given back. Links are read meanwhile, for idle GPUs run them slower. Memory that
+    can't be had is a `BandwidthError`.
+    """
+    links = [Link(backend, block_bytes) for backend in backends]
+    median_rates(links, "d2h", "h2d")  # those that were idle have to wake
+    together = median_rates(links, "d2h", "h2d")
+    ways = (["d2h"], ["h2d"], ["d2h", "h2d"])
+    # Last, for here each link is looked at while its copies are under way.
+    alone = [
+        [rate for names in ways for rate in median_rates([link], *names)[0]] for link in links
+    ]
+    return tuple(
+        GpuProfile(
+            rates=CopyRates(**dict(zip(CopyRates.model_fields, [*own, *node], strict=True))),
+            pci=link.path,
+        )
+        for link, own, node in zip(links, alone, together, strict=True)
+    )
+
+
+def median_rates(
+    links: Sequence[Link], *names: str, before_each: Callable[[], None] = lambda: None
+) -> list[list[float]]:
+    """Return each link's median bandwidth in each direction over a few rounds, in GB/s.
+
+    All copy at once; ``before_each`` is called before each round.
+    """
+    rounds = []
+    for _ in range(_NUM_ROUNDS):
+        before_each()
+        for link in links:
+            link.start(*names)
+        rounds.append([link.finish() for link in links])
+    medians: list[list[float]] = np.median(rounds, axis=0).tolist()
+    return medians
 
 
 class Link:
@@ -150,6 +110,7 @@ class Link:
         self._backend = backend
         self._block_bytes = block_bytes
         self._streams = {"d2h": backend.d2h_stream, "h2d": backend.h2d_stream}
+        self._ends: list[list[Event]] = []
         self._pairs = {}
         for name in self._streams:
             try:
@@ -160,29 +121,24 @@ class Link:
                 raise BandwidthError(f"two blocks of {block_bytes} bytes: {why}") from error
             self._pairs[name] = (host, block) if name == "d2h" else (block, host)
 
-    def median(self, *names: str, before_each: Callable[[], None] = lambda: None) -> list[float]:
-        """Return the median bandwidth of each direction over the rounds, in GB/s."""
-        rounds = []
-        for _ in range(_NUM_ROUNDS):
-            before_each()
-            rounds.append(self.rates(*names))
-        return [statistics.median(rates) for rates in zip(*rounds, strict=True)]
-
-    def rates(self, *names: str) -> list[float]:
-        """Return the bandwidth of each direction in one round in which they copy at once."""
+    def start(self, *names: str) -> None:
+        """Queue one round of copies in these directions at once."""
         backend = self._backend
-        ends: dict[str, list[object]] = {name: [] for name in names}
+        self._ends = [[] for _ in names]
         start = backend.record(backend.compute_stream())
         for name in names:
             backend.wait(self._streams[name], start, _WAITS[name])
         for _ in range(_NUM_COPIES):
-            for name in names:
+            for name, ends in zip(names, self._ends, strict=True):
                 backend.copy([self._pairs[name]], self._streams[name], "bandwidth")
-                ends[name].append(backend.timestamp(self._streams[name]))
+                ends.append(backend.timestamp(self._streams[name]))
+
+    def finish(self) -> list[float]:
+        """Wait for the round; return each direction's bandwidth in GB/s."""
         self.path = read_pci_path(self._address)
-        backend.sync_copies()
-        first = ends[names[0]][0]
-        ends_us = [[backend.sync_elapsed_us(first, end) for end in ends[name]] for name in names]
+        self._backend.sync_copies()
+        elapsed_us, first = self._backend.sync_elapsed_us, self._ends[0][0]
+        ends_us = [[elapsed_us(first, end) for end in ends] for ends in self._ends]
         return gbps_while_all_copy(ends_us, self._block_bytes)
 
 
@@ -200,3 +156,9 @@ def gbps_while_all_copy(ends_us: Sequence[Sequence[float]], block_bytes: int) ->
         copied = np.interp([start_us, end_us], ends, np.arange(len(ends)) * block_bytes)
         rates.append(float(copied[1] - copied[0]) / (end_us - start_us) / 1e3)
     return rates
+
+
+if __name__ == "__main__":
+    cuda = OffloadConfig(backend="cuda")
+    found = measure_copies([create_backend(cuda, index) for index in range(int(sys.argv[1]))])
+    sys.stdout.write(json.dumps([gpu.model_dump() for gpu in found]))

@@ -37,7 +37,7 @@ def test_measured_bandwidth_is_that_of_plain_copies():
     host = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
     before = time.monotonic()
-    rates = measure_copies(CudaBackend()).rates
+    rates = measure_copies([CudaBackend()])[0].rates
     seconds = time.monotonic() - before
     plain = {"d2h": plain_gbps(host, device), "h2d": plain_gbps(device, host)}
     print(f"\n{rates}\nplain {plain}, {seconds:.2f} s")  # noqa: T201 - for whoever runs it with -s
@@ -67,7 +67,7 @@ def test_devices_are_described_without_a_context_on_any():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_machine_is_examined_in_other_processes():
+def test_the_machine_is_examined_in_another_process():
     allocated_bytes = torch.cuda.memory_allocated()
     before = time.monotonic()
     examination = examine()

@@ -1,17 +1,15 @@
-"""Bandwidths on the simulated device's virtual clock, the turns that ranks take, and processes."""
+"""Bandwidths on the simulated device's virtual clock, alone and together, and by another process."""
 
 from __future__ import annotations
 
-import os
-import signal
-import weakref
+import sys
 
 import pytest
 import torch
 
 from megatron_offload.backends.base import DeviceInfo, Wait
 from megatron_offload.backends.simulated import SimulatedBackend
-from megatron_offload.config import OffloadConfig, SimulatedConfig
+from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError
 from megatron_offload.machine import bandwidth
 from megatron_offload.machine.bandwidth import (
@@ -27,11 +25,15 @@ KIB = 1024
 
 def measured_rates(*args, **settings):
     """Return what is measured with small blocks."""
-    return measure_copies(make_backend(*args, **settings), block_bytes=64 * KIB).rates
+    return measured(make_backend(*args, **settings))[0].rates
 
 
-def make_backend(timing="late", kind=SimulatedBackend, **settings):
-    return kind(SimulatedConfig(d2h_gbps=25, h2d_gbps=50, copy_timing=timing), **settings)
+def measured(*backends):
+    return measure_copies(backends, block_bytes=64 * KIB)
+
+
+def make_backend(timing="late", kind=SimulatedBackend, d2h_gbps=25, **settings):
+    return kind(SimulatedConfig(d2h_gbps=d2h_gbps, h2d_gbps=50, copy_timing=timing), **settings)
 
 
 @pytest.mark.parametrize("timing", ["eager", "late", "random"])
@@ -80,6 +82,37 @@ def test_a_link_that_wakes_slowly_is_measured_awake():
     assert rates.d2h_gbps == pytest.approx(25)
 
 
+class Crowded(SimulatedBackend):
+    """Of several devices, one that copies while another does takes twice as long."""
+
+    num_pending_of_all = 0
+
+    def copy(self, pairs, stream, label):
+        Crowded.num_pending_of_all += 1
+        others = Crowded.num_pending_of_all - self.mine
+        self.mine += 1
+        before_us = stream.time_us
+        event = super().copy(pairs, stream, label)
+        stream.time_us += (stream.time_us - before_us) if others > 1 else 0.0
+        return event
+
+    mine = 0
+
+    def sync_copies(self):
+        super().sync_copies()
+        Crowded.num_pending_of_all -= self.mine
+        self.mine = 0
+
+
+def test_devices_copy_together_and_alone():
+    first, second = measured(make_backend("eager", d2h_gbps=20), make_backend("eager"))
+    assert (first.rates.d2h_gbps, second.rates.d2h_gbps) == pytest.approx((20, 25))
+    assert (first.rates.node_d2h_gbps, second.rates.node_d2h_gbps) == pytest.approx((20, 25))
+    _, crowded = measured(*(make_backend("eager", kind=Crowded) for _ in range(2)))
+    assert crowded.rates.both_h2d_gbps == pytest.approx(50)
+    assert crowded.rates.node_h2d_gbps == pytest.approx(25)
+
+
 def test_links_are_looked_at_while_copies_are_under_way(monkeypatch):
     backend = make_backend("late")
     backend.describe = lambda: DeviceInfo("a GPU", "0000:3b:00.0")
@@ -91,7 +124,7 @@ def test_links_are_looked_at_while_copies_are_under_way(monkeypatch):
         return PciPath(now=link, most=link)
 
     monkeypatch.setattr(bandwidth, "read_pci_path", look)
-    assert measure_copies(backend, block_bytes=64 * KIB).pci.now == link
+    assert measured(backend)[0].pci.now == link
     assert pending
     assert all(pending)
 
@@ -114,9 +147,6 @@ def test_memory_that_can_t_be_had_is_named(kind, why):
         measured_rates(kind=kind)
 
 
-# The arithmetic.
-
-
 @pytest.mark.parametrize(
     ("ends_us", "gbps"),
     [
@@ -130,120 +160,42 @@ def test_only_the_time_in_which_all_copy_counts(ends_us, gbps):
     assert gbps_while_all_copy(ends_us, 1000) == pytest.approx(gbps)
 
 
-# Ranks.
+# Another process, which a program of one line stands in for.
 
 
-class Group:
-    """Stands in for `torch.distributed` on one rank of several; notes when ranks would meet."""
+def program(monkeypatch, text):
+    """Have this program measure, in place of the module."""
+    started, popen = [], bandwidth.subprocess.Popen
 
-    def __init__(self, monkeypatch, rank, num_ranks, problems=None):
-        self.log = []
-        self.rank, self.num_ranks = rank, num_ranks
-        self.problems = problems or [""] * num_ranks
-        names = ("is_initialized", "get_world_size", "get_rank", "all_gather_object", "barrier")
-        for name in names:
-            monkeypatch.setattr(torch.distributed, name, getattr(self, name))
-        monkeypatch.setattr(bandwidth, "read_pci_path", lambda address: self.log.append("copies"))
+    def start(command, **options):
+        assert command[1:] == ["-m", "megatron_offload.machine.bandwidth", "2"]
+        started.append(popen([sys.executable, "-c", text], **options))
+        return started[-1]
 
-    def is_initialized(self):
-        return True
-
-    def get_world_size(self, group=None):
-        return self.num_ranks
-
-    def get_rank(self, group=None):
-        return self.rank
-
-    def all_gather_object(self, into, mine, group=None):
-        into[:] = self.problems
-        into[self.rank] = mine or self.problems[self.rank]
-
-    def barrier(self):
-        self.log.append("barrier")
+    monkeypatch.setattr(bandwidth.subprocess, "Popen", start)
+    return started
 
 
-def measure_as(group, kind=SimulatedBackend):
-    measure_copies(make_backend(kind=kind), block_bytes=64 * KIB)
-    return group.log
+def test_the_rates_of_another_process_are_read(monkeypatch):
+    (gpu,) = measured(make_backend())
+    program(monkeypatch, f"print('[{gpu.model_dump_json()}, {gpu.model_dump_json()}]')")
+    assert measure_gpus(2) == (gpu, gpu)
 
 
-@pytest.mark.parametrize(("num_ranks", "rank"), [(2, 0), (2, 1), (4, 2)])
-def test_ranks_copy_alone_in_turn_and_then_together_and_meet_equally_often(
-    monkeypatch, num_ranks, rank
-):
-    log = measure_as(Group(monkeypatch, rank, num_ranks))
-    alone, together = ["copies"] * 10, ["barrier", "copies"] * 3
-    before, behind = ["barrier"] * (rank + 1), ["barrier"] * (num_ranks - rank - 1)
-    assert log == [*before, *alone, *behind, *together]
+def test_a_process_that_fails_is_told_with_its_reason(monkeypatch):
+    program(monkeypatch, "raise RuntimeError('no pages')")
+    with pytest.raises(BandwidthError, match="measuring failed: RuntimeError: no pages"):
+        measure_gpus(2)
 
 
-def test_a_rank_that_lacks_memory_keeps_no_other_waiting(monkeypatch):
-    group = Group(monkeypatch, 0, 2, ["", "too little"])
-    with pytest.raises(BandwidthError, match="rank 1: too little"):
-        measure_as(group)
-    failing = Group(monkeypatch, 1, 2)
-    with pytest.raises(BandwidthError, match=r"rank 1: two blocks.*pinning failed"):
-        measure_as(failing, Unpinnable)
-    assert group.log == failing.log == []
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a device")
+def test_without_a_device_the_process_says_so():
+    with pytest.raises(BandwidthError, match="measuring failed: .*needs a CUDA device"):
+        measure_gpus(1)
 
 
-def test_the_error_of_a_measurement_holds_no_memory(monkeypatch):
-    blocks = []
-
-    class Watched(SimulatedBackend):
-        def empty_device(self, num_bytes):
-            block = super().empty_device(num_bytes)
-            blocks.append(weakref.ref(block.untyped_storage()))
-            return block
-
-    with pytest.raises(BandwidthError) as caught:
-        measure_as(Group(monkeypatch, 0, 2, ["", "too little"]), Watched)
-    assert caught.value.__traceback__ is not None
-    assert [block() for block in blocks] == [None, None]
-
-
-# Processes.
-
-
-SIMULATED = OffloadConfig(backend="simulated", simulated=SimulatedConfig(d2h_gbps=25, h2d_gbps=50))
-
-
-def children():
-    """Return the processes that this one has started and that are not gone."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return set(file.read().split())
-
-
-@pytest.mark.slow
-def test_every_gpu_has_a_process_and_a_result():
-    gpus = measure_gpus(2, config=SIMULATED, block_bytes=1 << 16)
-    assert len(gpus) == 2
-    for gpu in gpus:
-        assert gpu.rates.d2h_gbps == pytest.approx(25)
-        assert gpu.rates.node_h2d_gbps == pytest.approx(50)
-        assert gpu.pci is None
-
-
-@pytest.mark.slow
-def test_a_process_that_fails_is_told_with_its_reason():
-    with pytest.raises(BandwidthError, match=r"measuring GPU 0 failed: .*blocks of -1 bytes"):
-        measure_gpus(1, config=SIMULATED, block_bytes=-1)
-
-
-def wait_forever(*arguments):
-    signal.pause()
-
-
-def test_processes_that_take_too_long_are_killed(monkeypatch):
-    monkeypatch.setattr(bandwidth, "_measure_one", wait_forever)
-    before = children()
+def test_a_process_that_takes_too_long_is_killed(monkeypatch):
+    started = program(monkeypatch, "import time; time.sleep(60)")
     with pytest.raises(BandwidthError, match=r"not done within 0\.1 s"):
-        measure_gpus(1, config=SIMULATED, timeout_s=0.1)
-    assert children() <= before | children_of_tracker()
-
-
-def children_of_tracker():
-    """Return Python's own helper of spawned processes, which stays."""
-    from multiprocessing import resource_tracker
-
-    return {str(resource_tracker._resource_tracker._pid)}
+        measure_gpus(2, timeout_s=0.1)
+    assert started[0].returncode == -9
