@@ -7,8 +7,10 @@ Anchors, aliases and tags, which could, are refused where they stand; so are the
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any
+import re
+from typing import Any, NoReturn
 
 import yaml
 
@@ -40,6 +42,10 @@ def parse_yaml(text: str) -> Any:
         raise ConfigError(f"not YAML: {shorten(' '.join(str(error).split()))}") from error
 
 
+def _refuse(problem: str, mark: Any) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
 class _StrictLoader(yaml.SafeLoader):
     """`yaml.SafeLoader` less all that is more than plain data."""
 
@@ -50,19 +56,16 @@ class _StrictLoader(yaml.SafeLoader):
         event = self.peek_event()
         self._num_nodes += 1
         self._depth += 1
-        problem = None
         if isinstance(event, yaml.AliasEvent):
-            problem = f"alias *{shorten(str(event.anchor))}: write the value out"
-        elif event.anchor is not None:
-            problem = f"anchor &{shorten(event.anchor)}: write the value out"
-        elif event.tag is not None:
-            problem = f"tag {shorten(event.tag)!r}: only plain values are read"
-        elif self._num_nodes > MAX_NODES:
-            problem = f"more than {MAX_NODES} keys and values"
-        elif self._depth > MAX_DEPTH:
-            problem = f"nested deeper than {MAX_DEPTH} levels"
-        if problem:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            _refuse(f"alias *{shorten(str(event.anchor))}: write the value out", event.start_mark)
+        if event.anchor is not None:
+            _refuse(f"anchor &{shorten(event.anchor)}: write the value out", event.start_mark)
+        if event.tag is not None:
+            _refuse(f"tag {shorten(event.tag)!r}: only plain values are read", event.start_mark)
+        if self._num_nodes > MAX_NODES:
+            _refuse(f"more than {MAX_NODES} keys and values", event.start_mark)
+        if self._depth > MAX_DEPTH:
+            _refuse(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -72,38 +75,30 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, value_node in node.value:
             is_scalar = isinstance(key_node, yaml.ScalarNode)
             key = self.construct_object(key_node, deep=True) if is_scalar else None
-            problem = None
             if not isinstance(key, str):
                 shown = shorten(key_node.value) if is_scalar else "a list or a mapping"
-                problem = f"a key must be text, got {shown}"
-            elif key == "<<" and key_node.style is None:
-                problem = "merge key <<: write the values out"
-            elif key in mapping:
-                problem = f"key {shorten(key)!r} is given twice"
-            if problem:
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
-            mapping[str(key)] = self.construct_object(value_node, deep=True)
+                _refuse(f"a key must be text, got {shown}", key_node.start_mark)
+            if key == "<<" and key_node.style is None:
+                _refuse("merge key <<: write the values out", key_node.start_mark)
+            if key in mapping:
+                _refuse(f"key {shorten(key)!r} is given twice", key_node.start_mark)
+            mapping[key] = self.construct_object(value_node, deep=True)
         return mapping
 
     def text(self, node: yaml.ScalarNode) -> str:
-        text: str = node.value
-        if any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in text):
+        if re.search("[\0\ud800-\udfff]", node.value):
             problem = "a text can't hold the character \\0, nor half of one (a surrogate)"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return text
+            _refuse(problem, node.start_mark)
+        return str(node.value)
 
     def number(self, node: yaml.ScalarNode) -> int | float:
-        text = node.value
         is_int = node.tag.endswith(":int")
-        try:
-            if len(text) > _MAX_NUMBER_LENGTH or ":" in text:
-                raise ValueError
-            value = self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
-            if not math.isfinite(value) or (is_int and not -(2**63) <= value < 2**63):
-                raise ValueError
-        except ValueError as error:
-            problem = f"{shorten(text)} is no number that can be used here"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
+        value: int | float = math.nan
+        if len(node.value) <= _MAX_NUMBER_LENGTH and ":" not in node.value:  # no base 60
+            with contextlib.suppress(ValueError):
+                value = (self.construct_yaml_int if is_int else self.construct_yaml_float)(node)
+        if not math.isfinite(value) or (is_int and not -(2**63) <= value < 2**63):
+            _refuse(f"{shorten(node.value)} is no number that can be used here", node.start_mark)
         return value
 
 
