@@ -70,9 +70,7 @@ def measure_copies(
     together = median_rates(links, "d2h", "h2d")
     ways = (["d2h"], ["h2d"], ["d2h", "h2d"])
     # Last, for here each link is looked at while its copies are under way.
-    alone = [
-        [rate for names in ways for rate in median_rates([link], *names)[0]] for link in links
-    ]
+    alone = [[rate for names in ways for rate in median_rates([link], *names)[0]] for link in links]
     return tuple(
         GpuProfile(
             rates=CopyRates(**dict(zip(CopyRates.model_fields, [*own, *node], strict=True))),

@@ -93,11 +93,11 @@ def examine(
         devices = visible_devices()
     except RuntimeError as error:
         first_line = str(error).strip().split("\n")[0]
-        found = f"it can't be started: {first_line}"
-        findings.append(Finding("error", "CUDA", found, "see nvidia-smi"))
+        findings.append(
+            Finding("error", "CUDA", f"it can't be started: {first_line}", "see nvidia-smi")
+        )
     else:
-        names = [device.name for device in devices]
-        findings.append(check_devices(names, num_nvidia_gpus()))
+        findings.append(check_devices([device.name for device in devices], num_nvidia_gpus()))
     profile = None
     if devices and bandwidth:
         try:
@@ -124,22 +124,18 @@ def examine(
     return Examination(tuple(findings), profile)
 
 
-# GPUs and their links
-
-
 def check_devices(names: Sequence[str], num_shown: int) -> Finding:
     """Say which GPUs PyTorch can use, of those that the driver shows."""
-    title = "GPUs"
     if names:
-        return Finding("ok", title, f"{len(names)} of {', '.join(sorted(set(names)))}")
+        return Finding("ok", "GPUs", f"{len(names)} of {', '.join(sorted(set(names)))}")
     if num_shown:
         found = f"the driver shows {num_shown}, and PyTorch can use none"
         advice = "install a PyTorch that is built for CUDA; see that CUDA_VISIBLE_DEVICES hides "
         advice += "nothing, and that a container was started with its GPUs"
-        return Finding("warning", title, found, advice)
+        return Finding("warning", "GPUs", found, advice)
     found = "the driver shows none: offload runs on the simulated device, for tests"
     advice = "run this where the training runs; a GPU that is there needs its driver (nvidia-smi)"
-    return Finding("note", title, found, advice)
+    return Finding("note", "GPUs", found, advice)
 
 
 def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Finding:
@@ -164,13 +160,13 @@ def check_link(index: int, path: PciPath | None, rates: CopyRates | None) -> Fin
 
 def check_node_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
     """Say what is left of a GPU's rates when both directions and all GPUs copy."""
+    title = f"GPU {index}: at once"
     both = min(rates.both_d2h_gbps / rates.d2h_gbps, rates.both_h2d_gbps / rates.h2d_gbps)
     node = min(rates.node_d2h_gbps / rates.d2h_gbps, rates.node_h2d_gbps / rates.h2d_gbps)
     found = f"{rates.both_d2h_gbps:.1f} GB/s to the host and {rates.both_h2d_gbps:.1f} back at once"
     if num_gpus > 1:
         found += f"; {rates.node_d2h_gbps:.1f} and {rates.node_h2d_gbps:.1f} while all {num_gpus} "
         found += "GPUs copy"
-    title = f"GPU {index}: at once"
     if min(both, node) >= _FREE_SHARE:
         return Finding("ok", title, found)
     advice = "plan with these numbers: in a step, copies go both ways"
@@ -188,13 +184,11 @@ def check_iommu(index: int, address: str | None, *, root: Path = Path("/")) -> F
     kind = read_kernel_text(root / "sys/bus/pci/devices" / address / "iommu_group/type").strip()
     if kind.startswith("DMA"):
         found = f"it translates this GPU's addresses (domain type {kind[:20]!r})"
-        advice = "where copies stay below their link, boot with iommu=pt"
-        return Finding("note", title, found, advice)
+        return Finding(
+            "note", title, found, "where copies stay below their link, boot with iommu=pt"
+        )
     passes = kind == "identity"
     return Finding("ok", title, "addresses pass through it" if passes else "none is shown")
-
-
-# Memory of the host
 
 
 def check_memory_node(index: int, address: str | None, *, root: Path = Path("/")) -> Finding:
@@ -215,18 +209,14 @@ def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")
     """Say how much each rank of this machine may pin, in slabs, by what accounts have free."""
     share = 0.5  # of what is free, unless host_memory_share says otherwise
     cap_bytes = default_cap_bytes(share, {"LOCAL_WORLD_SIZE": str(num_ranks)}, root=root)
-    found = f"{format_bytes(cap_bytes)} may be pinned by "
-    found += f"each of {num_ranks} ranks" if num_ranks > 1 else "one rank"
-    found += f" ({share:.0%} of what is free)"
+    ranks = f"each of {num_ranks} ranks" if num_ranks > 1 else "one rank"
+    found = f"{format_bytes(cap_bytes)} may be pinned by {ranks} ({share:.0%} of what is free)"
     if cap_bytes >= slab_bytes:
         return Finding("ok", "host memory", found)
     found += f", less than one slab of {format_bytes(slab_bytes)}"
     advice = "free memory, raise the control group's limit (the container's --memory), or set "
     advice += "host_memory_bytes; over it, tensors stay on the device"
     return Finding("warning", "host memory", found, advice)
-
-
-# Environment and versions
 
 
 def check_environment(environ: Mapping[str, str]) -> list[Finding]:
@@ -256,9 +246,9 @@ def _check_allocator(environ: Mapping[str, str]) -> Finding:
     parts = (part.partition(":") for part in "".join(values).split(","))
     settings = {key.strip(): value.strip() for key, _, value in parts}
     if settings.get("backend", "native") != "native":
-        found = f"{shown}: not PyTorch's own allocator"
-        advice = "device_target_bytes goes by what that one has reserved; use max_inflight_bytes"
-        return Finding("note", title, found, advice)
+        advice = "a target of bytes (memory_target, device_target_bytes) is held against what that "
+        advice += "one reserves; name modules or a fraction instead"
+        return Finding("note", title, f"{shown}: not PyTorch's own allocator", advice)
     if settings.get("expandable_segments") == "True":
         return Finding("ok", title, shown)
     advice = "where much more is reserved than allocated, try expandable_segments:True"
@@ -295,16 +285,17 @@ def _megatron_version() -> str:
 def check_versions() -> Finding:
     """Say what is installed, and what of it is newer than any that this package was run with."""
     found = found_versions()
-    release = {name: re.findall(r"\d+", text)[:2] for name, text in found.items()}
+    text = ", ".join(f"{name} {version}" for name, version in found.items())
     newer = [
         f"{name} {seen}"
         for name, seen in NEWEST_SEEN.items()
-        if [*map(int, release.get(name, ()))] > [*map(int, seen.split("."))]
+        if _release(found.get(name, "")) > _release(seen)
     ]
-    text = ", ".join(f"{name} {version}" for name, version in found.items())
     if not newer:
         return Finding("ok", "versions", text)
-    advice = (
-        f"newest that were run with: {', '.join(newer)}; megatron-offload compare shows whether "
-    )
-    return Finding("note", "versions", text, advice + "bits stay the same")
+    advice = f"newest that were run with: {', '.join(newer)}; megatron-offload compare shows "
+    return Finding("note", "versions", text, advice + "whether bits stay the same")
+
+
+def _release(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]

@@ -1,4 +1,4 @@
-"""Bandwidths on the simulated device's virtual clock, alone and together, and by another process."""
+"""Bandwidths on the simulated device's virtual clock, and as another process measures them."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_process_that_fails_is_told_with_its_reason(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a device")
 def test_without_a_device_the_process_says_so():
-    with pytest.raises(BandwidthError, match="measuring failed: .*needs a CUDA device"):
+    with pytest.raises(BandwidthError, match=r"measuring failed: .*needs a CUDA device"):
         measure_gpus(1)
 
 
