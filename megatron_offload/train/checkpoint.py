@@ -6,6 +6,7 @@ A file counts only with the digest that was written down for it. Every error is 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_offload.errors import ConfigError, OffloadError
+from megatron_offload.errors import ConfigError, OffloadError, shorten
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Parallel
 from megatron_offload.train.run_folder import (
     CheckpointFolder,
     Manifest,
+    check_same,
     digest_of_file,
     read_checkpoint,
 )
@@ -82,19 +84,13 @@ class Checkpoints:
     def _examined(self, path: Path) -> Manifest:
         manifest = read_checkpoint(path, self.config, self.parallel.world_size)
         data = "the digest of the data (data.text, data.indexed)"
-        for what, before, now in (
-            ("run.device", manifest.device, self.device.type),
-            (data, manifest.data, self.data()),
-        ):
-            if before != now:
-                raise ConfigError(
-                    f"{path}: {what} was {before}, this run's is {now}; give the same, or start "
-                    f"over in another run.output"
-                )
+        device = ("run.device", manifest.device, self.device.type)
+        check_same(path, [device, (data, manifest.data, self.data())])
         return manifest
 
     def _publish(self, step: int, evaluations: Mapping[int, float], files: dict[str, str]) -> None:
         manifest = Manifest(
+            format=4,
             step=step,
             ranks=self.parallel.world_size,
             device=self.device.type,
@@ -132,19 +128,12 @@ class Checkpoints:
 
 def _write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Path]:
     """Write tensors into as many files as it takes; yield each once it is on disk."""
-    shares: list[list[str]] = [[]]
-    num_bytes = 0
-    for key, tensor in tensors.items():
-        if num_bytes and num_bytes + tensor.nbytes > _FILE_BYTES:
-            shares.append([])
-            num_bytes = 0
-        shares[-1].append(key)
-        num_bytes += tensor.nbytes
-    for index, names in enumerate(shares):
+    ends = itertools.accumulate(tensor.nbytes for tensor in tensors.values())
+    file_of = dict(zip(tensors, (end // _FILE_BYTES for end in ends), strict=True))
+    for index, (_, keys) in enumerate(itertools.groupby(tensors, key=file_of.__getitem__)):
         path = folder / f"{name}_{index}.safetensors"
-        copies = {key: tensors[key].to("cpu", copy=True).contiguous() for key in names}
         try:
-            save_file(copies, path)
+            save_file({key: tensors[key].to("cpu", copy=True).contiguous() for key in keys}, path)
         except SafetensorError as error:
             raise OSError(f"{path.name}: {error}") from error
         with path.open("rb") as file:
@@ -167,20 +156,21 @@ def _read_tensors(
         try:
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 - this is no mapping
-                    target = missing.pop(key, None)
-                    if target is None:
-                        raise ConfigError(f"{path} holds {key[:200]!r}, which this model has not")
-                    stored = file.get_tensor(key)
-                    if (stored.dtype, stored.shape) != (target.dtype, target.shape):
+                    stored, target = file.get_tensor(key), missing.pop(key, None)
+                    if _kind(stored) != _kind(target):
                         raise ConfigError(
-                            f"{path}: {key!r} is {stored.dtype} of shape {list(stored.shape[:8])}, "
-                            f"this model's is {target.dtype} of shape {list(target.shape)}"
+                            f"{path}: {shorten(repr(key))} is {_kind(stored)}, in this model "
+                            f"{_kind(target)}"
                         )
-                    target.copy_(stored)
+                    targets[key].copy_(stored)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error
     if missing:
         raise ConfigError(f"{folder} holds no {next(iter(missing))!r}")
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape[:8])}"
 
 
 def _stage_tensors(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -244,21 +234,14 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Set every generator to a state of `random_states`; what is none is a `ConfigError`."""
+    """Set every generator to a state of `random_states`."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    try:
-        torch.set_rng_state(states["torch"])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"], device)
-        tracked = {
-            name.removeprefix("megatron."): state.clone()
-            for name, state in states.items()
-            if name.startswith("megatron.")
-        }
-        for state in tracked.values():
-            # The tracker takes whatever it is given, and would fail in the first dropout.
-            torch.Generator(device).set_state(state)
-        get_cuda_rng_tracker().set_states(tracked)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"a random state can't be set: {error}") from error
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    prefix = "megatron."
+    tracked = {
+        name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)
+    }
+    get_cuda_rng_tracker().set_states({name: state.clone() for name, state in tracked.items()})

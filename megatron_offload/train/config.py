@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.core.policy_config import PlanFileConfig
@@ -64,18 +64,18 @@ class ModelConfig(StrictModel):
     takes the fused one on a GPU."""
 
     def model_post_init(self, _: Any, /) -> None:
-        """Refuse head counts that don't divide, and unknown modules."""
+        """Refuse what doesn't fit together."""
         for key, of in (("heads", "hidden"), ("query_groups", "heads")):
             part, whole = getattr(self, key), getattr(self, of)
             if part is not None and whole % part:
+                fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
                 raise ConfigError(
-                    f"model.{key} {part} does not divide model.{of} {whole}; choose one of "
-                    + ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+                    f"model.{key} {part} does not divide model.{of} {whole}; choose one of {fits}"
                 )
-        if self.position_embedding == "rope" and self.hidden // self.heads % 2:
+        width = self.hidden // self.heads
+        if self.position_embedding == "rope" and width % 2:
             raise ConfigError(
-                f"model.position_embedding rope needs an even width for each head, got "
-                f"{self.hidden} / {self.heads} = {self.hidden // self.heads}"
+                f"model.position_embedding rope needs an even width a head, not {width}"
             )
         if self.recompute != "selective" and self.recompute_modules != ("core_attn",):
             raise ConfigError("model.recompute_modules needs model.recompute: selective")
@@ -153,12 +153,6 @@ class ScheduleConfig(StrictModel):
             raise ConfigError(f"schedule.min_lr {self.min_lr} is above schedule.lr {self.lr}")
 
 
-def _not_empty(value: Any) -> Any:
-    if value == "":
-        raise ValueError("a folder has a name; '.' is the current one")
-    return value
-
-
 class RunConfig(StrictModel):
     """How long, from which seed, and where results go."""
 
@@ -166,9 +160,8 @@ class RunConfig(StrictModel):
     """Training steps."""
     seed: int = Field(default=1234, ge=0, lt=2**31)
     """Seed of weights, data order and dropout."""
-    output: Annotated[Path, BeforeValidator(_not_empty)] = Path("runs/train")
-    """Folder for ``steps.jsonl`` and what else a run writes. One that holds another run is refused,
-    and so is one that a run is writing into."""
+    output: Path = Path("runs/train")
+    """Folder for ``steps.jsonl`` and what else a run writes; not one that holds another run."""
     log_interval: int = Field(default=1, ge=1)
     """Steps between two printed lines; every step is written to the file."""
     eval_interval: int = Field(default=0, ge=0)
@@ -185,30 +178,27 @@ class RunConfig(StrictModel):
     measure_live_bytes: bool = True
     """Count the bytes that autograd keeps alive. Costs some microseconds for each saved tensor."""
     trace_step: int = Field(default=0, ge=0)
-    """Step of which every rank writes a timeline (``trace_<rank>.json``), at most the last; 0 for
-    none. Changes no bit. From the fourth on steps are like those after."""
+    """Step of which every rank writes a timeline (``trace_<rank>.json``); 0 for none. Changes no
+    bit. From the fourth on steps are like those after."""
     profile_step: int = Field(default=0, ge=0)
-    """Step of which every rank writes a profile to plan with (``profile_<rank>.json``), before the
-    last; 0 for none. It moves what others move; changes no bit. In a run that is resumed later the
-    third step after that."""
+    """Step of which every rank writes a profile to plan with (``profile_<rank>.json``); 0 for none.
+    Changes no bit. In a run that is resumed later the third step after that."""
     hash_gradients: Literal["last", "every"] = "last"
     """Whether gradients are hashed in the last step only or in every step."""
     checkpoint_interval: int = Field(default=0, ge=0)
-    """Steps between two checkpoints; one more is written after the last step, and where a signal
-    stops the run. 0 for none at all."""
+    """Steps between checkpoints; one more follows the last step, or a signal. 0 for none at all."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept; older ones are removed once a newer one is whole."""
     resume: bool = False
-    """Go on from the newest checkpoint in ``output``, or start from the first step where there is
-    none (``--resume``). A worker group that its launcher restarts does so by itself."""
+    """Go on from the newest checkpoint in ``output``, or start with the first step where there is
+    none. Ranks that their launcher starts again do so by themselves."""
     max_restarts: int = Field(default=0, ge=0)
-    """How often all ranks are started again after one has failed. Under torchrun its own
-    ``--max-restarts`` counts instead."""
+    """How often all ranks start again after one has failed; torchrun has its ``--max-restarts``."""
     timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
-    """Seconds after which a rank that waits for another one gives up with an error."""
+    """Seconds that a rank waits for others before it fails."""
     shutdown_timeout_s: int = Field(default=300, ge=1)
-    """Seconds that ranks have to finish their step and write a checkpoint after SIGTERM or SIGINT,
-    before they are killed. Under torchrun its own setting counts instead."""
+    """Seconds for a step and a checkpoint after SIGTERM or SIGINT, before ranks are killed. Under
+    torchrun its own setting counts."""
 
 
 class TrainConfig(StrictModel):
@@ -226,23 +216,23 @@ class TrainConfig(StrictModel):
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse sections that don't fit one another."""
-        if self.data.indexed is None and self.model.vocabulary < BYTE_VOCABULARY:
+        vocabulary, run = self.model.vocabulary, self.run
+        if self.data.indexed is None and vocabulary < BYTE_VOCABULARY:
             raise ConfigError(
-                f"model.vocabulary {self.model.vocabulary} is too small for text read as bytes; "
-                f"set it to {BYTE_VOCABULARY} or more"
+                f"model.vocabulary {vocabulary} is too small for text read as bytes; set it to "
+                f"{BYTE_VOCABULARY} or more"
             )
-        if self.run.device == "cpu" and self.run.dtype == "bfloat16":
+        if run.device == "cpu" and run.dtype == "bfloat16":
             raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
-        step = self.run.profile_step
-        if step >= self.run.steps and step:
+        if run.profile_step and run.profile_step >= run.steps:
             raise ConfigError(
-                f"run.profile_step {step} does not come before the last of {self.run.steps} steps, "
-                "whose counters are shown; choose an earlier one or raise run.steps"
+                f"run.profile_step {run.profile_step} does not come before the last of {run.steps} "
+                "steps, whose counters are shown; choose an earlier one or raise run.steps"
             )
-        if step and step == self.traced_step:
+        if run.profile_step and run.profile_step == self.traced_step:
             raise ConfigError(
-                f"run.profile_step {step} is the step that run.trace_step traces; choose another "
-                "for either"
+                f"run.profile_step {run.profile_step} is the step that run.trace_step traces; "
+                "choose another for either"
             )
         core = split_modules(self.offload.modules)[0]
         if self.offload.enabled and "attn_proj" in core and "core_attn" not in core:
@@ -265,6 +255,7 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     """Check what depends on the number of ranks over all machines, and the files that it reads."""
     pipeline, virtual = config.parallel.pipeline, config.parallel.virtual
     layers, microbatches = config.model.layers, config.data.microbatches
+    chunks = pipeline * virtual
     if pipeline > layers:
         raise ConfigError(
             f"parallel.pipeline {pipeline} has more ranks than model.layers {layers}; use at most "
@@ -277,32 +268,26 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
         )
     if virtual > 1 and pipeline == 1:
         raise ConfigError(
-            "parallel.virtual needs a pipeline: set parallel.virtual: 1, or parallel.pipeline to 2 "
-            "or more"
+            "parallel.virtual needs a pipeline: set it to 1, or parallel.pipeline to 2"
         )
-    if layers % (pipeline * virtual):
+    if layers % chunks:
         raise ConfigError(
-            f"parallel.pipeline {pipeline} x parallel.virtual {virtual} = {pipeline * virtual} "
-            f"chunks don't divide model.layers {layers}; set model.layers to "
-            f"{_multiples(layers, pipeline * virtual)}"
+            f"parallel.pipeline {pipeline} x parallel.virtual {virtual} = {chunks} chunks don't "
+            f"divide model.layers {layers}; set model.layers to {_multiples(layers, chunks)}"
         )
     if virtual > 1 and microbatches % pipeline:
         raise ConfigError(
             f"the interleaved schedule takes data.microbatches in multiples of parallel.pipeline "
             f"{pipeline}, got {microbatches}; set it to {_multiples(microbatches, pipeline)}"
         )
-    indexed = config.data.indexed
+    indexed, key = config.data.indexed, "indexed" if config.data.indexed else "text"
     pair = [indexed.with_name(indexed.name + end) for end in (".bin", ".idx")] if indexed else ()
     for path in (*config.data.text, *pair):
         if not path.is_file() or not os.access(path, os.R_OK):
-            key = "indexed" if indexed else "text"
-            raise ConfigError(
-                f"data.{key}: there is no file {path} that can be read; give another path"
-            )
-    policy = config.offload.policy
+            raise ConfigError(f"data.{key}: there is no file {path} that can be read")
     if config.offload.enabled:
-        if isinstance(policy, PlanFileConfig):
-            load_plan(policy.path)
+        if isinstance(config.offload.policy, PlanFileConfig):
+            load_plan(config.offload.policy.path)
         return
     for key in ("trace_step", "profile_step"):
         if step := getattr(config.run, key):

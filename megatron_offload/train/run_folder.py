@@ -11,19 +11,18 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from filelock import FileLock, Timeout
 from pydantic import Field
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, read_model, validate
-from megatron_offload.files.text import open_regular, read_json, replace_text, sync_folder
+from megatron_offload.files.strict_model import StrictModel, read_model
+from megatron_offload.files.text import open_regular, replace_text, sync_folder
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.config import RunConfig, TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, Bits, read_steps
@@ -34,13 +33,8 @@ PLAN_NAME = "plan.json"
 """The plan that a run has made and follows."""
 RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 
-FORMAT = 4
-"""Of the files in a checkpoint; others are refused."""
-
 _NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,14})")
-_PART_NAME = re.compile(r"\.step_[0-9]{6,15}\.part")
 _MANIFEST, _CONFIG = "checkpoint.json", "config.json"
-_MAX_MANIFEST_BYTES = 256 * 1024**2
 
 _FileName = Annotated[str, Field(pattern=r"^(stage|rank)_[0-9]{1,9}_[0-9]{1,9}\.safetensors$")]
 
@@ -117,11 +111,9 @@ def check_comparison(folder: Path) -> None:
 
 def _has_steps(folder: Path) -> bool:
     """Return whether a step was taken; a run that failed before its first is none."""
-    try:
-        found = os.lstat(folder / LOG_NAME)
-    except FileNotFoundError:
-        return False
-    return found.st_size > 0 or not stat.S_ISREG(found.st_mode)
+    log = folder / LOG_NAME
+    is_plain = log.is_file() and not log.is_symlink()
+    return log.stat().st_size > 0 if is_plain else os.path.lexists(log)
 
 
 def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: bool) -> None:
@@ -155,14 +147,7 @@ def main_folder(folder: Path) -> Path:
     """Return the folder that a report is about: of a comparison, that with offload."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give run.output of a run")
-    if not (folder / COMPARISON_NAME).exists():
-        return folder
-    if (folder / LOG_NAME).exists():
-        raise ConfigError(
-            f"{folder} holds a comparison ({COMPARISON_NAME}) and another run ({LOG_NAME}); remove "
-            f"one of these files"
-        )
-    return folder / FOLDERS[1]
+    return folder / FOLDERS[1] if (folder / COMPARISON_NAME).exists() else folder
 
 
 def rank_files(folder: Path, kind: str) -> list[Path]:
@@ -178,7 +163,8 @@ def rank_files(folder: Path, kind: str) -> list[Path]:
 class Manifest(StrictModel):
     """What a checkpoint holds."""
 
-    format: int = FORMAT
+    format: Literal[4]
+    """Of the files; a checkpoint of another one is refused."""
     step: Annotated[int, Field(ge=1, lt=10**15)]
     ranks: Annotated[int, Field(ge=1)]
     device: str
@@ -201,7 +187,11 @@ class CheckpointFolder:
 
     def _whole(self) -> list[Path]:
         """Return what has the name of a checkpoint, oldest first."""
-        found = [entry for entry in self._entries() if _NAME.fullmatch(entry.name)]
+        try:
+            entries = list(self.path.iterdir()) if self.path.exists() else []
+        except OSError as error:
+            raise ConfigError(f"can't read {self.path}: {error.strerror}") from error
+        found = [entry for entry in entries if _NAME.fullmatch(entry.name)]
         return sorted(found, key=lambda entry: (len(entry.name), entry.name))
 
     def path_of(self, step: int) -> Path:
@@ -214,10 +204,9 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> Path:
         """Make the empty folder that a checkpoint is written into."""
-        self.path.mkdir(parents=True, exist_ok=True)
         part = self.part_of(step)
         _remove(part)
-        part.mkdir()
+        part.mkdir(parents=True)
         return part
 
     def publish(self, manifest: Manifest, config: TrainConfig) -> None:
@@ -239,35 +228,15 @@ class CheckpointFolder:
 
     def clean(self) -> None:
         """Remove what a killed run left half written or half removed."""
-        for entry in self._entries():
-            if _PART_NAME.fullmatch(entry.name):
-                _remove(entry)
-
-    def _entries(self) -> list[Path]:
-        try:
-            return list(self.path.iterdir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise ConfigError(f"can't read {self.path}: {error.strerror}") from error
+        for part in self.path.glob(".step_[0-9]*.part"):
+            _remove(part)
 
 
 def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifest:
     """Return what a whole checkpoint holds, if this run may go on from it."""
-    data = read_json(path / _MANIFEST, limit_bytes=_MAX_MANIFEST_BYTES)
-    form = data.get("format") if isinstance(data, dict) else None
-    if form != FORMAT:
-        raise ConfigError(
-            f"{path / _MANIFEST} is of format {str(form)[:20]}, this version reads {FORMAT}; go on "
-            f"with the version that wrote it, or start over in another run.output"
-        )
-    manifest = validate(Manifest, data, str(path / _MANIFEST))
+    manifest = read_model(Manifest, path / _MANIFEST)
     check_same_run(path, read_model(TrainConfig, path / _CONFIG), config, manifest.step)
-    if manifest.ranks != world_size:
-        raise ConfigError(
-            f"{path} was written by {manifest.ranks} ranks, this run has {world_size}; start "
-            f"{manifest.ranks}"
-        )
+    check_same(path, [("the number of ranks", manifest.ranks, world_size)])
     if manifest.step > config.run.steps:
         raise ConfigError(
             f"{path} is of step {manifest.step}, but run.steps is {config.run.steps}; set it to "
@@ -310,11 +279,16 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
     if indexed:
         evaluates = (saved.run.eval_interval > 0, config.run.eval_interval > 0)
         pairs.append(("run.eval_interval > 0", *evaluates))
+    check_same(path, pairs)
+
+
+def check_same(path: Path, pairs: Iterable[tuple[str, Any, Any]]) -> None:
+    """Check what was and what is, each under its name, before a run goes on from a checkpoint."""
     lines = [f"{key} was {old!r}, this run has {new!r}" for key, old, new in pairs if old != new]
     if lines:
         raise ConfigError(
-            f"{path} is of a run with other settings, so going on would not give its numbers: "
-            f"{'; '.join(lines)}. Set them back, or start over in another run.output"
+            f"{path} is of another run, so going on would not give its numbers: "
+            f"{'; '.join(lines)}. Set that back, or start over in another run.output"
         )
 
 

@@ -1,4 +1,4 @@
-"""Every generator goes on where it was; a state that is none is refused."""
+"""Every generator goes on where it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_offload.errors import ConfigError
 from megatron_offload.train.checkpoint import random_states, restore_random_states
 
 CPU = torch.device("cpu")
@@ -40,11 +39,3 @@ def test_every_generator_goes_on_where_it_was():
     assert draws() != first
     restore_random_states(states, CPU)
     assert draws() == first
-
-
-@pytest.mark.parametrize("name", ["torch", "megatron.dropout"])
-def test_a_state_that_is_none_is_refused(name):
-    states = random_states(CPU)
-    states[name][:100] = 255
-    with pytest.raises(ConfigError, match="random state"):
-        restore_random_states(states, CPU)

@@ -12,7 +12,6 @@ from megatron_offload.train import run_folder
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RankStep, StepRecord, open_log
 from megatron_offload.train.run_folder import (
-    FORMAT,
     CheckpointFolder,
     Manifest,
     check_comparison,
@@ -149,7 +148,7 @@ def write(folder, *steps):
 
 def publish(folder, step):
     about = {"device": "cpu", "data": "", "evaluations": {}, "files": {}}
-    manifest = Manifest(format=FORMAT, step=step, ranks=1, **about)
+    manifest = Manifest(format=4, step=step, ranks=1, **about)
     folder.publish(manifest, config())
 
 

@@ -160,7 +160,6 @@ def test_what_needs_offload_is_refused_without_and_compare_does_without(file, ke
     ("setting", "expected"),
     [
         ("run.output=", "'run.output' has no value"),
-        ("run.output=''", "'run.output': a folder has a name"),
         ("run.profile_step=null", "'run.profile_step' has no value; give one, or leave the key"),
         ("run.profile_step=7", "run.yaml: run.profile_step 7 does not come before the last"),
     ],
