@@ -37,7 +37,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -45,9 +45,10 @@ import psutil  # noqa: E402 - after the path and the environment
 import torch  # noqa: E402 - after the path and the environment
 import torch.nn.functional as F  # noqa: E402
 import torch.utils.deterministic  # noqa: E402
+from programs import in_group, one_forward_one_backward  # noqa: E402
+from traps import InjectedError, RaiseInBackward, broken_backend  # noqa: E402
 
 from megatron_offload.config import OffloadConfig, SimulatedConfig  # noqa: E402
-from megatron_offload.engine.boundary import commit_group, start_group  # noqa: E402
 from megatron_offload.engine.group import Block  # noqa: E402
 from megatron_offload.engine.manager import PipelineOffloadManager  # noqa: E402
 from megatron_offload.files.text import replace_text  # noqa: E402
@@ -55,22 +56,6 @@ from megatron_offload.files.text import replace_text  # noqa: E402
 MIB = 1 << 20
 RESIDENT_SLACK_BYTES = 64 * MIB
 ERRORS = ("forward", "group", "backward", "backend", "interrupt", "memory")
-
-
-class InjectedError(Exception):
-    """Nothing in the package handles it."""
-
-
-class RaiseInBackward(torch.autograd.Function):
-    """The identity, with a backward that fails."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise InjectedError
 
 
 class Layer(torch.nn.Module):
@@ -104,17 +89,9 @@ class Layer(torch.nn.Module):
                 fail()
             return y
 
-        x = x + grouped(manager, "core_attn", attention, grouped(manager, "qkv_linear", qkv, x))
-        return x + grouped(manager, "mlp", mlp, x)
-
-
-def grouped(manager, name, call, x):
-    if manager is None:
-        return call(x)
-    x = start_group(manager, x, name)
-    with manager:
-        x = call(x)
-    return commit_group(manager, x, name)
+        projected = in_group(manager, qkv, x, "qkv_linear")
+        x = x + in_group(manager, attention, projected, "core_attn")
+        return x + in_group(manager, mlp, x, "mlp")
 
 
 def dropout_of_gelu(x):
@@ -174,12 +151,7 @@ class Soak:
     def run(self, plan, manager, error=None):
         """Run one step's schedule; return its losses."""
         count, graphs, losses = plan["num_microbatches"], {}, []
-        depth = min(plan["depth"], count)
-        order = [("F", m) for m in range(depth)]
-        for m in range(depth, count):
-            order += [("B", m - depth), ("F", m)]
-        order += [("B", m) for m in range(count - depth, count)]
-        for action, m in order:
+        for action, m in one_forward_one_backward(count, plan["depth"]):
             if action == "F":
                 fails_here = m == min(plan["error_at"], count - 1)
                 graphs[m] = self.forward(plan, manager, m, error if fails_here else None)
@@ -225,8 +197,10 @@ class Soak:
 
     def offloaded(self, plan, error=None):
         """Run the step with offload, as a loop does that tells the manager or one that doesn't."""
-        manager = self.manager
-        with self.broken_backend(plan) if error == "backend" else contextlib.nullcontext():
+        manager, breaks = self.manager, contextlib.nullcontext()
+        if error == "backend":
+            breaks = broken_backend(manager.backend, plan["error_call"])
+        with breaks:
             if plan["tells"]:
                 with manager.step():
                     losses = self.run(plan, manager, error)
@@ -234,30 +208,6 @@ class Soak:
                 losses = self.run(plan, manager, error)
                 manager.reset()
         return losses
-
-    @contextlib.contextmanager
-    def broken_backend(self, plan):
-        """Let one call of the backend raise."""
-        backend, left = self.manager.backend, plan["error_call"]
-
-        def broken(call):
-            def trapped(*args, **kwargs):
-                nonlocal left
-                left -= 1
-                if left == 0 and not in_finalizer():
-                    raise InjectedError
-                return call(*args, **kwargs)
-
-            return trapped
-
-        names = ("record", "wait", "copy", "empty_device_like", "empty_host")
-        for name in names:
-            setattr(backend, name, broken(getattr(backend, name)))
-        try:
-            yield
-        finally:
-            for name in names:
-                delattr(backend, name)
 
     def compare(self, plan):
         """Run a step both ways and compare every bit of losses and gradients."""
@@ -345,13 +295,6 @@ class Soak:
             if name != "step" and more > (RESIDENT_SLACK_BYTES if name == "resident_bytes" else 0):
                 grown[name] = more
         return grown
-
-
-def in_finalizer():
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
 
 
 def parse_arguments():

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 import megatron_offload
 
 PACKAGE = str(Path(megatron_offload.__file__).parent)
+BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
 
 
 class InjectedError(Exception):
     """Not one that anything in the package handles."""
+
+
+class RaiseInBackward(torch.autograd.Function):
+    """The identity, with a backward that fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise InjectedError
 
 
 class Trap:
@@ -47,6 +63,29 @@ class Trap:
 
     def disarm(self):
         self.at = None
+
+
+@contextmanager
+def broken_backend(backend, at, *, after=False):
+    """Let one call of the backend raise, before or after its work; none of a finalizer's."""
+    trap = Trap()
+    trap.at, trap.after = at, after
+
+    def broken(call):
+        def trapped(*args, **kwargs):
+            is_final = is_in_finalizer(sys._getframe())  # from there no error comes out
+            return (call if is_final else counted)(*args, **kwargs)
+
+        counted = trap.around(call)
+        return trapped
+
+    for name in BACKEND_CALLS:
+        setattr(backend, name, broken(getattr(backend, name)))
+    try:
+        yield
+    finally:
+        for name in BACKEND_CALLS:
+            delattr(backend, name)
 
 
 class LineTrap(Trap):

@@ -13,6 +13,7 @@ import threading
 
 import pytest
 import torch
+import traps
 from programs import (
     KIB,
     assert_nothing_left,
@@ -41,8 +42,7 @@ SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_ten
 STEP_FILES = {
     f"{name}.py" for name in ("manager", "step", "transfers", "release", "group", "hooks", "recipe")
 }
-BACKEND_CALLS = ("record", "wait", "wait_compute", "copy")
-BACKEND_CALLS += ("empty_device", "empty_device_like", "empty_host")
+BACKEND_CALLS = ("wait_compute", *traps.BACKEND_CALLS)
 BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")
 
 

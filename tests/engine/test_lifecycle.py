@@ -18,6 +18,7 @@ from programs import (
     run_step,
 )
 from torch.utils.checkpoint import checkpoint
+from traps import InjectedError, RaiseInBackward
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.boundary import start_group
@@ -111,20 +112,6 @@ def test_a_backward_through_an_aborted_step_says_so():
         loss.backward()
 
 
-class InjectedError(Exception):
-    pass
-
-
-class Raising(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise InjectedError
-
-
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("where", ["forward", "inside a group", "backward"])
 def test_after_an_exception_the_next_step_is_right(where, timing):
@@ -140,7 +127,7 @@ def test_after_an_exception_the_next_step_is_right(where, timing):
                 x = start_group(manager, x, "mlp")
                 with manager:
                     raise InjectedError
-            (first + Raising.apply(x)).backward()
+            (first + RaiseInBackward.apply(x)).backward()
 
     for _ in range(3):
         with pytest.raises(InjectedError):

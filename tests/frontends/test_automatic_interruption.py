@@ -9,13 +9,12 @@ import pytest
 import torch
 import zoo
 from programs import assert_nothing_left, assert_same, make_manager
-from traps import InjectedError, LineTrap, Trap
+from traps import BACKEND_CALLS, InjectedError, LineTrap, Trap
 
 from megatron_offload.frontends.whole_model import OffloadActivations
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
-BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
 SETTINGS = {"max_inflight_bytes": 8192, "prefetch_bytes": 8192}
 
 

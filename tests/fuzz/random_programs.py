@@ -7,14 +7,14 @@ same numbers, so losses and gradients must be bitwise equal.
 from __future__ import annotations
 
 import random
-import sys
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from programs import KIB, TIMINGS, assert_nothing_left, make_manager
 from torch.utils.checkpoint import checkpoint
+from traps import InjectedError, RaiseInBackward, broken_backend
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.boundary import commit_group, start_group
@@ -22,27 +22,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.by_hand import recomputable
 
 ROWS, WIDTH = 8, 24
-
-
-class InjectedError(Exception):
-    pass
-
-
-def is_in_finalizer():
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
-
-
-class RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise InjectedError
 
 
 class SaveViews(torch.autograd.Function):
@@ -301,38 +280,12 @@ class Program:
         PipelineOffloadManager.instance = None
         return results
 
-    @contextmanager
     def _broken_backend(self, manager, number):
         """Let one call of the backend in one step raise, before or after it has done its work."""
         if manager is None or self.fault is None or self.fault[0] != number:
-            yield
-            return
-        _, left, after = self.fault
-        backend = manager.backend
-
-        def broken(call):
-            def trapped(*args, **kwargs):
-                nonlocal left
-                if is_in_finalizer():  # from there no error comes out
-                    return call(*args, **kwargs)
-                left -= 1
-                if left == 0 and not after:
-                    raise InjectedError
-                result = call(*args, **kwargs)
-                if left == 0:
-                    raise InjectedError
-                return result
-
-            return trapped
-
-        names = ("record", "wait", "copy", "empty_device_like", "empty_host")
-        for name in names:
-            setattr(backend, name, broken(getattr(backend, name)))
-        try:
-            yield
-        finally:
-            for name in names:
-                delattr(backend, name)
+            return nullcontext()
+        _, at, after = self.fault
+        return broken_backend(manager.backend, at, after=after)
 
     def _run_step(self, manager, weights, actions, number, groups=None):
         graphs, losses = {}, []

@@ -10,13 +10,11 @@ import torch
 from programs import assert_nothing_left, assert_same
 from test_cuda import MIB, ORDER, Layer, make_inputs, make_manager, make_model, run_step
 from test_made_again import Remade, step
-from traps import InjectedError, Trap
+from traps import BACKEND_CALLS, InjectedError, Trap
 
 from megatron_offload.errors import CorruptionError
 
 pytestmark = pytest.mark.gpu
-
-BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
 
 
 @pytest.fixture(autouse=True)

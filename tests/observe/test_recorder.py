@@ -21,6 +21,7 @@ from programs import (
     run_step,
 )
 from torch import nn
+from traps import InjectedError
 
 from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.backends.simulated import SimulatedBackend
@@ -534,10 +535,6 @@ def test_a_simulation_from_recorded_profiles_is_the_step_that_was_recorded(sched
     assert simulated.step_us == pytest.approx(measured_us, rel=0.02)
     for rank, profile in zip(simulated.ranks, profiles, strict=True):
         assert rank.peak_device_bytes == measured_peak_bytes(profile)
-
-
-class InjectedError(Exception):
-    pass
 
 
 @pytest.mark.sampled
