@@ -17,7 +17,8 @@ for what is ahead.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from itertools import accumulate
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
@@ -54,6 +55,43 @@ class Actions(Protocol[_Acted]):
         """
 
 
+class Forecast(NamedTuple):
+    """In which order a step will need its groups, if it is as one that was seen to its end."""
+
+    order: tuple[GroupKey, ...]
+    position: dict[GroupKey, int]
+    """Of each in ``order``."""
+    bytes_before: list[int]
+    """Of all that come before each position."""
+    needed_at_bytes: dict[GroupKey, int]
+    """By the step's clock."""
+
+
+def forecast_of(profile: StepProfile) -> Forecast:
+    """Return what a step foretells of the next."""
+    groups = {group.key: (group.num_bytes, group.needs) for group in profile.groups}
+    nothing: tuple[int, tuple[GroupKey, ...]] = (0, ())
+    needs = {key: groups.get(key, nothing)[1] for key in profile.backward_order}
+    order = _in_order_of_need(needs.items())
+    sizes = (groups.get(key, nothing)[0] for key in order)
+    needed_at_bytes: dict[GroupKey, int] = {}
+    for key, at_bytes in zip(profile.backward_order, profile.backward_at_bytes, strict=False):
+        for needed in (*needs[key], key):
+            needed_at_bytes.setdefault(needed, at_bytes)
+    position = {key: index for index, key in enumerate(order)}
+    return Forecast(order, position, list(accumulate(sizes, initial=0)), needed_at_bytes)
+
+
+def _in_order_of_need(
+    backwards: Iterable[tuple[GroupKey, Iterable[GroupKey]]],
+) -> tuple[GroupKey, ...]:
+    """Return groups in the order in which their bytes are needed: each once, at its first."""
+    return tuple(dict.fromkeys(one for key, needs in backwards for one in (*needs, key)))
+
+
+_NOTHING_SEEN = forecast_of(StepProfile((), ()))
+
+
 class StepDecisions(Generic[G]):
     """Decides about one rank's groups, step by step.
 
@@ -78,18 +116,20 @@ class StepDecisions(Generic[G]):
         self._groups: dict[GroupKey, G] = {}
         self._in_use: G | None = None
         self._profile: StepProfile | None = None
-        self._learned: tuple[GroupKey, ...] = ()
-        self._learned_position: dict[GroupKey, int] = {}
+        self._forecast = _NOTHING_SEEN
         self._order: Sequence[GroupKey] = ()
-        """What is followed: the learned order, until backward comes to a group outside of it."""
+        """What is followed: the order foretold, until backward comes to a group outside of it."""
         self._position: dict[GroupKey, int] = {}
-        self._bytes_before: list[int] = []
-        self._needed_at_bytes: dict[GroupKey, int] = {}
         self._reached_at_bytes = 0
         self._next = 0
 
-    def begin_step(self, profile: StepProfile | None) -> None:
-        """Forget the last step and predict along one that was seen to its end, if one was."""
+    def begin_step(self, profile: StepProfile | None, forecast: Forecast | None = None) -> None:
+        """Forget the last step and predict along one that was seen to its end, if one was.
+
+        Args:
+            profile: that one.
+            forecast: what it foretells, where that is known already.
+        """
         for group in self._groups.values():
             group.held_bytes = 0
         self._groups.clear()
@@ -98,26 +138,13 @@ class StepDecisions(Generic[G]):
         self._reached_at_bytes = 0
         self.window.begin_step()
         self.budget.begin_step(is_learned=profile is not None)
-        if profile is None or profile is not self._profile:
-            self._learn(profile)
-        self._order, self._position, self._next = self._learned, self._learned_position, 0
-
-    def _learn(self, profile: StepProfile | None) -> None:
+        if profile is None:
+            self._forecast = _NOTHING_SEEN
+        elif profile is not self._profile:
+            self._forecast = forecast or forecast_of(profile)
         self._profile = profile
-        profile = profile or StepProfile((), ())
-        groups = {group.key: group for group in profile.groups}
-        self._learned = _in_order_of_need(
-            (key, groups[key].needs if key in groups else ()) for key in profile.backward_order
-        )
-        self._learned_position = {key: index for index, key in enumerate(self._learned)}
-        self._bytes_before = [0]
-        for key in self._learned:
-            num_bytes = groups[key].num_bytes if key in groups else 0
-            self._bytes_before.append(self._bytes_before[-1] + num_bytes)
-        self._needed_at_bytes = {}
-        for key, at_bytes in zip(profile.backward_order, profile.backward_at_bytes, strict=False):
-            for needed in (*(groups[key].needs if key in groups else ()), key):
-                self._needed_at_bytes.setdefault(needed, at_bytes)
+        self._order, self._position = self._forecast.order, self._forecast.position
+        self._next = 0
 
     def start(self, group: G) -> None:
         """Take note of a group whose forward has begun."""
@@ -224,7 +251,7 @@ class StepDecisions(Generic[G]):
             return has_more_room
         was_foreseen = position < self._next and group.state is not GroupState.ON_HOST
         if was_foreseen:
-            self._reached_at_bytes = self._needed_at_bytes.get(key, 0)
+            self._reached_at_bytes = self._forecast.needed_at_bytes.get(key, 0)
         else:
             self._next = position + 1
         return has_more_room or not was_foreseen
@@ -240,18 +267,19 @@ class StepDecisions(Generic[G]):
 
         True where it is near, and it and all that backward needs before it fit into the budget.
         """
-        if self._order is not self._learned:
+        if self._order is not self._forecast.order:
             return False
         position = self._position.get(group.key)
         if position is None or position < self._next:
             return position is not None
         if not self._is_near(group.key, self.budget.total_bytes):
             return False
-        ahead_bytes = self._bytes_before[position] - self._bytes_before[self._next]
+        bytes_before = self._forecast.bytes_before
+        ahead_bytes = bytes_before[position] - bytes_before[self._next]
         return self.budget.may_stay(ahead_bytes + group.num_bytes)
 
     def _is_near(self, key: GroupKey, distance_bytes: int) -> bool:
-        needed_at_bytes = self._needed_at_bytes.get(key)
+        needed_at_bytes = self._forecast.needed_at_bytes.get(key)
         if needed_at_bytes is None:
             return True
         # Where backward is tells more than the clock, which sizes that differ can put back.
@@ -268,7 +296,8 @@ class StepDecisions(Generic[G]):
                 return  # its forward is still to come; nothing behind it is needed sooner
             is_in_flight = group.state is GroupState.OFFLOADING
             if is_in_flight or group.state is GroupState.ON_HOST:
-                if order is self._learned and not self._is_near(key, budget.lookahead_bytes):
+                is_foretold = order is self._forecast.order
+                if is_foretold and not self._is_near(key, budget.lookahead_bytes):
                     return
                 # What stays takes no more room.
                 if not (budget.may_stay if is_in_flight else budget.may_prefetch)(group.num_bytes):
@@ -284,10 +313,3 @@ class StepDecisions(Generic[G]):
                         group.let_go()
                         return  # the next boundary tries again
             self._next += 1
-
-
-def _in_order_of_need(
-    backwards: Iterable[tuple[GroupKey, Iterable[GroupKey]]],
-) -> tuple[GroupKey, ...]:
-    """Return groups in the order in which their bytes are needed: each once, at its first."""
-    return tuple(dict.fromkeys(one for key, needs in backwards for one in (*needs, key)))

@@ -30,8 +30,9 @@ from megatron_offload.planning.plan import (
     rank_plan,
 )
 from megatron_offload.planning.policy import plan_by_rule
-from megatron_offload.planning.replay import RankProgram, forward_stages, replay, step_profile
+from megatron_offload.planning.replay import RankProgram, RankWork, replay
 from megatron_offload.planning.simulate import (
+    RankResult,
     Simulation,
     reserved_bytes,
     settings_of,
@@ -382,8 +383,8 @@ class Chooser:
     def _rank(self, index: int, level: int) -> _Rank:
         key = index, level
         if key not in self._rank_ways:
-            job = self._job.making_again(index, self._levels[level])
-            self._rank_ways[key] = _Rank(job, index, self._bare_step(level))
+            work = RankWork(self._job, index, self._levels[level])
+            self._rank_ways[key] = _Rank(work, self._bare_step(level).ranks[index])
         return self._rank_ways[key]
 
     def _bare_step(self, level: int) -> Simulation:
@@ -395,11 +396,9 @@ class Chooser:
     def _program(self, rank: int, settings: RankSettings) -> RankProgram:
         key = rank, settings
         if key not in self._programs:
-            limits = settings.max_inflight_bytes, settings.prefetch_bytes
-            is_level = settings.recompute in self._levels
-            if is_level and None not in limits:
+            if settings.recompute in self._levels:
                 live = self._rank(rank, self._levels.index(settings.recompute or ()))
-                self._programs[key] = replay(live.job, rank, settings, profile=live.profile)
+                self._programs[key] = live.work.replay(settings)
             else:
                 self._programs[key] = replay(self._job, rank, settings)
         return self._programs[key]
@@ -456,7 +455,7 @@ class Chooser:
     def _stages(self, rank: int) -> list[int]:
         """Return the virtual stage of each chunk of a rank."""
         own = self._job.schedule.stages_of(rank)
-        return [own.index(stage) for stage in forward_stages(self._job, rank)]
+        return [own.index(stage) for stage in RankWork(self._job, rank).chunk_stages]
 
     def _remaking(self, rank: int, recompute: Sequence[Collection[str]] | None) -> StepProfile:
         """Return the profile of a rank, with units made again as `RankSettings` says."""
@@ -484,10 +483,9 @@ class Chooser:
 class _Rank(Footprint):
     """One rank, and the orders in which its groups go."""
 
-    def __init__(self, job: Job, index: int, without: Simulation) -> None:
-        super().__init__(job, index, without.ranks[index].trace)
-        self.job = job
-        self.profile = step_profile(job, index)
+    def __init__(self, work: RankWork, without: RankResult) -> None:
+        super().__init__(work.profile, without)
+        self.work = work
         self.keys = frozenset(group.key for group in self.groups)
         longest = sorted(self.groups, key=lambda group: -group.life_us)
         half = len(longest) // 2

@@ -27,7 +27,7 @@ from megatron_offload.core.profile import (
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork, UnitWork
-from megatron_offload.planning.replay import forward_stages, step_profile
+from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
 
@@ -205,7 +205,7 @@ def job_of(
 
 def _remade_in(profile: StepProfile, job: Job, rank: int) -> tuple[frozenset[str], ...]:
     """Return the units that a profiled step made again, by virtual stage."""
-    chunks = forward_stages(job, rank)
+    chunks = RankWork(job, rank).chunk_stages
     return tuple(
         frozenset(
             unit.unit
@@ -258,20 +258,19 @@ def profiles_of(job: Job) -> list[StepProfile]:
 
     Memory is one sample, at the end: what the step has taken at most.
     """
-    step = simulate(job, record=True)
+    step, schedule = simulate(job, record=True), job.schedule
     profiles = []
     for rank, result in enumerate(step.ranks):
-        profile = step_profile(job, rank)
-        times = Footprint(job, rank, result.trace).times_us
+        work = RankWork(job, rank)
+        times = Footprint(work.profile, result).times_us
         reserved_bytes = result.peak_reserved_bytes
         memory = MemorySample(step.step_us, job.static_bytes[rank], reserved_bytes, reserved_bytes)
-        schedule = job.schedule
         num_virtual = len(schedule.stages_of(rank))
         profiles.append(
             replace(
-                profile,
-                groups=tuple(_with_units(job, rank, profile.groups)),
-                times=tuple(GroupTimes(*times[group.key]) for group in profile.groups),
+                work.profile,
+                groups=tuple(_with_units(work)),
+                times=tuple(GroupTimes(*times[group.key]) for group in work.profile.groups),
                 step_us=step.step_us,
                 memory=(memory,),
                 run=RunShape(
@@ -282,12 +281,12 @@ def profiles_of(job: Job) -> list[StepProfile]:
     return profiles
 
 
-def _with_units(job: Job, rank: int, groups: Sequence[GroupProfile]) -> Iterator[GroupProfile]:
-    """Yield groups with what could be made again of them."""
-    chunks = forward_stages(job, rank)
-    for group in groups:
+def _with_units(rank: RankWork) -> Iterator[GroupProfile]:
+    """Yield a rank's groups with what could be made again of them."""
+    for group in rank.profile.groups:
         key = group.key
-        marked = [work for work in job.stages[chunks[key.chunk]].groups if work.is_marked]
+        works = rank.job.stages[rank.chunk_stages[key.chunk]].groups
+        marked = [work for work in works if work.is_marked]
         units = (
             RemadeUnit(
                 *(unit.unit, unit.num_bytes, unit.us),

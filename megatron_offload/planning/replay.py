@@ -15,7 +15,7 @@ autograd holds the whole graph in front of it, and the gradients of the outputs;
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -23,9 +23,9 @@ from typing import NamedTuple
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
-from megatron_offload.core.step import StepDecisions
+from megatron_offload.core.step import Forecast, StepDecisions, forecast_of
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings
+from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings, StageWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 
@@ -69,39 +69,223 @@ class MemoryCounts(NamedTuple):
     host_bytes: int
 
 
-@dataclass(slots=True)
-class RankProgram:
+class Piece(NamedTuple):
+    """A group's part of one pass."""
+
+    key: GroupKey
+    """Its order is -1 where the engine doesn't see the group."""
+    kind: PassKind
+    us: float
+    taken_bytes: int
+    """The most that is taken of the device meanwhile, as `StepCounts.peak_taken_bytes`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepCounts:
+    """What one rank's step moves, and what memory it needs."""
+
+    peak_device_bytes: int = 0
+    """The most that is allocated at one time."""
+    peak_taken_bytes: int = 0
+    """The most that is allocated, or was freed with a message and can't be used yet."""
+    peak_host_bytes: int = 0
+    """The most that lies on the host, from the issue of an offload to that of its reload."""
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    returned_bytes: int = 0
+    """The part of ``offloaded_bytes`` whose memory was still there when it was needed."""
+    num_late: int = 0
+    """Reloads that were issued only when their backward had begun."""
+    remade_bytes: int = 0
+    """Made again in backward, and so neither kept nor moved."""
+    remade_us: float = 0.0
+    """What that takes, as a part of the compute."""
+    moved: list[GroupKey] = field(default_factory=list)
+    """Groups whose copy to the host was issued, in that order."""
+    pieces: list[Piece] = field(default_factory=list)
+    """Of all groups and passes, in order; only where it was asked for."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RankProgram(StepCounts):
     """What one rank's streams have to do, and what that takes."""
 
     kinds: bytearray = field(default_factory=bytearray)
     """What the compute stream comes by, an `OpKind` each. Two flat sequences, because a large job
     has millions of them."""
     arguments: list[float] = field(default_factory=list)
-    labels: list[tuple[str, bool]] = field(default_factory=list)
-    """The group of each, and whether it is in backward. Only where it was asked for."""
     copy_bytes: list[int] = field(default_factory=list)
     """By the index of the copy, in the order of issue."""
     after: dict[int, int] = field(default_factory=dict)
     """For copies to the host whose place another group had before: the reload that empties it."""
-    copy_labels: list[str] = field(default_factory=list)
-    """Only where it was asked for."""
-    peak_device_bytes: int = 0
-    peak_taken_bytes: int = 0
-    """The same with what was freed and can't be used yet."""
     peak_temp_bytes: int = 0
     """The largest temporaries of any group, buffers included."""
-    peak_host_bytes: int = 0
-    offloaded_bytes: int = 0
-    reloaded_bytes: int = 0
-    returned_bytes: int = 0
-    """Copied to the host for nothing: backward came, or was near, before the release."""
-    num_late: int = 0
-    remade_bytes: int = 0
-    remade_us: float = 0.0
-    moved: list[GroupKey] = field(default_factory=list)
-    """Groups whose copy to the host was issued, in that order."""
+    # The rest only where it was asked for.
+    labels: list[tuple[str, bool]] = field(default_factory=list)
+    """The group of each op, and whether it is in backward."""
+    copy_labels: list[str] = field(default_factory=list)
     memory: list[MemoryCounts] = field(default_factory=list)
-    """Only where it was asked for."""
+
+
+class _Place(NamedTuple):
+    """A group of one chunk."""
+
+    key: GroupKey
+    work: GroupWork
+    needs: tuple[GroupKey, ...]
+    """The other groups that hold what it makes its own from."""
+
+
+class _PassWork(NamedTuple):
+    """A pass, and what goes with it whatever moves."""
+
+    one: Pass
+    stage: StageWork
+    places: tuple[_Place, ...]
+    """In the order of the forward."""
+    pending_bytes: int
+    """What was freed with messages before it and can't be used yet."""
+    before: list[tuple[OpKind, int]]
+    """Messages that are waited for, or asked for, in front of it."""
+    behind: list[tuple[OpKind, int]]
+
+
+class RankWork:
+    """One rank's part of a job with units made again, to be replayed with any settings.
+
+    Args:
+        job: the step.
+        rank: pipeline rank.
+        recompute: the units that are made again, as `RankSettings` has them.
+
+    Attributes:
+        job: the step, with those units made again.
+        chunk_stages: the stage of each chunk: of forwards that have a group.
+        profile: what the engine would learn from a step: groups, and the order of needs. It
+            depends on the schedule and on sizes alone, not on what moves.
+    """
+
+    def __init__(
+        self, job: Job, rank: int, recompute: Sequence[Collection[str]] | None = ()
+    ) -> None:
+        self.job = job = job.making_again(rank, recompute)
+        self.rank = rank
+        self.chunk_stages: list[int] = []
+        self._own_stages = frozenset(job.schedule.stages_of(rank))
+        places: dict[tuple[int, int], tuple[_Place, ...]] = {}
+        self._passes: list[_PassWork] = []
+        pending = PendingMessages(job, rank)
+        for one, before, behind in self._exchanges():
+            stage = job.stages[one.stage]
+            if one.kind is PassKind.FORWARD:
+                places[one.stage, one.microbatch] = self._places(one.stage)
+            here = places[one.stage, one.microbatch]
+            self._passes.append(_PassWork(one, stage, here, pending.num_bytes, before, behind))
+            pending.add_pass(one)
+        self.profile = self._learn()
+        self._forecast: Forecast | None = None
+
+    def replay(self, settings: RankSettings, *, records: bool = False) -> RankProgram:
+        """Return what the rank's streams do in a steady step.
+
+        Args:
+            settings: what it keeps and may hold; its units are those of the work.
+            records: keep labels, memory over the program, and its pieces.
+        """
+        if self._forecast is None:
+            self._forecast = forecast_of(self.profile)
+        return _Replay(self, self._passes, self._forecast, settings, records).run()
+
+    def tell(self, budget: DeviceBudget, kept: Collection[GroupKey] = ()) -> None:
+        """Let a budget know the step, as if it had come by with these groups kept."""
+        budget.begin_step()
+        for passed in self._passes:
+            for key, work, _ in passed.places if passed.one.kind is not PassKind.WEIGHT else ():
+                if work.is_marked and passed.one.kind is not PassKind.FORWARD:
+                    budget.drop_saved(work.num_bytes)
+                elif work.is_marked:
+                    moving_bytes = 0 if key in kept else work.num_bytes
+                    budget.add_saved(work.num_bytes, moving_bytes, is_learned=True)
+
+    def _places(self, stage: int) -> tuple[_Place, ...]:
+        """Return the groups of the next chunk."""
+        chunk, order, places = len(self.chunk_stages), 0, []
+        for work in self.job.stages[stage].groups:
+            needs = tuple(GroupKey(chunk, order - distance) for distance in work.needs)
+            places.append(_Place(GroupKey(chunk, order if work.is_marked else -1), work, needs))
+            order += work.is_marked
+        if order:
+            self.chunk_stages.append(stage)
+        return tuple(places)
+
+    def _learn(self) -> StepProfile:
+        groups: list[GroupProfile] = []
+        order: list[GroupKey] = []
+        at_bytes: list[int] = []
+        passed_bytes = 0
+        for passed in self._passes:
+            marked = [place for place in passed.places if place.work.is_marked]
+            if passed.one.kind is PassKind.FORWARD:
+                for key, work, needs in marked:
+                    units = tuple(
+                        RemadeUnit(unit.unit, unit.num_bytes, unit.us, needs)
+                        for unit in work.remade
+                    )
+                    groups.append(
+                        GroupProfile(key, work.name, work.num_bytes, passed_bytes, remade=units)
+                    )
+                    passed_bytes += work.num_bytes
+            elif passed.one.kind is not PassKind.WEIGHT:
+                for key, work, _ in reversed(marked):
+                    order.append(key)
+                    at_bytes.append(passed_bytes)
+                    passed_bytes += work.num_bytes
+        return StepProfile(tuple(groups), tuple(order), tuple(at_bytes))
+
+    # Messages
+
+    def _exchanges(
+        self,
+    ) -> Iterator[tuple[Pass, list[tuple[OpKind, int]], list[tuple[OpKind, int]]]]:
+        """Yield the passes, with the messages in front of each and behind it.
+
+        As megatron-core's interleaved schedule does (0.16 to 0.19): until its first backward a rank
+        sends an output and asks for the next input in one, and goes on when both are there. Later
+        messages are under way beside compute, and inputs are asked for a forward ahead.
+        """
+        schedule = self.job.schedule
+        passes = schedule.ranks[self.rank]
+        asked = _asked_ahead(schedule, passes)
+        first_back = ([one.kind is PassKind.FORWARD for one in passes] + [False]).index(False)
+        received: set[Pass] = set()
+        for index, one in enumerate(passes):
+            before = [] if one in received else self._message(OpKind.RECEIVE, one)
+            send = OpKind.SEND if index >= first_back else OpKind.HAND_OVER
+            behind = self._message(send, one)
+            for other in asked.get(one, ()):
+                if index >= first_back - 1:
+                    before += self._message(OpKind.ASK, other)
+                else:
+                    behind += self._message(OpKind.RECEIVE, other)
+                    received.add(other)
+            yield one, before, behind
+
+    def _message(self, kind: OpKind, one: Pass) -> list[tuple[OpKind, int]]:
+        """Return what a pass receives from another rank, or sends to it, if it does."""
+        if one.kind is PassKind.WEIGHT:
+            return []
+        num_stages = self.job.schedule.num_stages
+        sends = kind in (OpKind.SEND, OpKind.HAND_OVER)
+        other = one.stage + (1 if sends == (one.kind is PassKind.FORWARD) else -1)
+        if not 0 <= other < num_stages or other in self._own_stages:
+            return []
+        sender = one if sends else Pass(other, one.kind, one.microbatch)
+        return [(kind, message_of(sender, num_stages))]
+
+
+def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False) -> RankProgram:
+    """Return what one rank's streams do in a steady step; see `RankWork.replay`."""
+    return RankWork(job, rank, settings.recompute).replay(settings, records=records)
 
 
 class WorkGroup(Group):
@@ -111,10 +295,10 @@ class WorkGroup(Group):
     is_in_window = False
     offload = reload = -1
 
-    def __init__(self, key: GroupKey, work: GroupWork, budget: DeviceBudget) -> None:
+    def __init__(self, place: _Place, budget: DeviceBudget) -> None:
+        key, work, self.needs = place
         super().__init__(key, work.name, budget)
         self.num_bytes = work.num_bytes
-        self.needs = _needs(key, work)
         self.work = work
 
     @property
@@ -128,28 +312,23 @@ class _Replay:
 
     def __init__(
         self,
-        job: Job,
-        rank: int,
+        rank: RankWork,
+        passes: list[_PassWork],
+        forecast: Forecast,
         settings: RankSettings,
         records: bool,
-        profile: StepProfile | None,
     ) -> None:
-        static_bytes = job.static_bytes[rank]
+        static_bytes = rank.job.static_bytes[rank.rank]
         self.program = RankProgram(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
-        job = job.making_again(rank, settings.recompute)
-        self._job = job
+        self._passes = passes
         self._settings = settings
         self._records = records
-        self._passes = job.schedule.ranks[rank]
         self._slowness = {
-            stage: job.stages[stage].slowness(has_engine=settings.offloads)
-            for stage in job.schedule.stages_of(rank)
+            stage: rank.job.stages[stage].slowness(has_engine=settings.offloads)
+            for stage in rank.job.schedule.stages_of(rank.rank)
         }
-        self._own_stages = frozenset(job.schedule.stages_of(rank))
         self._chunks: dict[tuple[int, int], list[WorkGroup]] = {}
-        self._num_chunks = 0
-        self._has_gone_back = False
-        self._pending = PendingMessages(job, rank)
+        self._pending_bytes = 0
         self._static_bytes = self._device_bytes = static_bytes
         self._host_bytes = 0
         # Bytes taken with the copy that takes them, and bytes freed (below 0) with the copy that
@@ -159,80 +338,59 @@ class _Replay:
         self._window: InFlightWindow[WorkGroup] = InFlightWindow(self._release, self._budget)
         self._decisions = StepDecisions(self, self._window, self._budget)
         if settings.offloads:
-            profile = profile or step_profile(job, rank, self._budget, settings.kept)
-            self._decisions.begin_step(profile)
+            if None in (settings.max_inflight_bytes, settings.prefetch_bytes):
+                rank.tell(self._budget, settings.kept)
+            self._decisions.begin_step(rank.profile, forecast)
 
     def run(self) -> RankProgram:
-        asked = _asked_ahead(self._job.schedule, self._passes)
-        kinds = [one.kind is PassKind.FORWARD for one in self._passes]
-        first_back = (*kinds, False).index(False)
-        received: set[Pass] = set()
-        for index, one in enumerate(self._passes):
-            self._has_gone_back |= index >= first_back
-            if one not in received:
-                self._exchange(OpKind.RECEIVE, one)
-            if index >= first_back - 1:
-                for other in asked.get(one, ()):
-                    self._exchange(OpKind.ASK, other)
-            if one.kind is PassKind.FORWARD:
-                self._forward(one)
+        for passed in self._passes:
+            self._pending_bytes = passed.pending_bytes
+            for kind, message in passed.before:
+                self._add(kind, message)
+            if passed.one.kind is PassKind.FORWARD:
+                self._forward(passed)
             else:
-                self._backward(one)
-            self._exchange(OpKind.SEND, one)
-            self._pending.add_pass(one)
-            if index < first_back - 1:
-                for other in asked.get(one, ()):
-                    self._exchange(OpKind.RECEIVE, other)
-                    received.add(other)
+                self._backward(passed)
+            for kind, message in passed.behind:
+                self._add(kind, message)
         return self._finish(self._settings.host_slab_bytes)
 
-    def _forward(self, one: Pass) -> None:
-        stage = self._job.stages[one.stage]
+    def _forward(self, passed: _PassWork) -> None:
+        one, budget, settings = passed.one, self._budget, self._settings
         chunk = self._chunks[one.stage, one.microbatch] = []
-        order = 0
-        for work in stage.groups:
-            key = GroupKey(self._num_chunks, order if work.is_marked else -1)
-            group = WorkGroup(key, work, self._budget)
+        for place in passed.places:
+            group, work = WorkGroup(place, budget), place.work
             chunk.append(group)
-            order += work.is_marked
             self._count_device(work.num_bytes + work.kept_bytes)  # what it leaves there
-            temp_bytes = work.forward_temp_bytes + stage.buffer_bytes
-            us = work.forward_us * self._slowness[one.stage]
-            self._compute(us, temp_bytes, group, is_backward=False)
-            if work.is_marked and self._settings.offloads:
+            self._compute(passed, group, work.forward_us, work.forward_temp_bytes)
+            if work.is_marked and settings.offloads:
                 self._decisions.start(group)
-                is_kept = key in self._settings.kept
+                is_kept = group.key in settings.kept
                 self._decisions.commit(group, "the plan keeps it" if is_kept else "")
-        self._num_chunks += order > 0
 
-    def _backward(self, one: Pass) -> None:
-        stage = self._job.stages[one.stage]
+    def _backward(self, passed: _PassWork) -> None:
+        one = passed.one
         chunk = self._chunks[one.stage, one.microbatch]
-        is_needed = False
+        is_needed, is_weight = False, one.kind is PassKind.WEIGHT
         for group in reversed(chunk):
             work = group.work
             if not group.is_alive:
                 continue
             is_needed |= work.is_marked or work.weight_us > 0
-            us = work.backward_us
-            if one.kind is PassKind.WEIGHT:
-                us = work.weight_us
-            elif one.kind is PassKind.INPUT:
+            us = work.weight_us if is_weight else work.backward_us
+            if one.kind is PassKind.INPUT:
                 us -= work.weight_us
-            us *= self._slowness[one.stage]
-            is_seen = work.is_marked and self._settings.offloads
-            is_seen &= one.kind is not PassKind.WEIGHT
+            is_seen = work.is_marked and self._settings.offloads and not is_weight
             if is_seen:
                 self._decisions.enter_backward(group)
                 self._await_reload(group)
-            if work.remade and one.kind is not PassKind.WEIGHT:
+            if work.remade and not is_weight:
                 self._make_again(group, chunk)
             # A part for weights begins at the last group that has some: a loss behind is done with.
             is_last = one.kind is not PassKind.INPUT or not is_needed
-            temp_bytes = work.backward_temp_bytes + stage.buffer_bytes
-            block_bytes = 0 if one.kind is PassKind.WEIGHT else work.backward_block_bytes
-            self._compute(us, temp_bytes, group, is_backward=True, block_bytes=block_bytes)
-            if one.kind is PassKind.WEIGHT:
+            block_bytes = 0 if is_weight else work.backward_block_bytes
+            self._compute(passed, group, us, work.backward_temp_bytes, block_bytes)
+            if is_weight:
                 self._count_device(-work.gradient_bytes)
             elif not is_last:
                 self._count_device(work.gradient_bytes)
@@ -254,23 +412,22 @@ class _Replay:
                 if needed.key in group.needs:
                     self._await_reload(needed)
 
-    def _exchange(self, kind: OpKind, one: Pass) -> None:
-        """Receive from the stage before, or send to the one behind, as a pass goes.
-
-        As megatron-core's interleaved schedule does (0.16 to 0.19): until its first backward a rank
-        sends an output and asks for the next input in one, and goes on when both are there. Later
-        messages are under way beside compute, and inputs are asked for a forward ahead.
-        """
-        if one.kind is PassKind.WEIGHT:
-            return
-        num_stages = self._job.schedule.num_stages
-        goes_up = (kind is OpKind.SEND) == (one.kind is PassKind.FORWARD)
-        other = one.stage + (1 if goes_up else -1)
-        if 0 <= other < num_stages and other not in self._own_stages:
-            sender = one if kind is OpKind.SEND else Pass(other, one.kind, one.microbatch)
-            if kind is OpKind.SEND and not self._has_gone_back:
-                kind = OpKind.HAND_OVER
-            self._add(kind, message_of(sender, num_stages))
+    def _compute(
+        self, passed: _PassWork, group: WorkGroup, us: float, temp_bytes: int, block_bytes: int = 0
+    ) -> None:
+        """Write a group's part of a pass."""
+        program = self.program
+        temp_bytes += passed.stage.buffer_bytes
+        if temp_bytes > program.peak_temp_bytes:
+            program.peak_temp_bytes = temp_bytes
+        self._note_peaks(temp_bytes + block_bytes)
+        us *= self._slowness[passed.one.stage]
+        if us > 0:
+            is_backward = passed.one.kind is not PassKind.FORWARD
+            self._add(OpKind.COMPUTE, us, self._label(group), is_backward=is_backward)
+        if self._records:
+            taken_bytes = self._device_bytes + temp_bytes + block_bytes + self._pending_bytes
+            program.pieces.append(Piece(group.key, passed.one.kind, us, taken_bytes))
 
     def _add(
         self, kind: OpKind, argument: float, label: str = "", *, is_backward: bool = False
@@ -331,6 +488,7 @@ class _Replay:
         self.program.num_late += is_late
         group.advance(GroupState.RELOADING)
         self._count_device(group.num_bytes)
+        self._note_peaks(0)
         group.reload = self._issue(OpKind.RELOAD, group)
         self.program.reloaded_bytes += group.num_bytes
         self._use_host(-group.num_bytes, group.reload)
@@ -348,22 +506,6 @@ class _Replay:
         """Name a group as the engine does, where someone reads it."""
         return group.label if self._records and group.work.is_marked else ""
 
-    def _compute(
-        self,
-        us: float,
-        temp_bytes: int,
-        group: WorkGroup,
-        *,
-        is_backward: bool,
-        block_bytes: int = 0,
-    ) -> None:
-        program = self.program
-        if temp_bytes > program.peak_temp_bytes:
-            program.peak_temp_bytes = temp_bytes
-        self._note_peaks(temp_bytes + block_bytes)
-        if us > 0:
-            self._add(OpKind.COMPUTE, us, self._label(group), is_backward=is_backward)
-
     def _issue(self, kind: OpKind, group: WorkGroup) -> int:
         copies, label = self.program.copy_bytes, self._label(group)
         copies.append(group.num_bytes)
@@ -374,8 +516,8 @@ class _Replay:
 
     def _count_device(self, num_bytes: int) -> None:
         self._device_bytes += num_bytes
-        self._note_peaks(0)
-        self._note_memory()
+        if self._records:
+            self._note_memory()
 
     def _use_host(self, num_bytes: int, copy: int) -> None:
         """Take memory for a copy; below 0 give it back, behind a reload or, with -1, at once."""
@@ -383,21 +525,22 @@ class _Replay:
         self._host_bytes += num_bytes
         if self._host_bytes > self.program.peak_host_bytes:
             self.program.peak_host_bytes = self._host_bytes
-        self._note_memory()
+        if self._records:
+            self._note_memory()
 
     def _note_peaks(self, temp_bytes: int) -> None:
+        """Look at what is taken; where it only falls, nobody needs to."""
         program, device_bytes = self.program, self._device_bytes + temp_bytes
         if device_bytes > program.peak_device_bytes:
             program.peak_device_bytes = device_bytes
-        if device_bytes + self._pending.num_bytes > program.peak_taken_bytes:
-            program.peak_taken_bytes = device_bytes + self._pending.num_bytes
+        if device_bytes + self._pending_bytes > program.peak_taken_bytes:
+            program.peak_taken_bytes = device_bytes + self._pending_bytes
 
     def _note_memory(self) -> None:
-        if self._records:
-            budget, position = self._budget, len(self.program.kinds)
-            saved_bytes = self._device_bytes - self._static_bytes
-            counts = (saved_bytes, budget.inflight_bytes, budget.held_bytes, self._host_bytes)
-            self.program.memory.append(MemoryCounts(position, *counts))
+        budget, position = self._budget, len(self.program.kinds)
+        saved_bytes = self._device_bytes - self._static_bytes
+        counts = (saved_bytes, budget.inflight_bytes, budget.held_bytes, self._host_bytes)
+        self.program.memory.append(MemoryCounts(position, *counts))
 
 
 def _reused(uses: list[tuple[int, int]], pinned_bytes: int) -> dict[int, int]:
@@ -439,84 +582,3 @@ def _asked_ahead(schedule: Schedule, passes: Sequence[Pass]) -> dict[Pass, list[
         made = sent_at.get((one.stage, one.microbatch), index) + schedule.num_ranks - 1
         asked[forwards[min(index, made)]].append(one)
     return asked
-
-
-def _needs(key: GroupKey, work: GroupWork) -> tuple[GroupKey, ...]:
-    """Return the other groups that hold what a group makes its own from."""
-    return tuple(GroupKey(key.chunk, key.order - distance) for distance in work.needs)
-
-
-def forward_stages(job: Job, rank: int) -> list[int]:
-    """Return the stage of each chunk of a rank: of its forwards that have a group."""
-    return [
-        one.stage
-        for one in job.schedule.ranks[rank]
-        if one.kind is PassKind.FORWARD and any(g.is_marked for g in job.stages[one.stage].groups)
-    ]
-
-
-def step_profile(
-    job: Job, rank: int, budget: DeviceBudget | None = None, kept: Collection[GroupKey] = ()
-) -> StepProfile:
-    """Return what the engine would learn from a step of one rank: groups, and the order of needs.
-
-    It depends on the schedule and on sizes alone, not on what moves.
-
-    Args:
-        job: the step.
-        rank: pipeline rank.
-        budget: one that is to know the step, as if it had come by.
-        kept: groups that never move, for that.
-    """
-    budget = budget or DeviceBudget()
-    budget.begin_step()
-    groups: list[GroupProfile] = []
-    order: list[GroupKey] = []
-    at_bytes: list[int] = []
-    positions: dict[tuple[int, int], int] = {}
-    passed_bytes = 0
-    for one in job.schedule.ranks[rank]:
-        marked = [work for work in job.stages[one.stage].groups if work.is_marked]
-        if one.kind is PassKind.FORWARD and marked:
-            position = positions[one.stage, one.microbatch] = len(positions)
-            for index, work in enumerate(marked):
-                key = GroupKey(position, index)
-                units = tuple(
-                    RemadeUnit(unit.unit, unit.num_bytes, unit.us, _needs(key, work))
-                    for unit in work.remade
-                )
-                groups.append(
-                    GroupProfile(key, work.name, work.num_bytes, passed_bytes, remade=units)
-                )
-                moving_bytes = 0 if key in kept else work.num_bytes
-                budget.add_saved(work.num_bytes, moving_bytes, is_learned=True)
-                passed_bytes += work.num_bytes
-        elif one.kind in (PassKind.BACKWARD, PassKind.INPUT) and marked:
-            position = positions[one.stage, one.microbatch]
-            for index in reversed(range(len(marked))):
-                order.append(GroupKey(position, index))
-                at_bytes.append(passed_bytes)
-                budget.drop_saved(marked[index].num_bytes)
-                passed_bytes += marked[index].num_bytes
-    return StepProfile(tuple(groups), tuple(order), tuple(at_bytes))
-
-
-def replay(
-    job: Job,
-    rank: int,
-    settings: RankSettings,
-    *,
-    records: bool = False,
-    profile: StepProfile | None = None,
-) -> RankProgram:
-    """Return what one rank's streams do in a steady step.
-
-    Args:
-        job: the step.
-        rank: pipeline rank.
-        settings: what the rank keeps and may hold.
-        records: keep labels, and memory over the program.
-        profile: what `step_profile` says of the job with its units made again, for whoever asks
-            often; only where the settings have both limits.
-    """
-    return _Replay(job, rank, settings, records, profile).run()

@@ -6,9 +6,8 @@ Same input, same result to the last bit; the work is linear in passes times grou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import (
     HELD_BYTES,
     HOST_BYTES,
@@ -20,15 +19,15 @@ from megatron_offload.core.trace import (
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.replay import RankProgram, replay
+from megatron_offload.planning.replay import RankProgram, StepCounts, replay
 from megatron_offload.planning.streams import RELEASE, RELOAD, RankStreams, run_streams
 
 SEGMENT_BYTES = 2 * 1024**2
 """PyTorch's caching allocator takes large memory from the device in multiples of this."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankResult:
+@dataclass(slots=True, kw_only=True)
+class RankResult(StepCounts):
     """What a step was on one rank."""
 
     end_us: float
@@ -37,26 +36,8 @@ class RankResult:
     stall_us: dict[str, float]
     """What the compute stream lost, by cause: `PIPELINE`, `RELEASE`, `RELOAD`. Waiting for the end
     of the step's last rank isn't in it."""
-    peak_device_bytes: int
-    """The most that is allocated at one time."""
-    peak_taken_bytes: int
-    """The most that is allocated, or was freed with a message and can't be used yet."""
     peak_reserved_bytes: int
     """What the allocator reserves: ``peak_taken_bytes`` and what it can't use, see `Job`."""
-    peak_host_bytes: int
-    """The most that lies on the host, from the issue of an offload to that of its reload."""
-    offloaded_bytes: int
-    reloaded_bytes: int
-    returned_bytes: int
-    """The part of ``offloaded_bytes`` whose memory was still there when it was needed."""
-    num_late: int
-    """Reloads that were issued only when their backward had begun."""
-    remade_bytes: int
-    """Made again in backward, and so neither kept nor moved."""
-    remade_us: float
-    """What that takes, as a part of ``compute_us``."""
-    moved: tuple[GroupKey, ...]
-    """Groups whose copy to the host was issued, in that order."""
     trace: StepTrace | None = None
 
 
@@ -146,20 +127,12 @@ def _result(job: Job, rank: RankStreams) -> RankResult:
             names = (HELD_BYTES, INFLIGHT_BYTES, PREFETCHED_BYTES, HOST_BYTES)
             for name, num_bytes in zip(names, counts, strict=True):
                 rank.trace.counters.append(Counter(name, began_us[position], num_bytes))
+    own = {one.name: getattr(program, one.name) for one in fields(StepCounts)}
     return RankResult(
+        **own,
         end_us=rank.end_us,
         compute_us=rank.compute_us,
         stall_us=rank.stall_us,
-        peak_device_bytes=program.peak_device_bytes,
-        peak_taken_bytes=program.peak_taken_bytes,
         peak_reserved_bytes=reserved_bytes(job, program),
-        peak_host_bytes=program.peak_host_bytes,
-        offloaded_bytes=program.offloaded_bytes,
-        reloaded_bytes=program.reloaded_bytes,
-        returned_bytes=program.returned_bytes,
-        num_late=program.num_late,
-        remade_bytes=program.remade_bytes,
-        remade_us=program.remade_us,
-        moved=tuple(program.moved),
         trace=rank.trace,
     )

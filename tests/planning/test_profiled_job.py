@@ -21,7 +21,7 @@ from megatron_offload.planning.profiled_job import (
     profiles_of,
     schedule_of,
 )
-from megatron_offload.planning.replay import step_profile
+from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import (
     gpipe,
     interleaved_one_f_one_b,
@@ -51,7 +51,7 @@ def with_gaps(job):
     profiles = []
     for rank, result in enumerate(simulate(marked_all(job), record=True).ranks):
         spans = {(s.label, s.kind): s for s in result.trace.of("compute") if s.kind != "stall"}
-        profile = step_profile(job, rank)
+        profile = RankWork(job, rank).profile
         works = {work.name: work for s in job.stages for work in s.groups}
         times, groups = [], []
         for group in profile.groups:

@@ -16,7 +16,7 @@ from megatron_offload.planning.job import (
     StageWork,
     UnitWork,
 )
-from megatron_offload.planning.replay import OpKind, replay, step_profile
+from megatron_offload.planning.replay import OpKind, RankWork, replay
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, gpipe, zero_bubble_h1
 
 
@@ -33,7 +33,7 @@ def kinds(program):
 
 
 def test_the_profile_has_the_engine_s_clock():
-    profile = step_profile(one_rank(work(10), work(30)), 0)
+    profile = RankWork(one_rank(work(10), work(30)), 0).profile
     # A commit is at what was passed before it, a backward at what was passed when it is reached.
     assert [group.committed_at_bytes for group in profile.groups] == [0, 10]
     assert profile.backward_order == (GroupKey(0, 1), GroupKey(0, 0))
@@ -46,7 +46,7 @@ def test_chunks_and_groups_that_the_engine_does_not_see_take_no_position():
     passes = tuple(Pass(stage, PassKind(kind), 0) for stage, kind in order)
     schedule = Schedule("any", 2, 1, (passes,))
     job = Job(schedule, (StageWork((unseen,)), StageWork((unseen, work(7)))), (0,))
-    assert [group.key for group in step_profile(job, 0).groups] == [GroupKey(0, 0)]
+    assert [group.key for group in RankWork(job, 0).profile.groups] == [GroupKey(0, 0)]
     program = replay(job, 0, RankSettings(kept=frozenset({GroupKey(0, 0)})))
     assert program.moved == []
     assert program.peak_device_bytes == 5 + 5 + 7
@@ -54,7 +54,7 @@ def test_chunks_and_groups_that_the_engine_does_not_see_take_no_position():
 
 def test_limits_that_are_not_set_follow_the_step():
     budget = DeviceBudget(None, None)
-    step_profile(one_rank(work(100), num_microbatches=32), 0, budget)
+    RankWork(one_rank(work(100), num_microbatches=32), 0).tell(budget)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (400, 400)
 
 

@@ -51,7 +51,7 @@ def test_a_fast_link_costs_only_the_reload_that_has_no_room_before():
     simulation = simulate(two_groups(gbps=10), TIGHT)
     rank = simulation.ranks[0]
     assert simulation.step_us == pytest.approx(600 + 10)
-    assert rank.moved == (GroupKey(0, 0),)
+    assert rank.moved == [GroupKey(0, 0)]
     assert rank.offloaded_bytes == rank.reloaded_bytes == 100 * KB
     assert rank.stall_us == pytest.approx({RELEASE: 0, RELOAD: 10, PIPELINE: 0})
 
@@ -78,7 +78,7 @@ def test_a_slow_link_costs_exactly_what_does_not_hide():
 def test_without_offload_memory_is_all_that_was_saved():
     rank = simulate(two_groups(gbps=1)).ranks[0]
     assert rank.peak_device_bytes == KB + 200 * KB
-    assert (rank.peak_host_bytes, rank.offloaded_bytes, rank.moved) == (0, 0, ())
+    assert (rank.peak_host_bytes, rank.offloaded_bytes, rank.moved) == (0, 0, [])
 
 
 def test_a_released_group_is_gone_from_the_device_and_in_no_ones_way():

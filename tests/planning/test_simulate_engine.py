@@ -21,7 +21,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, UnitWork
-from megatron_offload.planning.replay import step_profile
+from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.streams import RELEASE, RELOAD
@@ -219,7 +219,7 @@ def random_settings(rng, job, host_slab_bytes, *, with_units=False):
     recompute = [
         frozenset(rng.choice(["", "a", "b", "ab"]) if with_units else "") for _ in job.stages
     ]
-    keys = [group.key for group in step_profile(job, 0).groups]
+    keys = [group.key for group in RankWork(job, 0).profile.groups]
     return RankSettings(
         kept=frozenset(key for key in keys if rng.random() < 0.1),
         max_inflight_bytes=rng.choice([None, 0, 16 * KIB, 32 * KIB, 64 * KIB]),
