@@ -69,11 +69,6 @@ class Span:
         """When the stretch is over."""
         return self.start_us + self.duration_us
 
-    @property
-    def name(self) -> str:
-        """What to call the stretch in a picture."""
-        return f"{self.wait or self.kind} {self.label}".rstrip()
-
 
 @dataclass(frozen=True, slots=True)
 class Counter:
@@ -189,7 +184,7 @@ def _read_event(event: dict[str, Any], trace: StepTrace) -> None:
         fields = {
             "stream": dict(enumerate(STREAMS))[event["tid"]],
             "kind": event["cat"],
-            "label": args["group"],
+            "label": args.get("group", ""),
             "start_us": event["ts"],
             "duration_us": event["dur"],
             "num_bytes": args.get("bytes", 0),
@@ -214,15 +209,12 @@ def _events(trace: StepTrace) -> Iterable[dict[str, Any]]:
         yield named("thread", "name", stream, tid=tid)
         yield named("thread", "sort_index", tid, tid=tid)
         for span in trace.of(stream):
-            args: dict[str, Any] = {"group": span.label}
-            if span.stream != "compute":
-                args["bytes"] = span.num_bytes
-                if span.duration_us:
-                    args["GB/s"] = round(span.num_bytes / span.duration_us / 1e3, 3)
-            if span.wait:
-                args["wait"] = span.wait
+            rate = round(span.num_bytes / span.duration_us / 1e3, 3) if span.duration_us else 0
+            args = {"group": span.label, "bytes": span.num_bytes, "GB/s": rate, "wait": span.wait}
+            args = {key: value for key, value in args.items() if value}
+            name = f"{span.wait or span.kind} {span.label}".rstrip()
             place = {"pid": pid, "tid": tid, "ts": span.start_us, "dur": span.duration_us}
-            yield {"ph": "X", "name": span.name, "cat": span.kind, **place, "args": args}
+            yield {"ph": "X", "name": name, "cat": span.kind, **place, "args": args}
     for counter in sorted(trace.counters, key=lambda counter: counter.time_us):
         args = {"bytes": counter.value}
         yield {"ph": "C", "name": counter.name, "pid": pid, "ts": counter.time_us, "args": args}

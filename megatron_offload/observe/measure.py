@@ -155,26 +155,37 @@ class StepTimer(LossTimer):
         return MeasuredStep(step_us, waited_us, remade_us, reserved_bytes)
 
 
+class Copy(NamedTuple):
+    """A copy whose times are still to be read."""
+
+    direction: Direction
+    label: str
+    start: Any
+    end: Any
+    num_bytes: int
+
+
 class CopyTimer(Observer):
     """Times what is copied to the host and back while it observes a manager."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._since: Any = None
-        self._copies: dict[Direction, list[tuple[Any, Any, int]]] = {"d2h": [], "h2d": []}
+        self.copies: list[Copy] = []
 
     def copy_starts(self, direction: Direction) -> None:
         self._since = self._now(direction)
 
     def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
         num_bytes = sum(destination.nbytes for destination, _ in pairs)
-        self._copies[direction].append((self._since, self._now(direction), num_bytes))
+        end = self._now(direction)
+        self.copies.append(Copy(direction, group.label, self._since, end, num_bytes))
 
     def read_gbps(self, direction: Direction) -> float:
         """Wait for the copies of one direction; return what they got, or 0 if none did."""
-        copies = self._copies[direction]
-        us = sum(self._backend.sync_elapsed_us(since, end) for since, end, _ in copies)
-        return sum(num_bytes for *_, num_bytes in copies) / us / 1e3 if us > 0 else 0.0
+        copies = [copy for copy in self.copies if copy.direction == direction]
+        us = sum(self._backend.sync_elapsed_us(copy.start, copy.end) for copy in copies)
+        return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0
 
     def _now(self, direction: Direction) -> Any:
         backend = self._backend

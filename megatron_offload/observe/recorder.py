@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -32,9 +32,9 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
 from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
+from megatron_offload.observe.in_groups import Boundary, InGroups
 from megatron_offload.observe.live_bytes import meter_of
 from megatron_offload.observe.measure import CopyTimer, LossTimer
-from megatron_offload.observe.trace_step import surrounds
 
 _Identity: TypeAlias = tuple[GroupKey, int]
 
@@ -113,9 +113,6 @@ def profile_step(
         recorded._profile = recorder.finish()
 
 
-_Boundary: TypeAlias = Literal["start", "commit", "backward", "done"]
-
-
 class _Look(NamedTuple):
     """What was found at one place of the program; ``away`` is what lies on the host alone."""
 
@@ -129,28 +126,25 @@ class _Look(NamedTuple):
     """Of the compute stream for copies, before this."""
 
 
-class _Recorder(LossTimer):
+class _Recorder(InGroups, LossTimer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
     def __init__(
         self, manager: PipelineOffloadManager, run: RunShape | None, *, moves: bool, peaks: bool
     ) -> None:
-        super().__init__(manager.backend)
+        InGroups.__init__(self)
+        LossTimer.__init__(self, manager.backend)
         self._manager = manager
-        self._meter = meter_of(manager)
-        self._host_pool = manager.host_pool
         self._run, self._moves, self._peaks = run, moves, peaks
         self.looks_at_peaks = peaks
         self._copies = CopyTimer(manager.backend)
         self._saved = _SavedBytes(is_pipeline=run is not None and run.pp_size > 1)
         # Where the device doesn't tell its memory, what the manager's meter counts.
         self._is_of_device = manager.backend.memory() is not None
-        self._source = manager.backend if self._is_of_device else self._meter
+        self._meter = None if self._is_of_device else meter_of(manager)
         self._most_allocated_bytes = self._most_reserved_bytes = 0
         self._looks: list[_Look] = []
-        self._marks: dict[OffloadGroup, dict[_Boundary, int]] = {}
-        # Groups that backward is in.
-        self._open: list[OffloadGroup] = []
+        self._marks: dict[OffloadGroup, dict[Boundary, int]] = {}
         self._learned: StepProfile | None = None
         self._offloaded_bytes = 0
         self._settled_away_bytes = 0
@@ -168,18 +162,19 @@ class _Recorder(LossTimer):
             self._settled_away_bytes = away_bytes
 
     def _away(self) -> int:
-        return self._host_pool.alone.total_bytes if self._moves else 0
+        return self._manager.host_pool.alone.total_bytes if self._moves else 0
 
     def _memory(self) -> DeviceMemory | None:
         """Return what there is now, with the peak since the last look; None if nothing is known."""
-        found = self._source.memory() if self._source is not None else None
-        if found is None or self._source is None:
+        source = self._backend if self._meter is None else self._meter
+        found = source.memory()
+        if found is None:
             return None
         self._most_allocated_bytes = max(self._most_allocated_bytes, found.peak_allocated_bytes)
         self._most_reserved_bytes = max(self._most_reserved_bytes, found.peak_reserved_bytes)
         if not self._peaks:
             return found._replace(peak_allocated_bytes=0)
-        self._source.reset_memory_peaks()
+        source.reset_memory_peaks()
         return found
 
     def tell_peaks(self, recorded: RecordedStep) -> None:
@@ -194,15 +189,20 @@ class _Recorder(LossTimer):
 
     # Boundaries
 
+    def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
+        marks = self._marks.setdefault(group, {})
+        # Backward may enter through a graph that is kept, and goes on in what it has entered.
+        if self._learned is None and not (boundary == "backward" and "backward" in marks):
+            marks[boundary] = len(self._looks)
+            self.look()
+
     def group_starts(self, group: OffloadGroup) -> None:
         if group.key == (0, 0) and self._learned is None:
             self._restart()
-        self._leave_all()
-        self._mark("start", group)
+        super().group_starts(group)
 
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
-        if "commit" not in self._marks.get(group, ()):
-            self._mark("commit", group)
+        super().group_commits(group, is_delayed=is_delayed)
         if not is_delayed and self._learned is None:
             with self._backend.uncounted():
                 self._saved.commit(group)
@@ -216,24 +216,12 @@ class _Recorder(LossTimer):
 
     backward_left = group_committed
 
-    def backward_enters(self, group: OffloadGroup) -> None:
-        for left in [left for left in self._open if not surrounds(left, group)]:
-            self._leave(left)
-        if "backward" not in self._marks.get(group, ()):
-            self._mark("backward", group)
-        self._open.append(group)
-
     def backward_entered(self, group: OffloadGroup) -> None:
         self.group_committed(group)
         # A graph of an earlier step may have groups of the same keys.
         if self._learned is None and "start" in self._marks.get(group, ()):
             with self._backend.uncounted():
                 self._saved.enter_backward(group)
-
-    def backward_leaves(self, group: OffloadGroup) -> None:
-        # Of several, as through a graph that is kept, the last.
-        if group in self._open:
-            self._leave(group)
 
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         self._saved.observe(tensor)
@@ -247,7 +235,7 @@ class _Recorder(LossTimer):
 
     def step_ended(self, profile: StepProfile) -> None:
         if self._learned is None:
-            self._leave_all()
+            self.leave_backwards()
             self.look()
             self._learned = profile
             self._offloaded_bytes = self._manager.last_step.offloaded_bytes
@@ -257,23 +245,10 @@ class _Recorder(LossTimer):
         del self._looks[:-1]
         self._looks[0] = self._looks[0]._replace(num_waits=0)
         self._marks.clear()
-        self._open.clear()
+        self.open.clear()
         self._copies = CopyTimer(self._backend)
         self._saved.begin_step()
         self.restart()
-
-    def _leave_all(self) -> None:
-        for group in list(self._open):
-            self._leave(group)
-
-    def _leave(self, group: OffloadGroup) -> None:
-        self._open.remove(group)
-        self._mark("done", group)
-
-    def _mark(self, boundary: _Boundary, group: OffloadGroup) -> None:
-        if self._learned is None:
-            self._marks.setdefault(group, {})[boundary] = len(self._looks)
-            self.look()
 
     # The profile
 
@@ -321,7 +296,7 @@ class _Recorder(LossTimer):
         return at_us
 
     def _samples(
-        self, marks: Iterable[Mapping[_Boundary, int]], at_us: Sequence[float]
+        self, marks: Iterable[Mapping[Boundary, int]], at_us: Sequence[float]
     ) -> tuple[MemorySample, ...]:
         """Return a sample for each boundary that counts, and one for the step's end."""
         counts = {place for mark in marks for place in mark.values()} | {len(self._looks) - 1}
@@ -364,7 +339,7 @@ def _timed(group: GroupProfile, remade_us: Mapping[tuple[GroupKey, str], float])
     return group._replace(remade=tuple(units))
 
 
-def _times_of(mark: Mapping[_Boundary, int], at_us: Sequence[float]) -> GroupTimes:
+def _times_of(mark: Mapping[Boundary, int], at_us: Sequence[float]) -> GroupTimes:
     """Return when a group was passed; one that backward never came to counts as left at once."""
     committed = mark["commit"]
     backward, done = mark.get("backward", committed), mark.get("done", committed)

@@ -70,6 +70,8 @@ _WIDTH, _HEIGHT, _PADDING = 760, 380, 20
 _LABEL = (20, 12)
 """What the number of a point takes."""
 
+_SIDES = ((0, 1), (0, -1), (1, 0), (-1, 0))
+
 _CHUNK = re.compile(r"\[chunk (\d+),")
 
 
@@ -96,20 +98,20 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
 
 
 def memory_chart(
-    peaks: Sequence[tuple[float | None, float | None]], title: str, ranks: Sequence[int] = ()
+    peaks: Sequence[tuple[float | None, float | None]], title: str, ranks: Sequence[int]
 ) -> Any:
-    """Return a chart of the bytes that each rank took at its peak, without and with offload.
-
-    Ranks are called 0 and on where ``ranks`` is empty. None was not measured.
-    """
+    """Return a chart of each rank's peak bytes, without and with offload; None: not measured."""
     alt = _altair()
     scale, unit = byte_unit(max((x for pair in peaks for x in pair if x is not None), default=0))
-    rows = [
-        {"rank": rank, "run": run, "size": value / scale, "label": format_bytes(value) + more}
-        for rank, pair in zip(ranks or range(len(peaks)), peaks, strict=True)
-        for run, value, more in zip(_RUNS, pair, ("", _change(*pair)), strict=True)
-        if value is not None
-    ]
+    rows = []
+    for rank, pair in zip(ranks, peaks, strict=True):
+        for run, value in zip(_RUNS, pair, strict=True):
+            if value is not None:
+                more = (
+                    f" ({value / pair[0] - 1:+.1%})" if pair[0] and run != "without offload" else ""
+                )
+                label = format_bytes(value) + more
+                rows.append({"rank": rank, "run": run, "size": value / scale, "label": label})
     base = _chart(rows, title=title, height=alt.Step(18)).encode(
         x=alt.X("size:Q", title=unit),
         y=alt.Y("rank:O", title="rank"),
@@ -143,21 +145,11 @@ def timeline_chart(trace: StepTrace, end_us: float) -> Any:
         for stream in STREAMS
         for span in _joined(trace.of(stream), column_us)
     ]
-    lanes = _chart(spans).mark_bar()
-    lanes = lanes.encode(
-        x=alt.X("start:Q", scale=domain, axis=alt.Axis(labels=False, title=None)),
-        x2="end:Q",
-        y=alt.Y("stream:N", title=None, scale=alt.Scale(domain=["pass", *STREAMS])),
-        color=_colors({name: color for color, name in _KINDS.values()}, "what", spans),
-        tooltip=["group:N", "what:N", "time:N", "bytes:N"],
-    )
     passes = [
         {"at": (start_us + stop_us) / 2 / scale, "name": name}
         for name, start_us, stop_us in _passes(trace.of("compute"))
         if stop_us - start_us > 0.015 * end_us
     ]
-    names = _chart(passes).mark_text(fontSize=10, color="#777777")
-    names = names.encode(x=alt.X("at:Q", scale=domain), y=alt.datum("pass"), text="name:N")
     counters = list(_thinned(trace.counters, last_us([trace]), column_us))
     size, size_unit = byte_unit(max((counter.value for counter in counters), default=0.0))
     values = [
@@ -169,16 +161,27 @@ def timeline_chart(trace: StepTrace, end_us: float) -> Any:
         }
         for counter in counters
     ]
-    memory = _chart(values, name=f"memory{trace.rank}", width=900, height=180)
-    memory = memory.mark_line(interpolate="step-after", strokeWidth=1.6)
-    memory = memory.encode(
+    # Lanes have a name: of two that Altair calls alike, one is drawn with the other's spans.
+    rank, axis = trace.rank, alt.Axis(labels=False, title=None)
+    lanes = _chart(spans, name=f"spans{rank}").mark_bar()
+    lanes = lanes.encode(
+        x=alt.X("start:Q", scale=domain, axis=axis),
+        x2="end:Q",
+        y=alt.Y("stream:N", title=None, scale=alt.Scale(domain=["pass", *STREAMS])),
+        color=_colors({name: color for color, name in _KINDS.values()}, "what", spans),
+        tooltip=["group:N", "what:N", "time:N", "bytes:N"],
+    )
+    names = _chart(passes).mark_text(fontSize=10, color="#777777")
+    names = names.encode(x=alt.X("at:Q", scale=domain), y=alt.datum("pass"), text="name:N")
+    memory = _chart(values, name=f"memory{rank}", width=900, height=180)
+    memory = memory.mark_line(interpolate="step-after", strokeWidth=1.6).encode(
         x=alt.X("time:Q", scale=domain, title=f"time ({unit})"),
         y=alt.Y("size:Q", title=size_unit),
         color=_colors(_COUNTERS, "what", values),
         tooltip=["what:N", "bytes:N"],
     )
-    above = alt.layer(lanes, names, name=f"lanes{trace.rank}", width=900, height=110)
-    zoom = alt.selection_interval(name=f"zoom{trace.rank}", bind="scales", encodings=["x"])
+    above = alt.layer(lanes, names, name=f"lanes{rank}", width=900, height=110)
+    zoom = alt.selection_interval(name=f"zoom{rank}", bind="scales", encodings=["x"])
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that both zoom as one
         both = alt.vconcat(above, memory).add_params(zoom)
     return both.resolve_scale(x="shared", color="independent")
@@ -213,24 +216,24 @@ def tradeoff_chart(tradeoff: TradeOff) -> Any:
     plans = [row for row in timed if row["is_plan"]]
     color = _colors(_POINTS, "how", [*rows, *({"how": _PLAN} for _ in plans)])
     room = alt.Scale(zero=False, padding=_PADDING)
-    memory = f"peak {tradeoff.memory} of the rank that needs most ({unit})"
     # A title of the channel would become part of an expression, with its quotes and backslashes.
-    axis, height = alt.Axis(title=_safe(memory)), "step time against no offload (%)"
-    x = alt.X("memory:Q", axis=axis, scale=room)
-    y = alt.Y("percent:Q", title=height, scale=room)
-    label = {
-        "x": alt.X("at:Q", axis=axis, scale=room),
-        "y": alt.Y("height:Q", title=height, scale=room),
-    }
+    axis = alt.Axis(title=_safe(f"peak {tradeoff.memory} of the rank that needs most ({unit})"))
+
+    def at(x: str, y: str) -> dict[str, Any]:
+        title = "step time against no offload (%)"
+        return {"x": alt.X(x, axis=axis, scale=room), "y": alt.Y(y, title=title, scale=room)}
+
+    place = at("memory:Q", "percent:Q")
     tips = ["number:Q", "setting:N", "bytes:N", "percent:Q", "how:N"]
-    points = _chart(timed).encode(x=x, y=y, color=color, tooltip=tips)
+    points = _chart(timed).encode(**place, color=color, tooltip=tips)
     untimed = _chart([row for row in rows if row["percent"] is None])
+    numbers = _chart(_labels(timed)).mark_text().encode(**at("at:Q", "height:Q"), text="number:Q")
     chart = alt.layer(
         points.transform_filter("datum.is_best").mark_line(opacity=0.6),
-        untimed.mark_rule(strokeDash=[2, 3]).encode(x=x, color=color, tooltip=tips),
-        _chart(plans).mark_point(size=260, strokeWidth=2).encode(x=x, y=y, color=alt.datum(_PLAN)),
+        untimed.mark_rule(strokeDash=[2, 3]).encode(x=place["x"], color=color, tooltip=tips),
+        _chart(plans).mark_point(size=260, strokeWidth=2).encode(**place, color=alt.datum(_PLAN)),
         points.mark_point(size=60, filled=True, opacity=1),
-        _chart(_labels(timed)).mark_text().encode(**label, text="number:Q"),
+        numbers,
         width=_WIDTH,
         height=_HEIGHT,
     )
@@ -239,38 +242,26 @@ def tradeoff_chart(tradeoff: TradeOff) -> Any:
 
 def _labels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return where the number of each point stands: by it, and on no other number or point."""
+
+    def pixels(name: str, size: int) -> tuple[float, float]:
+        values = [row[name] for row in rows]
+        return min(values), ((max(values) - min(values)) or 1.0) / (size - 2 * _PADDING)
+
     if not rows:
         return []
-    spans = {}
-    for name, size in (("memory", _WIDTH), ("percent", _HEIGHT)):
-        values = [row[name] for row in rows]
-        spans[name] = min(values), ((max(values) - min(values)) or 1.0) / (size - 2 * _PADDING)
-
-    def place(row: Mapping[str, Any]) -> tuple[float, float]:
-        x, y = ((row[name] - least) / per_pixel for name, (least, per_pixel) in spans.items())
-        return x, y
-
-    taken, labels = [place(row) for row in rows], []
-    for row in rows:
-        x, y = place(row)
+    (x0, dx), (y0, dy) = pixels("memory", _WIDTH), pixels("percent", _HEIGHT)
+    points = [((row["memory"] - x0) / dx, (row["percent"] - y0) / dy) for row in rows]
+    taken, labels = [*points], []
+    for row, (x, y) in zip(rows, points, strict=True):
+        spots = ((x + far * a, y + far * b) for far in range(13, 200, 13) for a, b in _SIDES)
         free = (
-            (x + dx, y + dy)
-            for distance in range(13, 200, 13)
-            for dx, dy in ((0, distance), (0, -distance), (distance, 0), (-distance, 0))
-            if all(
-                abs(x + dx - other_x) >= _LABEL[0] or abs(y + dy - other_y) >= _LABEL[1]
-                for other_x, other_y in taken
-            )
+            spot
+            for spot in spots
+            if all(any(abs(spot[k] - one[k]) >= _LABEL[k] for k in (0, 1)) for one in taken)
         )
-        spot = next(free, (x, y + 13))
-        taken.append(spot)
-        by_name = {
-            name: spans[name][0] + pixels * spans[name][1]
-            for name, pixels in zip(spans, spot, strict=True)
-        }
-        labels.append(
-            {"number": row["number"], "at": by_name["memory"], "height": by_name["percent"]}
-        )
+        at, height = next(free, (x, y + 13))
+        taken.append((at, height))
+        labels.append({"number": row["number"], "at": x0 + at * dx, "height": y0 + height * dy})
     return labels
 
 
@@ -311,10 +302,6 @@ def _colors(colors: Mapping[str, str], name: str, rows: Iterable[Mapping[str, An
 def _titled(chart: Any, title: str, lines: Iterable[str]) -> Any:
     subtitle = [_safe(line) for line in lines]
     return chart.properties(title=_altair().Title(_safe(title), subtitle=subtitle, anchor="start"))
-
-
-def _change(without: float | None, offloaded: float | None) -> str:
-    return f" ({offloaded / without - 1:+.1%})" if without and offloaded is not None else ""
 
 
 def _write_png(chart: Any, path: Path) -> None:

@@ -130,7 +130,7 @@ def test_the_tables_of_a_run_take_any_name():
         1,
     )
     out, text = written()
-    out.print(compare_table([(1, 1.0, 1.0, 2.0, 2.5, False)]))
+    out.print(compare_table([(1, 1.0, 1.0, 2.0, 2.5)]))
     out.print(group_table([{"rank": 0, "groups": [{"name": HOSTILE, **group}]}], "Groups"))
     assert f"| {SHOWN} |" in text()
     assert "|    no |" in text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import struct
 
 import pytest
@@ -25,7 +26,7 @@ from megatron_offload.report.plots import (
 )
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
 
-pytest.importorskip("altair")
+altair = pytest.importorskip("altair")
 vl_convert = pytest.importorskip("vl_convert")
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -56,6 +57,17 @@ def test_each_of_the_first_ranks_gets_its_own_lanes(tmp_path, monkeypatch):
     one, two = (size_of(tmp_path / f"{number}.png") for number in (1, 3))
     assert two[1] > 1.9 * one[1]
     assert abs(two[0] - one[0]) < 60
+
+
+def test_each_part_of_a_picture_has_data_of_its_own():
+    traces = [trace(rank) for rank in range(2)]
+    for number, one in enumerate(traces):
+        one.spans[0] = Span("compute", "forward", f"x[chunk {number}, 0]", 0, 10)
+        one.counters.append(Counter(LIVE_BYTES, 2, 64 * number))
+    picture = altair.vconcat(*(timeline_chart(one, 20.0) for one in traces))
+    vega = str(vl_convert.vegalite_to_vega(picture.to_json()))
+    drawn = re.findall(r"'(?:from|facet)': \{(?:'name': '\w+', )?'data': '(data_\d+)'", vega)
+    assert len(drawn) == len(set(drawn)) == 6
 
 
 def test_spans_stand_where_their_times_say_and_ranks_share_an_axis():

@@ -1,0 +1,58 @@
+"""Which groups the program is in, and which boundary of them it passes when."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.observer import Observer
+
+Boundary: TypeAlias = Literal["start", "commit", "backward", "done"]
+"""A forward enters and leaves a group, a backward does."""
+
+
+class InGroups(Observer):
+    """Knows what the program is in; `passed` is told every boundary, in the order of the program.
+
+    A backward leaves a group without a word where its start needs no gradient. The next boundary
+    that doesn't lie in the group counts as its end.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Literal["forward", "backward"], OffloadGroup]] = []
+        """Innermost last."""
+
+    def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
+        """Look at a boundary; ``open`` holds what lies behind it."""
+        raise NotImplementedError
+
+    def group_starts(self, group: OffloadGroup) -> None:
+        self.leave_backwards()
+        self.open.append(("forward", group))
+        self.passed("start", group)
+
+    def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
+        if ("forward", group) in self.open:  # a commit that is put off comes twice
+            self.open.remove(("forward", group))
+            self.passed("commit", group)
+
+    def backward_enters(self, group: OffloadGroup) -> None:
+        self.leave_backwards(inner=group)
+        self.open.append(("backward", group))
+        self.passed("backward", group)
+
+    def backward_leaves(self, group: OffloadGroup) -> None:
+        # Of several, as through a graph that is kept, the last.
+        if ("backward", group) in self.open:
+            self.open.remove(("backward", group))
+            self.passed("done", group)
+
+    def leave_backwards(self, inner: OffloadGroup | None = None) -> None:
+        """Leave the groups that backward is in, but for those that ``inner`` lies in."""
+        for kind, group in list(self.open):
+            if kind == "backward" and not (inner is not None and _surrounds(group, inner)):
+                self.backward_leaves(group)
+
+
+def _surrounds(outer: OffloadGroup, inner: OffloadGroup) -> bool:
+    return outer.key.chunk == inner.key.chunk and outer.key.order < inner.key.order
