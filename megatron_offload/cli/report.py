@@ -88,8 +88,7 @@ def read_report(folder: Path) -> Report:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
     plain = None
     if is_comparison:
-        last = offloaded.steps[-1]
-        plain = RunReport(read_steps(folder / FOLDERS[0], last.step, len(last.ranks))[0])
+        plain = RunReport(read_steps(folder / FOLDERS[0], offloaded.steps[-1].step)[0])
     path = folder / CONFIG_NAME
     config = validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
     commands = [f"megatron-offload report {shlex.quote(str(folder))}"]

@@ -222,8 +222,6 @@ class TrainConfig(StrictModel):
                 f"model.vocabulary {vocabulary} is too small for text read as bytes; set it to "
                 f"{BYTE_VOCABULARY} or more"
             )
-        if run.device == "cpu" and run.dtype == "bfloat16":
-            raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
         if run.profile_step and run.profile_step >= run.steps:
             raise ConfigError(
                 f"run.profile_step {run.profile_step} does not come before the last of {run.steps} "

@@ -67,10 +67,9 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     from megatron_offload.train.parallel import check_device
 
     first = runs[0][1]
-    is_restarted = environment_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     rank, ranks = 0, first.parallel.ranks or first.parallel.pipeline
     local_ranks = ranks
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if is_rank:
         rank, ranks = environment_int("RANK"), environment_int("WORLD_SIZE", least=1)
         local_ranks = environment_int("LOCAL_WORLD_SIZE", 1, least=1)
@@ -80,14 +79,13 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         )
     for _, config in runs:
         check_ranks(config, ranks)
+    kind = check_device(first, local_ranks, can_hide=not is_rank)
     folders = [config.run.output for _, config in runs] + ([comparison] if comparison else [])
     with locked(folders if rank == 0 else ()):
         if comparison is None:
-            for _, config in runs:
-                check_output(config, ranks, is_restarted=is_restarted)
+            check_output(first, ranks, is_restarted=_is_restarted())
         else:
             check_comparison(comparison)
-        kind = check_device(first, local_ranks, can_hide=not is_rank)
         if kind == "cpu" and first.run.device == "auto" and rank == 0:
             console(stderr=True).print(
                 "megatron-offload: there is no CUDA device: training on the CPU, where the device "
@@ -103,6 +101,10 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         yield reports if rank == 0 else None
 
 
+def _is_restarted() -> bool:
+    return environment_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+
+
 def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigError:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -114,9 +116,9 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigE
     if kind == "cpu":
         # The ranks inherit it: megatron-core and the offload backend both look for a device.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Versions of torch that lack the option wait for 30 seconds.
-    known = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
-    shutdown: Any = {"shutdown_timeout": run.shutdown_timeout_s} if known else {}
+    options: dict[str, Any] = {"shutdown_timeout": run.shutdown_timeout_s}
+    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
+        options = {}  # older versions of torch wait for 30 seconds
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -127,7 +129,7 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigE
         max_restarts=run.max_restarts,
         monitor_interval=0.1,
         start_method="spawn",
-        **shutdown,
+        **options,
     )
     try:
         with second_signal_kills():
@@ -163,7 +165,7 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
     with open_process_group(kind, run.threads, run.timeout_s) as device:
         try:
             for title, config in runs:
-                resume = config.run.resume or environment_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+                resume = config.run.resume or _is_restarted()
                 with collected_signals() as signals:
                     report = run_training(config, device, title, resume=resume, signals=signals)
                 if number := report.stopped_by or next(iter(signals), 0):

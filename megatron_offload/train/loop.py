@@ -8,13 +8,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 
 from megatron_offload.core.profile import RunShape
+from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.examine import found_versions
 from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.recorder import RecordedStep, profile_step
+from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, save_bandwidths, slowest_link
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.report.console import console
@@ -26,9 +29,6 @@ from megatron_offload.train.offload import OffloadSession, open_offload
 from megatron_offload.train.parallel import Parallel, open_model_parallel
 from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log, read_steps
 from megatron_offload.train.run_folder import CheckpointFolder, prepare_folder
-
-if TYPE_CHECKING:
-    from megatron_offload.observe.recorder import RecordedStep
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -118,11 +118,11 @@ class _Trainer:
             self._say("no checkpoint to resume from; starting with the first step")
             return 0
         path, manifest = restored
-        step, ranks = manifest.step, manifest.ranks
+        step = manifest.step
         self._scheduler.step(step)
         self._first = step + 1
         report.evaluations = dict(manifest.evaluations)
-        kept = self._parallel.on_owner(lambda: read_steps(self._config.run.output, step, ranks))
+        kept = self._parallel.on_owner(lambda: read_steps(self._config.run.output, step))
         report.steps, keep_bytes = kept or ([], 0)
         self._say(f"resumed from {path}; going on after step {step}")
         return keep_bytes
@@ -130,6 +130,7 @@ class _Trainer:
     def _take_steps(self, report: RunReport, session: OffloadSession, log: TextIO | None) -> None:
         run, say = self._config.run, self._say
         for step in range(self._first, run.steps + 1):
+            was_planning = session.is_planning
             record, number = self._train_step(step, session)
             report.steps.append(record)
             if log is not None:
@@ -141,8 +142,8 @@ class _Trainer:
                     f"{1e3 * record.step_time_s:.0f} ms  "
                     f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
                 )
-            if note := session.look_back(run.output if self._parallel.is_owner else None):
-                say(note)
+            if was_planning and not session.is_planning:
+                say(session.keep_plan(run.output if self._parallel.is_owner else None))
             if run.eval_interval and step % run.eval_interval == 0:
                 report.evaluations[step] = self._evaluate(step)
                 say(f"evaluation after step {step}  loss {report.evaluations[step]:.6f}")
@@ -172,9 +173,10 @@ class _Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        is_traced, is_planning = step == config.traced_step, session.is_planning
-        with session.trace(rank) if is_traced else _NOTHING as trace:
-            with self._profiling(step, session) as recorded:
+        is_planning, manager = session.is_planning, session.manager
+        is_traced = step == config.traced_step
+        with trace_step(manager, rank) if manager and is_traced else _NOTHING as trace:
+            with self._profiling(step, manager) as recorded:
                 with self._meter or _NOTHING:
                     loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
                 counters = session.end_step()
@@ -228,12 +230,12 @@ class _Trainer:
         return record, max(entry[1] for entry in everyone)
 
     def _profiling(
-        self, step: int, session: OffloadSession
+        self, step: int, manager: PipelineOffloadManager | None
     ) -> contextlib.AbstractContextManager[RecordedStep | None]:
         config, wanted = self._config, self._config.run.profile_step
         if wanted and self._first > 1:  # the first steps after a start are not like the rest
             wanted = max(wanted, self._first + 2)
-        if step != wanted:
+        if manager is None or step != wanted:
             return _NOTHING
         run = RunShape(
             num_microbatches=config.data.microbatches,
@@ -244,7 +246,7 @@ class _Trainer:
             modules=config.offload.modules,
             versions=tuple(found_versions().items()),
         )
-        return session.profile(run)
+        return profile_step(manager, run=run)
 
     def _evaluate(self, step: int) -> float:
         for chunk in self._chunks:

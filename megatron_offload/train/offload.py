@@ -13,14 +13,10 @@ from pydantic import ByteSize
 from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import OffloadConfig, split_modules
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import RunShape
-from megatron_offload.core.trace import StepTrace
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.integrations import megatron_core
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.observe.recorder import RecordedStep, profile_step
-from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.train.records import RankStep
 from megatron_offload.train.run_folder import PLAN_NAME
@@ -34,32 +30,16 @@ class OffloadSession:
     loop: MeasuredLoop | None = None
     resets_itself: bool = False
     """Whether megatron-core's schedules end the step."""
-    _was_planning: bool = False
-
-    def trace(self, rank: int) -> contextlib.AbstractContextManager[StepTrace | None]:
-        """Trace the step that is taken inside, `end_step` included; None where nothing moves."""
-        return trace_step(self.manager, rank) if self.manager else contextlib.nullcontext()
-
-    def profile(self, run: RunShape) -> contextlib.AbstractContextManager[RecordedStep | None]:
-        """Profile the step that is taken inside, `end_step` included; None where nothing moves."""
-        if self.manager is None:
-            return contextlib.nullcontext()
-        return profile_step(self.manager, run=run)
 
     @property
     def is_planning(self) -> bool:
         """Whether steps are looked at to find what moves."""
-        self._was_planning |= self.loop is not None and not self.loop.is_settled
         return self.loop is not None and not self.loop.is_settled
 
-    def look_back(self, output: Path | None) -> str:
-        """Return what there is to say where the last step has settled what moves.
-
-        The plan then goes into the folder ``output``; None writes nothing.
-        """
-        if self.loop is None or self.is_planning or not self._was_planning:
+    def keep_plan(self, output: Path | None) -> str:
+        """Write the plan that stays into a folder, unless that is None; return what to say."""
+        if self.loop is None:
             return ""
-        self._was_planning = False
         if self.loop.plan is not None and output is not None:
             save_plan(self.loop.plan, output / PLAN_NAME)
         return self.loop.said

@@ -79,7 +79,7 @@ def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> st
             f"CUDA_VISIBLE_DEVICES= or set run.device: auto"
         )
     if wanted == "cpu" and config.run.dtype == "bfloat16":
-        raise ConfigError("run.dtype bfloat16 needs a GPU and there is none; set it to float32")
+        raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
     if wanted == "cuda" and found < local_ranks:
         raise ConfigError(
             f"{local_ranks} ranks on this machine need as many CUDA devices, and it has {found}; "

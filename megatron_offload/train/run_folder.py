@@ -87,7 +87,7 @@ def check_output(config: TrainConfig, world_size: int, *, is_restarted: bool) ->
                 f"run.output {folder} holds checkpoints up to {latest.name}; go on from there with "
                 f"--resume, {other} to start over"
             )
-        read_steps(folder, read_checkpoint(latest, config, world_size).step, world_size)
+        read_steps(folder, read_checkpoint(latest, config, world_size).step)
     elif not is_restarted and _has_steps(folder):
         if not is_resumed:
             raise ConfigError(f"run.output {folder} holds an earlier run; {other} to start over")
@@ -205,7 +205,7 @@ class CheckpointFolder:
     def begin(self, step: int) -> Path:
         """Make the empty folder that a checkpoint is written into."""
         part = self.part_of(step)
-        _remove(part)
+        shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         return part
 
@@ -222,14 +222,14 @@ class CheckpointFolder:
         """Remove all but the newest ``keep`` checkpoints."""
         for path in self._whole()[:-keep]:
             part = path.with_name(f".{path.name}.part")
-            _remove(part)
+            shutil.rmtree(part, ignore_errors=True)
             os.rename(path, part)
-            _remove(part)
+            shutil.rmtree(part, ignore_errors=True)
 
     def clean(self) -> None:
         """Remove what a killed run left half written or half removed."""
         for part in self.path.glob(".step_[0-9]*.part"):
-            _remove(part)
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifest:
@@ -290,11 +290,3 @@ def check_same(path: Path, pairs: Iterable[tuple[str, Any, Any]]) -> None:
             f"{path} is of another run, so going on would not give its numbers: "
             f"{'; '.join(lines)}. Set that back, or start over in another run.output"
         )
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder with all in it, or whatever else has that name; links are not followed."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

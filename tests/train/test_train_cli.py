@@ -79,6 +79,7 @@ def test_without_flags_the_file_counts(file):
         (["--set", "run.output=/dev/null/run"], "run.output"),
         (["--set", "run.output=/proc/run"], "run.output"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["--set", "run.device=cpu", "run.dtype=bfloat16"], "set run.dtype: float32"),
     ],
 )
 def test_bad_input_is_status_2_and_starts_nothing(file, command, words, expected, capsys):

@@ -50,7 +50,6 @@ def error_of(world_size=None, **sections):
         ),
         ({"model": {"vocabulary": 100}}, "set it to 256 or more"),
         ({"schedule": {"lr": 0.1, "min_lr": 0.2}}, "is above schedule.lr"),
-        ({"run": {"device": "cpu", "dtype": "bfloat16"}}, "set run.dtype: float32"),
         ({"run": {"steps": 5, "profile_step": 5}}, "5 does not come before the last of 5"),
         ({"run": {"profile_step": 4, "trace_step": 4}}, "4 is the step that run.trace_step traces"),
         ({"run": {"profile_step": -1}}, "profile_step"),

@@ -42,14 +42,12 @@ def test_a_run_that_diverged_is_still_read():
 def test_lines_are_read_up_to_a_step_and_measured(tmp_path):
     lines = [record(step).to_json() + "\n" for step in (1, 2, 3)]
     (tmp_path / "steps.jsonl").write_text("".join(lines) + '{"step": 4, "lo')
-    records, size = read_steps(tmp_path, 2, ranks=2)
+    records, size = read_steps(tmp_path, 2)
     assert records == [record(1), record(2)]
     assert size == len(lines[0]) + len(lines[1])
-    assert read_steps(tmp_path, 3, ranks=2)[1] == sum(map(len, lines))
+    assert read_steps(tmp_path, 3)[1] == sum(map(len, lines))
     with pytest.raises(ConfigError, match="ends at step 3, but the checkpoint is of step 4"):
-        read_steps(tmp_path, 4, ranks=2)
-    with pytest.raises(ConfigError, match="line 1 is of 2 ranks, not of 3"):
-        read_steps(tmp_path, 3, ranks=3)
+        read_steps(tmp_path, 4)
 
 
 def test_peaks_of_a_run_that_measured_only_in_its_second_part():
@@ -66,7 +64,7 @@ def test_without_an_end_all_whole_lines_are_read(tmp_path):
     path.write_text("".join(lines) + '{"step": 4, "lo')
     records, size = read_steps(tmp_path)
     assert records == [record(1), record(2), record(3)]
-    assert read_steps(tmp_path / "none", 5, ranks=2) == ([], 0)
+    assert read_steps(tmp_path / "none", 5) == ([], 0)
     assert size == sum(map(len, lines))
     path.write_text(lines[0] + lines[2])
     with pytest.raises(ConfigError, match="step 3, which does not follow"):
