@@ -5,7 +5,6 @@ A file counts only with the digest that was written down for it. Every error is 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,12 +54,19 @@ class Checkpoints:
             self.parallel.on_owner(lambda: self.folder.begin(step))
             torch.get_device_module(self.device).synchronize()
             mine = self.parallel.agreed(lambda: self._write(self.folder.part_of(step)))
-            files = {k: v for each in self.parallel.gather(mine) for k, v in each.items()}
-            self.parallel.on_owner(lambda: self._publish(step, evaluations, files))
+            manifest = Manifest(
+                format=4,
+                step=step,
+                ranks=self.parallel.world_size,
+                device=self.device.type,
+                data=self.parallel.on_owner(self.data) or "",
+                evaluations=dict(evaluations),
+                files={k: v for each in self.parallel.gather(mine) for k, v in each.items()},
+            )
+            self.parallel.on_owner(lambda: self.folder.publish(manifest, self.config))
         except (OSError, ConfigError) as error:
             if self.parallel.is_owner:
-                with contextlib.suppress(OSError, ConfigError):
-                    self.folder.clean()
+                self.folder.clean()
             raise CheckpointError(
                 f"can't write the checkpoint {self.folder.path_of(step)}: {error}; those before "
                 f"it are untouched"
@@ -87,19 +93,6 @@ class Checkpoints:
         device = ("run.device", manifest.device, self.device.type)
         check_same(path, [device, (data, manifest.data, self.data())])
         return manifest
-
-    def _publish(self, step: int, evaluations: Mapping[int, float], files: dict[str, str]) -> None:
-        manifest = Manifest(
-            format=4,
-            step=step,
-            ranks=self.parallel.world_size,
-            device=self.device.type,
-            data=self.data(),
-            evaluations=dict(evaluations),
-            files=files,
-        )
-        self.folder.publish(manifest, self.config)
-        self.folder.prune(self.config.run.keep_checkpoints)
 
     def _write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files, a stage's if it is the first that holds it; return digests."""

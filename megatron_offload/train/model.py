@@ -60,8 +60,7 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
 
 def _transformer_config(config: TrainConfig, device: torch.device) -> TransformerConfig:
     """Translate into megatron-core's configuration, whose defaults compile no fused kernels."""
-    model, parallel = config.model, config.parallel
-    on_gpu = device.type == "cuda"
+    model, parallel, on_gpu = config.model, config.parallel, device.type == "cuda"
     usual = "bfloat16" if on_gpu else "float32"
     dtype = getattr(torch, usual if config.run.dtype == "auto" else config.run.dtype)
     offloaded = split_modules(config.offload.modules)[0] if config.offload.enabled else ()
@@ -164,9 +163,10 @@ def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamSchedu
 
 
 class ScaledDotProductAttention(torch.nn.Module):
-    """Causal attention; saves queries, keys, values, the output and one number for each row.
+    """Causal attention over whole sequences, without masks and packed sequences.
 
-    It takes the place of megatron-core's unfused one, which saves the whole matrix of scores.
+    It saves queries, keys, values, the output and one number for each row, where megatron-core's
+    unfused one saves the whole matrix of scores.
     """
 
     def __init__(
@@ -179,22 +179,20 @@ class ScaledDotProductAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Attend over whole sequences: this trainer makes neither masks nor packed sequences.
+        """Map [sequence, batch, heads, width of a head] to [sequence, batch, heads * width].
 
-        Takes a query of shape [sequence, batch, heads, width of a head], key and value with as many
-        heads as there are query groups; returns [sequence, batch, heads * width of a head].
+        Key and value have as many heads as there are query groups.
         """
-        probability = self.dropout if self.training else 0.0
-        dropping = get_cuda_rng_tracker().fork() if probability else contextlib.nullcontext()
+        dropout_p = self.dropout if self.training else 0.0
         queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        with dropping:
+        with get_cuda_rng_tracker().fork() if dropout_p else contextlib.nullcontext():
             output = F.scaled_dot_product_attention(
                 queries,
                 keys,
                 values,
-                dropout_p=probability,
+                dropout_p=dropout_p,
                 is_causal=True,
                 scale=self.softmax_scale,
                 enable_gqa=key.shape[2] != query.shape[2],
             )
-        return output.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        return output.permute(2, 0, 1, 3).flatten(2)

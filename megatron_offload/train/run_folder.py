@@ -210,13 +210,14 @@ class CheckpointFolder:
         return part
 
     def publish(self, manifest: Manifest, config: TrainConfig) -> None:
-        """Describe a checkpoint whose tensors are on disk, and give it its final name."""
+        """Describe a checkpoint whose tensors are on disk, name it, and remove what is too old."""
         part, path = self.part_of(manifest.step), self.path_of(manifest.step)
         replace_text(part / _MANIFEST, manifest.model_dump_json())
         replace_text(part / _CONFIG, config.model_dump_json(indent=2))
         os.rename(part, path)
         for folder in (self.path, self.path.parent):
             sync_folder(folder)
+        self.prune(config.run.keep_checkpoints)
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints."""
