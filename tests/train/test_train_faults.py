@@ -127,10 +127,6 @@ def ranks_of(launcher):
     return found
 
 
-def terminate(launcher):
-    os.kill(launcher, signal.SIGTERM)
-
-
 def terminate_one_rank(launcher):
     os.kill(ranks_of(launcher)[1], signal.SIGTERM)
 
@@ -139,15 +135,9 @@ def control_c(launcher):
     os.killpg(launcher, signal.SIGINT)  # a terminal tells all processes
 
 
-@pytest.mark.parametrize(
-    ("send", "status"), [(terminate, 143), (terminate_one_rank, 143), (control_c, 130)]
-)
+@pytest.mark.parametrize(("send", "status"), [(terminate_one_rank, 143), (control_c, 130)])
 def test_a_signal_lets_all_ranks_save_the_same_step(send, status, tmp_path):
     with started(COMMAND, for_long(tmp_path), two_steps_done(tmp_path)) as process:
-        if send is terminate:  # two runs at once do not mix
-            refused, err = run(words(tmp_path, resume=True))
-            assert refused == 2
-            assert "another run writes into it" in err
         send(process.pid)
         _, err = process.communicate(timeout=60)
     assert process.returncode == status, err
@@ -157,22 +147,13 @@ def test_a_signal_lets_all_ranks_save_the_same_step(send, status, tmp_path):
     assert max(numbers(tmp_path)) == step
 
 
-@pytest.mark.parametrize("wait", [0.0, 2.0])
-def test_control_c_while_ranks_start_is_one_line_and_no_traceback(wait, tmp_path):
-    arguments = for_long(tmp_path)
-    with started(COMMAND, arguments, ranks_of) as process:
-        time.sleep(wait)
+def test_control_c_while_ranks_start_is_one_line_and_no_traceback(tmp_path):
+    with started(COMMAND, for_long(tmp_path), ranks_of) as process:
         control_c(process.pid)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith("megatron-offload: stopped by SIGINT")
-
-
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
-    with started(COMMAND, for_long(tmp_path), two_steps_done(tmp_path)) as process:
-        process.kill()
-        process.communicate(timeout=30)  # their ends of its pipe are closed
 
 
 def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path):

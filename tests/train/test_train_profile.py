@@ -63,19 +63,8 @@ def test_a_run_that_ends_before_it_has_settled_says_so(train, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_profiles_of_two_ranks_can_be_planned_and_simulated_with(tmp_path):
-    sizes = ("model.hidden=128", "model.heads=4", "model.sequence_length=128", "model.layers=4")
-    status, errors = run(
-        words(
-            tmp_path,
-            *sizes,
-            "parallel.virtual=1",
-            "data.micro_batch_size=4",
-            "data.microbatches=6",
-            "run.steps=5",
-            "run.profile_step=4",
-            "offload.enabled=true",
-        )
-    )
+    settings = ("parallel.virtual=1", "data.microbatches=6", "run.steps=5", "run.profile_step=4")
+    status, errors = run(words(tmp_path, *settings, "offload.enabled=true"))
     assert status == 0, errors
     profiles = [load_profile(tmp_path / f"profile_{rank}.json") for rank in range(2)]
     assert [profile.run.pp_rank for profile in profiles] == [0, 1]
