@@ -15,7 +15,8 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, BlockRef, OffloadGroup, Rules
 from megatron_offload.engine.marks import Marks
-from megatron_offload.engine.recipe import FunctionRecipe, Input, RandomStates
+from megatron_offload.engine.random_states import RandomStates
+from megatron_offload.engine.recipe import FunctionRecipe, Input
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.engine.transfers import Transfers

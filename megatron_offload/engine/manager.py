@@ -38,7 +38,7 @@ from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.quantised_weights import keep_quantised_weights
-from megatron_offload.engine.recipe import random_states
+from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
@@ -440,8 +440,8 @@ class PipelineOffloadManager:
         chunk = self._chunk_of_recipes()
         if chunk is None:
             return function(*inputs)
-        devices = (one.device for one in inputs if isinstance(one, torch.Tensor))
-        states = random_states(devices) if preserve_rng_state else None
+        devices = (one.device.type for one in inputs if isinstance(one, torch.Tensor))
+        states = RandomStates(devices) if preserve_rng_state else None
         output = function(*inputs)
         if isinstance(output, torch.Tensor):
             chunk.add_recipe(output, function, inputs, unit, random_states=states)

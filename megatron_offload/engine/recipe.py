@@ -14,21 +14,19 @@ keeps the blocks of its inputs, until the last record of its own block has gone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import Block, BlockRef
+from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.storage import span_bytes
-
-RandomStates: TypeAlias = dict[str, torch.Tensor]
-"""By the type of device."""
 
 _SAME = nullcontext()
 
@@ -234,8 +232,10 @@ class FunctionRecipe:
                 )
         parts = [part.unpack() if type(part) is Input else part for part in self._parts]
         has_grad = torch.is_grad_enabled()  # as where a backward makes a graph
-        with torch.no_grad() if has_grad else _SAME, self._autocast_then():
-            made = self._call(parts)
+        states = self._random_states
+        draws_again = _SAME if states is None else states.in_force()
+        with torch.no_grad() if has_grad else _SAME, self._autocast_then(), draws_again:
+            made = self._function(*parts)
         is_tensor = type(made) is torch.Tensor and made.storage_offset() == 0
         if not is_tensor or (made.shape, made.stride(), made.dtype) != self._form:
             found = (
@@ -248,16 +248,6 @@ class FunctionRecipe:
             )
         result: torch.Tensor = made
         return result
-
-    def _call(self, parts: Sequence[Any]) -> Any:
-        if self._random_states is None:
-            return self._function(*parts)
-        states_now = random_states(map(torch.device, self._random_states))
-        try:
-            _set_random_states(self._random_states)
-            return self._function(*parts)
-        finally:
-            _set_random_states(states_now)
 
     def _autocast_then(self) -> AbstractContextManager[Any]:
         if self._autocast == _autocast_state(self._device_type):
@@ -277,15 +267,3 @@ def _autocast_state(device_type: str) -> tuple[bool, torch.dtype | None, bool] |
 
 def _span_bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor)
-
-
-def random_states(devices: Iterable[torch.device]) -> RandomStates:
-    """Return the states of the default random generators of these devices, and of the host."""
-    found = {device.type for device in devices} - {"cpu"}
-    states = {kind: torch.get_device_module(kind).get_rng_state() for kind in found}
-    return {"cpu": torch.get_rng_state(), **states}
-
-
-def _set_random_states(states: RandomStates) -> None:
-    for kind, state in states.items():
-        (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import recompute_patterns
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.random_states import RandomStates, are_captured
 from megatron_offload.frontends.module_names import EagerHook, expression_of
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +51,9 @@ draws random numbers or communicates."""
 _hooked: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 """By module, the hooks of the last call that has set some."""
 
-_KINDS = ("norm", "mlp_act")
+_TRUSTED = ("torch.nn.", "megatron.core.", "transformer_engine.")
+"""Where norms and activations come from that are known to do nothing but compute."""
+
 _SHARED_ID = RemovableHandle(OrderedDict()).id
 _MOST_COPIED_BYTES = 1 << 20
 
@@ -63,7 +66,7 @@ FindManager = Callable[[], PipelineOffloadManager | None]
 def unit_of(module: nn.Module) -> str | None:
     """Return the unit of a module by its class: ``norm``, ``mlp_act``, or None."""
     name = type(module).__name__
-    if next(module.children(), None) is not None:
+    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
         return None
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or name.endswith(("LayerNorm", "RMSNorm")):
         return "norm"
@@ -76,8 +79,9 @@ def recompute_modules(
 ) -> list[RemovableHandle]:
     """Let what these modules make be made again, where ``units`` name them or their kind.
 
-    The hooks of an earlier call on the same modules go. A module that can't be made again is left
-    as it is, and a warning says why.
+    The hooks of an earlier call on the same modules go. What isn't known to do nothing but compute
+    is watched when it runs for the first time, in training and in evaluation; where it can't be
+    made again it is left as it is, and a warning says why.
 
     Args:
         modules: by their dotted names.
@@ -89,44 +93,46 @@ def recompute_modules(
         if not any(expression.fullmatch(path) for path in modules):
             _logger.warning("recompute: no module here matches %r", pattern)
     handles = []
-    kinds = {kind: _Source(kind, kind, find_manager, is_known=True) for kind in _KINDS}
     for path, module in modules.items():
         for old in _hooked.pop(module, ()):
             old.remove()
         unit = next((name for name, e in patterns.items() if e.fullmatch(path)), None)
-        if unit is not None:
-            source = _Source(path, unit, find_manager, is_known=False)
-            begin, end = EagerHook(source.begin), source.hook
-            own = [
-                module.register_forward_pre_hook(begin),
-                module.register_forward_hook(end, prepend=True, with_kwargs=True, always_call=True),
-            ]
-        else:
-            kind = unit_of(module)
-            if kind is None or kind not in units or next(module.buffers(), None) is not None:
-                continue
-            own = [module.register_forward_hook(kinds[kind].hook, prepend=True, with_kwargs=True)]
-            _share_id(module, own[0])
+        is_known = unit is None and _is_known(module)
+        unit = unit or unit_of(module)
+        if unit is None or unit not in units:
+            continue
+        source = _Source(path, unit, find_manager, is_known=is_known)
+        own = [
+            module.register_forward_hook(
+                source.hook, prepend=True, with_kwargs=True, always_call=True
+            )
+        ]
+        _share_id(own[0], last=False)
+        if not is_known:
+            own.append(module.register_forward_pre_hook(EagerHook(source.begin), with_kwargs=True))
+            _share_id(own[1], last=True)
         _hooked[module] = own
         handles += own
     return handles
 
 
-def _share_id(module: nn.Module, handle: RemovableHandle) -> None:
-    """Give the hooks of all known modules one number: a compiler compiles each number anew."""
-    tables: Any = module._forward_hooks, module._forward_hooks_with_kwargs
-    for hooks in tables:
-        hooks[_SHARED_ID] = hooks.pop(handle.id)
-        hooks.move_to_end(_SHARED_ID, last=False)
+def _is_known(module: nn.Module) -> bool:
+    is_trusted = type(module).__module__.startswith(_TRUSTED)
+    return is_trusted and "forward" not in vars(module)  # which others may have exchanged
+
+
+def _share_id(handle: RemovableHandle, *, last: bool) -> None:
+    """Give the hooks of all modules one number: a compiler compiles each number anew."""
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = reference()
+        if hooks is not None and handle.id in hooks:
+            hooks[_SHARED_ID] = hooks.pop(handle.id)
+            hooks.move_to_end(_SHARED_ID, last=last)
     handle.id = _SHARED_ID
 
 
 class _Source:
-    """The hooks of one module that tell how its output was made.
-
-    What is known of a unit's modules has to be found out of any other: it is watched when it runs
-    for the first time, in training and in evaluation.
-    """
+    """The hooks of one module that tell how its output was made."""
 
     def __init__(self, path: str, unit: str, find_manager: FindManager, *, is_known: bool) -> None:
         self.path = path
@@ -135,12 +141,18 @@ class _Source:
         self.is_known = is_known
         self.hook = EagerHook(self.end)
         self._watch: _Watch | None = None
-        self._refusals: dict[bool, str] = {}
+        self._refusals = {True: "", False: ""} if is_known else {}
+        """By what `training` was, why it isn't made again, or nothing."""
 
-    def begin(self, module: nn.Module, args: Any) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Watch what the module does, if nobody has yet."""
-        if module.training not in self._refusals and self._watch is None:
-            self._watch = _Watch(module)
+        is_watched = module.training in self._refusals or self._watch is not None
+        if is_watched or not torch.is_grad_enabled():
+            return
+        tensors = (*args, *kwargs.values(), *module.parameters())
+        devices = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
+        if not are_captured(devices):
+            self._watch = _Watch(module, RandomStates(devices))
             self._watch.__enter__()
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -148,14 +160,17 @@ class _Source:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__(None, None, None)
-            self._refusals[module.training] = because = watch.because()
+            if output is None:  # it has raised
+                return
+            because = watch.because(output, (*args, *kwargs.values()))
+            self._refusals[module.training] = because
             if because:
                 text = "recompute: %r moves and isn't made again, since its forward %s"
                 _logger.warning(text, self.path, because)
         manager = self.find_manager()
         if manager is None or not manager.records():
             return
-        if self._refusals.get(module.training):
+        if self._refusals.get(module.training, "nobody has watched it"):
             return
         if next(iter(module._forward_hooks.values())) is not self.hook:
             return  # another that runs before this one may have replaced the output
@@ -268,11 +283,16 @@ def _call(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:
 class _Watch(TorchDispatchMode):
     """Sees whether a module's forward does what can't be done again."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, random_states: RandomStates) -> None:
         super().__init__()
         self._buffers = [(buffer, buffer._version) for buffer in module.buffers()]
-        self._parts = list(module.modules())
+        self._random_states = random_states
         self._found = ""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what is compiled be compiled: else the compiler passes it by for good."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -281,16 +301,30 @@ class _Watch(TorchDispatchMode):
             self._found = f"draws random numbers ({func}); recomputable() restores their state"
         return func(*args, **(kwargs or {}))
 
-    def because(self) -> str:
+    def because(self, output: Any, inputs: Sequence[Any]) -> str:
         """Return what the forward did that can't be done again; nothing where all is well."""
         if any(buffer._version != version for buffer, version in self._buffers):
             return "changes its buffers"
-        for part in self._parts:  # whose kernels draw where nobody sees them
-            if type(part).__name__.endswith("Attention") and getattr(
-                part, "attention_dropout", None
-            ):
-                return "has attention with dropout"
+        if not self._found and not self._random_states.are_current():  # in a fused kernel
+            return "draws random numbers; recomputable() restores their state"
+        if not self._found and _is_compiled(output, inputs):
+            return "is compiled, and without gradients would be compiled anew"
         return self._found
+
+
+def _is_compiled(output: Any, inputs: Sequence[Any]) -> bool:
+    """Whether a compiled graph lies between a module's inputs and its output."""
+    done = {x.grad_fn for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)}
+    waiting = [x.grad_fn for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in done:
+            continue
+        if node.name() == "CompiledFunctionBackward":
+            return True
+        done.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 class RecomputeFunctions(TorchFunctionMode):

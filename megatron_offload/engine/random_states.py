@@ -1,0 +1,85 @@
+"""The states of the random generators that a function may draw from, to draw the same once more.
+
+Megatron-core's tracker has states of its own, of which its ``fork`` puts one in the place of the
+device's. Whoever calls a function, and whenever that library was imported, they count as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def are_captured(devices: Iterable[str]) -> bool:
+    """Whether a graph of one of these types of devices is captured: its states can't be read."""
+    asked = (getattr(_module(kind), "is_current_stream_capturing", None) for kind in devices)
+    return any(is_captured is not None and is_captured() for is_captured in asked)
+
+
+class RandomStates:
+    """The states as they are when this is made: the host's, these devices', and the tracker's.
+
+    Args:
+        devices: types of devices.
+    """
+
+    def __init__(self, devices: Iterable[str] = ()) -> None:
+        self._states = {kind: _module(kind).get_rng_state() for kind in {"cpu", *devices}}
+        self._tracked = {name: _bits(state) for name, state in _tracked().items()}
+
+    def are_current(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = RandomStates(self._states)
+        return _are_same(now._states, self._states) and _are_same(now._tracked, self._tracked)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Let what is inside draw from these; behind it all is as it was before."""
+        now, tracked_now = RandomStates(self._states), _tracked()
+        again = {name: _like(tracked_now[name], bits) for name, bits in self._tracked.items()}
+        try:
+            _set(self._states, tracked_now | again)
+            yield
+        finally:
+            _set(now._states, tracked_now)
+
+
+def _module(kind: str) -> Any:
+    return torch if kind == "cpu" else torch.get_device_module(kind)
+
+
+def _tracker() -> Any:
+    """Return Megatron-core's tracker; None where a job has none."""
+    home = sys.modules.get("megatron.core.tensor_parallel.random")
+    return getattr(home, "_CUDA_RNG_STATE_TRACKER", None)
+
+
+def _tracked() -> dict[str, Any]:
+    tracker = _tracker()
+    return {} if tracker is None else dict(tracker.get_states())
+
+
+def _set(states: Mapping[str, torch.Tensor], tracked: dict[str, Any]) -> None:
+    for kind, state in states.items():
+        _module(kind).set_rng_state(state)
+    if tracked:
+        _tracker().set_states(tracked)
+
+
+def _bits(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    """Return a tracked state as it is now: one that CUDA graphs may use is a generator."""
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
+def _like(state: torch.Tensor | torch.Generator, bits: torch.Tensor) -> Any:
+    return state.clone_state().set_state(bits) if isinstance(state, torch.Generator) else bits
+
+
+def _are_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    return some.keys() == others.keys() and all(
+        torch.equal(state, others[name]) for name, state in some.items()
+    )

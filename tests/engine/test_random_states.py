@@ -1,0 +1,54 @@
+"""What a function draws, it draws again: also from a tracker whose states a CUDA graph may use."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import torch
+
+from megatron_offload.engine.random_states import RandomStates
+
+
+class Tracker:
+    """As Megatron-core's: by name a state, or a generator where it is safe for graphs."""
+
+    def __init__(self):
+        self.states_ = {"plain": torch.Generator().get_state(), "graph": torch.Generator()}
+
+    def get_states(self):
+        return dict(self.states_)
+
+    def set_states(self, states):
+        self.states_ = states
+
+    def draw(self):
+        generator = torch.Generator().set_state(self.states_["plain"])
+        drawn = torch.rand(3, generator=generator), torch.rand(3, generator=self.states_["graph"])
+        self.states_["plain"] = generator.get_state()
+        return torch.cat([torch.rand(3), *drawn])
+
+
+def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(monkeypatch):
+    tracker = Tracker()
+    home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=tracker)
+    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", home)
+    states = RandomStates({"cpu"})
+    assert states.are_current()
+    first, generator = tracker.draw(), tracker.states_["graph"]
+    assert not states.are_current()
+    behind = RandomStates()
+    for _ in range(2):
+        with states.in_force():
+            assert torch.equal(tracker.draw(), first)
+        assert behind.are_current()
+        assert tracker.states_["graph"] is generator
+    assert not torch.equal(tracker.draw(), first)
+
+
+def test_what_is_drawn_from_the_tracker_alone_counts(monkeypatch):
+    home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=Tracker())
+    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", home)
+    states = RandomStates()
+    torch.rand(3, generator=home._CUDA_RNG_STATE_TRACKER.states_["graph"])
+    assert not states.are_current()
