@@ -44,11 +44,11 @@ from megatron_offload.train.run_folder import (
     main_folder,
 )
 
-_MEMORY = (
-    ("reserved memory", "peak_reserved_bytes"),
-    ("allocated memory", "peak_allocated_bytes"),
-    ("saved activations", "peak_live_activation_bytes"),
-)
+_MEMORY = {
+    "reserved memory": "peak_reserved_bytes",
+    "allocated memory": "peak_allocated_bytes",
+    "saved activations": "peak_live_activation_bytes",
+}
 """What the device really takes counts most, where there is a device."""
 
 
@@ -80,27 +80,24 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_report(folder: Path) -> Report:
-    """Read what ``run.output`` of a ``train`` or a ``compare`` holds, strictly."""
+    """Read what ``run.output`` of a ``train`` or a ``compare`` holds.
+
+    A missing file is a gap that the page names; a damaged one is a `ConfigError`.
+    """
     main = main_folder(folder)
     is_comparison = main != folder
-    offloaded = RunReport(read_steps(main)[0])
+    offloaded, plain = RunReport(read_steps(main)[0]), None
     if not offloaded.steps:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
-    plain = None
     if is_comparison:
         plain = RunReport(read_steps(folder / FOLDERS[0], offloaded.steps[-1].step)[0])
-    path = folder / CONFIG_NAME
+    path, facts_path = folder / CONFIG_NAME, main / FACTS_NAME
     config = validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
-    commands = [f"megatron-offload report {shlex.quote(str(folder))}"]
-    if config:
-        again = f"megatron-offload {'compare' if is_comparison else 'train'} --config "
-        commands.insert(0, again + shlex.quote(str(path)))
-        if not is_comparison:  # a run is not replaced
-            commands[0] += f" --set {shlex.quote(f'run.output={folder}_again')}"
-    facts = read_model(RunFacts, main / FACTS_NAME) if (main / FACTS_NAME).exists() else None
+    facts = read_model(RunFacts, facts_path) if facts_path.exists() else None
+    ranks = offloaded.peaks()
     # Only a GPU has memory to reserve.
-    is_simulated = facts.is_simulated if facts else offloaded.peaks()[0][_MEMORY[0][1]] is None
-    memory = _memory(plain, offloaded)
+    is_simulated = facts.is_simulated if facts else ranks[0]["peak_reserved_bytes"] is None
+    memory = _memory(plain.peaks() if plain else None, ranks)
     traced_step = config.traced_step if config else 0
     times = Pair(
         plain.median_step_time_s(without=traced_step) if plain else None,
@@ -114,11 +111,11 @@ def read_report(folder: Path) -> Report:
         is_simulated=is_simulated,
         date=f"{facts.date:%Y-%m-%d %H:%M} UTC" if facts else "date not known",
         memory=memory,
-        ranks=offloaded.peaks(),
+        ranks=ranks,
         step_time_s=times,
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
-        commands=commands,
+        commands=_commands(folder, path if config else None, is_comparison=is_comparison),
         findings=read_comparison(folder).findings if is_comparison else None,
         traces=read_run_traces(folder),
         plan=plan,
@@ -126,6 +123,18 @@ def read_report(folder: Path) -> Report:
         left_out=_left_out(offloaded, memory),
         tradeoff=_tradeoff(folder, memory, None if is_simulated else times.change),
     )
+
+
+def _commands(folder: Path, config: Path | None, *, is_comparison: bool) -> list[str]:
+    """Return what runs the same again, where its configuration is there, and the report of it."""
+    commands = []
+    if config is not None:
+        command = "compare" if is_comparison else "train"
+        again = f"megatron-offload {command} --config {shlex.quote(str(config))}"
+        if not is_comparison:  # a run is not replaced
+            again += f" --set {shlex.quote(f'run.output={folder}_again')}"
+        commands.append(again)
+    return [*commands, f"megatron-offload report {shlex.quote(str(folder))}"]
 
 
 def _plan(main: Path, folder: Path, config: TrainConfig | None) -> tuple[OffloadPlan | None, bool]:
@@ -145,7 +154,7 @@ def _left_out(report: RunReport, memory: Sequence[MemoryKind]) -> str:
     steps = [step for step in report.steps if not step.is_usual]
     if not memory or not steps or len(steps) == len(report.steps):
         return ""
-    key = dict(_MEMORY)[memory[0].name]
+    key = _MEMORY[memory[0].name]
     peak = max((getattr(rank, key) or 0 for step in steps for rank in step.ranks), default=0)
     return (
         f"Profiled, or measuring a plan, and so in no peak: {len(steps)} of {len(report.steps)} "
@@ -153,17 +162,17 @@ def _left_out(report: RunReport, memory: Sequence[MemoryKind]) -> str:
     )
 
 
-def _memory(plain: RunReport | None, offloaded: RunReport) -> list[MemoryKind]:
-    after = offloaded.peaks()
-    before: Sequence[dict[str, Any] | None] = plain.peaks() if plain else [None] * len(after)
-    return [
-        MemoryKind(
-            name,
-            tuple(Pair(a[key] if a else None, b[key]) for a, b in zip(before, after, strict=True)),
-        )
-        for name, key in _MEMORY
-        if any(rank[key] is not None for rank in after)
-    ]
+def _memory(
+    without: Sequence[dict[str, Any]] | None, offloaded: Sequence[dict[str, Any]]
+) -> list[MemoryKind]:
+    """Return each rank's peaks, of each kind of memory that was measured."""
+    found = []
+    for name, key in _MEMORY.items():
+        after = [rank[key] for rank in offloaded]
+        before = [rank[key] for rank in without] if without else [None] * len(after)
+        if any(value is not None for value in after):
+            found.append(MemoryKind(name, tuple(map(Pair, before, after))))
+    return found
 
 
 def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) -> TradeOff | None:
@@ -175,14 +184,13 @@ def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) 
     given = read_tradeoff(path) if path.exists() else None
     if given is None and change is None:
         return None
-    kinds = {kind.name: kind for kind in memory}
+    kinds = {kind.name: kind.highest for kind in memory}
     name = given.memory if given else next(iter(kinds), "")
-    peaks = kinds[name].highest if name in kinds else (None, None)
-    percents = (0.0, None if change is None else 100 * change)
     points = [*given.points] if given else []
-    points += [
-        TradeOffPoint(label=label, peak_bytes=int(peak), step_time_percent=percent)
-        for label, peak, percent in zip(("no offload", "this run"), peaks, percents, strict=True)
-        if peak is not None
-    ]
+    percents = (0.0, None if change is None else 100 * change)
+    labels = ("no offload", "this run")
+    for label, peak, percent in zip(labels, kinds.get(name, ()), percents, strict=False):
+        if peak is not None:
+            size = int(peak)
+            points.append(TradeOffPoint(label=label, peak_bytes=size, step_time_percent=percent))
     return TradeOff(memory=name, points=tuple(points)) if points else None

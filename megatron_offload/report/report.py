@@ -30,6 +30,11 @@ NEEDED = ("jinja2", *plots.NEEDED)
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
+_DONE = {
+    "offloaded_bytes": "moved: named in offload.modules",
+    "remade_bytes": "made again in backward: named in offload.recompute",
+}
+
 
 class Pair(NamedTuple):
     """One quantity without and with offload; None where it was not measured."""
@@ -55,9 +60,8 @@ class MemoryKind:
     @property
     def highest(self) -> Pair:
         """Return the peak of the rank that needs most, in each of the runs."""
-        without = [pair.without for pair in self.by_rank if pair.without is not None]
-        offloaded = [pair.offloaded for pair in self.by_rank if pair.offloaded is not None]
-        return Pair(max(without, default=None), max(offloaded, default=None))
+        runs = zip(*self.by_rank, strict=True)
+        return Pair(*(max((x for x in run if x is not None), default=None) for run in runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +97,19 @@ class Report:
     """A sentence on the steps whose peaks count in no number here; "" without such."""
 
     @property
-    def status(self) -> tuple[str, str]:
-        """Return whether the bits are the same: the kind of verdict, and its word."""
+    def verdict(self) -> tuple[str, str, str]:
+        """Return whether the bits are the same: its kind, in a word, and in the line at the top."""
         if self.findings is None:
-            return "neutral", "not compared"
-        return ("good", "identical") if all(self.findings.values()) else ("bad", "different")
-
-    @property
-    def verdict(self) -> str:
-        """Return the one line at the top: what ran, and whether it is the same bits."""
-        kind, _ = self.status
-        wrong = [name for name, is_equal in (self.findings or {}).items() if not is_equal]
-        words = {
-            "neutral": "Not compared with a run without offload",
-            "good": "Bitwise identical",
-            "bad": f"NOT the same bits ({', '.join(wrong)} differ)",
-        }
+            kind, word = "neutral", "not compared"
+            words = "Not compared with a run without offload"
+        elif all(self.findings.values()):
+            kind, word, words = "good", "identical", "Bitwise identical"
+        else:
+            kind, word = "bad", "different"
+            wrong = (name for name, is_equal in self.findings.items() if not is_equal)
+            words = f"NOT the same bits ({', '.join(wrong)} differ)"
         ran = f"{_count(self.num_steps, 'step')} on {_count(len(self.ranks), 'rank')}"
-        return f"{words[kind]} over {ran}."
+        return kind, word, f"{words} over {ran}."
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -122,11 +121,9 @@ class Report:
             kept.update(group["kept_bytes_by_reason"])
         rows = []
         for name, (sums, kept) in found.items():
-            done = {
-                "offloaded_bytes": "moved: named in offload.modules",
-                "remade_bytes": "made again in backward: named in offload.recompute",
-            }
-            reasons = [f"{format_bytes(sums[key])} {why}" for key, why in done.items() if sums[key]]
+            reasons = [
+                f"{format_bytes(sums[key])} {why}" for key, why in _DONE.items() if sums[key]
+            ]
             reasons += [f"{format_bytes(size)} kept: {why}" for why, size in kept.most_common()]
             nothing = "nothing in it to move: too small, or kept alive by something else"
             rows.append({**sums, "name": name, "reasons": reasons or [nothing]})
@@ -134,11 +131,7 @@ class Report:
 
 
 def render_report(report: Report) -> str:
-    """Return a report as HTML.
-
-    Raises:
-        ConfigError: jinja2 or Altair is not installed.
-    """
+    """Return a report as HTML. ConfigError: jinja2 or Altair is not installed."""
     require(*NEEDED)
     import jinja2
 
@@ -155,7 +148,6 @@ def render_report(report: Report) -> str:
     traces = report.traces[: plots.MOST_TIMELINES]
     end_us = plots.last_us(traces)
     script = _script()
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     ranks = [rank["rank"] for rank in report.ranks]
     page = environment.get_template("report.html").render(
         report=report,
@@ -165,7 +157,7 @@ def render_report(report: Report) -> str:
         timelines=[(trace, plots.timeline_chart(trace, end_us)) for trace in traces],
         tradeoff=report.tradeoff and plots.tradeoff_chart(report.tradeoff),
         script=script,
-        digest=digest,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
     return page + "\n"
 
