@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -48,8 +48,8 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
     name, *more = words
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
-    parser = _parsers([name])[name]
-    module = _module(name)
+    parser = _Parser(prog=f"megatron-offload {name}")
+    module = _fill(parser, name)
     return module, read_options(module.Given, parser, more)
 
 
@@ -62,22 +62,49 @@ def _run(words: list[str]) -> int:
             command, given = read_command(words)
             status: int = command.run(given)
             return status
-        parser = _parsers([])[""]
-        shell = parser.parse_args(words).print_completion
-        if shell:
-            require("shtab")
-            import shtab
-
-            parser = _parsers(COMMANDS)[""]
-        sys.stdout.write(shtab.complete(parser, shell) if shell else parser.format_help())
+        sys.stdout.write(_about(words))
         return 0
     except OffloadError as error:
         console(stderr=True).print(f"megatron-offload: {error}")
         return error.exit_status
 
 
-def _module(name: str) -> Any:
-    return import_module(f"megatron_offload.cli.{name}")
+def _about(words: Sequence[str]) -> str:
+    """Return the help of all commands, or what completes them in a shell."""
+    parser = _Parser(
+        prog="megatron-offload",
+        description="Exact activation offload for pipeline-parallel transformers.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh", "tcsh"),
+        help="print what completes words in a shell",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    shell = parser.parse_args(words).print_completion
+    if not shell:
+        return parser.format_help()
+    require("shtab")
+    import shtab
+
+    for name, command in commands.choices.items():
+        _fill(command, name)
+    text: str = shtab.complete(parser, shell)
+    return text
+
+
+def _fill(parser: argparse.ArgumentParser, name: str) -> Any:
+    """Give a parser the help and the flags of a command; return the command's module."""
+    from megatron_offload.cli.options import add_flags
+
+    module = import_module(f"megatron_offload.cli.{name}")
+    parser.description = module.__doc__
+    add_flags(parser, module.Given)
+    return module
 
 
 class _Usage(argparse.RawDescriptionHelpFormatter):
@@ -100,32 +127,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def _parsers(loaded: Collection[str]) -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command, complete for those loaded, and of all under no name."""
-    parser = _Parser(
-        prog="megatron-offload",
-        description="Exact activation offload for pipeline-parallel transformers.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument(
-        "--print-completion",
-        choices=("bash", "zsh", "tcsh"),
-        help="print what completes words in a shell",
-    )
-    commands = parser.add_subparsers(metavar="COMMAND")
-    found: dict[str, argparse.ArgumentParser] = {"": parser}
-    for name, summary in COMMANDS.items():
-        found[name] = commands.add_parser(name, help=summary)
-        if name in loaded:
-            from megatron_offload.cli.options import add_flags
-
-            module = _module(name)
-            found[name].description = module.__doc__
-            add_flags(found[name], module.Given)
-    return found
 
 
 if __name__ == "__main__":
