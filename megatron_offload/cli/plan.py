@@ -107,14 +107,12 @@ class Given(SourceOptions):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plan, and what simulating says of it."""
+    """A plan, and what simulating says of the step with it and without."""
 
     source: Source
     plan: OffloadPlan
     step: Simulation
-    """With the plan."""
     without: Simulation
-    """The same step without offload."""
     points: tuple[TradeOffPoint, ...]
     """Of the trade-off curve."""
 
@@ -152,16 +150,10 @@ def make(
     num_targets: int = 6,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Return a plan with what is predicted of it, and of others.
+    """Return a plan, what is predicted of it, and a curve of other targets, if there are any.
 
-    Args:
-        source: the job.
-        config: the policy.
-        num_targets: memory targets that the trade-off curve has; 0 leaves it out.
-        say: told how far it is.
-
-    Raises:
-        ConfigError: the target can't be kept, or one of ``modules`` is no group of the job.
+    ``say`` is told how far it is. ConfigError: the target can't be kept, or one of the policy's
+    modules is no group of the job.
     """
     if isinstance(config, ModulesConfig):
         names = {group.name for profile in source.profiles for group in profile.groups}
@@ -179,11 +171,7 @@ def make(
 
 
 def write(outcome: Outcome, path: Path) -> Path | None:
-    """Write a plan with what is predicted of it, and the trade-off curve beside it.
-
-    Returns the curve's file, which a report looks for; None where there is no curve. ConfigError:
-    a file can't be written.
-    """
+    """Write a plan, and beside it the trade-off curve, whose file is returned; None without one."""
     with writing(path):
         save_plan(outcome.plan, path)
     if not outcome.points:

@@ -44,10 +44,8 @@ class RecordedStep:
     """What `profile_step` has recorded, once its block is left."""
 
     peak_allocated_bytes: int | None = None
-    """The most that was allocated since the device's own peaks were last reset by someone else,
-    before the step or in it; None where nothing is known."""
+    """Since the device's own peaks were last reset by someone else; None: not known."""
     peak_reserved_bytes: int | None = None
-    """Likewise."""
     _profile: StepProfile | None = None
 
     @property
@@ -350,11 +348,8 @@ class _SavedBytes:
     """What each group of one step saves, and what keeps the part that moving would not free.
 
     A block that several groups share counts in the group that is committed first, which is the one
-    that would move it; so the numbers are the same whether anything moves or not.
-
-    Args:
-        is_pipeline: whether the step is one pipeline rank's of several. What a forward there starts
-            with, and needs a gradient, is another stage's output: the schedule keeps it.
+    that would move it; so the numbers are the same whether anything moves or not. What a forward
+    of one pipeline rank of several starts with, if it needs a gradient, the schedule keeps.
     """
 
     def __init__(self, *, is_pipeline: bool) -> None:
@@ -392,7 +387,7 @@ class _SavedBytes:
                 self._inputs.add(identity)
 
     def enter_backward(self, group: OffloadGroup) -> None:
-        """See what something else has kept until now; once the engine has dealt with the group."""
+        """See what something else has kept until now, when the engine has dealt with the group."""
         for block in group.blocks():
             is_held = is_held_elsewhere(block) if block.recipe is None else None
             if is_held:

@@ -109,12 +109,7 @@ def compare_table(steps: Iterable[tuple[int, float, float, float, float]]) -> Ta
 def memory_table(
     without: Sequence[Mapping[str, Any]], offloaded: Sequence[Mapping[str, Any]]
 ) -> Table:
-    """Return each rank's peaks of device memory in two runs, and their ratio.
-
-    Args:
-        without: one mapping per rank as in `rank_table`, of the run without offload.
-        offloaded: the same of the run with offload, in the same order.
-    """
+    """Return each rank's peaks of device memory in two runs, as `rank_table` takes them."""
     kinds = {"live saved": "peak_live_activation_bytes", "reserved": "peak_reserved_bytes"}
     kinds = {name: key for name, key in kinds.items() if without[0].get(key) is not None}
     columns, rows = ["rank"], [[plain["rank"]] for plain in without]
