@@ -2,8 +2,8 @@
 
 Plain ``pytest`` runs everything. ``pytest --quick`` (``make test``) leaves out what is marked
 ``slow`` and the repetitions that rarely find anything new: of random seeds it runs the first tenth,
-of copy timings the two that differ most (but for the hazards, which every timing has to name), and
-of a test that is marked ``sampled`` the first case.
+of copy timings the two that differ most (but for a wait that is taken out, which every timing has
+to name), and of a test that is marked ``sampled`` the first case, or so many of each parameter.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def is_quick(item) -> bool:
     if not hasattr(item, "callspec"):
         return True
     given, places = item.callspec.params, item.callspec.indices
-    if "sampled" in item.keywords:
-        return not any(places.values())
-    is_any_timing = "timing" not in given or item.path.name == "test_hazards.py"
-    if not is_any_timing and given["timing"] not in QUICK_TIMINGS:
+    sampled = item.get_closest_marker("sampled")
+    if sampled:
+        return max(places.values()) < (sampled.args or (1,))[0]
+    if given.get("timing", "late") not in QUICK_TIMINGS and "wait" not in given:
         return False
     return "seed" not in given or places["seed"] < num_quick_seeds(item)
 

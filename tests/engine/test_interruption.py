@@ -69,7 +69,7 @@ def run_forwards_and_backwards(model, manager):
             graphs[microbatch] = forward(model, manager, seed=microbatch)
 
 
-def check_every_position(model, manager, trap, *, aborts, positions=None):
+def check_every_position(model, manager, trap, *, aborts, positions=range):
     """Let one step after the other fail, each at the next position; see the one after it."""
     expected = run_step(model, None, ORDER)
     trap.disarm()
@@ -77,7 +77,7 @@ def check_every_position(model, manager, trap, *, aborts, positions=None):
     trap.arm(None)
     assert not run_interrupted(model, manager, aborts=aborts)
     num_positions = trap.num_calls
-    for position in positions(num_positions) if positions else range(num_positions):
+    for position in positions(num_positions):
         trap.arm(position)
         if not run_interrupted(model, manager, aborts=aborts):
             # What is learned decides how many calls a step makes: this one had fewer.
@@ -99,8 +99,15 @@ def check_every_position(model, manager, trap, *, aborts, positions=None):
     return num_positions
 
 
-@pytest.mark.parametrize("aborts", [True, False], ids=["step", "no step"])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("after", "aborts"),
+    [
+        pytest.param(False, True, id="before-step"),
+        pytest.param(True, False, id="after-no step"),
+        pytest.param(False, False, id="before-no step", marks=pytest.mark.slow),
+        pytest.param(True, True, id="after-step", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", BOUNDARY_CALLS)
 def test_an_error_at_every_boundary(monkeypatch, name, after, aborts):
     model, manager, trap = make_model(layers=2), make_manager("late", **SETTINGS), Trap()
@@ -113,7 +120,7 @@ def test_an_error_at_every_boundary(monkeypatch, name, after, aborts):
 @pytest.mark.parametrize("aborts", [True, False], ids=["step", "no step"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("timing", ["late", "random"])
-def test_an_error_at_every_call_of_the_backend(monkeypatch, timing, after, aborts):
+def test_an_error_at_every_call_of_the_backend(request, monkeypatch, timing, after, aborts):
     model, manager, trap = (
         make_model(layers=2, recomputes=True),
         make_manager(timing, **SETTINGS),
@@ -122,8 +129,13 @@ def test_an_error_at_every_call_of_the_backend(monkeypatch, timing, after, abort
     for name in BACKEND_CALLS:
         call = getattr(manager.backend, name)
         monkeypatch.setattr(manager.backend, name, trap.around(call, after=after))
-    num_positions = check_every_position(model, manager, trap, aborts=aborts)
-    assert num_positions > 60
+    stride = 3 if request.config.getoption("--quick") else 1
+
+    def positions(count):
+        return range(0, count, stride)
+
+    num_calls = check_every_position(model, manager, trap, aborts=aborts, positions=positions)
+    assert num_calls > 60
 
 
 def test_an_error_while_the_host_pool_grows(monkeypatch):
@@ -223,6 +235,7 @@ def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(m
     assert_nothing_left(manager)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offset", range(5))
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_a_graph_may_die_between_any_two_lines(timing, offset):

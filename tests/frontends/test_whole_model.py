@@ -37,7 +37,10 @@ def make_offload(timing="late", *, max_fwd_stash_size=5, min_offload_size=0, **s
     )
 
 
-@pytest.mark.parametrize("order", ["FBFB", "FFBB", "FFFBFBBB"])
+SHORT = [pytest.param(order, marks=pytest.mark.slow) for order in ("FBFB", "FFBB")]
+
+
+@pytest.mark.parametrize("order", ["FFFBFBBB", *SHORT])
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_every_bit_is_the_same(name, timing, order):
@@ -505,7 +508,7 @@ def test_every_bit_is_the_same_with_a_context_for_each_forward(name):
         return OffloadActivations(min_offload_size=0, config=config)
 
     order = "FFFBFBBB"
-    assert_same(zoo.train(name, order=order), zoo.train(name, context, order=order))
+    assert_same(zoo.expected(name, order=order), zoo.train(name, context, order=order))
     (groups,) = [one for idle in whole_model._idle.values() for one in idle]
     assert groups.end_step_if_over()
     assert groups.manager.last_step.offloaded_bytes > 0

@@ -1,7 +1,7 @@
 """Megatron-core's own layers and schedules, with this package in the place of its offload.
 
-Each program of `megatron_programs` runs in a process of its own, for each version of megatron-core
-and each order of imports; the processes run side by side, once.
+The programs of `megatron_programs` run in one process for each version of megatron-core and each
+order of imports.
 """
 
 from __future__ import annotations
@@ -61,45 +61,36 @@ RUNS = {
 
 
 @functools.cache
-def findings():
-    """Run everything, side by side; return what each process found."""
-    processes = {}
-    for (version, order), cases in RUNS.items():
-        if version == "later" and not LATER.is_dir():
-            continue
-        path = [str(LATER)] if version == "later" else []
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
-        processes[version, order] = subprocess.Popen(
-            [sys.executable, str(PROGRAM), order, *cases],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    found = {}
-    for key, process in processes.items():
-        output, errors = process.communicate(timeout=400)
-        if process.returncode == 0:
-            found[key] = json.loads(output.splitlines()[-1])
-        else:
-            found[key] = errors
-    return found
-
-
 def finding(run):
-    if run[0] == "later" and not LATER.is_dir():
+    """Run a process; return what it found."""
+    version, order = run
+    path = [str(LATER)] if version == "later" else []
+    if path and not LATER.is_dir():
         pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER to its folder")
-    found = findings()[run]
-    assert isinstance(found, dict), found
-    return found
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), order, *RUNS[run]],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def param(run, *case):
+    marks = pytest.mark.slow if run[1] == "installed-first" else ()
+    return pytest.param(run, *case, id="-".join((*run, *case)), marks=marks)
 
 
 def programs(*cases):
     """Parametrise by run and case, of those runs that have the case."""
-    pairs = [(run, case) for run, known in RUNS.items() for case in cases if case in known]
-    return pytest.mark.parametrize(
-        ("run", "case"), pairs, ids=["-".join((*run, case)) for run, case in pairs]
-    )
+    pairs = [param(run, case) for run, known in RUNS.items() for case in cases if case in known]
+    return pytest.mark.parametrize(("run", "case"), pairs)
+
+
+by_run = pytest.mark.parametrize("run", [param(run) for run in RUNS])
 
 
 @programs(*MOVES, *STAYS, *LATER_ONLY, "none", *REMADE)
@@ -152,13 +143,13 @@ def test_each_unit_is_made_again(run, case):
         assert set(step["remade"]) == REMADE[case]
 
 
-@pytest.mark.parametrize("run", RUNS, ids="-".join)
+@by_run
 def test_the_version_is_the_one_meant(run):
     version = finding(run)["version"]
     assert version.startswith("0.16.") == (run[0] == "0.16")
 
 
-@pytest.mark.parametrize("run", RUNS, ids="-".join)
+@by_run
 def test_install_exchanges_every_reference(run):
     references = finding(run)["references"]
     assert references["num_shared"] >= 15
@@ -166,7 +157,7 @@ def test_install_exchanges_every_reference(run):
         assert references[where], where
 
 
-@pytest.mark.parametrize("run", RUNS, ids="-".join)
+@by_run
 def test_uninstall_restores_exactly(run):
     references = finding(run)["references"]
     assert references["changed"] == []

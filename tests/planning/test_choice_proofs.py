@@ -19,6 +19,7 @@ def test_a_plan_keeps_its_target_and_costs_no_more_than_one_that_makes_nothing_a
     assert CHECK["check_random"](seed) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_on_small_jobs_no_choice_of_all_is_five_percent_quicker(seed):
     assert CHECK["check_exact"](seed) <= 5.0

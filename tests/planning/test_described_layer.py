@@ -54,6 +54,7 @@ def saved():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "described"), [("dense", {}), ("gated", GATED), ("experts", GATED | EXPERTS)]
 )

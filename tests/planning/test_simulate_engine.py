@@ -229,10 +229,14 @@ def random_settings(rng, job, host_slab_bytes, *, with_units=False):
     )
 
 
-def both(seed, host_slab_bytes, *, with_units=False):
+def random_step(seed, host_slab_bytes, *, with_units=False):
     rng = random.Random(seed)
     job = random_job(rng, with_units=with_units)
-    settings = random_settings(rng, job, host_slab_bytes, with_units=with_units)
+    return job, random_settings(rng, job, host_slab_bytes, with_units=with_units)
+
+
+def both(seed, host_slab_bytes, **options):
+    job, settings = random_step(seed, host_slab_bytes, **options)
     return run_engine(job, settings), simulate(job, settings, record=True), job
 
 
@@ -265,14 +269,15 @@ def test_the_simulator_does_what_the_engine_does_at_the_same_times(seed):
 
 
 def test_the_random_steps_move_stall_and_return():
-    ranks = [both(seed, 4096 * KIB)[1].ranks[0] for seed in range(60)]
-    ranks += [both(seed, 4096 * KIB)[1].ranks[0] for seed in RARE]
+    steps = [random_step(seed, 4096 * KIB) for seed in (*range(60), *RARE)]
+    ranks = [simulate(job, settings).ranks[0] for job, settings in steps]
     for seen in ("num_late", "returned_bytes", "reloaded_bytes"):
         assert sum(getattr(rank, seen) > 0 for rank in ranks) >= 3, seen
     for cause in (RELEASE, RELOAD):
         assert sum(rank.stall_us[cause] > 0 for rank in ranks) >= 15, cause
 
 
+@pytest.mark.slow
 def test_where_pinned_memory_is_tight_the_times_are_near():
     # Which place of the pool a copy gets is guessed: the simulator knows no best fit.
     errors = []
