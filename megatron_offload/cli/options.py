@@ -37,7 +37,7 @@ class OptionsWithKeys(Options):
     """Options of a command that is configured by keys."""
 
     set: tuple[str, ...] = ()
-    """KEY=VALUE ...: set keys; each of those below may be a flag as well."""
+    """Set keys; each of those below may be a flag as well."""
 
 
 Given = TypeVar("Given", bound=Options)
@@ -59,6 +59,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
         if "metavar" in settings:
             kind = re.sub(r"^(?:tuple|list)\[(.*?)(?:,\.\.\.)?\]$", r"\1", settings["metavar"])
             settings["metavar"] = "SIZE" if "ByteSize" in kind else _METAVARS.get(kind, kind)
+        if name == "--set":
+            settings["metavar"] = "KEY=VALUE"
         other = options.also.get(name)
         if other and settings.get("metavar") == _METAVARS["bool"]:
             settings |= {"nargs": "?", "const": "true"}

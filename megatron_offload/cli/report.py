@@ -22,6 +22,7 @@ from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
+from megatron_offload.cli.source import Recorded
 from megatron_offload.cli.trace import read_run_traces
 from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import PlanFileConfig
@@ -103,7 +104,7 @@ def read_report(folder: Path) -> Report:
         plain.median_step_time_s(without=traced_step) if plain else None,
         offloaded.median_step_time_s(without=traced_step),
     )
-    plan, is_followed = _plan(main, folder, config)
+    plan, is_followed = _plan(main, folder)
     return Report(
         title=folder.resolve().name,
         num_steps=len(offloaded.steps),
@@ -137,16 +138,22 @@ def _commands(folder: Path, config: Path | None, *, is_comparison: bool) -> list
     return [*commands, f"megatron-offload report {shlex.quote(str(folder))}"]
 
 
-def _plan(main: Path, folder: Path, config: TrainConfig | None) -> tuple[OffloadPlan | None, bool]:
-    """Return the plan that the run followed, or else one beside it, and whether it did."""
-    policy = config.offload.policy if config else None
+def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:
+    """Return the plan beside the curve, or else the run's, and whether the run followed it."""
+    recorded, path, followed = Recorded.read(main), folder / PLAN_NAME, None
+    policy = recorded.policy if recorded else None
     if isinstance(policy, PlanFileConfig) and Path(policy.path).exists():
-        return load_plan(policy.path), True
-    for path in (main / PLAN_NAME, folder / PLAN_NAME):
-        if path.exists():
-            plans = config is not None and config.offload.tuned_policy is not None
-            return load_plan(path), plans and path.parent == main
-    return None, False
+        followed = load_plan(policy.path)
+    plan = load_plan(path) if path.exists() else followed
+    return plan, followed is not None and _done_by(plan) == _done_by(followed)
+
+
+def _done_by(plan: OffloadPlan | None) -> list[Any]:
+    """Return what a plan does, whatever it says of that."""
+    return [
+        ({choice.key: choice.moves for choice in rank.choices}, rank.recompute)
+        for rank in (plan.ranks if plan else ())
+    ]
 
 
 def _left_out(report: RunReport, memory: Sequence[MemoryKind]) -> str:

@@ -67,6 +67,14 @@ class Recorded:
     """Of the file that holds them."""
     offload: OffloadConfig
 
+    @classmethod
+    def read(cls, folder: Path) -> Recorded | None:
+        """Return what a run's folder has of them, if it has."""
+        path = folder / CONFIG_NAME
+        if not path.exists():
+            return None
+        return cls(path, validate(OffloadConfig, load_yaml(path).get("offload") or {}, str(path)))
+
     @property
     def own_plan(self) -> Path | None:
         """The file of the plan that the run made and followed, if it came to that."""
@@ -177,14 +185,13 @@ class Source:
             f"step time: {without.step_us / 1e3:.1f} ms without offload, "
             f"{step.step_us / 1e3:.1f} ms {what} ({change:+.2f} %)"
         )
-        num_bytes, num_gpus = self._host_bytes(step)
-        size = format_bytes(num_bytes)
-        out.print(f"host memory: up to {size} pinned on a node of {num_gpus} GPUs")
+        host_bytes, node = self._host_bytes(step)
+        out.print(f"host memory: up to {format_bytes(host_bytes)} pinned on {node}")
         for line in more:
             out.print(line)
         if self.recorded is not None:
-            host_bytes = max(rank.peak_host_bytes for rank in step.ranks)
-            for setting in self.recorded.not_simulated(host_bytes):
+            most_bytes = max(rank.peak_host_bytes for rank in step.ranks)
+            for setting in self.recorded.not_simulated(most_bytes):
                 out.print(f"not simulated of what the run was set to: {setting}")
         out.print(f"bandwidths: {self.machine}")
         out.print(
@@ -195,26 +202,23 @@ class Source:
     def _misfits(self, step: Simulation) -> Iterator[str]:
         """Yield what of a step doesn't fit into a GPU or a node."""
         device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
-        host_bytes, num_gpus = self._host_bytes(step)
-        needs = {
-            "device_bytes": (device_bytes, "of a GPU"),
-            "host_bytes": (host_bytes, f"of a node of {num_gpus} GPUs"),
-        }
+        needs = {"device_bytes": (device_bytes, "a GPU"), "host_bytes": self._host_bytes(step)}
         for key, (needed, where) in needs.items():
             there = getattr(self.job.machine, key)
             if there is not None and needed > there:
-                sizes = f"{format_bytes(needed)} {where}, which has {format_bytes(there)}"
+                sizes = f"{format_bytes(needed)} of {where}, which has {format_bytes(there)}"
                 yield f"DOES NOT FIT: {sizes} (machine.{key})"
 
-    def _host_bytes(self, step: Simulation) -> tuple[int, int]:
-        """Return the most that is pinned on a node, and how many GPUs that is for."""
+    def _host_bytes(self, step: Simulation) -> tuple[int, str]:
+        """Return the most that is pinned on a node, and what a node is."""
         job, size = self.job, self.job.ranks_per_node
         gpus_per_node = job.machine.gpus_per_node
         peaks = [
             rank.peak_host_bytes * min(job.gpus_per_rank, gpus_per_node) for rank in step.ranks
         ]
         nodes = [sum(peaks[first : first + size]) for first in range(0, len(peaks), size)]
-        return max(nodes), min(gpus_per_node, len(peaks) * job.gpus_per_rank)
+        num_gpus = min(gpus_per_node, len(peaks) * job.gpus_per_rank)
+        return max(nodes), f"a node of {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
 
 
 class SourceOptions(OptionsWithKeys):
@@ -267,13 +271,10 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
             f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
         )
     profiles, place = _of_one_run(paths), paths[0].parent
-    path, facts, measured = (place / x for x in (CONFIG_NAME, FACTS_NAME, BANDWIDTHS_NAME))
+    facts, measured = place / FACTS_NAME, place / BANDWIDTHS_NAME
     data = read_json(facts) if facts.exists() else None
     is_simulated = isinstance(data, dict) and data.get("is_simulated") is True
-    recorded = None
-    if path.exists():
-        given_then = load_yaml(path).get("offload") or {}
-        recorded = Recorded(path, validate(OffloadConfig, given_then, str(path)))
+    recorded = Recorded.read(place)
     bandwidths = load_bandwidths(measured) if measured.exists() else None
     if given.machine is not None:
         section, origin = _read_machine(given.machine), str(given.machine)

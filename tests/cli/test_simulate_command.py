@@ -202,8 +202,6 @@ def test_a_plan_for_a_run_has_the_run_s_budgets_where_it_sets_none(tmp_path, cap
     ("words", "expected"),
     [
         (("--model", "MODEL", "--plan", "/nowhere.json"), "can't read /nowhere.json"),
-        (("--model", "MODEL", "--plan", "BROKEN"), "not plain JSON"),
-        (("--model", "MODEL", "--plan", "KEYS"), "did you mean 'policy'"),
         (("--model", "MODEL", "--trace", "/"), "--trace / is a folder"),
         (("--model", "MODEL", "--png", "x.docx"), "--png x.docx: .* ends in .png"),
         (("--model", "TRAINER"), "trainer.yaml is a configuration of 'train' .*'parallel'"),
@@ -211,26 +209,20 @@ def test_a_plan_for_a_run_has_the_run_s_budgets_where_it_sets_none(tmp_path, cap
         (("--model", "MODEL", "--machine", "RATES"), "rates.yaml: .*'d2h_gbps'"),
         (("--model", "MODEL", "--trace", "/proc/x.json"), "can't write /proc/x.json"),
         (("--model", "MODEL", "--set", "model.pipeline_parallel=3"), "divide into 3 stages"),
-        (("--model", "MODEL", "--set", "machine.node_gbps=0"), "machine.node_gbps"),
-        (("--model", "MODEL", "--set", "offload.host_slab_bytes=0"), "offload.host_slab_bytes"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expected):
-    (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "keys.json").write_text('{"policyy": 1}')
     (tmp_path / "trainer.yaml").write_text("model: {}\nparallel: {}\nrun: {}\noffload: {}")
     (tmp_path / "rates.yaml").write_text("d2h_gbps: -1")
     places = {
         "MODEL": model,
-        "BROKEN": tmp_path / "broken.json",
-        "KEYS": tmp_path / "keys.json",
         "TRAINER": tmp_path / "trainer.yaml",
         "RATES": tmp_path / "rates.yaml",
     }
     assert run(*(places.get(word, word) for word in words)) == 2
     error = capsys.readouterr().err
     assert re.search(expected, error)
-    assert error.count("\n") == 1 or "KEYS" in words, "each key that is wrong has its line"
+    assert error.count("\n") == 1
 
 
 def test_simulating_needs_no_torch(model, tmp_path):

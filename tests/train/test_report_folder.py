@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,11 +14,9 @@ from megatron_offload.cli.main import main
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import Span, StepTrace, write_traces
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
-from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import RunFacts
 
@@ -154,13 +153,16 @@ def test_a_plan_that_the_run_followed_is_said_to_be(tmp_path, kind):
 
 def test_a_plan_that_was_made_of_a_comparison_later_is_none_that_the_run_followed(tmp_path):
     folder = tmp_path / "run"
-    for name in ("without_offload", "with_offload"):
-        write_run(folder / name)
-    write_plan(folder / "plan.json")
-    config = validate(TrainConfig, {"offload": {"policy": {"kind": "auto"}}}, "it")
-    plan, is_followed = report._plan(folder / "with_offload", folder, config)
-    assert plan is not None
-    assert not is_followed
+    main = write_run(folder / "with_offload", "offload: {policy: {kind: auto}}")
+    later = write_plan(folder / "plan.json")
+    assert report._plan(main, folder) == (later, False)
+    rank = later.ranks[0]
+    stays = replace(rank, choices=(rank.choices[0]._replace(moves=False),))
+    followed = replace(later, ranks=(stays, rank))
+    save_plan(followed, main / "plan.json")
+    assert report._plan(main, folder) == (later, False), "it stands beside the curve"
+    save_plan(followed, folder / "plan.json")
+    assert report._plan(main, folder) == (followed, True)
 
 
 def traced(folder):
