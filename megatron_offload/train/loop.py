@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -50,63 +51,53 @@ def run_training(
     return report
 
 
+@dataclass(eq=False)
 class _Trainer:
     """Model, optimizer, scheduler and data of one run on one rank."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        device: torch.device,
-        parallel: Parallel,
-        signals: Sequence[int],
-        say: Callable[[str], None],
-    ) -> None:
+    _config: TrainConfig
+    _device: torch.device
+    _parallel: Parallel
+    _signals: Sequence[int]
+    _say: Callable[[str], None]
+    _first: int = 1
+    """The step that comes first."""
+
+    def __post_init__(self) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from megatron_offload.train.model import build_chunks, build_optimizer, build_scheduler
 
-        self._config = config
-        self._device = device
-        self._parallel = parallel
-        self._say = say
-        self._signals = signals
-        self._synchronize = torch.get_device_module(device).synchronize
-        self._chunks = build_chunks(config, device)
+        config = self._config
+        self._synchronize = torch.get_device_module(self._device).synchronize
+        self._chunks = build_chunks(config, self._device)
         self._optimizer = build_optimizer(config, self._chunks)
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
-        self._source = build_source(config, parallel.dp_size)
+        self._source = build_source(config, self._parallel.dp_size)
+        folder, data = CheckpointFolder(config.run.output), functools.cache(self._source.digest)
         self._checkpoints = Checkpoints(
-            config,
-            CheckpointFolder(config.run.output),
-            device,
-            parallel,
-            self._chunks,
-            self._optimizer,
-            functools.cache(self._source.digest),
+            config, folder, self._device, self._parallel, self._chunks, self._optimizer, data
         )
-        self._first = 1
         self._forward_backward = get_forward_backward_func()
         live = config.run.measure_live_bytes
         self._meter = LiveActivationMeter(self._parameters()) if live else None
 
     def run(self, *, resume: bool) -> RunReport:
         """Take every step that is left; report what happened on all ranks."""
-        config, owner = self._config, self._parallel.is_owner
-        report, keep_bytes = RunReport(), 0
-        if resume:
-            keep_bytes = self._restore(report)
-        if owner:
+        config, run, parallel = self._config, self._config.run, self._parallel
+        report = RunReport()
+        keep_bytes = self._restore(report) if resume else 0
+        if parallel.is_owner:
             on_gpu = self._device.type == "cuda"
             gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
-            prepare_folder(config, gpu, self._parallel.world_size, is_new=keep_bytes == 0)
-        is_timed = max(config.run.trace_step, config.run.profile_step) > 0
-        pp_rank = self._parallel.pp_rank
+            prepare_folder(config, gpu, parallel.world_size, is_new=keep_bytes == 0)
+        is_timed = max(run.trace_step, run.profile_step) > 0
         with (
             open_offload(
-                config.offload, self._chunks, self._meter, pp_rank, is_timed=is_timed
+                config.offload, self._chunks, self._meter, parallel.pp_rank, is_timed=is_timed
             ) as session,
-            open_log(config.run.output, keep_bytes) if owner else _NOTHING as log,
+            open_log(run.output, keep_bytes) if parallel.is_owner else _NOTHING as log,
         ):
             self._take_steps(report, session, log)
         return report
@@ -162,8 +153,8 @@ class _Trainer:
 
     def _train_step(self, step: int, session: OffloadSession) -> tuple[StepRecord, int]:
         """Take one step; return its record, and the signal that any rank has received, else 0."""
-        config, run, rank = self._config, self._config.run, self._parallel.rank
-        on_gpu = self._device.type == "cuda"
+        config, run, parallel = self._config, self._config.run, self._parallel
+        rank, on_gpu = parallel.rank, self._device.type == "cuda"
         self._synchronize()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -201,8 +192,8 @@ class _Trainer:
                 reserved = max(reserved, recorded.peak_reserved_bytes or 0)
         mine = RankStep(
             rank=rank,
-            pp_rank=self._parallel.pp_rank,
-            dp_rank=self._parallel.dp_rank,
+            pp_rank=parallel.pp_rank,
+            dp_rank=parallel.dp_rank,
             loss=loss,
             grad_norm=float(grad_norm),
             step_time_s=step_time_s,
@@ -215,19 +206,17 @@ class _Trainer:
             **counters,
         )
         # Ranks receive a signal at different steps; here all of them learn of it at the same.
-        everyone = self._parallel.gather((mine, next(iter(self._signals), 0)))
+        ranks, numbers = zip(*parallel.gather((mine, next(iter(self._signals), 0))), strict=True)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             trace.write_chrome(run.output / f"trace_{rank}.json")
         if recorded is not None:
             profile = recorded.profile
             save_profile(profile, run.output / f"profile_{rank}.json")
-            rates = self._parallel.gather((profile.d2h_gbps, profile.h2d_gbps))
-            if self._parallel.is_owner:
+            rates = parallel.gather((profile.d2h_gbps, profile.h2d_gbps))
+            if parallel.is_owner:
                 save_bandwidths(slowest_link(rates), run.output / BANDWIDTHS_NAME)
-        sequences = config.sequences_per_step(self._parallel.dp_size)
-        tokens = sequences * config.model.sequence_length
-        record = StepRecord.merge(step, lr, tokens, [entry[0] for entry in everyone])
-        return record, max(entry[1] for entry in everyone)
+        tokens = config.sequences_per_step(parallel.dp_size) * config.model.sequence_length
+        return StepRecord.merge(step, lr, tokens, ranks), max(numbers)
 
     def _profiling(
         self, step: int, manager: PipelineOffloadManager | None
@@ -260,12 +249,9 @@ class _Trainer:
 
     def _pass_over_microbatches(self, kind: int, step: int, *, forward_only: bool) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
-        data, virtual = self._config.data, self._config.parallel.virtual
-        place, device = self._parallel.dp_rank, self._device
-        iterators = [
-            microbatches(self._source, kind, step, data.microbatches, place, device)
-            for _ in range(virtual)
-        ]
+        data, virtual, source = self._config.data, self._config.parallel.virtual, self._source
+        numbers = (kind, step, data.microbatches, self._parallel.dp_rank)
+        iterators = [microbatches(source, *numbers, self._device) for _ in range(virtual)]
         losses = self._forward_backward(
             forward_step_func=_forward_step,
             data_iterator=iterators if virtual > 1 else iterators[0],
@@ -275,9 +261,8 @@ class _Trainer:
             micro_batch_size=data.micro_batch_size,
             forward_only=forward_only,
         )
-        if not losses:
-            return None
-        return float(torch.stack([entry["loss"] for entry in losses]).mean())
+        found = [entry["loss"] for entry in losses]
+        return float(torch.stack(found).mean()) if found else None
 
     def _parameters(self) -> Iterator[Any]:
         for chunk in self._chunks:
