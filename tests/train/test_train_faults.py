@@ -165,19 +165,6 @@ def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path):
     assert f"stopping after step {step}" in err
 
 
-def test_a_worker_group_that_torchrun_starts_again_resumes_by_itself(undisturbed, tmp_path):
-    found = {"rank": 1, "moment": "step", "count": 4, "delay": 0.0}
-    settings = (f"run.steps={STEPS}", "run.checkpoint_interval=2")
-    status, err = run(
-        words(tmp_path, *settings),
-        program=(*TORCHRUN, "--max-restarts", "1", FAILING),
-        FAILURE=json.dumps(found),
-    )
-    assert status == 0, err
-    assert "going on after step 2" in err
-    is_the_same(tmp_path, undisturbed)
-
-
 def test_a_rank_that_fails_ends_the_others_and_its_error_is_shown(tmp_path):
     found = {"rank": 1, "moment": "raise", "count": 2}
     status, err = run(words(tmp_path), program=(FAILING,), FAILURE=json.dumps(found))
