@@ -48,22 +48,22 @@ class Checkpoints:
     data: Callable[[], str]
     """Returns a digest of the training data; it is called only if need be."""
 
-    def save(self, step: int, evaluations: Mapping[int, float]) -> Path:
+    def save(self, step: int) -> Path:
         """Write the state after ``step``, make it current, and remove what is too old."""
         try:
             self.parallel.on_owner(lambda: self.folder.begin(step))
             torch.get_device_module(self.device).synchronize()
             mine = self.parallel.agreed(lambda: self._write(self.folder.part_of(step)))
             manifest = Manifest(
-                format=4,
+                format=5,
                 step=step,
                 ranks=self.parallel.world_size,
                 device=self.device.type,
                 data=self.parallel.on_owner(self.data) or "",
-                evaluations=dict(evaluations),
                 files={k: v for each in self.parallel.gather(mine) for k, v in each.items()},
+                config=self.config,
             )
-            self.parallel.on_owner(lambda: self.folder.publish(manifest, self.config))
+            self.parallel.on_owner(lambda: self.folder.publish(manifest))
         except (OSError, ConfigError) as error:
             if self.parallel.is_owner:
                 self.folder.clean()
@@ -73,8 +73,8 @@ class Checkpoints:
             ) from error
         return self.folder.path_of(step)
 
-    def load(self) -> tuple[Path, Manifest] | None:
-        """Restore the newest whole checkpoint; return its folder and what it says, if there is one.
+    def load(self) -> tuple[Path, int] | None:
+        """Restore the newest whole checkpoint; return its folder and step, if there is one.
 
         One that is damaged or of another run is a `ConfigError`.
         """
@@ -85,7 +85,7 @@ class Checkpoints:
         manifest = agreed(lambda: self._examined(path))
         _make_optimizer_states(self.optimizer)
         agreed(lambda: self._read(path, manifest))
-        return path, manifest
+        return path, manifest.step
 
     def _examined(self, path: Path) -> Manifest:
         manifest = read_checkpoint(path, self.config, self.parallel.world_size)

@@ -120,7 +120,7 @@ def build_source(config: TrainConfig, dp_size: int) -> TokenSource:
             f"data.indexed {prefix} holds token {largest}, but model.vocabulary is "
             f"{config.model.vocabulary}; set it to {largest + 1} or more"
         )
-    wanted = run.steps * config.sequences_per_step(dp_size) * (2 if run.eval_interval else 1)
+    wanted = 2 * run.steps * config.sequences_per_step(dp_size)  # half of it for evaluations
     dataset_config = GPTDatasetConfig(
         random_seed=run.seed,
         sequence_length=config.model.sequence_length,

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import torch
@@ -108,11 +108,9 @@ class _Trainer:
         if restored is None:
             self._say("no checkpoint to resume from; starting with the first step")
             return 0
-        path, manifest = restored
-        step = manifest.step
+        path, step = restored
         self._scheduler.step(step)
         self._first = step + 1
-        report.evaluations = dict(manifest.evaluations)
         kept = self._parallel.on_owner(lambda: read_steps(self._config.run.output, step))
         report.steps, keep_bytes = kept or ([], 0)
         self._say(f"resumed from {path}; going on after step {step}")
@@ -123,6 +121,8 @@ class _Trainer:
         for step in range(self._first, run.steps + 1):
             was_planning = session.is_planning
             record, number = self._train_step(step, session)
+            if run.eval_interval and step % run.eval_interval == 0:
+                record = replace(record, evaluation=self._evaluate(step))
             report.steps.append(record)
             if log is not None:
                 log.write(record.to_json() + "\n")
@@ -135,14 +135,13 @@ class _Trainer:
                 )
             if was_planning and not session.is_planning:
                 say(session.keep_plan(run.output if self._parallel.is_owner else None))
-            if run.eval_interval and step % run.eval_interval == 0:
-                report.evaluations[step] = self._evaluate(step)
-                say(f"evaluation after step {step}  loss {report.evaluations[step]:.6f}")
+            if record.evaluation is not None:
+                say(f"evaluation after step {step}  loss {record.evaluation:.6f}")
             ends = number or step == run.steps
             if run.checkpoint_interval and (ends or step % run.checkpoint_interval == 0):
                 if log is not None:  # it must reach as far as the checkpoint, whatever happens
                     os.fsync(log.fileno())
-                say(f"saved {self._checkpoints.save(step, report.evaluations)}")
+                say(f"saved {self._checkpoints.save(step)}")
             if number and step < run.steps:
                 say(f"{signal.Signals(number).name}; stopping after step {step}")
                 report.stopped_by = number

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Any, TextIO
 
 import pydantic
 
@@ -28,21 +28,6 @@ COMPARISON_NAME = "compare.json"
 FOLDERS = ("without_offload", "with_offload")
 """Where the two runs lie in the comparison's own folder."""
 
-
-def _from_hex(value: Any) -> Any:
-    try:
-        return float.fromhex(value) if isinstance(value, str) else value
-    except (ValueError, OverflowError) as error:
-        raise ValueError("no number that float.hex wrote") from error
-
-
-Bits = Annotated[
-    float,
-    pydantic.AllowInfNan(True),
-    pydantic.BeforeValidator(_from_hex),
-    pydantic.PlainSerializer(float.hex),
-]
-"""A number that a file holds as `float.hex` writes it."""
 
 _TOTALS = ("offloaded_bytes", "reloaded_bytes", "remade_bytes", "num_late_reloads")
 """Keys of a line that are sums over its ranks."""
@@ -93,6 +78,8 @@ class StepRecord:
     step_time_s: float
     tokens: int
     ranks: tuple[RankStep, ...]
+    evaluation: float | None = None
+    """Mean loss of the evaluation after it, if there was one."""
 
     @classmethod
     def merge(cls, step: int, lr: float, tokens: int, ranks: Sequence[RankStep]) -> StepRecord:
@@ -128,11 +115,9 @@ class _Line(pydantic.RootModel[StepRecord]):
 
 @dataclass(slots=True)
 class RunReport:
-    """A whole run: its steps, its evaluations, and digests of what it ended with."""
+    """A whole run: its steps, and digests of what it ended with."""
 
     steps: list[StepRecord] = field(default_factory=list)
-    evaluations: dict[int, float] = field(default_factory=dict)
-    """Evaluation loss by the training step after which it was taken."""
     parameters: tuple[str, ...] = ()
     """Digest of every rank's parameters after the last step."""
     stopped_by: int = 0
@@ -229,7 +214,7 @@ def compare_reports(config: TrainConfig, without: RunReport, offloaded: RunRepor
         and all(rank.gradients is not None for rank in last),
         f"final parameters of {len(without.parameters)} ranks": without.parameters
         == offloaded.parameters,
-        "evaluation losses": repr(without.evaluations) == repr(offloaded.evaluations),
+        "evaluation losses": all(repr(a.evaluation) == repr(b.evaluation) for a, b in steps),
     }
     return Comparison(
         identical=all(findings.values()),

@@ -25,7 +25,7 @@ from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.files.text import open_regular, replace_text, sync_folder
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.config import RunConfig, TrainConfig
-from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, Bits, read_steps
+from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, read_steps
 
 CONFIG_NAME = "config.yaml"
 FACTS_NAME = "run.json"
@@ -34,7 +34,7 @@ PLAN_NAME = "plan.json"
 RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 
 _NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,14})")
-_MANIFEST, _CONFIG = "checkpoint.json", "config.json"
+_MANIFEST = "checkpoint.json"
 
 _FileName = Annotated[str, Field(pattern=r"^(stage|rank)_[0-9]{1,9}_[0-9]{1,9}\.safetensors$")]
 
@@ -163,16 +163,17 @@ def rank_files(folder: Path, kind: str) -> list[Path]:
 class Manifest(StrictModel):
     """What a checkpoint holds."""
 
-    format: Literal[4]
+    format: Literal[5]
     """Of the files; a checkpoint of another one is refused."""
     step: Annotated[int, Field(ge=1, lt=10**15)]
     ranks: Annotated[int, Field(ge=1)]
     device: str
     """Kind of device, ``cpu`` or ``cuda``."""
     data: str
-    evaluations: dict[int, Bits]
+    """Digest of the training data."""
     files: dict[_FileName, str]
     """Digest of every file that holds tensors, by `digest_of_file`."""
+    config: TrainConfig
 
 
 class CheckpointFolder:
@@ -209,15 +210,14 @@ class CheckpointFolder:
         part.mkdir(parents=True)
         return part
 
-    def publish(self, manifest: Manifest, config: TrainConfig) -> None:
+    def publish(self, manifest: Manifest) -> None:
         """Describe a checkpoint whose tensors are on disk, name it, and remove what is too old."""
         part, path = self.part_of(manifest.step), self.path_of(manifest.step)
-        replace_text(part / _MANIFEST, manifest.model_dump_json())
-        replace_text(part / _CONFIG, config.model_dump_json(indent=2))
+        replace_text(part / _MANIFEST, manifest.model_dump_json(indent=1))
         os.rename(part, path)
         for folder in (self.path, self.path.parent):
             sync_folder(folder)
-        self.prune(config.run.keep_checkpoints)
+        self.prune(manifest.config.run.keep_checkpoints)
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints."""
@@ -236,7 +236,7 @@ class CheckpointFolder:
 def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifest:
     """Return what a whole checkpoint holds, if this run may go on from it."""
     manifest = read_model(Manifest, path / _MANIFEST)
-    check_same_run(path, read_model(TrainConfig, path / _CONFIG), config, manifest.step)
+    check_same_run(path, manifest.config, config, manifest.step)
     check_same(path, [("the number of ranks", manifest.ranks, world_size)])
     if manifest.step > config.run.steps:
         raise ConfigError(
@@ -273,13 +273,9 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
         for section, values in now.items()
         for key, value in values.items()
     ]
-    indexed = config.data.indexed is not None
     extends = step == saved.run.steps < config.run.steps
-    if indexed or (config.schedule.decay != "constant" and not extends):
+    if config.data.indexed or (config.schedule.decay != "constant" and not extends):
         pairs.append(("run.steps", saved.run.steps, config.run.steps))
-    if indexed:
-        evaluates = (saved.run.eval_interval > 0, config.run.eval_interval > 0)
-        pairs.append(("run.eval_interval > 0", *evaluates))
     check_same(path, pairs)
 
 
