@@ -21,7 +21,7 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.group import Block
 from megatron_offload.engine.manager import PipelineOffloadManager
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 MIB = 1 << 20
 ORDER = one_forward_one_backward(6, depth=3)
@@ -94,22 +94,14 @@ def run_step(model, manager, inputs, order=ORDER):
     return programs.run_step(model, manager, order, inputs=inputs)
 
 
-@pytest.fixture(autouse=True)
-def _deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 LIMITS = [*itertools.product((0, 96 * MIB, None), (0, 96 * MIB, None), (0,))]
 LIMITS += [(0, 0, 512 * MIB), (96 * MIB, 96 * MIB, 512 * MIB), (None, None, 512 * MIB)]
 """In flight, prefetched, and retained: what is retained is another target, and no other order."""
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def trained(request):
+def trained(request, deterministic):
     """A model of each dtype, its inputs, and what a step without offload gives."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
     model = make_model(dtype=request.param)
     inputs = make_inputs(model)
     return model, inputs, run_step(model, None, inputs)
@@ -126,23 +118,6 @@ def test_every_bit_is_the_same(trained, inflight_bytes, prefetch_bytes, retained
     for _ in range(4):
         assert_same(expected, run_step(model, manager, inputs))
         assert_nothing_left(manager)
-    assert manager.last_step.reloaded_bytes > 0
-    manager.close()
-
-
-def test_the_host_is_never_blocked_in_the_steady_state():
-    model = make_model()
-    inputs = make_inputs(model)
-    manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
-    for _ in range(3):
-        run_step(model, manager, inputs)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            run_step(model, manager, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert manager.last_step.reloaded_bytes > 0
     manager.close()
 

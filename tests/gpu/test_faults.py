@@ -14,14 +14,12 @@ from traps import BACKEND_CALLS, InjectedError, Trap
 
 from megatron_offload.errors import CorruptionError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 @pytest.fixture(autouse=True)
-def _deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def _whole_device():
     yield
-    torch.use_deterministic_algorithms(False)
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
 

@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 from programs import assert_same
-from test_cuda import MIB, make_inputs, make_manager, make_model, run_step
+from test_cuda import MIB, Layer, make_inputs, make_manager, make_model, run_step
+from test_made_again import Remade
 
 from megatron_offload.autotune.loop import tune
 from megatron_offload.backends import visible_devices
@@ -96,8 +97,9 @@ def test_a_run_times_its_own_copies_and_plans_with_what_they_got():
     manager.close()
 
 
-def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):
-    model = make_model()
+@pytest.mark.parametrize("kind", [Layer, Remade])
+def test_an_offloaded_step_never_makes_the_host_wait(kind, monkeypatch):
+    model = make_model(kind=kind)
     inputs = make_inputs(model)
     manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
     for _ in range(3):
@@ -112,5 +114,6 @@ def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert manager.last_step.reloaded_bytes > 0
+    assert (manager.last_step.remade_bytes > 0) == (kind is Remade)
     monkeypatch.undo()
     manager.close()
