@@ -156,13 +156,6 @@ def test_without_a_command_the_help_is_printed(capsys):
     assert all(name in printed for name in cli.COMMANDS)
 
 
-def test_offload_modules_is_a_public_name():
-    from megatron_offload.frontends.modules import offload_modules
-
-    assert "offload_modules" in megatron_offload.__all__
-    assert megatron_offload.offload_modules is offload_modules
-
-
 def test_training_says_in_one_line_what_to_install_where_megatron_is_missing(tmp_path):
     program = (
         f"{WITHOUT_MEGATRON}from megatron_offload.cli.main import main\n"

@@ -340,32 +340,6 @@ def test_random_timing_is_reproducible_by_its_seed_and_late_now_and_then():
     assert min(finals) < max(finals) == 20
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_many_groups_come_back_unchanged_whatever_the_seed(seed):
-    backend = make("random", seed=seed, on_hazard="raise")
-    num_groups = 6
-    hosts = [backend.empty_host(NUM_BYTES) for _ in range(num_groups)]
-    ready = [None] * num_groups
-    for microbatch in range(3):
-        groups = []
-        for number in range(num_groups):
-            source = filled(10 * microbatch + number)
-            if ready[number] is not None:
-                backend.wait(backend.d2h_stream, ready[number], Wait.W5)
-            groups.append((source, offload(backend, source, hosts[number], f"group {number}")))
-        for source, d2h_done in groups:
-            backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
-            backend.note_freed(source, "source", sole_owner=True)
-        for number in reversed(range(num_groups)):
-            target = backend.empty_device(NUM_BYTES)
-            h2d_done = reload(backend, hosts[number], target, groups[number][1])
-            ready[number] = h2d_done
-            backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
-            backend.note_consumed(target, "target")
-            assert torch.equal(target, filled(10 * microbatch + number)), f"seed {seed}"
-            backend.note_freed(target, "target", sole_owner=True)
-
-
 # Memory.
 
 

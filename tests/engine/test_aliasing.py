@@ -218,15 +218,6 @@ def test_a_mark_for_every_manager_follows_the_storage_until_it_is_taken_back():
     assert not _everywhere, "it goes with its storage"
 
 
-def test_a_marked_storage_stays_whatever_view_is_saved():
-    manager, seen = make_manager(), []
-    manager.begin_chunk()
-    x = torch.randn(1024)
-    manager.mark_not_offload(x)
-    offload(manager, [x.view(32, 32).t()], seen).backward()
-    assert manager.transfers.stats.offloaded_bytes == 0
-
-
 def test_small_and_unusual_tensors_stay_and_come_back():
     manager, seen = make_manager(min_tensor_bytes=4096), []
     manager.begin_chunk()

@@ -1,4 +1,4 @@
-"""Pinning host memory with a made-up CUDA runtime: what is asked, and what a failure does."""
+"""The CUDA backend with a made-up runtime: what it pins, what a failure does, what it tells."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_offload.backends import cuda
+from megatron_offload.backends.base import DeviceMemory
 
 KIB = 1024
 ALREADY_REGISTERED = 712
@@ -116,3 +117,30 @@ def test_a_device_says_what_it_is_and_an_old_torch_not_where(monkeypatch):
     assert cuda.visible_devices() == (("GPU", "0001:dc:02.0"),)
     del properties.pci_domain_id
     assert cuda.visible_devices() == (("GPU", None),)
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
+    assert cuda.visible_devices() == ()
+
+
+@pytest.fixture
+def backend():
+    backend = object.__new__(cuda.CudaBackend)
+    backend.device = torch.device("cuda", 3)
+    return backend
+
+
+def test_memory_is_that_of_all_pools_of_the_backends_own_device(backend, monkeypatch):
+    def stats(device):
+        assert device == backend.device
+        pools = {"small_pool": {"current": 1, "peak": 2}, "large_pool": {"current": 9, "peak": 18}}
+        return {
+            "allocated_bytes": pools | {"all": {"current": 10, "peak": 20}},
+            "reserved_bytes": pools | {"all": {"current": 30, "peak": 40}},
+        }
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+    assert backend.memory() == DeviceMemory(10, 30, 20, 40)
+
+
+def test_before_anything_was_allocated_there_is_nothing(backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
+    assert backend.memory() == DeviceMemory(0, 0, 0, 0)
