@@ -24,15 +24,18 @@ class GroupState(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; enum's own hash is a call into Python
 
 
+# By name, because what a boundary compares it with would else be looked up by Python's enum.
+RECORDING, RESIDENT, OFFLOADING, ON_HOST, RELOADING, RELOADED, DONE = GroupState
+
 MOVES: dict[GroupState, frozenset[GroupState]] = {
-    GroupState.RECORDING: frozenset({GroupState.RESIDENT, GroupState.OFFLOADING, GroupState.DONE}),
-    GroupState.RESIDENT: frozenset({GroupState.DONE}),
+    RECORDING: frozenset({RESIDENT, OFFLOADING, DONE}),
+    RESIDENT: frozenset({DONE}),
     # Back to RESIDENT: backward came before the release, the source is still there.
-    GroupState.OFFLOADING: frozenset({GroupState.ON_HOST, GroupState.RESIDENT, GroupState.DONE}),
-    GroupState.ON_HOST: frozenset({GroupState.RELOADING, GroupState.DONE}),
-    GroupState.RELOADING: frozenset({GroupState.RELOADED, GroupState.DONE}),
-    GroupState.RELOADED: frozenset({GroupState.DONE}),
-    GroupState.DONE: frozenset(),
+    OFFLOADING: frozenset({ON_HOST, RESIDENT, DONE}),
+    ON_HOST: frozenset({RELOADING, DONE}),
+    RELOADING: frozenset({RELOADED, DONE}),
+    RELOADED: frozenset({DONE}),
+    DONE: frozenset(),
 }
 """The whole state table: from each state, the states it may move to."""
 
@@ -60,8 +63,8 @@ class Group(abc.ABC):
     # Defaults of the class: quicker to make than what each group sets for itself.
     num_bytes = staying_bytes = committed_at_bytes = held_bytes = 0
     needs: tuple[GroupKey, ...] = ()
-    state = GroupState.RECORDING
-    _moves = _LETTERS[GroupState.RECORDING]
+    state = RECORDING
+    _moves = _LETTERS[RECORDING]
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget) -> None:
         self.key = key

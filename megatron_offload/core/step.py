@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import Group, GroupState
+from megatron_offload.core.group import DONE, OFFLOADING, ON_HOST, RECORDING, RESIDENT, Group
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.window import InFlightWindow
 
@@ -175,7 +175,7 @@ class StepDecisions(Generic[G]):
         moving_bytes = 0 if stays_because else num_bytes
         budget.add_saved(passing_bytes, moving_bytes, is_learned=self._profile is not None)
         if num_bytes == 0:
-            group.advance(GroupState.RESIDENT)
+            group.advance(RESIDENT)
         elif stays_because:
             actions.stay(group, stays_because)
         elif must_move:
@@ -204,28 +204,29 @@ class StepDecisions(Generic[G]):
 
     def _bring_late(self, group: G, is_known: bool) -> None:
         """Let a group be on the device whose bytes backward asks for now."""
-        if group.state is GroupState.ON_HOST:
+        if group.state is ON_HOST:
             self._actions.reload(group, is_late=True)
             if is_known:
                 group.hold()
-        elif group.state is GroupState.OFFLOADING:
+        elif group.state is OFFLOADING:
             self._actions.cancel(group, is_late=True)
 
     def leave_backward(self, group: G) -> None:
         """Backward has left a group."""
-        if group.state is not GroupState.DONE:
-            group.advance(GroupState.DONE)
+        if group.state is not DONE:
+            group.advance(DONE)
             if self.knows(group):
+                passing_bytes = group.passing_bytes
                 group.let_go()
-                self.budget.drop_saved(group.passing_bytes)
-                self.window.pass_boundary(group.passing_bytes)
+                self.budget.drop_saved(passing_bytes)
+                self.window.pass_boundary(passing_bytes)
         self.look_ahead()
 
     def bring_back(self, group: G) -> None:
         """Let a group be on the device ahead of its backward, wherever it is in the order."""
-        if group.state is GroupState.OFFLOADING:
+        if group.state is OFFLOADING:
             self._actions.cancel(group, is_late=False)
-        elif group.state is not GroupState.ON_HOST:
+        elif group.state is not ON_HOST:
             return
         elif not self._actions.reload(group, is_late=False):
             return  # its backward brings it
@@ -249,7 +250,7 @@ class StepDecisions(Generic[G]):
         position = self._position.get(key)
         if position is None:
             return has_more_room
-        was_foreseen = position < self._next and group.state is not GroupState.ON_HOST
+        was_foreseen = position < self._next and group.state is not ON_HOST
         if was_foreseen:
             self._reached_at_bytes = self._forecast.needed_at_bytes.get(key, 0)
         else:
@@ -292,10 +293,10 @@ class StepDecisions(Generic[G]):
         while self._next < len(order):
             key = order[self._next]
             group = groups.get(key)
-            if group is None or group.state is GroupState.RECORDING:
+            if group is None or group.state is RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
-            is_in_flight = group.state is GroupState.OFFLOADING
-            if is_in_flight or group.state is GroupState.ON_HOST:
+            is_in_flight = group.state is OFFLOADING
+            if is_in_flight or group.state is ON_HOST:
                 is_foretold = order is self._forecast.order
                 if is_foretold and not self._is_near(key, budget.lookahead_bytes):
                     return

@@ -6,6 +6,7 @@ found by its live storage.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,20 +101,19 @@ class ChunkOffloadHandler:
         storage_key = self.marks.activation_storage(tensor, transfers.backend)
         if storage_key is None:
             return SavedTensor(tensor, group.name)
-        num_bytes, rules = tensor.nbytes, self.rules
-        if num_bytes < rules.min_tensor_bytes or (
-            rules.min_tensor_elements and tensor.numel() < rules.min_tensor_elements
-        ):
-            group.small_bytes += self._small_bytes(storage_key, num_bytes)
+        rules = self.rules
+        if (rules.min_tensor_bytes or rules.min_tensor_elements) and self._is_small(tensor):
+            group.small_bytes += self._small_bytes(storage_key, tensor.nbytes)
             return SavedTensor(tensor, group.name)
         offset = int(tensor.storage_offset())
         record = SavedTensor(tensor, group.name, offset)
         low = offset * tensor.itemsize
         is_contiguous = tensor.is_contiguous()
-        high = low + (num_bytes if is_contiguous else span_bytes(tensor))
-        alias, version = record.alias, record.version
-        block = self._find_block(storage_key) if storage_key in self._blocks else None
-        if block is not None:
+        high = low + (tensor.nbytes if is_contiguous else span_bytes(tensor))
+        alias, version, blocks = record.alias, record.version, self._blocks
+        found = blocks.get(storage_key)
+        block = None if found is None else found()
+        if block is not None and block.storage_key == storage_key:
             is_before_copy = block.flight is None and not block.released
             if is_before_copy or (block.covers(low, high) and block.version == version):
                 record.block = block
@@ -127,25 +127,25 @@ class ChunkOffloadHandler:
                 group.adopt(block)
                 return record
         record.block = block = Block(transfers, group, storage_key, version, alias)
-        self._blocks[storage_key] = group.own(block)
+        blocks[storage_key] = reference = weakref.ref(block)
+        group.references.append(reference)
         if self._recipes:
             block.recipe = self._recipes.pop(storage_key, None)
-        if not is_contiguous:
-            storage_bytes = tensor.untyped_storage().nbytes()
-            if 2 * (high - low) >= storage_bytes:  # its like may lie in between, as q, k and v do
-                low, high = 0, storage_bytes
         misalignment = low % ALIGNMENT_BYTES
         if is_contiguous and not misalignment:
             block.like = record.size, record.dtype
-        block.low, block.high = low - misalignment, high
-        block.num_bytes = high - low + misalignment
+        elif not is_contiguous:
+            storage_bytes = tensor.untyped_storage().nbytes()
+            if 2 * (high - low) >= storage_bytes:  # its like may lie in between, as q, k and v do
+                low, high, misalignment = 0, storage_bytes, 0
+        block.low = low = low - misalignment
+        block.high, block.num_bytes = high, high - low
         if tensor.__dict__:
             told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
             if told is not None and told[0] == version:
                 block.ready = told[1]
-        should_offload = rules.should_offload
-        if should_offload is not None and not transfers.owners.knows(block):
-            block.stays = not should_offload(block.num_bytes)
+        if rules.should_offload is not None and not transfers.owners.knows(block):
+            block.stays = not rules.should_offload(block.num_bytes)
         return record
 
     def add_recipe(

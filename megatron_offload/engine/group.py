@@ -53,8 +53,8 @@ class Flight:
     """The copies of one group to the host, from their issue to their release."""
 
     group: OffloadGroup
-    d2h: Event
-    """The event behind them."""
+    d2h: Event = None
+    """The event behind them, once they are issued."""
     parts: list[tuple[BlockRef, list[torch.Tensor], int]] = field(default_factory=list)
     """Of each, the block, the aliases that keep its memory even where the graph is dropped before
     the copy ends, and its storage."""
@@ -124,6 +124,8 @@ class Block:
         self.storage_key = storage_key
         self.version = version
         self.aliases = [alias]
+        self.index = len(group.references)
+        group.num_saved += 1
         self.store = store  # last: without it there is nothing to give back
 
     @property
@@ -220,55 +222,46 @@ class OffloadGroup(Group):
         moving: between the look at its bytes and the decision, the blocks that can move.
         remade: what of it is made again, or could be; set at commit.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
+        num_saved, num_lost: its own blocks so far, and those of them that no record needs any more.
     """
 
     elsewhere_bytes = shared_bytes = small_bytes = 0
     moving: Sequence[Block] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
-    _num_saved = _num_lost = 0  # two counts, because one may be added to while the other is
+    num_saved = num_lost = 0  # two counts, because one may be added to while the other is
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)
         self.rules = rules
-        self._references: list[BlockRef] = []
+        self.references: list[BlockRef] = []
+        """Its own blocks, and those that it shares with a group before it."""
 
     @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
-        return self._num_lost == self._num_saved
+        return self.num_lost == self.num_saved
 
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""
-        return [block for found in self._references if (block := found()) is not None]
-
-    def own(self, block: Block) -> BlockRef:
-        """Take a block that is its own."""
-        references = self._references
-        block.index = len(references)
-        reference = weakref.ref(block)
-        references.append(reference)
-        self._num_saved += 1
-        return reference
+        return [block for found in self.references if (block := found()) is not None]
 
     def adopt(self, block: Block) -> None:
         """Make a shared block one of this group's too: whoever needs it first reloads it."""
-        if block.group is not self and not any(found() is block for found in self._references):
-            self._references.append(weakref.ref(block))
+        if block.group is not self and not any(found() is block for found in self.references):
+            self.references.append(weakref.ref(block))
 
-    def lose_block(self, num_bytes: int) -> None:
-        """Take note that no record needs one of its own blocks any more."""
-        self._num_lost += 1
-        if self.held_bytes:
-            if self._num_lost == self._num_saved or num_bytes >= self.held_bytes:
-                self.let_go()
-            else:
-                self.held_bytes -= num_bytes
-                self.budget.held_bytes -= num_bytes
+    def hold_less(self, num_bytes: int) -> None:
+        """Count the bytes of one of its own blocks as held no more."""
+        if self.is_spent or num_bytes >= self.held_bytes:
+            self.let_go()
+        else:
+            self.held_bytes -= num_bytes
+            self.budget.held_bytes -= num_bytes
 
     def drop_dead_blocks(self) -> None:
         """Forget the blocks that no record needs any more."""
-        self._references = [] if self.is_spent else [r for r in self._references if r() is not None]
+        self.references = [] if self.is_spent else [r for r in self.references if r() is not None]
 
     def unhook(self) -> None:
         """Take the hook off the leaf that the group started with; leaves outlive graphs."""

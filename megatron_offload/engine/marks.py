@@ -90,9 +90,9 @@ class Marks:
         strided, lazily conjugated or negated tensors, zeros without memory (forward-mode AD),
         opted-out tensors, and empty ones.
         """
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        if type(tensor) is not torch.Tensor or not backend.owns(tensor):
             return None
-        if tensor.nbytes == 0 or not backend.owns(tensor) or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.nbytes == 0:
             return None
         if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
             return None
@@ -104,12 +104,10 @@ class Marks:
         storage_key: int = tensor.untyped_storage()._cdata
         if self._parameter_storages is None:
             self._find_storages()
-        is_marked = (
-            storage_key in (self._parameter_storages or ())
-            or storage_key in self._storages
-            or storage_key in _everywhere
-        )
-        return None if is_marked else storage_key
+        for marked in (self._parameter_storages, self._storages, _everywhere):
+            if marked and storage_key in marked:
+                return None
+        return storage_key
 
     def _find_storages(self) -> None:
         """See where the parameters are, and forget the marked storages that have gone."""

@@ -28,13 +28,12 @@ class ForeignOwners:
         Those stay in the next step: nothing is gained by moving them. One that stayed for that
         reason and has no other owner any more moves again.
         """
-        for block in group.blocks():
-            if block.was_reached:  # with another group, and what was read of it is an owner now
-                continue
+        for found in group.references:
+            block = found()
+            if block is None or block.reload is not None or block.was_reached:
+                continue  # it left, or what another group has read of it is an owner now
             block.was_reached = True
-            has_left = block.reload is not None
-            may_stay = block.flight is not None or block.released or self.knows(block)
-            if not has_left and may_stay:
+            if block.flight is not None or block.released or self.knows(block):
                 is_held = is_held_elsewhere(block)
                 if is_held:
                     self.known.add(block.identity)

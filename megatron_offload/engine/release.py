@@ -8,16 +8,15 @@ released when, `megatron_offload.core.window` decides.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_offload.backends.base import Backend, Event, Wait
+from megatron_offload.backends.base import Backend, Wait
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import GroupState
+from megatron_offload.core.group import OFFLOADING, ON_HOST
 from megatron_offload.engine.group import Block, Flight, OffloadGroup
 from megatron_offload.engine.observer import Observer
 from megatron_offload.memory.host_pool import HostPool
@@ -39,34 +38,15 @@ class Sources:
         self.budget = budget
         self._observers = observers
         self._held: deque[Flight] = deque()
-        self._copies_in_flight: dict[int, int] = {}
+        self.copies_in_flight: dict[int, int] = {}
         """By storage: different parts of one may be saved, and copied, by different groups."""
         self._empty = backend.empty_device(0)
 
-    def hold(self, group: OffloadGroup, blocks: list[Block], d2h: Event) -> int:
-        """Hold the sources of blocks whose copies were issued.
-
-        Args:
-            group: who has moved them.
-            blocks: each with its host memory.
-            d2h: the event behind the copies.
-
-        Returns:
-            The bytes that are copied.
-        """
-        flight = Flight(group, d2h)
-        in_flight, parts = self._copies_in_flight, flight.parts
-        num_bytes = 0
-        for block in blocks:
-            block.flight = flight
-            num_bytes += block.num_bytes
-            key = block.storage_key
-            parts.append((weakref.ref(block), block.aliases, key))
-            in_flight[key] = in_flight.get(key, 0) + 1
+    def hold(self, flight: Flight, num_bytes: int) -> None:
+        """Hold the sources of copies that were issued, and count their bytes in flight."""
         flight.num_bytes = num_bytes
         self.budget.inflight_bytes += num_bytes
         self._held.append(flight)
-        return num_bytes
 
     def release(self, group: OffloadGroup) -> None:
         """Make the compute stream wait for a group's copies, and free their sources.
@@ -82,56 +62,44 @@ class Sources:
         for observer in self._observers:
             observer.wait_issued(Wait.W2, group)
         self._held.popleft()
-        in_flight = self._copies_in_flight
+        in_flight, observes, empty = self.copies_in_flight, self._backend.observes, self._empty
         alone_bytes = 0
         for found, aliases, key in flight.parts:
             num_others = in_flight.pop(key) - 1
             if num_others:
                 in_flight[key] = num_others
-            block = found()
-            if block is None or not block.cancelled:
-                alone_bytes += self._release(block, aliases, group, not num_others)
+            block = found()  # None where no one needs it any more
+            if block is not None and block.cancelled:
+                continue
+            storage = aliases[0].untyped_storage()
+            if block is not None:
+                if storage.data_ptr() != block.address:
+                    # Someone emptied the storage meanwhile, so the copy may have read memory that
+                    # was no longer its own. Whoever did it restores the contents before backward.
+                    self.cancel(block)
+                    continue
+                block.released = True  # from here on the host's copy is the one that counts
+            while aliases:
+                aliases.pop().data = empty
+            is_sole_owner = num_owners(storage) == 1  # the Python handle
+            if observes and not num_others:
+                self._note_freed(storage, group.label, is_sole_owner=is_sole_owner)
+            if block is not None:
+                if block.forced_release and not num_others:
+                    storage.resize_(0)
+                elif not is_sole_owner:
+                    block.storage_ref = StorageWeakRef(storage)
+                if block.storage_ref is None:
+                    block.storage_key = 0  # another storage may be found under it from here on
+                assert block.region is not None
+                block.region.alone_bytes += block.num_bytes
+                alone_bytes += block.num_bytes
         if alone_bytes:
             self._host_pool.alone.add(group.name, alone_bytes)
         self.budget.inflight_bytes -= flight.num_bytes
         flight.num_bytes = 0
-        if group.state is GroupState.OFFLOADING:
-            group.advance(GroupState.ON_HOST)
-
-    def _release(
-        self,
-        block: Block | None,
-        aliases: list[torch.Tensor],
-        group: OffloadGroup,
-        is_last: bool,
-    ) -> int:
-        """Drop one source, whose block may be gone; return how many bytes are on the host alone."""
-        storage = aliases[0].untyped_storage()
-        if block is not None:
-            if storage.data_ptr() != block.address:
-                # Someone emptied the storage meanwhile, so the copy may have read memory that was
-                # no longer its own. Whoever did it restores the contents before backward.
-                self.cancel(block)
-                return 0
-            block.released = True  # from here on the host's copy is the one that counts
-        empty = self._empty
-        while aliases:
-            aliases.pop().data = empty
-        is_sole_owner = num_owners(storage) == 1  # the Python handle
-        if is_last and self._backend.observes:
-            region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._backend.note_freed(region, group.label, sole_owner=is_sole_owner)
-        if block is None:
-            return 0
-        if block.forced_release and is_last:
-            storage.resize_(0)
-        elif not is_sole_owner:
-            block.storage_ref = StorageWeakRef(storage)
-        if block.storage_ref is None:
-            block.storage_key = 0  # another storage may be found under it from here on
-        assert block.region is not None
-        block.region.alone_bytes += block.num_bytes
-        return block.num_bytes
+        if group.state is OFFLOADING:
+            group.advance(ON_HOST)
 
     def drop(self, block: Block, label: str) -> None:
         """Drop the source of a block that is made again, without a copy."""
@@ -143,13 +111,18 @@ class Sources:
             alias.data = self._empty
         block.aliases.clear()
         is_sole_owner = num_owners(storage) == 1  # the Python handle
-        if self._backend.observes and block.storage_key not in self._copies_in_flight:
-            region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._backend.note_freed(region, label, sole_owner=is_sole_owner)
+        if self._backend.observes and block.storage_key not in self.copies_in_flight:
+            self._note_freed(storage, label, is_sole_owner=is_sole_owner)
         if is_sole_owner:
             block.storage_key = 0
         else:
             block.storage_ref = StorageWeakRef(storage)
+
+    def _note_freed(
+        self, storage: torch.UntypedStorage, label: str, *, is_sole_owner: bool
+    ) -> None:
+        region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._backend.note_freed(region, label, sole_owner=is_sole_owner)
 
     def empty(self, alias: torch.Tensor) -> None:
         """Take the storage out of an alias; its version counter stays, for the in-place check."""
@@ -174,5 +147,5 @@ class Sources:
     def abandon(self) -> None:
         """Hold nothing any more: after a failed step, when no copy is under way."""
         self._held.clear()
-        self._copies_in_flight.clear()
+        self.copies_in_flight.clear()
         self.budget.inflight_bytes = 0

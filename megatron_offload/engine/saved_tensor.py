@@ -61,7 +61,9 @@ class SavedTensor:
         if block is None:
             return alias
         if block.released:
-            target = block.store.target_of(block)
+            target, like = block.store.target_of(block), block.like
+            if like is not None and like[0] is self.size and block.reload is not None:
+                return target.detach()  # it is all of the block
             is_whole = target.dtype is self.dtype and target.shape == self.size
             if is_whole and target.stride() == self.stride:
                 return target.detach()

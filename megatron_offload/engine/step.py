@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_offload.core.group import GroupState
+from megatron_offload.core.group import DONE
 from megatron_offload.core.profile import GroupProfile, StepProfile, merge_units
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
@@ -74,8 +74,8 @@ class Step(StepDecisions[OffloadGroup]):
         """Take everything from the groups: after a failed step."""
         self._transfers.abandon(self.groups())
         for group in self.groups():
-            if group.state is not GroupState.DONE:
-                group.advance(GroupState.DONE)
+            if group.state is not DONE:
+                group.advance(DONE)
 
     def profile(self) -> StepProfile:
         """Return what the step has shown."""
@@ -130,7 +130,7 @@ class Step(StepDecisions[OffloadGroup]):
         """Backward has left a group."""
         if group.leaf_hook is not None:
             group.unhook()
-        if group.state is not GroupState.DONE:
+        if group.state is not DONE:
             group.drop_dead_blocks()
         super().leave_backward(group)
 

@@ -7,19 +7,21 @@ from the next step on, copied at all.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import repeat
 
 import torch
 
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import GroupState
+from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
 from megatron_offload.core.profile import RemadeUnit
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import Block, OffloadGroup, Reload
+from megatron_offload.engine.group import Block, Flight, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.owners import ForeignOwners
@@ -29,9 +31,6 @@ from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.storage import num_owners
 from megatron_offload.memory.tensor_pool import TensorPool
-
-_Target = tuple[torch.Tensor, Event | None]
-"""What a block comes back to, and who used that memory last."""
 
 _SLAB_SHARE = 16
 """Blocks of a group share a host region where they are at most this fraction of a slab: what is
@@ -139,7 +138,7 @@ class Transfers:
         moving, group.moving = group.moving, ()
         for block in moving:
             self._count_kept(group, block, reason)
-        group.advance(GroupState.RESIDENT)
+        group.advance(RESIDENT)
 
     def _count_kept(self, group: OffloadGroup, block: Block, reason: str) -> None:
         """Count a block as kept, but for what a group before this has counted of it."""
@@ -156,17 +155,21 @@ class Transfers:
         """
         backend, observers = self.backend, self.observers
         moving, group.moving = group.moving, ()
-        reused = self._take_host(group, moving)
-        issued: list[Block] = []
+        reused: list[Event] = []
+        flight = Flight(group)
+        parts, in_flight = flight.parts, self.sources.copies_in_flight
         pairs: list[Pair] = []
         produced: list[Event] = []
+        num_bytes = 0
         is_ready = True
-        for block in moving:
-            host = block.host
-            if host is None:
-                continue
-            source = _region_of(block)
+        for block, region, host in self._take_host(group, moving, reused):
+            aliases, key = block.aliases, block.storage_key
+            source = aliases[0] if block.like is not None else _region_of(block)
+            block.region, block.host, block.flight = region, host, flight
             block.address = source.data_ptr() - block.low
+            num_bytes += block.num_bytes
+            parts.append((weakref.ref(block), aliases, key))
+            in_flight[key] = in_flight.get(key, 0) + 1
             if block.ready is not None:
                 _add(block.ready, produced)
             else:
@@ -176,9 +179,8 @@ class Transfers:
             for observer in observers:
                 observer.block_leaves(block, source)
             pairs.append((host, source))
-            issued.append(block)
-        if not issued:
-            group.advance(GroupState.RESIDENT)
+        if not pairs:
+            group.advance(RESIDENT)
             return
         d2h_stream = backend.d2h_stream
         if not is_ready:
@@ -189,30 +191,32 @@ class Transfers:
             backend.wait(d2h_stream, event, Wait.W5)
         for observer in observers:
             observer.copy_starts("d2h")
-        d2h = backend.copy(pairs, d2h_stream, self._label(group))
+        flight.d2h = backend.copy(pairs, d2h_stream, self._label(group))
         for observer in observers:
             observer.copy_issued("d2h", pairs, group)
-        num_bytes = self.sources.hold(group, issued, d2h)
-        self.window.add(group, len(issued))
+        self.sources.hold(flight, num_bytes)
+        self.window.add(group, len(pairs))
         self.stats.by_name[group.name].offloaded_bytes += num_bytes
-        group.advance(GroupState.OFFLOADING)
+        group.advance(OFFLOADING)
         rules = group.rules
         if rules.max_inflight_groups is not None:
             self.window.limit_groups(group.name, rules.max_inflight_groups)
         if rules.max_inflight_blocks is not None:
             self.window.limit_blocks(rules.max_inflight_blocks)
 
-    def _take_host(self, group: OffloadGroup, blocks: Sequence[Block]) -> list[Event]:
-        """Give blocks host memory, as far as there is such; return who read it last."""
+    def _take_host(
+        self, group: OffloadGroup, blocks: Sequence[Block], reused: list[Event]
+    ) -> Iterable[tuple[Block, HostRegion, torch.Tensor]]:
+        """Return the blocks for which there is host memory, with theirs; add who read it last."""
         pool, name = self.host_pool, group.name
         if len(blocks) > 1 and group.num_bytes <= self._shared_bytes:
             region = pool.allocate_parts([(b.num_bytes, b.like) for b in blocks], name)
             if region is not None:
-                for block, host in zip(blocks, region.views, strict=True):
-                    block.region, block.host = region, host
-                region.owners = [weakref.ref(block) for block in blocks]
-                return [] if region.ready_event is None else [region.ready_event]
-        reused: list[Event] = []
+                region.owners = group.references
+                if region.ready_event is not None:
+                    reused.append(region.ready_event)
+                return zip(blocks, repeat(region), region.views, strict=False)
+        found = []
         num_unpinnable = pool.stats.num_unpinnable
         for block in blocks:
             region = pool.allocate(block.num_bytes, name, block.like)
@@ -221,19 +225,19 @@ class Transfers:
                 self.stats.refused_bytes += block.num_bytes
                 self._count_kept(group, block, "the host memory is full")
                 continue
-            block.region, block.host = region, region.tensor
-            region.owners = [weakref.ref(block)]
+            region.owners = group.references
             if region.ready_event is not None:
                 _add(region.ready_event, reused)
+            found.append((block, region, region.tensor))
         self.stats.num_unpinnable_blocks += pool.stats.num_unpinnable - num_unpinnable
-        return reused
+        return found
 
     def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
         """Leave a group on the device whose copies are in flight."""
         self.stats.num_early_returns += is_late
         for block in group.blocks():
             self.sources.cancel(block)
-        group.advance(GroupState.RESIDENT)
+        group.advance(RESIDENT)
 
     # Host to device
 
@@ -265,72 +269,54 @@ class Transfers:
             and block.released
             and (block.storage_ref is None or not self._revive(block))
         ]
-        targets = self._take_targets(moving, may_fail=may_fail)
-        if targets is None:
+        hosts = [block.host for block in moving if block.host is not None]
+        lent = self._lend_targets(hosts, may_fail=may_fail)
+        if lent is None:
             return False
-        if group.state is GroupState.ON_HOST:
-            group.advance(GroupState.RELOADING)
+        if group.state is ON_HOST:
+            group.advance(RELOADING)
         if moving:
-            self._issue_reload(targets, moving, group)
+            self._issue_reload(group, moving, hosts, *lent)
         return True
 
-    def _take_targets(self, blocks: list[Block], *, may_fail: bool) -> list[_Target] | None:
-        """Allocate what blocks come back to; None where that may fail and does."""
-        targets = self._try_targets(blocks)
-        if targets is not None:
-            return targets
+    def _lend_targets(
+        self, hosts: Sequence[torch.Tensor], *, may_fail: bool
+    ) -> tuple[list[torch.Tensor], list[Event]] | None:
+        """Allocate what host tensors come back to; None where that may fail and does."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return self.tensor_pool.allocate(hosts)
         # What is in flight is the only memory that is the engine's to give.
         self.stats.num_memory_shortages += 1
         self.window.drain()
         self.tensor_pool.clear()
-        targets = self._try_targets(blocks)
-        if targets is None and not may_fail:
-            return [self.tensor_pool.allocate(block.num_bytes, block.host) for block in blocks]
-        return targets
-
-    def _try_targets(self, blocks: list[Block]) -> list[_Target] | None:
-        targets: list[_Target] = []
-        allocate = self.tensor_pool.allocate
-        try:
-            for block in blocks:
-                targets.append(allocate(block.num_bytes, block.host))
-        except torch.OutOfMemoryError:
-            for target, _ in targets:
-                self.tensor_pool.free(target)
-            return None
-        return targets
+        with contextlib.suppress(*[torch.OutOfMemoryError] if may_fail else []):
+            return self.tensor_pool.allocate(hosts)
+        return None
 
     def _issue_reload(
-        self, targets: list[_Target], blocks: list[Block], group: OffloadGroup
+        self,
+        group: OffloadGroup,
+        blocks: Sequence[Block],
+        hosts: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        last_uses: Sequence[Event],
     ) -> None:
         backend, observers = self.backend, self.observers
-        pairs: list[Pair] = []
-        written: list[Event] = []
-        ready: list[Event] = []
-        is_fresh = False
-        for block, (target, last_use) in zip(blocks, targets, strict=True):
-            host, flight = block.host, block.flight
-            assert host is not None
-            assert flight is not None
-            if last_use is None:
-                is_fresh = True
-            else:
-                _add(last_use, ready)
-            if self.tensor_pool.keeps:
-                host = host.view(-1).view(torch.uint8)  # what is kept for reuse is flat
-            if not written or written[-1] is not flight.d2h:
-                written.append(flight.d2h)
-            pairs.append((target, host))
-            for observer in observers:
-                observer.tensor_reloaded(target)
+        pairs = list(zip(targets, hosts, strict=True))
         h2d_stream = backend.h2d_stream
-        if is_fresh:
+        if len(last_uses) < len(targets):
             backend.wait_compute(h2d_stream, Wait.W6)
-        for event in ready:
+        for event in last_uses:
             backend.wait(h2d_stream, event, Wait.W6)
-        for event in written:
-            backend.wait(h2d_stream, event, Wait.W3)
+        flight = None
+        for block in blocks:
+            if block.flight is not flight:
+                flight = block.flight
+                assert flight is not None
+                backend.wait(h2d_stream, flight.d2h, Wait.W3)
         for observer in observers:
+            for target in targets:
+                observer.tensor_reloaded(target)
             observer.copy_starts("h2d")
         event = backend.copy(pairs, h2d_stream, self._label(group))
         for observer in observers:
@@ -338,7 +324,7 @@ class Transfers:
         reload = Reload(event)
         read: HostRegion | None = None
         num_bytes = num_parts = 0
-        for block, (target, _) in zip(blocks, targets, strict=True):
+        for block, target in zip(blocks, targets, strict=True):
             region = block.region
             block.reload = reload
             block.target = target  # from here on this is the copy that counts
@@ -384,14 +370,11 @@ class Transfers:
             CorruptionError: in checking mode, other bits came back than left.
             torch.OutOfMemoryError: the device has no memory for it.
         """
-        target, reload = block.target, block.reload
-        is_ready = (  # which takes no lock, because it only looks
-            target is not None
-            and (reload is None or self.backend.compute_stream_key() in reload.waited_keys)
-            and not (self.observers or self.backend.observes)
-        )
-        if is_ready and target is not None:
-            return target
+        target = block.target
+        if target is not None and not self.observers and not self.backend.observes:
+            reload = block.reload  # this takes no lock, because it only looks
+            if reload is None or self.backend.compute_stream_key() in reload.waited_keys:
+                return target
         return self._ready_target(block) if block.recipe is None else self._remade_target(block)
 
     def _remade_target(self, block: Block) -> torch.Tensor:
@@ -435,7 +418,7 @@ class Transfers:
                     f"group {group.label} was saved in a step that was aborted; its data is gone, "
                     "run the forward again"
                 )
-            if group.state is GroupState.ON_HOST:
+            if group.state is ON_HOST:
                 self.reload(group, is_late=True)
             if block.target is None:
                 self._reload(group, [block], may_fail=False)
@@ -450,8 +433,8 @@ class Transfers:
     def _wait_reloaded(self, block: Block) -> None:
         if block.reload is not None:  # else it never left the device
             self._wait(block.reload, block.group)
-        if block.group.state is GroupState.RELOADING:
-            block.group.advance(GroupState.RELOADED)
+        if block.group.state is RELOADING:
+            block.group.advance(RELOADED)
 
     def _wait(self, reload: Reload, group: OffloadGroup) -> None:
         backend = self.backend
@@ -479,12 +462,12 @@ class Transfers:
         must not be kept for that: whoever looks would find it alive.
         """
         guard = self.guard
-        left = block.group, block.num_bytes, block.region, block.target, block.reload
         if guard.is_mine() or not guard.lock.acquire(False):
+            left = block.group, block.num_bytes, block.region, block.target, block.reload
             guard.put_off.append(partial(self._free, *left))
             return
         try:
-            self._free(*left)
+            self._free(block.group, block.num_bytes, block.region, block.target, block.reload)
         except BaseException:
             guard.fail()  # Python reports it and goes on
             raise
@@ -499,7 +482,9 @@ class Transfers:
         target: torch.Tensor | None,
         reload: Reload | None,
     ) -> None:
-        group.lose_block(num_bytes)
+        group.num_lost += 1
+        if group.held_bytes:
+            group.hold_less(num_bytes)
         if region is not None:
             self.host_pool.free(region, None)
         if target is None or reload is None:

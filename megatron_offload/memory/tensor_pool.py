@@ -31,23 +31,36 @@ class TensorPool:
         self.retained_bytes = 0
         """Bytes that are kept for reuse."""
 
-    def allocate(
-        self, num_bytes: int, host: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Event | None]:
-        """Lend a contiguous tensor: like ``host``, or flat uint8 where some are kept.
+    def allocate(self, hosts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Event]]:
+        """Lend a tensor like each of these contiguous host tensors.
 
-        With it comes the event of a kept tensor's last consumer, which the first write from another
-        stream has to wait for (W6); None for fresh memory, where it is the compute stream's present
-        point, which the caller records once for all it takes.
+        With them come the events of the last consumers of those that were kept, which the first
+        write from another stream has to wait for (W6); fresh memory's is the compute stream's
+        present point, which the caller records once for all. Where memory can't be had, what was
+        found so far is taken back.
         """
-        if host is not None and not self.keeps:
-            return self._backend.empty_device_like(host), None
-        kept = self._kept.get(num_bytes)
+        if not self.keeps:
+            empty_like = self._backend.empty_device_like
+            return [empty_like(host) for host in hosts], []
+        tensors: list[torch.Tensor] = []
+        last_uses: list[Event] = []
+        try:
+            for host in hosts:
+                tensors.append(self._take_kept(host, last_uses))
+        except torch.OutOfMemoryError:
+            while tensors:
+                self.free(tensors.pop(0))
+            raise
+        return tensors, last_uses
+
+    def _take_kept(self, host: torch.Tensor, last_uses: list[Event]) -> torch.Tensor:
+        kept = self._kept.get(host.nbytes)
         if not kept:
-            return self._backend.empty_device(num_bytes), None
-        found = kept.popleft()
-        self.retained_bytes -= num_bytes
-        return found
+            return self._backend.empty_device_like(host)
+        flat, last_use = kept.popleft()
+        self.retained_bytes -= flat.nbytes
+        last_uses.append(last_use)
+        return flat.view(host.dtype).view(host.shape).data  # a view would keep what it is of
 
     def free(self, tensor: torch.Tensor) -> None:
         """Take a tensor back after its last consumer was queued on the compute stream.
@@ -60,7 +73,7 @@ class TensorPool:
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
         if is_lone and self.retained_bytes + num_bytes <= self._limit_bytes:
             last_use = self._backend.record(self._backend.compute_stream())
-            self._kept[num_bytes].append((tensor, last_use))
+            self._kept[num_bytes].append((tensor.view(-1).view(torch.uint8).data, last_use))
             self.retained_bytes += num_bytes
 
     def clear(self) -> None:

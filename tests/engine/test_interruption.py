@@ -28,7 +28,7 @@ from programs import (
 from traps import InjectedError, LineTrap, Trap
 
 from megatron_offload.backends.base import Backend
-from megatron_offload.engine import boundary
+from megatron_offload.engine import boundary, release
 from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
@@ -208,18 +208,17 @@ def test_memory_that_can_not_be_had_comes_later_or_from_what_is_in_flight(monkey
 def test_what_a_reload_has_got_is_given_back_where_the_rest_can_not_be_had(monkeypatch):
     model, manager = make_model(), make_manager(max_inflight_bytes=0, prefetch_bytes=16 * KIB)
     check_steps(model, manager, ORDER)
-    allocate, fails_at = manager.tensor_pool.allocate, [2, 6]
-    kept = []  # so that no identity is used again
+    empty_like, fails_at = manager.backend.empty_device_like, [2, 6]
+    made = []  # so that no identity is used again
 
-    def allocate_and_fail_twice(num_bytes, host=None):
-        if len(kept) in fails_at:
-            fails_at.remove(len(kept))
+    def empty_like_and_fail_twice(host):
+        if len(made) in fails_at:
+            fails_at.remove(len(made))
             raise torch.OutOfMemoryError
-        result = allocate(num_bytes, host)
-        kept.append(result[0])
-        return result
+        made.append(empty_like(host))
+        return made[-1]
 
-    monkeypatch.setattr(manager.tensor_pool, "allocate", allocate_and_fail_twice)
+    monkeypatch.setattr(manager.backend, "empty_device_like", empty_like_and_fail_twice)
     check_steps(model, manager, ORDER)
     assert manager.last_step.num_memory_shortages == 2
     assert_nothing_left(manager)
@@ -355,8 +354,8 @@ def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch
     parameters = list(model.parameters())
     expected = torch.autograd.grad(forward(model, None), parameters)
     loss = forward(model, manager)
-    trap.error, release = KeyboardInterrupt, manager.transfers.sources._release
-    monkeypatch.setattr(manager.transfers.sources, "_release", trap.around(release, after=True))
+    trap.error = KeyboardInterrupt
+    monkeypatch.setattr(release, "num_owners", trap.around(release.num_owners, after=True))
     trap.arm(position)
     with contextlib.suppress(KeyboardInterrupt):
         manager.join_offloads()

@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -14,43 +16,55 @@ def backend():
 # Reload targets.
 
 
-def test_a_target_is_a_flat_tensor_of_the_bytes_asked(backend):
-    tensor, event = TensorPool(backend, retained_bytes=0).allocate(1000)
-    assert (tensor.shape, tensor.dtype) == ((1000,), torch.uint8)
-    assert event is None  # fresh: the caller orders it behind the compute stream
+def lend(pool, num_bytes=1000):
+    """Return one target of so many bytes, and the events of its former consumers."""
+    [tensor], last_uses = pool.allocate([torch.empty(num_bytes, dtype=torch.uint8)])
+    return tensor, last_uses
+
+
+@pytest.mark.parametrize("retained_bytes", [0, 1000])
+def test_a_target_is_like_its_host_tensor(backend, retained_bytes):
+    pool = TensorPool(backend, retained_bytes=retained_bytes)
+    for host in (torch.empty(5, 50), torch.empty(500, dtype=torch.bfloat16)):
+        [tensor], last_uses = pool.allocate([host])
+        assert (tensor.shape, tensor.dtype) == (host.shape, host.dtype)
+        assert len(last_uses) == (retained_bytes > 0 and host.dtype is torch.bfloat16)
+        pool.free(tensor)
 
 
 def test_a_kept_target_waits_for_its_last_consumer_only(backend):
     pool = TensorPool(backend, retained_bytes=1000)
-    tensor, _ = pool.allocate(1000)
+    tensor, _ = lend(pool)
     place = tensor.data_ptr()
     backend.advance_compute(5.0)
     pool.free(tensor)
     del tensor
     backend.advance_compute(5.0)
-    again, event = pool.allocate(1000)
+    again, [event] = lend(pool)
     assert again.data_ptr() == place
     assert event.time_us == 5.0
 
 
 def test_kept_targets_are_served_in_the_order_they_were_freed(backend):
     pool = TensorPool(backend, retained_bytes=4000)
-    tensors = [pool.allocate(1000)[0] for _ in range(3)]
-    for tensor in tensors:
-        pool.free(tensor)
-    assert [pool.allocate(1000)[0] is tensor for tensor in tensors] == [True] * 3
+    tensors = [lend(pool)[0] for _ in range(3)]
+    places = [tensor.data_ptr() for tensor in tensors]
+    while tensors:
+        pool.free(tensors.pop(0))
+    again = [lend(pool)[0] for _ in range(3)]
+    assert [tensor.data_ptr() for tensor in again] == places
 
 
 def test_another_size_is_not_served_from_a_kept_target(backend):
     pool = TensorPool(backend, retained_bytes=4000)
-    pool.free(pool.allocate(1000)[0])
-    tensor, _ = pool.allocate(999)
+    pool.free(lend(pool)[0])
+    tensor, _ = lend(pool, 999)
     assert (tensor.nbytes, pool.retained_bytes) == (999, 1000)
 
 
 def test_kept_bytes_stay_within_the_bound(backend):
     pool = TensorPool(backend, retained_bytes=2500)
-    tensors = [pool.allocate(1000)[0] for _ in range(4)]
+    tensors = [lend(pool)[0] for _ in range(4)]
     while tensors:
         pool.free(tensors.pop())
         assert pool.retained_bytes <= 2500
@@ -59,18 +73,27 @@ def test_kept_bytes_stay_within_the_bound(backend):
 
 def test_a_target_that_someone_still_sees_is_not_kept(backend):
     pool = TensorPool(backend, retained_bytes=4000)
-    tensor, _ = pool.allocate(1000)
+    tensor, _ = lend(pool)
     view = tensor[:8].view(torch.float32)
     pool.free(tensor)
     assert pool.retained_bytes == 0
-    other, _ = pool.allocate(1000)
+    other, _ = lend(pool)
     assert other.data_ptr() != view.data_ptr()
+
+
+def test_what_was_found_is_taken_back_where_the_rest_can_not_be_had(backend, monkeypatch):
+    pool = TensorPool(backend, retained_bytes=4000)
+    pool.free(lend(pool)[0])
+    monkeypatch.setattr(backend, "empty_device_like", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.allocate([torch.empty(1000, dtype=torch.uint8)] * 2)
+    assert pool.retained_bytes == 1000
 
 
 @pytest.mark.parametrize("limit_bytes", [0, 1500])
 def test_clear_drops_what_is_kept_and_nothing_else(backend, limit_bytes):
     pool = TensorPool(backend, retained_bytes=limit_bytes)
-    kept, lent = pool.allocate(1000)[0], pool.allocate(1000)[0]
+    kept, lent = lend(pool)[0], lend(pool)[0]
     pool.free(kept)
     pool.clear()
     assert pool.retained_bytes == 0
