@@ -50,11 +50,7 @@ class RecordedStep:
 
     @property
     def profile(self) -> StepProfile:
-        """The step.
-
-        Raises:
-            StateError: the block wasn't left yet, or by an exception.
-        """
+        """The step; StateError where the block wasn't left yet, or by an exception."""
         if self._profile is None:
             raise StateError("there is no profile: profile_step's block has not come to its end")
         return self._profile
@@ -70,13 +66,9 @@ def profile_step(
 ) -> Iterator[RecordedStep]:
     """Record the first step that ends inside; meant for one step, its ``reset`` included.
 
-        with profile_step(manager, run=RunShape(num_microbatches=8), moves=False) as recorded:
-            train_step()
-        save_profile(recorded.profile, "profile_0.json")
-
-    Time and memory go from the block's begin to the end of the step. Take one after the first few,
-    which are not like the rest. The simulated device has no memory of its own: there it is what a
-    `LiveActivationMeter` counts that observes the manager, and there are no samples without.
+    Time and memory go from the block's begin to the end of the step. The record is filled when the
+    block is left, unless by an exception. The simulated device has no memory of its own: there it
+    is what a `LiveActivationMeter` counts that observes the manager; without one are no samples.
 
     Args:
         manager: whose groups are recorded.
@@ -86,9 +78,6 @@ def profile_step(
             nothing, and takes the memory of a step without offload.
         peaks: whether the most between two boundaries is looked at. A device has one peak for all
             who ask, which has to be reset for that: what it was is in the recorded step.
-
-    Yields:
-        The record, which is filled when the block is left, unless by an exception.
 
     Raises:
         StateError: no step has ended inside, or one that had begun before; or the manager is being

@@ -127,7 +127,7 @@ def timeline_chart(trace: StepTrace, end_us: float) -> Any:
 
     Its axis ends at ``end_us``, such as `last_us` of all ranks.
     """
-    alt = _altair()
+    alt, rank = _altair(), trace.rank
     end_us = end_us or 1.0
     column_us = end_us / _COLUMNS
     scale, unit = (1e3, "ms") if end_us >= 2000 else (1.0, "µs")
@@ -145,11 +145,22 @@ def timeline_chart(trace: StepTrace, end_us: float) -> Any:
         for stream in STREAMS
         for span in _joined(trace.of(stream), column_us)
     ]
+    # Lanes have a name: of two that Altair calls alike, one is drawn with the other's spans.
+    lanes = _chart(spans, name=f"spans{rank}").mark_bar()
+    lanes = lanes.encode(
+        x=alt.X("start:Q", scale=domain, axis=alt.Axis(labels=False, title=None)),
+        x2="end:Q",
+        y=alt.Y("stream:N", title=None, scale=alt.Scale(domain=["pass", *STREAMS])),
+        color=_colors({name: color for color, name in _KINDS.values()}, "what", spans),
+        tooltip=["group:N", "what:N", "time:N", "bytes:N"],
+    )
     passes = [
         {"at": (start_us + stop_us) / 2 / scale, "name": name}
         for name, start_us, stop_us in _passes(trace.of("compute"))
         if stop_us - start_us > 0.015 * end_us
     ]
+    names = _chart(passes).mark_text(fontSize=10, color="#777777")
+    names = names.encode(x=alt.X("at:Q", scale=domain), y=alt.datum("pass"), text="name:N")
     counters = list(_thinned(trace.counters, last_us([trace]), column_us))
     size, size_unit = byte_unit(max((counter.value for counter in counters), default=0.0))
     values = [
@@ -161,18 +172,6 @@ def timeline_chart(trace: StepTrace, end_us: float) -> Any:
         }
         for counter in counters
     ]
-    # Lanes have a name: of two that Altair calls alike, one is drawn with the other's spans.
-    rank, axis = trace.rank, alt.Axis(labels=False, title=None)
-    lanes = _chart(spans, name=f"spans{rank}").mark_bar()
-    lanes = lanes.encode(
-        x=alt.X("start:Q", scale=domain, axis=axis),
-        x2="end:Q",
-        y=alt.Y("stream:N", title=None, scale=alt.Scale(domain=["pass", *STREAMS])),
-        color=_colors({name: color for color, name in _KINDS.values()}, "what", spans),
-        tooltip=["group:N", "what:N", "time:N", "bytes:N"],
-    )
-    names = _chart(passes).mark_text(fontSize=10, color="#777777")
-    names = names.encode(x=alt.X("at:Q", scale=domain), y=alt.datum("pass"), text="name:N")
     memory = _chart(values, name=f"memory{rank}", width=900, height=180)
     memory = memory.mark_line(interpolate="step-after", strokeWidth=1.6).encode(
         x=alt.X("time:Q", scale=domain, title=f"time ({unit})"),
@@ -321,10 +320,9 @@ def _joined(spans: Iterable[Span], column_us: float) -> Iterator[Span]:
     """Yield spans; of one kind, those that begin in one column of the screen are one."""
     lasting = (span for span in spans if span.duration_us > 0)
     for _, same in itertools.groupby(lasting, lambda x: (_kind(x), x.start_us // column_us)):
-        first, *more = same
-        last = more[-1] if more else first
-        size = sum(span.num_bytes for span in (first, *more))
-        yield replace(first, duration_us=last.end_us - first.start_us, num_bytes=size)
+        found = list(same)
+        size, first = sum(span.num_bytes for span in found), found[0]
+        yield replace(first, duration_us=found[-1].end_us - first.start_us, num_bytes=size)
 
 
 def _thinned(counters: Iterable[Counter], end_us: float, column_us: float) -> Iterator[Counter]:
@@ -345,10 +343,9 @@ def _passes(compute: Iterable[Span]) -> Iterator[tuple[str, float, float]]:
     """Yield the passes over chunks, such as ``F3`` and ``B0``, with their start and end."""
 
     def name(span: Span) -> str:
-        match = _CHUNK.search(span.label)
+        match = _CHUNK.search(span.label) if span.kind in ("forward", "backward") else None
         return f"{span.kind[0].upper()}{match[1]}" if match else ""
 
-    working = (span for span in compute if span.kind in ("forward", "backward"))
-    for key, spans in itertools.groupby(filter(name, working), name):
-        first, *more = spans
-        yield key, first.start_us, (more[-1] if more else first).end_us
+    for key, spans in itertools.groupby(filter(name, compute), name):
+        found = list(spans)
+        yield key, found[0].start_us, found[-1].end_us
