@@ -14,10 +14,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from pydantic_settings import CliToggleFlag
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +24,7 @@ from rich.text import Text
 from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import check_place, writing
 from megatron_offload.files.text import replace_text
-from megatron_offload.machine.examine import Finding, examine
+from megatron_offload.machine.examine import Examination, Finding, examine
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.report.console import console, plain_table
 
@@ -50,12 +49,8 @@ def run(given: Given) -> int:
     check_place("--output", given.output)
     examination = examine(bandwidth=not given.no_bandwidth)
     profile = examination.profile
-    data = {
-        "format": 1,
-        "findings": [asdict(finding) for finding in examination.findings],
-        "profile": profile.model_dump(mode="json") if profile is not None else None,
-    }
-    text = json.dumps(data, indent=1) + "\n"
+    data = TypeAdapter(Examination).dump_python(examination, mode="json")
+    text = json.dumps({"format": 1, **data}, indent=1) + "\n"
     if given.json_:
         sys.stdout.write(text)
     else:

@@ -24,7 +24,7 @@ def meter_of(manager: PipelineOffloadManager) -> LiveActivationMeter | None:
     return next(meters, None)
 
 
-class LiveActivationMeter(Observer):
+class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
     """Live bytes of saved activations, now and at their peak.
 
     As a context manager it sees every tensor that autograd saves, except where hooks that were
@@ -40,8 +40,7 @@ class LiveActivationMeter(Observer):
         self._emptied: set[int] = set()
         self._live_bytes = 0
         self._peak_bytes = 0
-        pack = functools.partial(_pack, weakref.ref(self))
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        super().__init__(functools.partial(_pack, weakref.ref(self)), lambda tensor: tensor)
 
     @property
     def live_bytes(self) -> int:
@@ -93,25 +92,15 @@ class LiveActivationMeter(Observer):
     def remade(self, block: Block, made: torch.Tensor) -> None:
         self.observe(made)
 
-    def __enter__(self) -> LiveActivationMeter:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.__exit__()
-
     def _measure(self, keys: Iterable[int]) -> None:
         for key in list(keys):
-            reference, before = self._seen.get(key, (None, 0))
-            storage = reference() if reference is not None else None
-            if reference is not None and storage is not None:
+            seen = self._seen.get(key)
+            storage = seen and seen[0]()
+            if seen and storage is not None:  # else it was freed meanwhile
                 size = storage.nbytes()
-                self._seen[key] = (reference, size)
-                self._live_bytes += size - before
-                if size:
-                    self._emptied.discard(key)
-                else:
-                    self._emptied.add(key)
+                self._seen[key] = (seen[0], size)
+                self._live_bytes += size - seen[1]
+                (self._emptied.discard if size else self._emptied.add)(key)
 
 
 def _pack(meter: weakref.ref[LiveActivationMeter], tensor: torch.Tensor) -> torch.Tensor:
