@@ -168,12 +168,11 @@ class Ours(Marked):
         with trace_step(self.manager, rank) as trace:
             yield
         trace.write_chrome(Path(self.spec["results"]) / f"trace_{rank}.json")
-        summary = trace.summary()
         self.examination = {
-            "traced_step_us": summary.duration_us,
-            "stall_us": summary.stall_us,
-            "busy_us": summary.busy_us,
-            "gbps": {stream: summary.gbps(stream) for stream in summary.busy_us},
+            "traced_step_us": trace.duration_us,
+            "stall_us": trace.stall_us,
+            "busy_us": trace.busy_us,
+            "gbps": {stream: trace.gbps(stream) for stream in trace.busy_us},
         }
 
     @contextlib.contextmanager

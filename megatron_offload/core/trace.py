@@ -7,6 +7,7 @@ microseconds since the trace began; spans of one stream don't overlap.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,22 +80,48 @@ class Counter:
     value: _Number
 
 
-@dataclass(frozen=True, slots=True)
-class TraceSummary:
-    """The sums of one trace."""
+@dataclass(slots=True)
+class StepTrace:
+    """One step on one rank, and its sums."""
 
-    duration_us: float
-    stall_us: dict[str, float]
-    """What the compute stream lost, by wait."""
-    busy_us: dict[str, float]
-    """How long each copy stream copied."""
-    num_bytes: dict[str, int]
-    """What each copy stream moved."""
+    rank: int = 0
+    spans: list[Span] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
+
+    def of(self, stream: str) -> list[Span]:
+        """Return the spans of one stream in the order of time."""
+        spans = (span for span in self.spans if span.stream == stream)
+        return sorted(spans, key=lambda span: span.start_us)
+
+    @property
+    def duration_us(self) -> float:
+        """From the first span's start to the last one's end."""
+        first_us = min((span.start_us for span in self.spans), default=0.0)
+        return max((span.end_us for span in self.spans), default=0.0) - first_us
+
+    @property
+    def stall_us(self) -> dict[str, float]:
+        """What the compute stream lost, by wait."""
+        lost_us: dict[str, float] = defaultdict(float)
+        for span in self.of("compute"):
+            if span.kind == "stall":
+                lost_us[span.wait] += span.duration_us
+        return dict(sorted(lost_us.items()))
 
     @property
     def copy_stall_us(self) -> float:
         """What the compute stream lost in waits for copies."""
         return sum(us for wait, us in self.stall_us.items() if wait != PIPELINE_WAIT)
+
+    @property
+    def busy_us(self) -> dict[str, float]:
+        """How long each copy stream copied."""
+        return {name: sum(span.duration_us for span in self.of(name)) for name in STREAMS[1:]}
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """What each copy stream moved."""
+        return {name: sum(span.num_bytes for span in self.of(name)) for name in STREAMS[1:]}
 
     def gbps(self, stream: str) -> float | None:
         """Return the bandwidth while copying, in 10^9 bytes a second; None without copies."""
@@ -109,40 +136,11 @@ class TraceSummary:
             f"compute waits for copies {format_us(self.copy_stall_us)} ({share:.1%})",
             *(f"{wait} wait {format_us(lost_us)}" for wait, lost_us in self.stall_us.items()),
         ]
-        for stream, busy_us in self.busy_us.items():
-            if busy_us:
-                size = format_bytes(self.num_bytes[stream])
-                facts.append(f"{stream.upper()} {size} at {self.gbps(stream):.3g} GB/s")
+        for stream, num_bytes in self.num_bytes.items():
+            if gbps := self.gbps(stream):
+                size = format_bytes(num_bytes)
+                facts.append(f"{stream.upper()} {size} at {gbps:.3g} GB/s")
         return facts
-
-
-@dataclass(slots=True)
-class StepTrace:
-    """One step on one rank."""
-
-    rank: int = 0
-    spans: list[Span] = field(default_factory=list)
-    counters: list[Counter] = field(default_factory=list)
-
-    def of(self, stream: str) -> list[Span]:
-        """Return the spans of one stream in the order of time."""
-        spans = (span for span in self.spans if span.stream == stream)
-        return sorted(spans, key=lambda span: span.start_us)
-
-    def summary(self) -> TraceSummary:
-        """Add up what the spans say."""
-        stall_us: dict[str, float] = {}
-        for span in self.of("compute"):
-            if span.kind == "stall":
-                stall_us[span.wait] = stall_us.get(span.wait, 0.0) + span.duration_us
-        copies = {stream: self.of(stream) for stream in STREAMS[1:]}
-        first_us = min((span.start_us for span in self.spans), default=0.0)
-        return TraceSummary(
-            duration_us=max((span.end_us for span in self.spans), default=0.0) - first_us,
-            stall_us=dict(sorted(stall_us.items())),
-            busy_us={name: sum(span.duration_us for span in copies[name]) for name in copies},
-            num_bytes={name: sum(span.num_bytes for span in copies[name]) for name in copies},
-        )
 
     def write_chrome(self, path: str | Path) -> None:
         """Write the trace to a file of Chrome trace events."""

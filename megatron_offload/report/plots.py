@@ -84,7 +84,7 @@ def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One ste
     charts = []
     for trace in traces[:MOST_TIMELINES]:
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
-        facts = trace.summary().facts()
+        facts = trace.facts()
         lines = [", ".join(facts[:3]), ", ".join(facts[3:])]
         charts.append(_titled(timeline_chart(trace, end_us), f"{title}{rank}", lines))
     _write_png(_altair().vconcat(*charts), path)

@@ -69,15 +69,15 @@ def values_of(trace, name):
 
 
 def test_the_sums_are_those_of_the_spans():
-    summary = small_trace().summary()
-    assert summary.duration_us == 30
-    assert summary.stall_us == {"W2": 4}
-    assert summary.copy_stall_us == 4
-    assert summary.busy_us == {"d2h": 6, "h2d": 2}
-    assert summary.num_bytes == {"d2h": 12000, "h2d": 8000}
-    assert summary.gbps("d2h") == 2
-    assert summary.gbps("h2d") == 4
-    assert summary.facts() == [
+    trace = small_trace()
+    assert trace.duration_us == 30
+    assert trace.stall_us == {"W2": 4}
+    assert trace.copy_stall_us == 4
+    assert trace.busy_us == {"d2h": 6, "h2d": 2}
+    assert trace.num_bytes == {"d2h": 12000, "h2d": 8000}
+    assert trace.gbps("d2h") == 2
+    assert trace.gbps("h2d") == 4
+    assert trace.facts() == [
         "step 30.0 µs",
         "compute waits for copies 4.0 µs (13.3%)",
         "W2 wait 4.0 µs",
@@ -86,11 +86,11 @@ def test_the_sums_are_those_of_the_spans():
     ]
 
 
-def test_an_empty_trace_has_a_summary():
-    summary = StepTrace().summary()
-    assert summary.duration_us == 0
-    assert summary.gbps("d2h") is None
-    assert summary.facts()[0] == "step 0.0 µs"
+def test_an_empty_trace_has_sums():
+    trace = StepTrace()
+    assert trace.duration_us == 0
+    assert trace.gbps("d2h") is None
+    assert trace.facts()[0] == "step 0.0 µs"
 
 
 def test_a_file_holds_valid_chrome_events(tmp_path):
@@ -170,9 +170,8 @@ def test_a_traced_step_is_the_same_step(timing, inflight_bytes):
     assert manager.last_step == untraced.last_step
     assert manager.last_profile == untraced.last_profile
     assert manager.backend.stall_us == untraced.backend.stall_us
-    summary = trace.summary()
-    assert summary.num_bytes["d2h"] == manager.last_step.offloaded_bytes > 0
-    assert summary.num_bytes["h2d"] == manager.last_step.reloaded_bytes > 0
+    assert trace.num_bytes["d2h"] == manager.last_step.offloaded_bytes > 0
+    assert trace.num_bytes["h2d"] == manager.last_step.reloaded_bytes > 0
     assert max(values_of(trace, HOST_BYTES)) == manager.last_step.peak_host_bytes
     for stream in STREAMS:
         for earlier, later in itertools.pairwise(trace.of(stream)):
@@ -255,12 +254,11 @@ def test_virtual_times_are_exact():
     assert inflight == [(0, 0), (100, 256), (356, 0), (456, 256), (712, 0)]
     live = [(c.time_us, c.value) for c in trace.counters if c.name == LIVE_BYTES]
     assert live == [(0, 0), (100, 256), (456, 512), (1040, 256), (1368, 0)]
-    summary = trace.summary()
-    assert summary.duration_us == 1368
-    assert summary.stall_us == {"W2": 512, "W4": 256}
-    assert summary.stall_us["W2"] == backend.stall_us[Wait.W2]
-    assert summary.gbps("d2h") == pytest.approx(0.001)
-    assert summary.gbps("h2d") == pytest.approx(0.002)
+    assert trace.duration_us == 1368
+    assert trace.stall_us == {"W2": 512, "W4": 256}
+    assert trace.stall_us["W2"] == backend.stall_us[Wait.W2]
+    assert trace.gbps("d2h") == pytest.approx(0.001)
+    assert trace.gbps("h2d") == pytest.approx(0.002)
 
 
 def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():

@@ -617,7 +617,7 @@ def test_several_watch_one_step_and_each_sees_what_it_would_see_alone(moves):
     first_us = recorded.profile.times[0].started_us
     assert found.step_us == recorded.profile.step_us - first_us + found.waited_us
     assert trace == inner
-    assert (trace.summary().num_bytes["d2h"] > 0) == moves
+    assert (trace.num_bytes["d2h"] > 0) == moves
 
 
 def test_groups_that_nobody_marks_are_recorded_too():

@@ -89,21 +89,21 @@ def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, t
     trace = read_traces(tmp_path / "traced/trace_0.json")[0]
     lines = (tmp_path / "traced/steps.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
-    assert trace.summary().num_bytes["d2h"] == steps[2]["offloaded_bytes"] > 0
+    assert trace.num_bytes["d2h"] == steps[2]["offloaded_bytes"] > 0
     kinds = {span.kind for span in trace.of("compute")}
     assert {"forward", "backward", "other"} <= kinds
     assert {LIVE_BYTES, HELD_BYTES} <= {counter.name for counter in trace.counters}
     # Virtual copies beside real compute, in the same unit as the clock on the wall; the optimizer's
     # part, which isn't traced, is long on a busy machine.
     measured_us = 1e6 * steps[2]["step_time_s"]
-    assert 0.002 * measured_us < trace.summary().duration_us < 1.5 * measured_us
+    assert 0.002 * measured_us < trace.duration_us < 1.5 * measured_us
 
 
 def test_a_short_run_traces_its_last_step(train, tmp_path):
     train(tmp_path, "run.trace_step=100", "run.steps=2", "offload.fraction=0.5")
     last = json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])
     trace = read_traces(tmp_path / "trace_0.json")[0]
-    assert trace.summary().num_bytes["d2h"] == last["offloaded_bytes"] > 0
+    assert trace.num_bytes["d2h"] == last["offloaded_bytes"] > 0
 
 
 def test_a_new_run_leaves_nothing_of_an_earlier_one(train, tmp_path):
