@@ -272,20 +272,6 @@ def test_forced_release_empties_what_was_copied(manager, x, weight):
     assert torch.equal(weight.grad, expected[1])
 
 
-def test_forced_release_leaves_what_was_not_copied(manager, x, weight):
-    begin(manager)
-    stranger = torch.randn(8, 16)
-    y = layer(x, weight, forced_released_tensors=[stranger])
-    manager.engine.window.drain()
-    assert stranger.untyped_storage().nbytes() == stranger.nbytes
-    with torch.no_grad():
-        hidden = x * 2
-        layer(hidden, weight, forced_released_tensors=[hidden])
-    manager.engine.window.drain()
-    assert hidden.untyped_storage().nbytes() == hidden.nbytes
-    y.sum().backward()
-
-
 # Chunks
 
 
@@ -295,15 +281,6 @@ def test_fraction_delta_and_bound_reach_the_policy(manager):
     assert manager.learner.policy.keep_bytes == 200
     assert manager.cur_forward_chunk().chunk.rules.max_inflight_groups == 3
     assert manager.cur_forward_chunk().vpp_rank == 1
-
-
-def test_what_the_configuration_sets_wins_over_the_caller(manager):
-    manager.configure(
-        OffloadConfig(backend="simulated", fraction=0.25, delta_bytes_across_pp_ranks=7)
-    )
-    FineGrainedActivationOffloadingInterface.init_chunk_handler(2, None, None, 0, 100, 0.5)
-    assert manager.learner.policy.fraction == 0.25
-    assert manager.learner.policy.keep_bytes == 14
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
@@ -377,15 +354,6 @@ def test_the_later_form_delays_only_in_a_replay(manager, x, weight, form):
     manager.reset()
     assert_exact(x, weight, num_layers=1)
     assert manager.last_step.offloaded_bytes > 0
-
-
-def test_backward_may_come_before_the_flush(manager, x, weight):
-    begin(manager)
-    layer(x, weight, delay_offload=True).sum().backward()
-    manager.flush_delayed_groups()
-    manager.reset()
-    assert_exact(x, weight, num_layers=1)
-    assert manager.last_step.offloaded_bytes == 0
 
 
 @pytest.mark.parametrize("named", [False, True])

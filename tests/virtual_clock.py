@@ -10,11 +10,9 @@ from megatron_offload.core.profile import RunShape
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.planning.schedule import make_schedule
 
 NUM_MICROBATCHES = 6
 RUN = RunShape(num_microbatches=NUM_MICROBATCHES)
-SCHEDULE = make_schedule("gpipe", 1, NUM_MICROBATCHES)
 ORDER = [(action, microbatch) for action in "FB" for microbatch in range(NUM_MICROBATCHES)]
 
 
