@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.config import OffloadConfig, recompute_patterns
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
+from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.recompute import recompute_functions, told_by_integrations
@@ -53,12 +54,24 @@ def engine_of(manager: Any) -> Any:
     return getattr(manager, "engine", manager)
 
 
-def refuse_unfollowed(door: str, config: OffloadConfig) -> None:
-    """Refuse with a `ConfigError` what was set and this front door can't follow."""
+def followed(
+    door: str, config: OffloadConfig | None, manager: Any, default: OffloadConfig | None = None
+) -> tuple[PipelineOffloadManager | None, OffloadConfig]:
+    """Return the manager that a front door was given, if any, and the settings to follow.
+
+    Raises:
+        ValueError: both a config and a manager are given.
+        ConfigError: something is set that this door can't follow.
+    """
+    if manager is not None and config is not None:
+        raise ValueError("give a config or a manager, not both")
+    manager = engine_of(manager)
+    config = manager.config if manager is not None else config or default or OffloadConfig()
     for key, instead in _UNFOLLOWED[door].items():
         if key in config.model_fields_set and getattr(config, key) not in (None, ()):
             raise ConfigError(f"{door} can't follow OffloadConfig.{key}: {instead}")
     refuse_unserved(door, config)
+    return manager, config
 
 
 def refuse_unserved(door: str, config: OffloadConfig) -> None:

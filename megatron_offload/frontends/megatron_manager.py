@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -35,8 +35,20 @@ _MOST_CHUNKS = 1024
 
 
 def _reached(path: str, doc: str) -> Any:
-    """Make a property of what lies at a dotted path."""
-    return property(attrgetter(path), doc=doc)
+    """Make a property of what lies at a dotted path, to read and to set."""
+    owner, name = path.rsplit(".", 1)
+    find_owner = attrgetter(owner)
+    return property(attrgetter(path), lambda self, x: setattr(find_owner(self), name, x), doc=doc)
+
+
+def _passed_on(method: Callable[..., Any]) -> Any:
+    """Make a method that calls the engine's of this name."""
+
+    @wraps(method)
+    def call(self: PipelineOffloadManager, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.engine, method.__name__)(*args, **kwargs)
+
+    return call
 
 
 class ChunkOffloadHandler:
@@ -63,6 +75,15 @@ class ChunkOffloadHandler:
         manager = PipelineOffloadManager.get_instance()
         return cls._of(manager, manager.engine.new_chunk())
 
+    @classmethod
+    def _of(
+        cls, manager: PipelineOffloadManager, chunk: engine_chunk.ChunkOffloadHandler
+    ) -> ChunkOffloadHandler:
+        handler = object.__new__(cls)
+        handler.manager, handler.chunk, handler._pool = manager, chunk, None
+        handler._in_backward, handler._last_pass, handler._first = [], [], 0
+        return handler
+
     def __init__(
         self,
         min_offloaded_tensor_size: int,
@@ -73,29 +94,14 @@ class ChunkOffloadHandler:
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.chunk.rules.max_inflight_groups = max_inflight_offloads
 
-    @classmethod
-    def _of(
-        cls, manager: PipelineOffloadManager, chunk: engine_chunk.ChunkOffloadHandler
-    ) -> ChunkOffloadHandler:
-        handler = object.__new__(cls)
-        handler.manager, handler.chunk, handler._pool = manager, chunk, None
-        handler._in_backward, handler._last_pass, handler._first = [], [], 0
-        return handler
-
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:
         """Where `offload` takes host memory."""
         return self._pool or self.manager.cpu_tensor_pool
 
-    @property
-    def min_offloaded_tensor_size(self) -> int:
-        """Smallest tensor that moves, in elements."""
-        return self.chunk.rules.min_tensor_elements
-
-    @min_offloaded_tensor_size.setter
-    def min_offloaded_tensor_size(self, num_elements: int) -> None:
-        self.chunk.rules.min_tensor_elements = num_elements
-
+    min_offloaded_tensor_size = _reached(
+        "chunk.rules.min_tensor_elements", "Smallest tensor that moves, in elements."
+    )
     do_offload = _reached("manager.do_offload", "Whether groups are recorded at all.")
     d2h_stream = _reached("manager.d2h_stream", "The stream that copies to the host.")
     h2d_stream = _reached("manager.h2d_stream", "The stream that copies to the device.")
@@ -590,18 +596,9 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         self.engine.end_step_if_over()
         print_offload_summary_table(self.offload_summary_bytes)
 
-    def disable_offload(self) -> None:
-        """Record no groups from here on; what is under way finishes."""
-        self.engine.disable_offload()
-
-    def enable_offload(self) -> None:
-        """Record groups again, unless the configuration says ``enabled=False``."""
-        self.engine.enable_offload()
-
-    def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
-        """Keep a tensor, and all that shares its storage, on the device."""
-        self.engine.mark_not_offload(tensor)
-
+    disable_offload = _passed_on(Engine.disable_offload)
+    enable_offload = _passed_on(Engine.enable_offload)
+    mark_not_offload = _passed_on(Engine.mark_not_offload)
     mark_not_offloadable = mark_not_offload
 
     def record_event(self, event: Event | None = None) -> None:

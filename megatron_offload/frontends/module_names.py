@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.graph_break import graph_break
 
@@ -47,6 +49,20 @@ class EagerHook(ModuleHook):
         """Run the hook."""
         if not torch.compiler.is_compiling():
             self._hook(*args)
+
+
+_owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = WeakKeyDictionary()
+
+
+def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
+    """Return the list for an owner's hooks on a module; those of an earlier call are taken off."""
+    by_owner = _owned.setdefault(getattr(module, "_orig_mod", module), {})
+    handles = by_owner.setdefault(owner, [])
+    while handles:
+        handle = handles.pop()
+        handle.remove()
+        handle.id = -1  # whoever holds it too takes nothing off later that has its number
+    return handles
 
 
 def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:

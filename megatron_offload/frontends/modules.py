@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -18,7 +17,12 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.frontends.around import engine_of, refuse_unserved
-from megatron_offload.frontends.module_names import ModuleHook, expression_of, named_modules
+from megatron_offload.frontends.module_names import (
+    ModuleHook,
+    expression_of,
+    hooks_of,
+    named_modules,
+)
 from megatron_offload.frontends.recompute import recompute_modules
 
 
@@ -43,9 +47,6 @@ _NAMED: dict[str, _Kind] = {
     "layer": ["**.layers.*"],
 }
 
-_marked: WeakKeyDictionary[nn.Module, dict[str, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
-"""By module and group name, the hooks of the last call that marked it."""
-
 
 class ModuleOffload:
     """The hooks that `offload_modules` has set; `remove` takes them off again."""
@@ -55,14 +56,6 @@ class ModuleOffload:
         self.groups: dict[str, list[str]] = {}
         """For each requested name, the modules that it marks."""
         self._handles: list[RemovableHandle] = []
-
-    def _hold(self, module: nn.Module, name: str, *handles: RemovableHandle) -> None:
-        """Keep the hooks that mark a group, in the place of those that an earlier call has set."""
-        by_name = _marked.setdefault(getattr(module, "_orig_mod", module), {})
-        for handle in by_name.get(name, ()):
-            handle.remove()
-        by_name[name] = handles
-        self._handles += handles
 
     def remove(self) -> None:
         """Take all hooks off; a second call does nothing."""
@@ -178,21 +171,22 @@ def _mark(
     found = _find(modules, kind)
     for path in found:
         module = modules[path]
+        handles = hooks_of(name, module)
         if isinstance(kind, _Span):
             first, last = modules[f"{path}.{kind.after}"], modules[f"{path}.{kind.before}"]
             begin, end, close = _region(result.manager, name, _outputs, _inputs)
-            handles: tuple[RemovableHandle, ...] = (
+            handles += (
                 first.register_forward_hook(begin),
                 last.register_forward_pre_hook(end, with_kwargs=True, prepend=True),
                 module.register_forward_hook(close, always_call=True),
             )
         else:
             begin, end, _ = _region(result.manager, name, _inputs, _outputs)
-            handles = (
+            handles += (
                 module.register_forward_pre_hook(begin, with_kwargs=True),
                 module.register_forward_hook(end, always_call=True),
             )
-        result._hold(module, name, *handles)
+        result._handles += handles
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.frontends.around import AroundForwards, refuse_unfollowed
+from megatron_offload.frontends.around import AroundForwards, followed
 
 
 def get_tensor_memory(tensor: torch.Tensor) -> int:
@@ -89,9 +89,8 @@ class CPUOffload(AroundForwards):
         self.offload_ratio = offload_ratio
         self.tag = tag
         if tag not in self._tags:
-            config = config or OffloadConfig()
-            refuse_unfollowed("CPUOffload", config)
-            self._tags[tag] = _Tag(tag, PipelineOffloadManager(config))
+            _, settings = followed("CPUOffload", config, None)
+            self._tags[tag] = _Tag(tag, PipelineOffloadManager(settings))
         self._tag = self._tags[tag]
         super().__init__(self._tag.groups)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.config import recompute_patterns
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.random_states import RandomStates, are_captured
-from megatron_offload.frontends.module_names import EagerHook, expression_of
+from megatron_offload.frontends.module_names import EagerHook, expression_of, hooks_of
 
 _logger = logging.getLogger(__name__)
 
@@ -47,9 +46,6 @@ _FUNCTIONS = {
 }
 """By the name of a function of torch, or of a tensor's method, the unit that it belongs to. None
 draws random numbers or communicates."""
-
-_hooked: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
-"""By module, the hooks of the last call that has set some."""
 
 _TRUSTED = ("torch.nn.", "megatron.core.", "transformer_engine.")
 """Where norms and activations come from that are known to do nothing but compute."""
@@ -94,24 +90,19 @@ def recompute_modules(
             _logger.warning("recompute: no module here matches %r", pattern)
     handles = []
     for path, module in modules.items():
-        for old in _hooked.pop(module, ()):
-            old.remove()
+        own = hooks_of(_Source, module)
         unit = next((name for name, e in patterns.items() if e.fullmatch(path)), None)
         is_known = unit is None and _is_known(module)
         unit = unit or unit_of(module)
         if unit is None or unit not in units:
             continue
         source = _Source(path, unit, find_manager, is_known=is_known)
-        own = [
-            module.register_forward_hook(
-                source.hook, prepend=True, with_kwargs=True, always_call=True
-            )
-        ]
-        _share_id(own[0], last=False)
         if not is_known:
-            own.append(module.register_forward_pre_hook(EagerHook(source.begin), with_kwargs=True))
-            _share_id(own[1], last=True)
-        _hooked[module] = own
+            begin = EagerHook(source.begin)
+            own.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            _share_id(own[0], last=True)
+        own.append(module.register_forward_hook(source.hook, with_kwargs=True, always_call=True))
+        _share_id(own[-1], last=False)
         handles += own
     return handles
 

@@ -23,8 +23,8 @@ from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.around import AroundForwards, engine_of, refuse_unfollowed
-from megatron_offload.frontends.module_names import ModuleHook, named_modules
+from megatron_offload.frontends.around import AroundForwards, followed
+from megatron_offload.frontends.module_names import ModuleHook, hooks_of, named_modules
 from megatron_offload.frontends.recompute import recompute_modules
 from megatron_offload.memory.host_pool import HostPool
 
@@ -85,11 +85,7 @@ class OffloadActivations(AroundForwards):
             raise ValueError(f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}")
         if min_offload_size < 0:
             raise ValueError(f"min_offload_size can't be negative, got {min_offload_size}")
-        if manager is not None and config is not None:
-            raise ValueError("give a config or a manager, not both")
-        manager = engine_of(manager)
-        settings = (manager.config if manager is not None else config) or OffloadConfig()
-        refuse_unfollowed("OffloadActivations", settings)
+        manager, settings = followed("OffloadActivations", config, manager)
 
         def settle(argument: str, value: Any, default: Any, key: str) -> Any:
             is_fixed = manager is not None and key != "min_tensor_bytes"
@@ -240,15 +236,8 @@ def _find_head(model: nn.Module) -> nn.Module | None:
     return None
 
 
-_kept: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The heads that have their hooks."""
-
-
 def _keep_on_device(module: nn.Module) -> None:
-    """Run every forward of a module inside `NoOpManager`; a second call changes nothing."""
-    if module in _kept:
-        return
-    _kept.add(module)
+    """Run every forward of a module inside `NoOpManager`."""
     entered: list[NoOpManager] = []
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -260,8 +249,9 @@ def _keep_on_device(module: nn.Module) -> None:
         if entered:  # else another hook has raised before ours ran
             entered.pop().__exit__()
 
-    module.register_forward_pre_hook(ModuleHook(enter))
-    module.register_forward_hook(ModuleHook(leave), always_call=True)
+    handles = hooks_of(NoOpManager, module)
+    handles.append(module.register_forward_pre_hook(ModuleHook(enter)))
+    handles.append(module.register_forward_hook(ModuleHook(leave), always_call=True))
 
 
 @graph_break

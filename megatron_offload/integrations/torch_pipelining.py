@@ -12,7 +12,7 @@ from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
-from megatron_offload.frontends.around import engine_of, refuse_unfollowed
+from megatron_offload.frontends.around import followed
 from megatron_offload.frontends.module_names import named_modules
 from megatron_offload.frontends.recompute import recompute_functions, recompute_modules
 
@@ -104,8 +104,6 @@ def offload_pipeline(
         ValueError: both ``config`` and ``manager`` are given.
         ConfigError: ``modules`` are set: a stage moves as a whole.
     """
-    if manager is not None and config is not None:
-        raise ValueError("give a config or a manager, not both")
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if not callable(getattr(schedule, "step", None)) or any(
         not hasattr(stage, "forward_one_chunk") for stage in stages
@@ -118,6 +116,5 @@ def offload_pipeline(
         raise IntegrationError(
             "this schedule, or one that shares its stages, is wrapped already: remove() that first"
         )
-    manager = engine_of(manager) or PipelineOffloadManager(config or OffloadConfig())
-    refuse_unfollowed("offload_pipeline", manager.config)
-    return PipelineOffload(schedule, stages, manager)
+    manager, settings = followed("offload_pipeline", config, manager)
+    return PipelineOffload(schedule, stages, manager or PipelineOffloadManager(settings))

@@ -31,7 +31,7 @@ from megatron_offload.engine.marks import take_back
 from megatron_offload.engine.quantised_weights import mark_not_offload, plain_parts
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import IntegrationError
-from megatron_offload.frontends.around import engine_of, refuse_unfollowed
+from megatron_offload.frontends.around import followed
 from megatron_offload.frontends.whole_model import NoOpManager
 
 _FUSER = "transformer_engine.pytorch.ops.fuser"
@@ -60,11 +60,9 @@ def operation_groups(
     """
     global _groups
     if _groups is None:
-        manager = engine_of(manager) or PipelineOffloadManager(
-            config or OffloadConfig(min_tensor_bytes=1024)
-        )
-        refuse_unfollowed("operation_groups", manager.config)
-        _groups = AutomaticGroups(manager, "operations")
+        default = OffloadConfig(min_tensor_bytes=1024)
+        manager, settings = followed("operation_groups", config, manager, default)
+        _groups = AutomaticGroups(manager or PipelineOffloadManager(settings), "operations")
     elif config is not None or manager is not None:
         raise ValueError("the operations' groups exist: configure them before the first forward")
     return _groups

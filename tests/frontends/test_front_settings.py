@@ -8,7 +8,7 @@ from programs import make_config, make_manager
 
 from megatron_offload import CPUOffload, OffloadActivations, OffloadConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.around import _UNFOLLOWED, refuse_unfollowed
+from megatron_offload.frontends.around import _UNFOLLOWED, followed
 from megatron_offload.integrations.transformer_engine import (
     operation_groups,
     reset_operation_groups,
@@ -56,7 +56,7 @@ def test_what_a_door_cannot_follow_is_refused_and_the_way_out_is_named(door, key
 @pytest.mark.parametrize("door", _UNFOLLOWED)
 def test_a_door_takes_all_else(door):
     for key in OffloadConfig.model_fields.keys() - _UNFOLLOWED[door].keys():
-        refuse_unfollowed(door, config_with(key))
+        followed(door, config_with(key), None)
 
 
 def test_a_key_that_is_set_to_none_asks_for_nothing():
