@@ -25,31 +25,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from megatron_offload.config import OffloadConfig
-    from megatron_offload.engine.manager import PipelineOffloadManager
-    from megatron_offload.fine_grained_activation_offload import group_commit, group_start
-    from megatron_offload.frontends.by_hand import recomputable
-    from megatron_offload.frontends.modules import offload_modules
-    from megatron_offload.frontends.ratio import CPUOffload, get_tensor_memory
+    from megatron_offload.config import OffloadConfig as OffloadConfig
+    from megatron_offload.engine.manager import PipelineOffloadManager as PipelineOffloadManager
+    from megatron_offload.fine_grained_activation_offload import group_commit as group_commit
+    from megatron_offload.fine_grained_activation_offload import group_start as group_start
+    from megatron_offload.frontends.by_hand import recomputable as recomputable
+    from megatron_offload.frontends.modules import offload_modules as offload_modules
+    from megatron_offload.frontends.ratio import CPUOffload as CPUOffload
+    from megatron_offload.frontends.ratio import get_tensor_memory as get_tensor_memory
+    from megatron_offload.frontends.whole_model import NoOpManager as NoOpManager
+    from megatron_offload.frontends.whole_model import OffloadActivations as OffloadActivations
     from megatron_offload.frontends.whole_model import (
-        NoOpManager,
-        OffloadActivations,
-        get_act_offloading_ctx_manager,
+        get_act_offloading_ctx_manager as get_act_offloading_ctx_manager,
     )
-
-__all__ = [
-    "CPUOffload",
-    "NoOpManager",
-    "OffloadActivations",
-    "OffloadConfig",
-    "PipelineOffloadManager",
-    "get_act_offloading_ctx_manager",
-    "get_tensor_memory",
-    "group_commit",
-    "group_start",
-    "offload_modules",
-    "recomputable",
-]
 
 _HOMES = {
     "CPUOffload": "frontends.ratio",
@@ -64,6 +52,8 @@ _HOMES = {
     "offload_modules": "frontends.modules",
     "recomputable": "frontends.by_hand",
 }
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

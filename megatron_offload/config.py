@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -277,35 +277,28 @@ class OffloadConfig(StrictModel):
 
 def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Sort module names: Megatron's own call sites, names that module hooks serve, patterns."""
-    core, extra, patterns = [], [], []
-    for name in names:
-        if name in MEGATRON_MODULES:
-            core.append(name)
-        elif name in EXTRA_MODULES:
-            extra.append(name)
-        elif "." in name or "*" in name:
-            patterns.append(name)
-        else:
-            raise ConfigError(
-                f"unknown offload module {name!r}{did_you_mean(name, MODULES)}; a group of another "
-                f"name, or a module of the model's own, is meant by a pattern such as '*{name}'"
-            )
-    return tuple(core), tuple(extra), tuple(patterns)
+    other = "a group of another name, or a module of the model's own,"
+    patterns = _patterns(names, MODULES, "unknown offload module", other)
+    core = tuple(name for name in names if name in MEGATRON_MODULES)
+    return core, tuple(name for name in names if name in EXTRA_MODULES), patterns
 
 
-def recompute_patterns(names: Iterable[str]) -> tuple[str, ...]:
+def recompute_patterns(names: Collection[str]) -> tuple[str, ...]:
     """Return which of these say what is made again by modules' names; the others are units."""
-    patterns = []
+    return _patterns(names, RECOMPUTE_UNITS, "nothing that can be made again is called", "a module")
+
+
+def _patterns(
+    names: Collection[str], known: Sequence[str], unknown: str, other: str
+) -> tuple[str, ...]:
+    patterns = tuple(name for name in names if "." in name or "*" in name)
     for name in names:
-        if "." in name or "*" in name:
-            patterns.append(name)
-        elif name not in RECOMPUTE_UNITS:
-            known = (*RECOMPUTE_UNITS, "auto")
+        if name not in known and name not in patterns:
             raise ConfigError(
-                f"nothing that can be made again is called {name!r}{did_you_mean(name, known)}; "
-                f"a module is meant by a pattern such as '*{name}'"
+                f"{unknown} {name!r}{did_you_mean(name, known)}; {other} is meant by a pattern "
+                f"such as '*{name}'"
             )
-    return tuple(patterns)
+    return patterns
 
 
 def find_config(given: str | Path, *, kind: str = "") -> Path:

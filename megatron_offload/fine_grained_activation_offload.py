@@ -162,9 +162,8 @@ class FineGrainedOffloadingGroupCommitFunction(_Boundary):
         delay_offload: bool = False,
     ) -> torch.Tensor:
         """Return an alias of ``tensor`` that is no view."""
-        forced = forced_released_tensors or ()
         with torch.enable_grad():
-            ctx.group = cur_forward_chunk.commit(name, forced, delay=delay_offload)
+            ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
         ctx.handler = cur_forward_chunk
         return tensor.detach()
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial, wraps
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -30,8 +31,6 @@ Engine = engine_manager.PipelineOffloadManager
 HostState = tuple[torch.device, torch.Tensor, bool]
 
 _AWAY = (GroupState.OFFLOADING, GroupState.ON_HOST)
-_MOST_CHUNKS = 1024
-"""Chunks that are kept for callers by hand: as many as a step of the engine has."""
 
 
 def _reached(path: str, doc: str) -> Any:
@@ -39,16 +38,6 @@ def _reached(path: str, doc: str) -> Any:
     owner, name = path.rsplit(".", 1)
     find_owner = attrgetter(owner)
     return property(attrgetter(path), lambda self, x: setattr(find_owner(self), name, x), doc=doc)
-
-
-def _passed_on(method: Callable[..., Any]) -> Any:
-    """Make a method that calls the engine's of this name."""
-
-    @wraps(method)
-    def call(self: PipelineOffloadManager, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.engine, method.__name__)(*args, **kwargs)
-
-    return call
 
 
 class ChunkOffloadHandler:
@@ -177,16 +166,16 @@ class ChunkOffloadHandler:
         Call forms: ``(forced_released_tensors)``, ``(name, forced_released_tensors)``.
         """
         found = read_arguments("on_group_commit_forward", args, kwargs)
-        return self.commit(found.get("name"), found["forced_released_tensors"] or ())
+        return self.commit(found.get("name"), found["forced_released_tensors"])
 
     def commit(
-        self, name: str | None, forced: Iterable[torch.Tensor], *, delay: bool = False
+        self, name: str | None, forced: Iterable[torch.Tensor] | None, *, delay: bool = False
     ) -> OffloadGroup | None:
         """Close a group and issue its copies, now or at the next flush of delayed groups."""
         engine = self.manager.engine
         group = self.chunk.close_group(name) if engine.records() else None
         if group is not None:
-            engine.commit(group, forced, delay=delay)
+            engine.commit(group, forced or (), delay=delay)
         return group
 
     def _pending(self, group: OffloadGroup | None = None, name: str | None = None) -> OffloadGroup:
@@ -203,10 +192,8 @@ class ChunkOffloadHandler:
 
     def bulk_offload(self, *args: Any, **kwargs: Any) -> None:
         """Do as `on_group_commit_forward`; the group must be open."""
-        found = read_arguments("bulk_offload", args, kwargs)
-        group = self._pending(name=found.get("name"))
-        self.chunk.open_groups.remove(group)
-        self.manager.engine.commit(group, found["forced_released_tensors"] or ())
+        self._pending(name=read_arguments("bulk_offload", args, kwargs).get("name"))
+        self.on_group_commit_forward(*args, **kwargs)
 
     def bulk_offload_group(self, group_to_offload: OffloadGroup | None = None) -> None:
         """Close an open group and move it, whatever the policy says; by default the newest."""
@@ -245,7 +232,8 @@ class ChunkOffloadHandler:
         done = GroupState.DONE
         return [g for g in reversed(self.chunk.groups) if g.state is not done and g not in busy]
 
-    def _reload_next(self) -> bool:
+    def pre_reload_last_layer(self) -> bool:
+        """Bring back what backward needs first of this chunk; return whether it was away."""
         group = next((group for group in self._waiting() if group.state in _AWAY), None)
         if group is not None:
             self.manager.engine.reload(group)
@@ -253,16 +241,12 @@ class ChunkOffloadHandler:
 
     def bulk_reload_group(self) -> None:
         """Bring back the group of this chunk that backward needs next: the newest that is away."""
-        if not self._reload_next():
+        if not self.pre_reload_last_layer():
             raise StateError("no group of this chunk is on the host")
-
-    def pre_reload_last_layer(self) -> None:
-        """Bring back what backward needs first of this chunk, if it is away."""
-        self._reload_next()
 
     def bulk_reload(self) -> None:
         """Bring back the next group of this chunk, else of the next one whose forward is over."""
-        if not self._reload_next():
+        if not self.pre_reload_last_layer():
             following = self.manager.front_backward_chunk()
             if following is not None and not following.chunk.open_groups:
                 following.pre_reload_last_layer()
@@ -314,18 +298,18 @@ class ChunkOffloadHandler:
         return (bool(self._this_pass()) and not is_busy) or self.find_next_group(name) is None
 
 
+@dataclass
 class _Order:
     """What callers by hand have queued in one step of the engine."""
 
-    def __init__(self, step_number: int) -> None:
-        self.step_number = step_number
-        self.handlers: deque[ChunkOffloadHandler] = deque(maxlen=_MOST_CHUNKS)
-        self.queue: deque[ChunkOffloadHandler] = deque(maxlen=_MOST_CHUNKS)
-        self.staged: list[list[ChunkOffloadHandler]] = []
-        self.delayed: list[Callable[[], Any]] = []
-        self.current: ChunkOffloadHandler | None = None
-        self.reached: GroupKey | None = None
-        """What the engine had reached last when `current` was taken."""
+    step_number: int
+    handlers: list[ChunkOffloadHandler] = field(default_factory=list)
+    queue: deque[ChunkOffloadHandler] = field(default_factory=deque)
+    staged: list[list[ChunkOffloadHandler]] = field(default_factory=list)
+    delayed: list[Callable[[], Any]] = field(default_factory=list)
+    current: ChunkOffloadHandler | None = None
+    reached: GroupKey | None = None
+    """What the engine had reached last when `current` was taken."""
 
 
 class _OneInProcess(type):
@@ -570,7 +554,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         hook, forced = found["group_hook"], found["forced_released_tensors"]
         handler = getattr(hook, "__self__", None)
         if isinstance(handler, ChunkOffloadHandler):
-            handler.commit(found.get("name"), forced or (), delay=True)
+            handler.commit(found.get("name"), forced, delay=True)
         else:
             names = (found["name"],) if "name" in found else ()
             self._order.delayed.append(partial(hook, *names, forced))
@@ -596,9 +580,18 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         self.engine.end_step_if_over()
         print_offload_summary_table(self.offload_summary_bytes)
 
-    disable_offload = _passed_on(Engine.disable_offload)
-    enable_offload = _passed_on(Engine.enable_offload)
-    mark_not_offload = _passed_on(Engine.mark_not_offload)
+    def disable_offload(self) -> None:
+        """Record no groups from here on; what is under way finishes."""
+        self.engine.disable_offload()
+
+    def enable_offload(self) -> None:
+        """Record groups again, unless the configuration says ``enabled=False``."""
+        self.engine.enable_offload()
+
+    def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
+        """Keep a tensor, and all that shares its storage, on the device."""
+        self.engine.mark_not_offload(tensor)
+
     mark_not_offloadable = mark_not_offload
 
     def record_event(self, event: Event | None = None) -> None:

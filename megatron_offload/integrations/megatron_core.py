@@ -48,7 +48,9 @@ def install() -> None:
             f"has; {_GET_IT}"
         )
     pairs = [
-        (x, getattr(facade, name)) for name, x in _definitions(target) if hasattr(facade, name)
+        (value, getattr(facade, name))
+        for name, value in vars(target).items()
+        if name in facade.__all__ and getattr(value, "__module__", "") == _MODULE
     ]
     pairs += stand_ins()
     ours = {id(theirs): ours for theirs, ours in pairs}
@@ -145,14 +147,6 @@ def _import_if_present(name: str) -> types.ModuleType | None:
 def megatron_version() -> str:
     """Return the version of the megatron-core that is loaded, or words for the lack of one."""
     return str(getattr(sys.modules["megatron.core"], "__version__", "of unknown version"))
-
-
-def _definitions(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
-    """Yield the classes and functions that a module itself defines, without the private ones."""
-    for name, value in vars(module).items():
-        is_definition = isinstance(value, (type, types.FunctionType))
-        if is_definition and value.__module__ == module.__name__ and not name.startswith("_"):
-            yield name, value
 
 
 def _loaded_modules() -> Iterator[types.ModuleType]:

@@ -34,18 +34,24 @@ def install() -> None:
         IntegrationError: megatron-core is absent, has no such step, or one that does something
             else than the one this was written for.
     """
-    if not _exchanged:
-        manager = _find_manager()
-        theirs = vars(manager)[_METHOD]
+    if _exchanged:
+        return
+    manager = getattr(import_from_megatron(_MODULE), _CLASS, None)
+    theirs = getattr(manager, _METHOD, None)
+    if not callable(theirs):
+        raise IntegrationError(
+            f"megatron-core {megatron_version()} has no {_CLASS}.{_METHOD} in {_MODULE}; versions "
+            "0.12 to 0.19 have it; leave out install()"
+        )
 
-        @functools.wraps(theirs)
-        def ours(
-            self: Any, indices: torch.Tensor, probs: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return indices_to_multihot(indices, probs, self.num_local_experts)
+    @functools.wraps(theirs)
+    def ours(
+        self: Any, indices: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return indices_to_multihot(indices, probs, self.num_local_experts)
 
-        _check_same(theirs, ours)
-        _exchanged.replace(manager, _METHOD, ours)
+    _check_same(theirs, ours)
+    _exchanged.replace(manager, _METHOD, ours)
 
 
 def uninstall() -> None:
@@ -108,16 +114,6 @@ class _IndicesToMultihot(torch.autograd.Function):
         picked = grad.gather(1, indices.long().clamp(min=0))
         # Megatron's backward adds to zeros, which makes -0.0 a 0.0; so does this.
         return None, (picked + 0.0).masked_fill(indices == -1, 0.0), None
-
-
-def _find_manager() -> type:
-    manager = getattr(import_from_megatron(_MODULE), _CLASS, None)
-    if not isinstance(manager, type) or not callable(vars(manager).get(_METHOD)):
-        raise IntegrationError(
-            f"megatron-core {megatron_version()} has no {_CLASS}.{_METHOD} in {_MODULE}; versions "
-            "0.12 to 0.19 have it; leave out install()"
-        )
-    return manager
 
 
 def _check_same(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:

@@ -72,14 +72,11 @@ def stand_ins() -> Iterator[tuple[Any, Any]]:
 def exchange_methods(exchanged: Exchanges) -> None:
     """Exchange methods of megatron-core's classes for those that tell, or let others tell."""
     wrappers = [
-        *(((f"models.{module}", name, _PREPARE), _preparing) for module, name in _MODELS.items()),
-        *(
-            ((module, name, "forward"), _letting_functions_tell)
-            for module, name in _EXPERTS.items()
-        ),
-        ((_LATENT, "MLASelfAttention", _PROJECT), _projecting),
+        *((f"models.{module}", name, _PREPARE, _preparing) for module, name in _MODELS.items()),
+        *((module, name, "forward", _letting_functions_tell) for module, name in _EXPERTS.items()),
+        (_LATENT, "MLASelfAttention", _PROJECT, _projecting),
     ]
-    for (module, class_name, name), wrap in wrappers:
+    for module, class_name, name, wrap in wrappers:
         owner = getattr(_module(module), class_name, None)
         if owner is not None and name in vars(owner):
             exchanged.replace(owner, name, wrap(vars(owner)[name]))
@@ -95,18 +92,20 @@ def _module(name: str) -> Any:
 
 
 def _telling(theirs: Callable[..., Any], unit: str) -> Callable[..., Any]:
+    @functools.wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
         output = theirs(*args, **kwargs)
         if torch.is_grad_enabled():
             tell(_manager(), output, theirs, args, kwargs, unit, holds_constants=True)
         return output
 
-    return functools.update_wrapper(call, theirs)
+    return call
 
 
 def _permuting(theirs: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(theirs)
 
+    @functools.wraps(theirs)
     def permute(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = theirs(tokens, *args, **kwargs)
         given = signature.bind(tokens, *args, **kwargs).arguments
@@ -115,37 +114,31 @@ def _permuting(theirs: Callable[..., Any]) -> Callable[..., Any]:
             tell(_manager(), result[0], again, (tokens, 0, rows), {}, "moe_permute")
         return result
 
-    return functools.update_wrapper(permute, theirs)
+    return permute
 
 
 def _sorting(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def sort(
-        input: torch.Tensor,  # noqa: A002 - Megatron's name
-        split_sizes: torch.Tensor,
-        sorted_idxs: torch.Tensor,
-        probs: torch.Tensor | None = None,
-        fused: bool = False,
-    ) -> Any:
-        result = theirs(input, split_sizes, sorted_idxs, probs, fused)
+    signature = inspect.signature(theirs)
+
+    @functools.wraps(theirs)
+    def sort(*args: Any, **kwargs: Any) -> Any:
+        result = theirs(*args, **kwargs)
         if torch.is_grad_enabled():
-            again = functools.partial(_sort_again, theirs, split_sizes, sorted_idxs, fused)
-            tell(_manager(), result[0], again, (input,), {}, "moe_permute")
+            given = {**signature.bind(*args, **kwargs).arguments, "probs": None}
+            chunks = given.pop("input")
+            again = functools.partial(_first_of, theirs, given)
+            tell(_manager(), result[0], again, (chunks,), {}, "moe_permute")
         return result
 
-    return functools.update_wrapper(sort, theirs)
+    return sort
 
 
-def _sort_again(
-    theirs: Callable[..., Any],
-    split_sizes: torch.Tensor,
-    sorted_idxs: torch.Tensor,
-    fused: bool,
-    chunks: torch.Tensor,
-) -> Any:
-    return theirs(chunks, split_sizes, sorted_idxs, None, fused)[0]
+def _first_of(function: Callable[..., Any], given: dict[str, Any], chunks: torch.Tensor) -> Any:
+    return function(input=chunks, **given)[0]
 
 
 def _preparing(theirs: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(theirs)
     def preprocess_for_fine_grained_offloading(self: nn.Module) -> None:
         theirs(self)
         config = _manager().config
@@ -154,7 +147,7 @@ def _preparing(theirs: Callable[..., None]) -> Callable[..., None]:
             handles = recompute_modules(named_modules(self), config.recompute, _manager)
             _hooked[self] = config.recompute, handles
 
-    return functools.update_wrapper(preprocess_for_fine_grained_offloading, theirs)
+    return preprocess_for_fine_grained_offloading
 
 
 def _forget_models() -> None:
@@ -166,6 +159,7 @@ def _forget_models() -> None:
 
 
 def _letting_functions_tell(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         manager, config = _manager(), self.config
         is_fused = config.bias_activation_fusion or config.use_te_activation_func
@@ -174,23 +168,20 @@ def _letting_functions_tell(theirs: Callable[..., Any]) -> Callable[..., Any]:
         with RecomputeFunctions(manager, _PARTS):
             return theirs(self, *args, **kwargs)
 
-    return functools.update_wrapper(forward, theirs)
+    return forward
 
 
 def _projecting(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Let the place where Megatron's own ``mla_up_proj`` would be checkpointed tell instead."""
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
+    @functools.wraps(theirs)
     def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         manager, config = _manager(), self.config
+        is_told = "mla_up" in manager.config.recompute and not self.recompute_up_proj
         has_state = config.fp8 or config.fp4
-        if (
-            "mla_up" not in manager.config.recompute
-            or not manager.records()
-            or self.recompute_up_proj
-            or config.sequence_parallel  # it communicates
-            or has_state
-        ):
+        communicates = config.sequence_parallel
+        if not is_told or not manager.records() or has_state or communicates:
             return theirs(self, *args, **kwargs)
 
         def project(_: Any, run_function: Callable[..., Any], *inputs: Any) -> Any:
@@ -208,7 +199,7 @@ def _projecting(theirs: Callable[..., Any]) -> Callable[..., Any]:
             exchanged.replace(self, "qkv_up_checkpoint", None)
             return theirs(self, *args, **kwargs)
 
-    return functools.update_wrapper(get_query_key_value_tensors, theirs)
+    return get_query_key_value_tensors
 
 
 class _Shared:
