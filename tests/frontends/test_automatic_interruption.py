@@ -58,8 +58,7 @@ def check_every_position(offload, trap, positions=range):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("timing", ["late", "random"])
+@pytest.mark.parametrize(("timing", "after"), [("late", False), ("random", True)])
 def test_an_error_at_every_call_of_the_backend(monkeypatch, timing, after):
     offload, trap = make_offload(timing), Trap()
     for name in BACKEND_CALLS:
