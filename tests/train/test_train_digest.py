@@ -5,20 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_offload.train import digest as module
 from megatron_offload.train.digest import digest
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    module._weights.cache_clear()
-    monkeypatch.setattr(module, "_PIECE_WORDS", 64)
-    yield
-    module._weights.cache_clear()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-@pytest.mark.parametrize("count", [0, 1, 7, 64, 513, 1000])
+@pytest.mark.parametrize("count", [0, 1, 7, 513])
 def test_every_bit_counts(dtype, count):
     generator = torch.Generator().manual_seed(count)
     tensor = torch.randint(0, 255, (count * 4,), generator=generator).to(torch.uint8)
