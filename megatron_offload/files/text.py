@@ -35,12 +35,11 @@ def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
             raise ConfigError(f"can't read {path}: {error}") from error
 
 
-def open_regular(path: str | Path, *, follow_link: bool = True) -> BufferedReader:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a regular file for reading bytes; anything else is a `ConfigError`."""
     try:
         # Opening a pipe would wait for its writer.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(path, flags if follow_link else flags | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read {path}: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

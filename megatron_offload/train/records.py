@@ -154,7 +154,7 @@ def read_steps(folder: Path, last: int | None = None) -> tuple[list[StepRecord],
     size = 0
     if not os.path.lexists(path):
         return [], 0
-    with open_regular(path, follow_link=False) as file:
+    with open_regular(path) as file:
         while last is None or not records or records[-1].step < last:
             line = file.readline()
             if not line.endswith(b"\n"):

@@ -80,23 +80,20 @@ def check_output(config: TrainConfig, world_size: int, *, is_restarted: bool) ->
     if any(os.path.lexists(path) for path in (folder / COMPARISON_NAME, *logs)):
         raise ConfigError(f"run.output {folder} holds a comparison; {other}")
     latest = CheckpointFolder(folder).latest()
-    is_resumed = config.run.resume or is_restarted
-    if latest is not None:
-        if not is_resumed:
-            raise ConfigError(
-                f"run.output {folder} holds checkpoints up to {latest.name}; go on from there with "
-                f"--resume, {other} to start over"
-            )
-        read_steps(folder, read_checkpoint(latest, config, world_size).step)
-    elif not is_restarted and _has_steps(folder):
-        if not is_resumed:
-            raise ConfigError(f"run.output {folder} holds an earlier run; {other} to start over")
-        steps, _ = read_steps(folder)
-        if steps and steps[-1].step >= config.run.steps:
-            raise ConfigError(
-                f"run.output {folder} holds a run whose {steps[-1].step} steps are done, and no "
-                f"checkpoint to go on from (run.checkpoint_interval); {other} to start over"
-            )
+    if latest is None and (is_restarted or not _has_steps(folder)):
+        return
+    if not (config.run.resume or is_restarted):
+        found = (
+            f"checkpoints up to {latest.name}; --resume goes on;" if latest else "an earlier run;"
+        )
+        raise ConfigError(f"run.output {folder} holds {found} {other} to start over")
+    last = None if latest is None else read_checkpoint(latest, config, world_size).step
+    steps, _ = read_steps(folder, last)
+    if latest is None and steps and steps[-1].step >= config.run.steps:
+        raise ConfigError(
+            f"run.output {folder} holds a run whose {steps[-1].step} steps are done, and no "
+            f"checkpoint to go on from (run.checkpoint_interval); {other} to start over"
+        )
 
 
 def check_comparison(folder: Path) -> None:
@@ -112,8 +109,7 @@ def check_comparison(folder: Path) -> None:
 def _has_steps(folder: Path) -> bool:
     """Return whether a step was taken; a run that failed before its first is none."""
     log = folder / LOG_NAME
-    is_plain = log.is_file() and not log.is_symlink()
-    return log.stat().st_size > 0 if is_plain else os.path.lexists(log)
+    return log.stat().st_size > 0 if log.is_file() else os.path.lexists(log)
 
 
 def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: bool) -> None:
@@ -248,7 +244,7 @@ def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifes
 
 def digest_of_file(path: Path) -> str:
     """Return a digest of 128 bits of a regular file's bytes. It tells accidents, not intent."""
-    with open_regular(path, follow_link=False) as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 

@@ -74,12 +74,3 @@ def test_good_json_comes_back(tmp_path):
     path.write_text('{"a": [1, 2.5, null, "x", 5e-324]}')
     assert files.read_json(path) == {"a": [1, 2.5, None, "x", 5e-324]}
     assert files.parse_json("[NaN, -Infinity]", "text", allow_nan=True)[1] == float("-inf")
-
-
-def test_a_link_is_followed_only_where_it_may_be(tmp_path):
-    (tmp_path / "a").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    with files.open_regular(tmp_path / "link") as file:
-        assert file.read() == b"x"
-    with pytest.raises(ConfigError, match="can't read"):
-        files.open_regular(tmp_path / "link", follow_link=False)

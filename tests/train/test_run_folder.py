@@ -81,19 +81,6 @@ def test_a_log_that_is_no_file_is_refused(tmp_path, make):
         check(tmp_path, is_resumed=True)
 
 
-def test_a_linked_log_is_neither_followed_nor_cut(tmp_path):
-    outside = tmp_path / "outside"
-    outside.write_text("kept")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/steps.jsonl").symlink_to(outside)
-    with pytest.raises(ConfigError, match="holds an earlier run"):
-        check(tmp_path / "run")
-    with pytest.raises(ConfigError, match="can't read"):
-        check(tmp_path / "run", is_resumed=True)
-    leave_run(tmp_path / "run", 1)
-    assert outside.read_text() == "kept"
-
-
 def test_a_new_log_takes_the_place_of_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "steps.jsonl")
     leave_run(tmp_path, 1)

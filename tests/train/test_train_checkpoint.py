@@ -362,13 +362,9 @@ def test_a_damaged_file_is_refused(train, undisturbed, stopped, folder, name, da
     refused(train, stopped, f"step_000002/{name} is damaged, or the file of another checkpoint")
 
 
-def test_a_file_that_is_a_link_or_a_pipe_is_refused(train, stopped, folder, tmp_path):
-    shard = folder / STAGE
-    shutil.move(shard, tmp_path / "elsewhere")
-    shard.symlink_to(tmp_path / "elsewhere")
-    refused(train, stopped, "can't read")
-    shard.unlink()
-    os.mkfifo(shard)
+def test_a_file_that_is_a_pipe_is_refused(train, stopped, folder):
+    (folder / STAGE).unlink()
+    os.mkfifo(folder / STAGE)
     refused(train, stopped, "not a regular file")
 
 
