@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_offload.core.trace import StepTrace
+from megatron_offload.core.trace import StepTrace, write_traces
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.report.console import console
 from megatron_offload.report.plots import NEEDED, plot_timeline
@@ -43,11 +43,18 @@ def writing(path: Path) -> Iterator[None]:
         raise ConfigError(f"can't write {path}: {error.strerror}; choose another file") from error
 
 
-def draw_timelines(traces: Sequence[StepTrace], path: Path, title: str) -> str:
-    """Draw the timelines of the first ranks into a file; return what to say of the picture."""
-    with writing(path):
-        num_drawn = plot_timeline(traces, path, title)
-    return f"picture: {path}, {num_drawn} of {len(traces)} ranks"
+def write_timelines(
+    traces: Sequence[StepTrace], title: str, *, trace: Path | None, png: Path | None
+) -> None:
+    """Write the ranks' timelines, and draw the first of them, where that is asked for; say so."""
+    if trace is not None:
+        with writing(trace):
+            write_traces(trace, traces)
+        console().print(f"trace: {trace}, for https://ui.perfetto.dev")
+    if png is not None:
+        with writing(png):
+            num_drawn = plot_timeline(traces, png, title)
+        console().print(f"picture: {png}, {num_drawn} of {len(traces)} ranks")
 
 
 @contextlib.contextmanager

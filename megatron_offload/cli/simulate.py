@@ -24,13 +24,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_offload.cli.output import check_place, draw_timelines, progress, writing
+from megatron_offload.cli.output import check_place, progress, write_timelines
 from megatron_offload.cli.source import Source, SourceOptions, load_source
-from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.simulate import RankResult, Simulation, simulate
 from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
-from megatron_offload.report.console import console, plain_table
+from megatron_offload.report.console import plain_table
 
 
 class Given(SourceOptions):
@@ -66,14 +65,8 @@ def run(given: Given) -> int:
     flags = [one for one in given.set if one.strip().startswith("offload.")]
     line = f"with offload: {'; '.join([what, *flags])}"
     source.show(without, offloaded, "with it", _tables(source, without, offloaded), [line])
-    out = console()
     traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
-    if given.trace is not None:
-        with writing(given.trace):
-            write_traces(given.trace, traces)
-        out.print(f"trace: {given.trace}, for https://ui.perfetto.dev")
-    if given.png is not None:
-        out.print(draw_timelines(traces, given.png, f"{source.title}, predicted"))
+    write_timelines(traces, f"{source.title}, predicted", trace=given.trace, png=given.png)
     return 0
 
 

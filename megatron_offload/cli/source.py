@@ -98,10 +98,10 @@ class Recorded:
         if isinstance(policy, PlanFileConfig):
             return f"{'its own' if self.own_plan else 'the'} plan {policy.path}"
         words = [f"policy {config.policy.kind}"] if config.policy is not None else []
-        for name in ("fraction", *_SIZES, "delta_bytes_across_pp_ranks"):
-            value = getattr(config, name)
-            if name in config.model_fields_set and value is not None:
-                words.append(f"{name} {value if name == 'fraction' else format_bytes(value)}")
+        numbers = {*_SIZES, "fraction", "delta_bytes_across_pp_ranks"}
+        given = config.model_dump(include=numbers, exclude_unset=True, exclude_none=True)
+        for name, value in given.items():
+            words.append(f"{name} {value if name == 'fraction' else format_bytes(value)}")
         return ", ".join(words) or "the package's own budgets"
 
     def not_simulated(self, peak_host_bytes: int) -> list[str]:
@@ -136,7 +136,7 @@ class Source:
         flags = self.around.offload
         given: dict[str, Any] = {}
         for section in (self.recorded.offload if self.recorded else Budgets(), flags):
-            given |= {n: getattr(section, n) for n in _SIZES if n in section.model_fields_set}
+            given |= section.model_dump(include={*_SIZES}, exclude_unset=True)
         if "recompute" not in flags.model_fields_set:
             return RankSettings(**given)
         units = {unit.unit for stage in self.job.stages for g in stage.groups for unit in g.units}

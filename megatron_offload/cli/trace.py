@@ -17,10 +17,9 @@ from pathlib import Path
 from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options
-from megatron_offload.cli.output import check_place, draw_timelines, writing
-from megatron_offload.core.trace import StepTrace, read_traces, write_traces
+from megatron_offload.cli.output import check_place, write_timelines
+from megatron_offload.core.trace import StepTrace, read_traces
 from megatron_offload.errors import ConfigError
-from megatron_offload.report.console import console
 from megatron_offload.train.run_folder import main_folder, rank_files
 
 
@@ -43,13 +42,8 @@ def run(given: Given) -> int:
             f"{given.folder} holds no timelines; set run.trace_step: 4, with offload on, and run "
             "again"
         )
-    out = console()
-    path = given.folder / "trace.json"
-    with writing(path):
-        write_traces(path, traces)
-    out.print(f"trace: {path}, for https://ui.perfetto.dev")
-    if given.png is not None:
-        out.print(draw_timelines(traces, given.png, given.folder.resolve().name))
+    title = given.folder.resolve().name
+    write_timelines(traces, title, trace=given.folder / "trace.json", png=given.png)
     return 0
 
 

@@ -130,9 +130,7 @@ def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
     for row, rank in zip(memory, expected.ranks, strict=True):
         assert row[2] == format_bytes(rank.peak_reserved_bytes)
         assert row[4] == format_bytes(rank.offloaded_bytes)
-    assert (
-        f"as the run did, by {folder / 'config.yaml'}: fraction 0.5, max_inflight_bytes" in printed
-    )
+    assert f"as the run did, by {folder / 'config.yaml'}: fraction 0.5, delta_bytes" in printed
     assert "not simulated of what the run was set to: host_memory_bytes 1.0 MiB" in printed
     assert run(folder, "--set", "offload.max_inflight_bytes=64MiB") == 0
     printed = capsys.readouterr().out
