@@ -40,12 +40,21 @@ class RandomStates:
     def in_force(self) -> Iterator[None]:
         """Let what is inside draw from these; behind it all is as it was before."""
         now, tracked_now = RandomStates(self._states), _tracked()
-        again = {name: _like(tracked_now[name], bits) for name, bits in self._tracked.items()}
         try:
-            _set(self._states, tracked_now | again)
+            self.set()
             yield
         finally:
             _set(now._states, tracked_now)
+
+    def set(self) -> None:
+        """Let whatever comes draw from these."""
+        tracked = _tracked()
+        again = {name: _like(tracked[name], bits) for name, bits in self._tracked.items()}
+        _set(self._states, tracked | again)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return these states by name; what is written into them is set."""
+        return self._states | {f"megatron.{name}": bits for name, bits in self._tracked.items()}
 
 
 def _module(kind: str) -> Any:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.errors import ConfigError, OffloadError, shorten
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Parallel
@@ -96,7 +97,7 @@ class Checkpoints:
 
     def _write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files, a stage's if it is the first that holds it; return digests."""
-        parts = {f"rank_{self.parallel.rank}": random_states(self.device)}
+        parts = {f"rank_{self.parallel.rank}": RandomStates([self.device.type]).tensors()}
         if self.parallel.dp_rank == 0:
             parts[f"stage_{self.parallel.pp_rank}"] = _stage_tensors(self.optimizer, self.chunks)
         return {
@@ -107,16 +108,21 @@ class Checkpoints:
 
     def _read(self, folder: Path, manifest: Manifest) -> None:
         """Put the tensors of this rank's files back where `_write` found them."""
-        states = random_states(self.device)
-        state = _stage_tensors(self.optimizer, self.chunks)
-        parts = {f"rank_{self.parallel.rank}_": states, f"stage_{self.parallel.pp_rank}_": state}
+        random, state = (
+            RandomStates([self.device.type]),
+            _stage_tensors(self.optimizer, self.chunks),
+        )
+        parts = {
+            f"rank_{self.parallel.rank}_": random.tensors(),
+            f"stage_{self.parallel.pp_rank}_": state,
+        }
         for prefix, targets in parts.items():
             files = {k: v for k, v in manifest.files.items() if k.startswith(prefix)}
             _read_tensors(folder, files, targets)
         for group, name in _groups_with_step(self.optimizer):
             if not isinstance(group["step"], torch.Tensor):
                 group["step"] = int(state[name].item())
-        restore_random_states(states, self.device)
+        random.set()
 
 
 def _write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Path]:
@@ -213,28 +219,3 @@ def _make_optimizer_states(optimizer: Any) -> None:
                 parameter.grad = torch.zeros_like(parameter)
         inner.step()
         inner.zero_grad()
-
-
-def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the states of torch's and megatron-core's generators; nothing draws from others."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    states = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    tracked = get_cuda_rng_tracker().get_states()
-    return states | {f"megatron.{name}": state.clone() for name, state in tracked.items()}
-
-
-def restore_random_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Set every generator to a state of `random_states`."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    prefix = "megatron."
-    tracked = {
-        name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)
-    }
-    get_cuda_rng_tracker().set_states({name: state.clone() for name, state in tracked.items()})

@@ -52,3 +52,17 @@ def test_what_is_drawn_from_the_tracker_alone_counts(monkeypatch):
     states = RandomStates()
     torch.rand(3, generator=home._CUDA_RNG_STATE_TRACKER.states_["graph"])
     assert not states.are_current()
+
+
+def test_states_that_are_written_into_and_set_are_drawn_from(monkeypatch):
+    tracker = Tracker()
+    home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=tracker)
+    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", home)
+    kept = {name: state.clone() for name, state in RandomStates().tensors().items()}
+    assert kept.keys() == {"cpu", "megatron.plain", "megatron.graph"}
+    first = tracker.draw()
+    states = RandomStates()
+    for name, state in states.tensors().items():
+        state.copy_(kept[name])
+    states.set()
+    assert torch.equal(tracker.draw(), first)
