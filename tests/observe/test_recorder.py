@@ -233,12 +233,11 @@ def test_what_a_step_without_offload_reserved_besides_is_given_back():
     assert program.backend.num_trims == 1
 
 
-@pytest.mark.parametrize("timing", ["eager", "late"])
 @pytest.mark.parametrize("num_before", range(4))
-def test_a_step_that_is_to_move_nothing_moves_and_teaches_nothing(timing, num_before):
+def test_a_step_that_is_to_move_nothing_moves_and_teaches_nothing(num_before):
     expected = run_step(make_model(), None, ORDER)
     settings = {"prefetch_bytes": 8 * 1024, "host_slab_bytes": 16 * 1024}
-    profiled, other = (make_manager(timing, **settings) for _ in range(2))
+    profiled, other = (make_manager(**settings) for _ in range(2))
     model = make_model()
     for number in range(6):
         if number == num_before:
@@ -327,8 +326,9 @@ def test_a_recorded_step_can_be_planned_with():
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("budget_bytes", [0, 2500, None])
-@pytest.mark.parametrize("takes_peaks", [True, False])
+@pytest.mark.parametrize(
+    ("budget_bytes", "takes_peaks"), [(0, True), (2500, True), (2500, False), (None, True)]
+)
 def test_memory_is_told_as_if_nothing_had_moved(timing, budget_bytes, takes_peaks):
     limits = {"max_inflight_bytes": budget_bytes, "prefetch_bytes": budget_bytes}
     program = Program(timing=timing, **limits)

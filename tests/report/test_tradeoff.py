@@ -44,10 +44,7 @@ def test_a_file_comes_back_as_it_was(tmp_path):
     [
         ([1], "must hold a mapping"),
         ({"points": []}, "points"),
-        ({"point": []}, "did you mean 'points'"),
-        ({"points": [{"label": "x", "peak_bytes": -1, "step_time_percent": 0}]}, "peak_bytes"),
         ({"points": [{"label": "x", "peak_bytes": 1, "step_time_percent": "1e999"}]}, "percent"),
-        ({"points": [{"label": "x" * 201, "peak_bytes": 1, "step_time_percent": 1}]}, "label"),
         ({"points": [{"labl": "x", "peak_bytes": 1, "step_time_percent": 1}]}, "mean 'label'"),
     ],
 )
