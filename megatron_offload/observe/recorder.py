@@ -32,7 +32,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
 from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
-from megatron_offload.observe.in_groups import Boundary, InGroups
+from megatron_offload.observe.boundaries import Boundary, BoundaryObserver
 from megatron_offload.observe.live_bytes import meter_of
 from megatron_offload.observe.measure import CopyTimer, LossTimer
 
@@ -113,13 +113,13 @@ class _Look(NamedTuple):
     """Of the compute stream for copies, before this."""
 
 
-class _Recorder(InGroups, LossTimer):
+class _Recorder(BoundaryObserver, LossTimer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
     def __init__(
         self, manager: PipelineOffloadManager, run: RunShape | None, *, moves: bool, peaks: bool
     ) -> None:
-        InGroups.__init__(self)
+        BoundaryObserver.__init__(self)
         LossTimer.__init__(self, manager.backend)
         self._manager = manager
         self._run, self._moves, self._peaks = run, moves, peaks

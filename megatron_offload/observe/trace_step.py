@@ -29,7 +29,7 @@ from megatron_offload.core.trace import (
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
-from megatron_offload.observe.in_groups import Boundary, InGroups
+from megatron_offload.observe.boundaries import Boundary, BoundaryObserver
 from megatron_offload.observe.measure import CopyTimer
 
 
@@ -46,7 +46,7 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
         tracer.finish(trace)
 
 
-class _Tracer(InGroups):
+class _Tracer(BoundaryObserver):
     """What the streams did between the points that the program has passed."""
 
     def __init__(self, manager: PipelineOffloadManager) -> None:

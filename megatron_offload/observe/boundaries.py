@@ -1,4 +1,4 @@
-"""Which groups the program is in, and which boundary of them it passes when."""
+"""Which groups the program is in, and the boundaries of groups in its own order."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Boundary: TypeAlias = Literal["start", "commit", "backward", "done"]
 """A forward enters and leaves a group, a backward does."""
 
 
-class InGroups(Observer):
-    """Knows what the program is in; `passed` is told every boundary, in the order of the program.
+class BoundaryObserver(Observer):
+    """Tells `passed` of every boundary, in the order of the program.
 
-    A backward leaves a group without a word where its start needs no gradient. The next boundary
-    that doesn't lie in the group counts as its end.
+    Of a group whose start needs no gradient nobody says that backward leaves it: the next boundary
+    outside the group counts as its end.
     """
 
     def __init__(self) -> None:
         self.open: list[tuple[Literal["forward", "backward"], OffloadGroup]] = []
-        """Innermost last."""
+        """The passes and groups that the program is in, innermost last."""
 
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
-        """Look at a boundary; ``open`` holds what lies behind it."""
+        """The program has passed a boundary; ``open`` is up to date."""
         raise NotImplementedError
 
     def group_starts(self, group: OffloadGroup) -> None:
@@ -48,7 +48,7 @@ class InGroups(Observer):
             self.passed("done", group)
 
     def leave_backwards(self, inner: OffloadGroup | None = None) -> None:
-        """Leave the groups that backward is in, but for those that ``inner`` lies in."""
+        """Leave the groups that backward is in, but for those around ``inner``."""
         for kind, group in list(self.open):
             if kind == "backward" and not (inner is not None and _surrounds(group, inner)):
                 self.backward_leaves(group)
