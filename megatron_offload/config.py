@@ -57,6 +57,7 @@ MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 RECOMPUTE_UNITS: tuple[str, ...] = (
     "norm",
     "mlp_act",
+    "mlp_fc1",
     "rope",
     "mla_up",
     "moe_permute",
@@ -64,7 +65,8 @@ RECOMPUTE_UNITS: tuple[str, ...] = (
     "cast",
     "layout",
 )
-"""What backward can make again by name, other than modules (docs/recompute.md)."""
+"""What backward can make again by name, other than modules (docs/recompute.md); ``mlp_fc1`` where a
+plan says so."""
 
 _AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
 

@@ -25,7 +25,7 @@ from megatron_offload.core.policy_config import (
     RatioConfig,
     SolvedConfig,
 )
-from megatron_offload.core.profile import StepProfile
+from megatron_offload.core.profile import StepProfile, kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
@@ -140,12 +140,14 @@ class Source:
         if "recompute" not in flags.model_fields_set:
             return RankSettings(**given)
         units = {unit.unit for stage in self.job.stages for g in stage.groups for unit in g.units}
-        for name in set(flags.recompute) - units:
+        kinds = set(map(kind_of, units))
+        for name in set(flags.recompute) - kinds:
             raise ConfigError(
-                f"offload.recompute: the job has no unit {name!r}{did_you_mean(name, units)}"
+                f"offload.recompute: the job has no unit {name!r}{did_you_mean(name, kinds)}"
             )
         num_virtual = len(self.job.schedule.stages_of(0))
-        return RankSettings(**given, recompute=(frozenset(flags.recompute),) * num_virtual)
+        chosen = frozenset(unit for unit in units if kind_of(unit) in flags.recompute)
+        return RankSettings(**given, recompute=(chosen,) * num_virtual)
 
     def settings(self, plan_path: Path | None = None) -> list[RankSettings]:
         """Return what each rank does: by a plan, or as the run did it, or else all that can move.

@@ -21,6 +21,16 @@ class GroupKey(NamedTuple):
     """Position of the group in its chunk, in the order of the group starts."""
 
 
+def kind_of(unit: str) -> str:
+    """Return the kind of a unit: ``mlp_fc1`` of ``mlp_fc1:decoder.layers.0.mlp.linear_fc1``."""
+    return unit.partition(":")[0]
+
+
+def is_cheap(unit: str) -> bool:
+    """Whether a unit is made again without a plan, too: not one that is named by its module."""
+    return ":" not in unit
+
+
 class RemadeUnit(NamedTuple):
     """What a group saves by recipes of one unit: made again in its backward, or to be so."""
 
@@ -84,10 +94,10 @@ class GroupProfile(NamedTuple):
         return self.num_bytes + remade_bytes + self.elsewhere_bytes - self.shared_bytes
 
     def making_again(self, names: Collection[str] | None) -> GroupProfile:
-        """Return the group as it would be with these of its units made again; None: with all."""
+        """Return the group as it would be with these units made again; None: all cheap ones."""
         units, num_bytes = [], self.num_bytes
         for unit in self.remade:
-            is_remade = names is None or unit.unit in names
+            is_remade = is_cheap(unit.unit) if names is None else unit.unit in names
             num_bytes += (unit.is_remade - is_remade) * unit.num_bytes
             units.append(unit._replace(is_remade=is_remade))
         return self._replace(num_bytes=num_bytes, remade=tuple(units))

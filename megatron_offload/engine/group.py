@@ -203,7 +203,7 @@ class Rules:
     """The units and patterns that the configuration names."""
 
     recompute: frozenset[str] | None = None
-    """The units of recipes by which tensors are made again; None for all that there are."""
+    """The units of recipes by which tensors are made again; None for all but dear ones."""
 
 
 class OffloadGroup(Group):

@@ -160,7 +160,7 @@ class Learner:
         self.kept = dict(rank.kept)
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
-        """Return the units that a virtual stage makes again; None for all that there are."""
+        """Return the units that a virtual stage makes again; None for all but dear ones."""
         if self.plan is None or self.pp_rank is None:
             return None
         planned = self.plan.ranks[self.pp_rank].recompute

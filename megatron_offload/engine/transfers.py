@@ -18,7 +18,7 @@ import torch
 from megatron_offload.backends.base import Backend, Event, Pair, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
-from megatron_offload.core.profile import RemadeUnit
+from megatron_offload.core.profile import RemadeUnit, is_cheap
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block, Flight, OffloadGroup, Reload
@@ -119,7 +119,9 @@ class Transfers:
                 refused[refusal] = refused.get(refusal, 0) + num_bytes
                 return False
             units = group.rules.recompute
-            is_dropped = may_drop and (units is None or recipe.unit in units)
+            is_dropped = may_drop and (
+                is_cheap(recipe.unit) if units is None else recipe.unit in units
+            )
         needs = tuple(sorted(recipe.needs() - {group.key}))
         group.remade += (RemadeUnit(recipe.unit, num_bytes, needs=needs, is_remade=is_dropped),)
         if not is_dropped:

@@ -37,13 +37,13 @@ A manager by hand, `offload_modules`, megatron-core's call sites and the trainer
 
 _OPERATIONS = ("norm", "mlp_act", "pointwise", "cast", "layout")
 _BY_NAME = "*"
-_MEGATRON = ("norm", "mlp_act", "rope", "mla_up", "moe_permute", _BY_NAME)
+_MEGATRON = ("norm", "mlp_act", "mlp_fc1", "rope", "mla_up", "moe_permute", _BY_NAME)
 _RECOMPUTED = {
     "OffloadActivations": _OPERATIONS,
     "CPUOffload": _OPERATIONS,
     "offload_pipeline": (*_OPERATIONS, _BY_NAME),
     "operation_groups": (),
-    "offload_modules": ("norm", "mlp_act", _BY_NAME),
+    "offload_modules": ("norm", "mlp_act", "mlp_fc1", _BY_NAME),
     "megatron_core.install()": _MEGATRON,
 }
 """By door what it can make again."""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import recompute_patterns
+from megatron_offload.core.profile import kind_of
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.random_states import RandomStates, are_captured
 from megatron_offload.frontends.module_names import EagerHook, expression_of, hooks_of
@@ -94,7 +95,9 @@ def recompute_modules(
         unit = next((name for name, e in patterns.items() if e.fullmatch(path)), None)
         is_known = unit is None and _is_known(module)
         unit = unit or unit_of(module)
-        if unit is None or unit not in units:
+        if unit is None and _is_plain_fc1(path, module):
+            unit, is_known = f"mlp_fc1:{path}", False
+        if unit is None or kind_of(unit) not in units:
             continue
         source = _Source(path, unit, find_manager, is_known=is_known)
         if not is_known:
@@ -110,6 +113,13 @@ def recompute_modules(
 def _is_known(module: nn.Module) -> bool:
     is_trusted = type(module).__module__.startswith(_TRUSTED)
     return is_trusted and "forward" not in vars(module)  # which others may have exchanged
+
+
+def _is_plain_fc1(path: str, module: nn.Module) -> bool:
+    """Whether this is the first matrix product of Megatron's dense MLP, and nothing besides."""
+    config = getattr(module, "config", None)
+    has_more = (getattr(config, key, None) for key in ("fp8", "fp4", "sequence_parallel"))
+    return path.endswith("mlp.linear_fc1") and not any(has_more)
 
 
 def _share_id(handle: RemovableHandle, *, last: bool) -> None:
@@ -236,7 +246,7 @@ def tell(
         holds_constants: keep what needs no gradient until backward, as what is shared by layers;
             otherwise it is made use of where autograd saves it, like any other tensor.
     """
-    if type(output) is not torch.Tensor or unit not in manager.config.recompute:
+    if type(output) is not torch.Tensor or kind_of(unit) not in manager.config.recompute:
         return
     if kwargs or any(type(x) in (list, tuple, dict) and _holds_tensor(x) for x in args):
         args, spec = pytree.tree_flatten((args, kwargs or {}))

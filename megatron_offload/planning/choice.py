@@ -16,8 +16,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_offload.core.machine import Machine, MachineConfig
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
-from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.policy_config import (
+    AutoConfig,
+    MemoryTargetConfig,
+    ModulesConfig,
+    PolicyConfig,
+)
+from megatron_offload.core.profile import GroupKey, StepProfile, is_cheap
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.footprint import Footprint, LiveGroup
@@ -127,6 +132,7 @@ class Chooser:
         if limits.recompute is not None:
             may = dict(enumerate(limits.recompute))
             kinds = [(unit, stage) for unit, stage in kinds if unit in may.get(stage, ())]
+        self._num_cheap = sum(is_cheap(unit) for unit, _ in kinds)
         self._levels = [_recompute(kinds[:number]) for number in range(len(kinds) + 1)]
         boundaries = sum(
             2 * len(job.stages[one.stage].groups) for passes in job.schedule.ranks for one in passes
@@ -196,6 +202,8 @@ class Chooser:
             middle = (too_low + kept) // 2
             tried = lowest + (highest - lowest) * middle // _NUM_TARGETS
             found = self._search((tried,) * num_ranks, starts, limit_us)[0]
+            if starts and found.us > limit_us:  # what is near the last best is not all there is
+                found = self._search((tried,) * num_ranks, (), limit_us)[0]
             starts = [found.ways, *starts[:1]]
             if found.us <= limit_us:
                 kept, target, best = middle, tried, found.settings
@@ -216,6 +224,16 @@ class Chooser:
         recompute = self._limits.recompute
         profiles = [self._remaking(rank, recompute) for rank in range(len(self._profiles))]
         return self._predicted(plan_by_rule(config, profiles))
+
+    def everything(self) -> OffloadPlan:
+        """Return the plan of what the profiled steps did: all moves, or is made again."""
+        return self._predicted(plan_by_rule(ModulesConfig(), self._profiles))
+
+    def slowdown_percent(self, plan: OffloadPlan) -> float:
+        """Return what a plan costs by the count of `within`."""
+        settings = tuple(settings_of(plan, self._limits))
+        us = max(self._simulate(settings, is_slow=slow).step_us for slow in (False, True))
+        return 100 * (us / self.without.step_us - 1)
 
     def simulate(self, plan: OffloadPlan) -> Simulation:
         """Return the step with a plan."""
@@ -279,10 +297,11 @@ class Chooser:
                 return False
             return any(look(vary(best(level))) for vary in self._variations(level))
 
-        levels = sorted({0, top // 2, top})
+        cheap = self._num_cheap
+        levels = sorted({0, cheap // 2, cheap, (cheap + top) // 2, top})
         rooms = range(_NUM_ROOMS) if self._most_candidates > _FEW else range(2, _NUM_ROOMS, 3)
         first = [(_Way(room, level),) * num_ranks for level in levels for room in rooms]
-        climbs = [top] if starts else sorted({0, top}) * 2
+        climbs = [top] if starts else sorted({0, cheap, top}) * 2
         _ = look(starts or first) or any(climb(level) for level in climbs)
         return sorted(found.values(), key=lambda one: one.us)
 

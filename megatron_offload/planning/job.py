@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_offload.core.machine import Machine, check, check_numbers
-from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.profile import GroupKey, is_cheap
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 
@@ -141,7 +141,10 @@ class RankSettings:
     offloads: bool = True
     """Whether anything may move."""
     recompute: tuple[frozenset[str], ...] | None = None
-    """The units that are made again, by virtual stage, none where one is left out; None: all."""
+    """The units that are made again, by virtual stage, none where one is left out; None: all
+    that are cheap."""
+    lost_us: tuple[float, ...] = ()
+    """What each pass of the rank takes besides, as it was measured."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "settings", above_zero=("host_slab_bytes",))
@@ -196,7 +199,10 @@ class Job:
         for place, stage in enumerate(self.schedule.stages_of(rank)):
             works = stages[stage].groups
             if recompute is None:
-                groups = tuple(work.making_again([u.unit for u in work.units]) for work in works)
+                groups = tuple(
+                    work.making_again([u.unit for u in work.units if is_cheap(u.unit)])
+                    for work in works
+                )
             else:
                 names = recompute[place] if place < len(recompute) else ()
                 groups = tuple(work.making_again(names) for work in works)

@@ -23,6 +23,7 @@ from megatron_offload.core.profile import (
     RemadeUnit,
     RunShape,
     StepProfile,
+    is_cheap,
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
@@ -159,12 +160,15 @@ def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
         forward_us=statistics.median(one.committed_us - one.started_us for one in times),
         backward_us=statistics.median(backward_us),
         kept_bytes=statistics.median_high(group.elsewhere_bytes for group in groups),
-        units=tuple(_units(bare)),
+        units=tuple(_units(bare, chunks)),
     )
 
 
-def _units(groups: Sequence[GroupProfile]) -> Iterator[UnitWork]:
-    """Yield what could be made again of groups in the same place of several microbatches."""
+def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator[UnitWork]:
+    """Yield what could be made again of groups in the same place of several microbatches.
+
+    What is dear and was not timed takes as long as the forward of what it is made from.
+    """
     names = dict.fromkeys(unit.unit for group in groups for unit in group.remade)
     for name in names:
         alike = [
@@ -176,12 +180,12 @@ def _units(groups: Sequence[GroupProfile]) -> Iterator[UnitWork]:
         order, first = alike[0]
         num_bytes = statistics.median_low(unit.num_bytes for _, unit in alike)
         us = statistics.median(unit.us for _, unit in alike)
-        yield UnitWork(
-            name,
-            num_bytes,
-            us or num_bytes / _UNTIMED_BYTES_PER_US,
-            tuple(order - key.order for key in first.needs if key.chunk == groups[0].key.chunk),
-        )
+        own = [key.order for key in first.needs if key.chunk == groups[0].key.chunk]
+        if not us and not is_cheap(name):
+            timed = (chunk[place][1] for chunk in chunks for place in own)
+            us = sum(one.committed_us - one.started_us for one in timed) / len(chunks)
+        us = us or num_bytes / _UNTIMED_BYTES_PER_US
+        yield UnitWork(name, num_bytes, us, tuple(order - place for place in own))
 
 
 def job_of(

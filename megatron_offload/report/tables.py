@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
+from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, UnitChoice
 from megatron_offload.report.console import console, plain_table
@@ -145,7 +146,7 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
             key = (choice.name, _CHOICE[choice.moves], _TIME.sub("ms", choice.reason))
             found.setdefault(key, []).append(choice)
     for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
-        key = (f"unit {unit.unit}", _UNIT[unit.is_remade], _TIME.sub("ms", unit.reason))
+        key = (f"unit {kind_of(unit.unit)}", _UNIT[unit.is_remade], _TIME.sub("ms", unit.reason))
         found.setdefault(key, []).append(unit)
     names = list(dict.fromkeys(name for name, _, _ in found))
     rows = []

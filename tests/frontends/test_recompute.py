@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import re
 
@@ -21,8 +22,11 @@ from megatron_offload import (
     offload_modules,
 )
 from megatron_offload.config import RECOMPUTE_UNITS
+from megatron_offload.core.policy_config import ModulesConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.recompute import unit_of
+from megatron_offload.planning.plan import UnitChoice, plan_of
+from megatron_offload.planning.policy import plan_by_rule
 
 ROWS, WIDTH = 16, 32
 
@@ -172,6 +176,53 @@ def test_a_pattern_takes_a_module_of_any_kind():
             assert_same(expected, group_step(model, manager))
     units = {unit.unit for group in manager.last_profile.groups for unit in group.remade}
     assert units <= {"?.mix", "*.down"}
+
+
+class Mlp(nn.Module):
+    """Named as Megatron's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear_fc1 = nn.Linear(WIDTH, 4 * WIDTH)
+        self.act = nn.GELU()
+        self.linear_fc2 = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.linear_fc2(self.act(self.linear_fc1(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x):
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says(timing):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    expected = train(model)
+    manager = make_manager(timing, recompute=("mlp_act", "mlp_fc1"), checking=True)
+    with offload_modules(model, ["*.mlp.*"], manager=manager):
+        for _ in range(2):
+            assert_same(expected, group_step(model, manager))
+        profile, without_bytes = manager.last_profile, remade_bytes(manager)
+        units = {unit.unit for group in profile.groups for unit in group.remade}
+        layers = [f"mlp_fc1:{layer}.mlp.linear_fc1" for layer in range(3)]
+        assert units == {"mlp_act", *layers}
+        assert without_bytes == 3 * 4 * ROWS * 4 * WIDTH
+        for chosen in (layers[:2], layers):
+            (rank,) = plan_by_rule(ModulesConfig(), [profile]).ranks
+            units = tuple(UnitChoice(0, unit, 0, 0.0, True, "") for unit in ["mlp_act", *chosen])
+            plan = plan_of("any", [profile], [dataclasses.replace(rank, units=units)])
+            manager.follow_plan(plan)
+            for _ in range(2):
+                assert_same(expected, group_step(model, manager))
+            more_bytes = remade_bytes(manager) - without_bytes
+            assert more_bytes == len(chosen) * 4 * ROWS * 4 * WIDTH
 
 
 class Counting(nn.Module):
@@ -380,7 +431,7 @@ DOORS = {
 SERVED = {
     "OffloadActivations": {"norm", "mlp_act", "pointwise", "cast", "layout"},
     "CPUOffload": {"norm", "mlp_act", "pointwise", "cast", "layout"},
-    "offload_modules": {"norm", "mlp_act", "*.norm"},
+    "offload_modules": {"norm", "mlp_act", "mlp_fc1", "*.norm"},
 }
 
 
