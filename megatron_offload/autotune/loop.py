@@ -1,11 +1,11 @@
 """The measured loop: a run finds by its own steps what to keep, and what to move.
 
-    first two steps   everything moves, and the host's memory is pinned
-    the third         is profiled
-    then, per plan    one that takes its memory anew, and two that are measured; three plans at most
+    first three steps   everything moves or is made again; memory is pinned, and taken anew
+    the fourth          is profiled and measured
+    then, per plan      one takes its memory anew, the next is measured; three plans at most
 
-It begins from the side that fits and keeps where steps wait. What a plan costs is what its own
-steps waited for copies, so none is taken without offload. Only steps that are looked at are timed.
+It begins from the side that fits and keeps where steps wait. What a plan costs is told by what its
+own steps have lost, so none is taken without offload. Only steps that are looked at are timed.
 Exactness depends on nothing here: what goes wrong costs a warning, and everything goes on moving.
 """
 
@@ -18,9 +18,9 @@ import logging
 import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 from megatron_offload.autotune.agree import Ranks
+from megatron_offload.autotune.cost import cost_of
 from megatron_offload.autotune.search import search_of
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import Machine
@@ -38,9 +38,6 @@ from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profile_file import parse_profile, profile_to_json
 from megatron_offload.planning.profiled_job import job_of, schedule_of
-
-_NUM_STEPS = 2
-"""That are measured of each plan."""
 
 _MOST_PROGRAMS = 3
 """So often it begins anew, where a program has changed for good."""
@@ -121,13 +118,15 @@ class MeasuredLoop:
                 self.is_settled = True  # the model's own settings say what stays
                 return
             self.is_settled = False
-            profile = None
-            while profile is None:
-                profile = yield from self._profiled()
+            yield  # its memory was just trimmed
+            shown = None
+            while shown is None:
+                shown = yield from self._profiled()
+            profile, step = shown
             if not (profile.step_us and profile.d2h_gbps and profile.h2d_gbps):
                 self.is_settled = True  # on a device without a clock, or where nothing moves
                 return
-            yield from self._plan(profile)
+            yield from self._plan(profile, step)
             while not self._is_other(profile):
                 if self._is_led:
                     self.is_settled = True
@@ -136,41 +135,44 @@ class MeasuredLoop:
             self._follow(None)
             _logger.warning("the program has changed: everything moves, until a step was profiled")
 
-    def _profiled(self) -> Generator[None, None, StepProfile | None]:
+    def _profiled(self) -> Generator[None, None, tuple[StepProfile, MeasuredStep] | None]:
         """Let a step pass; return what it has shown, None where it can't be told."""
         try:
             recorded = self._looking.enter_context(profile_step(self._manager, peaks=False))
         except StateError:  # someone else profiles it
             yield
             return None
-        yield
+        step = yield from self._measured()
         try:
             self._looking.close()
         except StateError:
             return None
-        return None if self._is_spoilt else self._learner.without_unlisted(recorded.profile)
+        return step and (self._learner.without_unlisted(recorded.profile), step)
 
-    def _plan(self, profile: StepProfile) -> Generator[None, None, None]:
+    def _measured(self) -> Generator[None, None, MeasuredStep | None]:
+        """Likewise, what it has taken."""
+        timer = StepTimer(self._manager)
+        with self._manager.observed_by(timer):
+            yield
+        return timer.read() if timer.has_ended and not self._is_spoilt else None
+
+    def _plan(self, profile: StepProfile, first: MeasuredStep) -> Generator[None, None, None]:
         """Agree on a plan, measure what it costs, and correct it, until one stays."""
         self._ranks = ranks = Ranks(str(next(_numbers)), self._timeout_s)
         text, stage = profile_to_json(profile), profile.run.pp_rank
-        answer = ranks.ask(text if ranks.is_first_of(str(stage)) else "", self._first_answer)
+        said = [stage, first, text if ranks.is_first_of(str(stage)) else ""]
+        answer = ranks.ask(json.dumps(said), self._first_answer)
         if answer is None:
             _logger.warning("%s; it plans alone", _NOT_HEARD % self._timeout_s)
-            answer = ranks.ask(text, self._first_answer)
+            answer = ranks.ask(json.dumps([stage, first, text]), self._first_answer)
         while answer is not None and not self._take(answer):
-            shown: list[MeasuredStep] = []
             yield  # the first behind a change takes its memory anew
-            while len(shown) < _NUM_STEPS:
-                timer = StepTimer(self._manager)
-                self._looking.enter_context(self._manager.observed_by(timer))
-                yield
-                self._looking.close()
+            step = None
+            while step is None or not profile.has_groups_of(self._learner.profile or profile):
+                step = yield from self._measured()
                 if self._is_other(profile) or self._is_led:
                     return
-                if timer.has_ended and not self._is_spoilt:
-                    shown.append(timer.read())
-            answer = ranks.ask(json.dumps([stage, shown]), self._next_answer)
+            answer = ranks.ask(json.dumps([stage, step]), self._next_answer)
             if answer is None:
                 _logger.warning("%s; it keeps its plan", _NOT_HEARD % self._timeout_s)
                 self._settle("the plan that was last agreed on stays")
@@ -180,7 +182,8 @@ class MeasuredLoop:
     def _first_answer(self, texts: Sequence[str]) -> str:
         """Plan by the profiles of all ranks; each pipeline rank's comes once, others are empty."""
         config, policy = self._manager.config, self._policy
-        profiles = [parse_profile(text, "the profile of a rank") for text in texts if text]
+        found = (json.loads(text)[2] for text in texts)
+        profiles = [parse_profile(text, "the profile of a rank") for text in found if text]
         if self._ranks.is_alone:
             profiles = [replace(one, run=one.run._replace(pp_rank=0)) for one in profiles]
         size = 1 + max(profile.run.pp_rank for profile in profiles)
@@ -207,34 +210,36 @@ class MeasuredLoop:
                 if limit is not None
             }
             chooser = Chooser(profiles, job, RankSettings(**given))
-            cost = max(map(_cost_of, profiles), key=lambda cost: cost.slowdown_percent)
+            self._job = job
+            cost, reserved = self._shown(texts)
             capacity_bytes = self._manager.backend.capacity_bytes()
             if capacity_bytes is not None:
                 capacity_bytes -= capacity_bytes // _SPARE_SHARE
-            self._search = search_of(chooser, policy, cost, capacity_bytes)
+            self._search = search_of(chooser, policy, cost, reserved, capacity_bytes)
         except OffloadError as error:
             return json.dumps([None, True, False, f"no plan can be made: {error}"])
         return self._answer()
 
     def _next_answer(self, texts: Sequence[str]) -> str:
-        """Take what the steps of a plan have shown, and correct it."""
-        search, costs = self._search, []
-        reserved: list[int | None] = [None] * len(search.plan.ranks)
-        for stage, shown in map(json.loads, texts):
-            steps = [MeasuredStep(*each) for each in shown]
-            costs.append(
-                MeasuredCost(
-                    fmean(step.step_us for step in steps),
-                    fmean(step.waited_us for step in steps),
-                    fmean(step.remade_us for step in steps),
-                    len(steps),
-                )
-            )
-            place = 0 if self._ranks.is_alone else stage
-            most = [step.reserved_bytes for step in steps if step.reserved_bytes is not None]
-            reserved[place] = max([*most, reserved[place] or 0], default=None) if most else None
-        search.note(max(costs, key=lambda cost: cost.slowdown_percent), reserved)
+        """Take what the step of a plan has shown, and correct it."""
+        self._search.note(*self._shown(texts))
         return self._answer()
+
+    def _shown(self, texts: Sequence[str]) -> tuple[MeasuredCost, list[int | None]]:
+        """Return what a step of all ranks has cost, and what each pipeline rank has reserved."""
+        by_rank: dict[int, list[MeasuredStep]] = {}
+        for stage, step, *_ in map(json.loads, texts):
+            by_rank.setdefault(0 if self._ranks.is_alone else stage, []).append(MeasuredStep(*step))
+        reserved = [
+            max(
+                (one.reserved_bytes for one in by_rank.get(rank, ()) if one.reserved_bytes),
+                default=None,
+            )
+            for rank in range(len(self._job.static_bytes))
+        ]
+        cost = cost_of(self._job, by_rank)
+        _logger.debug("a step of %s, %s are reserved", cost, reserved)
+        return cost, reserved
 
     def _answer(self) -> str:
         search = self._search
@@ -287,10 +292,3 @@ class MeasuredLoop:
             self._known = learner.profile
             return False
         return learner.is_steady
-
-
-def _cost_of(profile: StepProfile) -> MeasuredCost:
-    """Return what a profiled step has lost, from its first group on."""
-    waited_us, began_us = profile.waited_us or 0.0, profile.times[0].started_us
-    remade_us = sum(unit.us for group in profile.groups for unit in group.remade)
-    return MeasuredCost(profile.step_us - began_us + waited_us, waited_us, remade_us, 1)

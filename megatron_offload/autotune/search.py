@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, ModulesConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
+from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
 from megatron_offload.planning.choice import Chooser
@@ -21,13 +23,8 @@ _MARGIN_SHARE = 96
 _SLACK_SHARE = 48
 """A rank that leaves more than this share of its target unused may reserve more."""
 
-_AIM_COST, _ENOUGH_COST, _MOST_COST = 0.75, 0.65, 0.8
-"""Shares of what a step may cost, by what it loses itself: aimed at; enough, so that nothing more
-is tried; still kept. The rest is for what copies slow kernels, which no wait shows: on an H200
-steps that lost 0.7 and 8.0 % by themselves were 1.1 and 10.0 % longer than without offload."""
-
-_LEAST_PROGRESS = 0.25
-"""Share of the way from a plan that is quick enough to one that isn't, that is tried at least."""
+_AIM_SHARE = 0.9
+"""Of what a step may cost, what plans aim at, so that one that costs a little more is kept."""
 
 
 class PlanSearch(ABC):
@@ -36,7 +33,7 @@ class PlanSearch(ABC):
     Args:
         chooser: makes them.
         most_plans: to measure; 0 trusts the prediction.
-        everything: what the first steps did, and what that has cost.
+        everything: what the first steps did, with what that has cost and reserved.
 
     Attributes:
         plan: what is to be followed.
@@ -48,24 +45,25 @@ class PlanSearch(ABC):
     def __init__(self, chooser: Chooser, most_plans: int, everything: OffloadPlan) -> None:
         self.is_settled, self.is_kept, self.said = False, True, ""
         self._chooser = chooser
-        self._most_plans = most_plans
-        self._planning_s = 0.0
-        self._tried: list[OffloadPlan] = [everything] if everything.measured else []
-        self._num_measured = 0
-        self.plan = self._make(self._first) or everything
-        if not most_plans or not self.plan.moved_bytes:
+        self._num_left = most_plans
+        self._planning_s = self._began_s = 0.0
+        self._tried = [everything]
+        self.plan = everything
+        self._go_on()
+        if not (self.is_settled or (most_plans and self.plan.moved_bytes)):
             self.is_settled = True
             self.said = f"{_what(self.plan)}, as predicted"
 
     def note(self, cost: MeasuredCost, reserved_bytes: Sequence[int | None]) -> None:
-        """Take what steps that follow the plan have shown: their cost, what each rank reserves."""
-        pairs = zip(self.plan.ranks, reserved_bytes, strict=True)
-        ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
-        self.plan = replace(self.plan, ranks=ranks, measured=cost)
+        """Take what a step that follows the plan has shown: its cost, what each rank reserves."""
+        self.plan = _with_measured(self.plan, cost, reserved_bytes)
         self._tried.append(self.plan)
-        self._num_measured += 1
-        may_go_on = self._num_measured < self._most_plans and self._planning_s < _MOST_PLANNING_S
-        plan = self._make(self._next) if may_go_on else None
+        self._num_left -= 1
+        self._go_on(may_plan=self._num_left > 0)
+
+    def _go_on(self, *, may_plan: bool = True) -> None:
+        """Follow another plan, or the best of those that were measured."""
+        plan = self._make() if may_plan else None
         if plan is not None and not any(map(plan.is_like, self._tried)):
             self.plan = plan
             return
@@ -76,18 +74,18 @@ class PlanSearch(ABC):
             self.plan = self._instead()
         self.said = f"{_what(self.plan)}{self._promise()}"
 
-    def _make(self, wanted: Callable[[], OffloadPlan | None]) -> OffloadPlan | None:
-        began_s = time.monotonic()
+    def _make(self) -> OffloadPlan | None:
+        self._began_s = time.monotonic()
         try:
-            return wanted()
+            return self._next() if self._has_time() else None
         except TargetError as error:
             self.said = str(error)
             return None
         finally:
-            self._planning_s += time.monotonic() - began_s
+            self._planning_s += time.monotonic() - self._began_s
 
-    @abstractmethod
-    def _first(self) -> OffloadPlan: ...
+    def _has_time(self) -> bool:
+        return self._planning_s + time.monotonic() - self._began_s < _MOST_PLANNING_S
 
     @abstractmethod
     def _next(self) -> OffloadPlan | None:
@@ -107,10 +105,12 @@ class PlanSearch(ABC):
 
 
 class CostSearch(PlanSearch):
-    """Finds the plan with the least memory that loses no more of the step's time than it may.
+    """Finds the plan that reserves least and costs no more of the step's time than it may.
 
-    Between a plan that was quick enough and one that was not, it aims where the cost would be just
-    right if it grew evenly; it grows faster the less memory is left, so that is quick enough.
+    What a plan costs is less or more than was predicted. Between plans that were measured the one
+    is taken to grow evenly with the other; beyond them, just as fast. Where not even the first that
+    was planned is quick enough, predictions are of no use, and cost is taken to grow evenly with
+    what is freed: it grows faster the less memory is left, so the next one is quick enough.
     """
 
     def __init__(
@@ -124,46 +124,60 @@ class CostSearch(PlanSearch):
         self._capacity_bytes = capacity_bytes
         super().__init__(chooser, policy.measured_plans, everything)
 
-    def _first(self) -> OffloadPlan:
-        plan = self._chooser.within(self._limit)
-        lower = (one for one in self._tried if _peak_bytes(one) <= _peak_bytes(plan))
-        if any(self._is_quick(_cost(one)) for one in lower):
-            plan = self._next() or plan  # everything may move, so in less room
-        return plan if self._fits(plan) else self._under(self._capacity_bytes or 0)
+    def _next(self) -> OffloadPlan | None:
+        chooser, tried = self._chooser, self._tried
+        predicted = map(chooser.slowdown_percent, tried)
+        asked, step, most = self._between(list(predicted))
+        can_predict = len(tried) == 1 or any(map(self._is_quick, tried))
+        for more in (step, 2 * step, 4 * step) if can_predict else ():
+            if asked + more >= most or not self._has_time():
+                break
+            plan = self._fitting(chooser.within(max(0.0, asked + more)))
+            if self._is_better(plan):
+                return plan
+        freed, more, most = self._between([chooser.highest_bytes - _peak_bytes(p) for p in tried])
+        plan = self._fitting(self._under(chooser.highest_bytes - int(freed + more)))
+        return plan if most < math.inf and self._is_better(plan) else None
+
+    def _between(self, amounts: Sequence[float]) -> tuple[float, float, float]:
+        """Return the most that was quick enough, how much more to try, and what was too much.
+
+        ``amounts`` says of each plan that was measured how much it does; nothing costs nothing.
+        """
+        points = [(0.0, 0.0), *zip(amounts, map(_cost, self._tried), strict=True)]
+        quick = max(point for point in points if point[1] <= self._limit)
+        slow = min((one for one in points if one[1] > self._limit and one > quick), default=None)
+        more = _AIM_SHARE * self._limit - quick[1]
+        if slow is None:
+            return quick[0], more, math.inf
+        return quick[0], more * (slow[0] - quick[0]) / (slow[1] - quick[1]), slow[0]
+
+    def _fitting(self, plan: OffloadPlan) -> OffloadPlan:
+        """Return the plan, or one that the device can hold."""
+        if self._capacity_bytes is None or _peak_bytes(plan) <= self._capacity_bytes:
+            return plan
+        return self._under(self._capacity_bytes)
 
     def _under(self, target_bytes: int) -> OffloadPlan:
-        target_bytes = max(self._chooser.lowest_bytes, target_bytes)
-        plan = self._chooser.under((target_bytes,) * len(self._chooser.without.ranks))
-        return replace(plan, policy="auto")
+        targets = (max(self._chooser.lowest_bytes, target_bytes),) * len(self._tried[0].ranks)
+        return replace(self._chooser.under(targets), policy="auto")
 
-    def _fits(self, plan: OffloadPlan) -> bool:
-        return self._capacity_bytes is None or _peak_bytes(plan) <= self._capacity_bytes
+    def _is_better(self, plan: OffloadPlan) -> bool:
+        """Whether it is new, and takes less than those that were quick enough."""
+        if any(map(plan.is_like, self._tried)):
+            return False
+        margin_bytes = self._chooser.highest_bytes // _MARGIN_SHARE
+        quick = filter(self._is_quick, self._tried)
+        return all(_peak_bytes(plan) <= _peak_bytes(one) - margin_bytes for one in quick)
 
-    def _next(self) -> OffloadPlan | None:
-        highest_bytes, lowest_bytes = self._chooser.highest_bytes, self._chooser.lowest_bytes
-        points = [(_peak_bytes(plan), _cost(plan)) for plan in self._tried]
-        points.append((highest_bytes, 0.0))
-        quick_bytes, quick_cost = min(one for one in points if self._is_quick(one[1]))
-        slow = [one for one in points if not self._is_quick(one[1]) and one[0] < quick_bytes]
-        if slow and quick_cost >= _ENOUGH_COST * self._limit > 0:
-            return None
-        slow_bytes, slow_cost = max(slow, default=(lowest_bytes, 0.0))
-        share = (_AIM_COST * self._limit - quick_cost) / max(slow_cost - quick_cost, 1e-9)
-        if quick_bytes < highest_bytes:
-            share = max(share, _LEAST_PROGRESS if slow else 1.0)
-        target_bytes = quick_bytes - int((quick_bytes - slow_bytes) * min(1.0, share))
-        if self._capacity_bytes is not None:
-            target_bytes = min(target_bytes, self._capacity_bytes)
-        if quick_bytes - target_bytes < highest_bytes // _MARGIN_SHARE:
-            return None
-        return self._under(target_bytes)
-
-    def _is_quick(self, cost_percent: float) -> bool:
-        return cost_percent <= _MOST_COST * self._limit
+    def _is_quick(self, plan: OffloadPlan) -> bool:
+        return _cost(plan) <= self._limit
 
     def _rating(self, plan: OffloadPlan) -> tuple[float, int]:
-        cost = _cost(plan)
-        return (0.0 if self._is_quick(cost) else cost), _peak_bytes(plan)
+        reserved = [rank.measured_peak_bytes for rank in plan.ranks]
+        known = [each for each in reserved if each is not None]
+        most_bytes = max(known) if len(known) == len(reserved) else _peak_bytes(plan)
+        return (0.0 if self._is_quick(plan) else _cost(plan)), most_bytes
 
     def _instead(self) -> OffloadPlan:
         if self._capacity_bytes is not None and self._chooser.highest_bytes > self._capacity_bytes:
@@ -189,18 +203,15 @@ class MemorySearch(PlanSearch):
         num_ranks = len(chooser.without.ranks)
         self._wanted_bytes = self._planned = policy.targets(num_ranks)
         self._least_missed: list[int | None] = [None] * num_ranks
-        super().__init__(chooser, policy.measured_plans, replace(everything, measured=None))
-
-    def _first(self) -> OffloadPlan:
-        try:
-            return self._chooser.under(self._planned)
-        except TargetError as error:
-            self.said = str(error)
-            least_bytes = self._chooser.lowest_bytes
-            self._planned = tuple(max(least_bytes, each) for each in self._planned)
-            return self._chooser.under(self._planned)
+        super().__init__(chooser, policy.measured_plans, everything)
 
     def _next(self) -> OffloadPlan | None:
+        if len(self._tried) == 1:
+            try:
+                return self._chooser.under(self._planned)
+            except TargetError as error:
+                self.said = str(error)
+                return self._under(self._planned)
         ranks = enumerate(self.plan.ranks)
         targets = tuple(
             self._planned[place]
@@ -208,13 +219,11 @@ class MemorySearch(PlanSearch):
             else self._next_target(place, rank.measured_peak_bytes, rank.moved_bytes)
             for place, rank in ranks
         )
-        if targets == self._planned:
-            return None
-        least_bytes = self._chooser.lowest_bytes
-        self._planned = tuple(
-            max(each, min(least_bytes, before))
-            for each, before in zip(targets, self._planned, strict=True)
-        )
+        return None if targets == self._planned else self._under(targets)
+
+    def _under(self, targets: Sequence[int]) -> OffloadPlan:
+        """Return a plan for targets, or for the lowest that can be kept where they are lower."""
+        self._planned = tuple(max(each, self._chooser.lowest_bytes) for each in targets)
         return self._chooser.under(self._planned)
 
     def _next_target(self, place: int, reserved_bytes: int, moved_bytes: int) -> int:
@@ -254,6 +263,7 @@ def search_of(
     chooser: Chooser,
     policy: AutoConfig | MemoryTargetConfig,
     cost: MeasuredCost,
+    reserved_bytes: Sequence[int | None],
     capacity_bytes: int | None,
 ) -> PlanSearch:
     """Return the search that a policy asks for.
@@ -262,12 +272,22 @@ def search_of(
         chooser: makes plans.
         policy: what is wanted.
         cost: of the first steps, in which everything has moved.
+        reserved_bytes: what each rank did in them.
         capacity_bytes: what a rank can reserve at most, if that is known.
     """
-    everything = replace(chooser.plan(ModulesConfig()), policy=policy.kind, measured=cost)
+    everything = replace(chooser.everything(), policy=policy.kind)
+    everything = _with_measured(everything, cost, reserved_bytes)
     if isinstance(policy, AutoConfig):
         return CostSearch(chooser, policy, everything, capacity_bytes)
     return MemorySearch(chooser, policy, everything)
+
+
+def _with_measured(
+    plan: OffloadPlan, cost: MeasuredCost, reserved_bytes: Sequence[int | None]
+) -> OffloadPlan:
+    pairs = zip(plan.ranks, reserved_bytes, strict=True)
+    ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
+    return replace(plan, ranks=ranks, measured=cost)
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:
@@ -286,7 +306,7 @@ def _what(plan: OffloadPlan) -> str:
     kept = _sizes([rank.saved_bytes - rank.moved_bytes for rank in plan.ranks])
     moved, remade = (_sizes(each) for each in zip(*sizes, strict=True))
     stages = (stage for rank in plan.ranks for stage in rank.recompute or ())
-    units = ", ".join(sorted(frozenset[str]().union(*stages)))
+    units = ", ".join(sorted({kind_of(unit) for stage in stages for unit in stage}))
     again = f", {remade} are made again ({units})" if units else ""
     return f"{moved} move{again} and {kept} stay"
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,87 +21,79 @@ class MeasuredStep(NamedTuple):
 
     step_us: float
     """From the start of its first group to its end."""
-    waited_us: float
-    """What of that the compute stream waited for copies."""
-    remade_us: float
-    """What of it went into making tensors again."""
+    lost_us: list[list[float]]
+    """What went into waiting for copies and making tensors again: by chunk, in its forward and in
+    its backward."""
+    copied_bytes: int
+    """To the host and back."""
     reserved_bytes: int | None
     """The most that the process has reserved; None where nobody tells."""
 
 
-@dataclass(slots=True)
-class _Remaking:
-    """A block that is being made again, or was."""
+class Loss(NamedTuple):
+    """Why the compute stream does no work of the program's own."""
 
     key: GroupKey
-    unit: str
-    start: Any
-    first_wait: int
-    end: Any = None
-    num_waits: int = 0
-    """Inside, those of what it is made from included."""
-    inner: list[_Remaking] = field(default_factory=list)
+    """Whose tensors are made again, or which group the program was at when it waited."""
+    is_backward: bool
+    unit: str | None
+    """Of what is made again; None where it waits for a copy."""
 
 
 class LossTimer(Observer):
-    """Two events around each wait of the compute stream for a copy, and each making again."""
+    """An event of the compute stream at both ends of each wait for a copy and each making again."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._since: Any = None
         self._empty: tuple[Any, Any] | None = None
-        self._waits: list[tuple[Any, Any]] = []
-        self._remade: list[_Remaking] = []
-        self._remaking: list[_Remaking] = []
+        self._loss_marks: list[tuple[Any, Loss | None]] = []
+        """Events, each with what the time since the one before went into."""
+        self._losses: list[Loss] = []
+        self._at = GroupKey(0, 0), False
 
     def restart(self) -> None:
         """Forget what was lost so far."""
-        self._waits.clear()
-        self._remade.clear()
+        self._loss_marks.clear()
+        self._losses.clear()
         self._empty = self.now(), self.now()
 
     def wait_starts(self) -> None:
-        self._since = self.now()
+        self._loss_begins(Loss(*self._at, None))
 
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
-        self._waits.append((self._since, self.now()))
+        self._loss_ends()
 
     def remake_starts(self, block: Block) -> None:
-        unit = "" if block.recipe is None else block.recipe.unit
-        one = _Remaking(block.group.key, unit, self.now(), len(self._waits))
-        outer = self._remaking[-1].inner if self._remaking else self._remade
-        outer.append(one)
-        self._remaking.append(one)
+        self._loss_begins(
+            Loss(block.group.key, True, "" if block.recipe is None else block.recipe.unit)
+        )
 
     def remade(self, block: Block, made: torch.Tensor) -> None:
-        one = self._remaking.pop()
-        one.end, one.num_waits = self.now(), len(self._waits) - one.first_wait
+        self._loss_ends()
 
-    def read_waits_us(self) -> list[float]:
-        """Wait for all of them; return what each took, but for what two events take anyway."""
-        return [self._elapsed_us(*wait) for wait in self._waits]
+    def _loss_begins(self, loss: Loss) -> None:
+        self._mark_loss()
+        self._losses.append(loss)
 
-    def read_remade_us(self) -> dict[tuple[GroupKey, str], float]:
-        """Wait likewise; return what groups have made again, by unit, waits left out."""
-        waits_us = self.read_waits_us()
-        found: dict[tuple[GroupKey, str], float] = defaultdict(float)
+    def _loss_ends(self) -> None:
+        self._mark_loss()
+        self._losses.pop()
 
-        def add(one: _Remaking) -> float:
-            if one.end is None:  # an exception has ended it
-                return 0.0
-            waited_us = sum(waits_us[one.first_wait : one.first_wait + one.num_waits])
-            us = max(0.0, self._elapsed_us(one.start, one.end) - waited_us)
-            found[one.key, one.unit] += max(0.0, us - sum(map(add, one.inner)))
-            return us
+    def _mark_loss(self) -> None:
+        self._loss_marks.append((self.now(), self._losses[-1] if self._losses else None))
 
-        for one in self._remade:
-            add(one)
-        return found
+    def read_losses(self) -> list[tuple[Loss | None, float]]:
+        """Wait for all marks; return what the time before each went into.
 
-    def _elapsed_us(self, start: Any, end: Any) -> float:
+        It is counted less what two events take anyway, and 0 where it went into nothing.
+        """
         elapsed_us = self._backend.sync_elapsed_us
+        found: list[tuple[Loss | None, float]] = [(None, 0.0)] if self._loss_marks else []
         least_us = elapsed_us(*self._empty) if self._empty is not None else 0.0
-        return max(0.0, elapsed_us(start, end) - least_us)
+        for (since, _), (until, loss) in pairwise(self._loss_marks):
+            us = max(0.0, elapsed_us(since, until) - least_us) if loss else 0.0
+            found.append((loss, us))
+        return found
 
     def now(self) -> Any:
         """Return a point of the compute stream whose time can be read."""
@@ -118,9 +109,10 @@ class StepTimer(LossTimer):
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
         super().__init__(manager.backend)
+        self._manager = manager
         self._began: Any = None
         self._ended: Any = None
-        self._num_waits = self._num_remade = 0
+        self._num_chunks = self._num_marks = self._copied_bytes = 0
         self._meter = meter_of(manager)
         self._earlier_peak_bytes = 0
         if self._meter is not None:
@@ -133,14 +125,21 @@ class StepTimer(LossTimer):
         return self._ended is not None
 
     def group_starts(self, group: OffloadGroup) -> None:
+        self._at = group.key, False
         if group.key == (0, 0) and not self.has_ended:
             self.restart()  # what was passed so far, such as an evaluation, is no part of it
             self._began = self.now()
 
+    def backward_enters(self, group: OffloadGroup) -> None:
+        self._at = group.key, True
+
     def step_ended(self, profile: StepProfile) -> None:
         if self._began is not None and not self.has_ended:
             self._ended = self.now()
-            self._num_waits, self._num_remade = len(self._waits), len(self._remade)
+            self._num_marks = len(self._loss_marks)
+            self._num_chunks = 1 + max(group.key.chunk for group in profile.groups)
+            stats = self._manager.last_step
+            self._copied_bytes = stats.offloaded_bytes + stats.reloaded_bytes
 
     def read(self) -> MeasuredStep:
         """Wait for the step's end on the device; return what was seen."""
@@ -150,9 +149,11 @@ class StepTimer(LossTimer):
             if reserved_bytes is None:
                 reserved_bytes = self._meter.peak_bytes
             self._meter.restore_peak(self._earlier_peak_bytes)
-        del self._waits[self._num_waits :], self._remade[self._num_remade :]
-        waited_us, remade_us = sum(self.read_waits_us()), sum(self.read_remade_us().values())
-        return MeasuredStep(step_us, waited_us, remade_us, reserved_bytes)
+        lost_us = [[0.0, 0.0] for _ in range(self._num_chunks)]
+        for loss, us in self.read_losses()[: self._num_marks]:
+            if loss is not None:
+                lost_us[loss.key.chunk][loss.is_backward] += us
+        return MeasuredStep(step_us, lost_us, self._copied_bytes, reserved_bytes)
 
 
 class Copy(NamedTuple):

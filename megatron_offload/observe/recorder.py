@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -109,8 +109,8 @@ class _Look(NamedTuple):
     away_bytes: int
     most_away_bytes: int
     """Since the engine last changed it at a boundary."""
-    num_waits: int
-    """Of the compute stream for copies, before this."""
+    num_marks: int
+    """Of the compute stream's waits and remakings, before this."""
 
 
 class _Recorder(BoundaryObserver, LossTimer):
@@ -144,8 +144,8 @@ class _Recorder(BoundaryObserver, LossTimer):
             passed = backend.timestamp(backend.compute_stream())
             now_us, found, away_bytes = time.perf_counter() * 1e6, self._memory(), self._away()
             most_bytes = max(away_bytes, self._settled_away_bytes)
-            num_waits = len(self._waits)
-            self._looks.append(_Look(passed, now_us, found, away_bytes, most_bytes, num_waits))
+            num_marks = len(self._loss_marks)
+            self._looks.append(_Look(passed, now_us, found, away_bytes, most_bytes, num_marks))
             self._settled_away_bytes = away_bytes
 
     def _away(self) -> int:
@@ -230,7 +230,7 @@ class _Recorder(BoundaryObserver, LossTimer):
     def _restart(self) -> None:
         """Begin anew: what was passed so far, such as an evaluation, is no part of a step."""
         del self._looks[:-1]
-        self._looks[0] = self._looks[0]._replace(num_waits=0)
+        self._looks[0] = self._looks[0]._replace(num_marks=0)
         self._marks.clear()
         self.open.clear()
         self._copies = CopyTimer(self._backend)
@@ -255,8 +255,13 @@ class _Recorder(BoundaryObserver, LossTimer):
         backwards: dict[GroupKey, int] = {}
         for key, at_bytes in zip(learned.backward_order, learned.backward_at_bytes, strict=True):
             backwards.setdefault(key, at_bytes)
-        waits_us = self.read_waits_us()[: self._looks[-1].num_waits]
-        at_us, remade_us = self._read_times(waits_us), self.read_remade_us()
+        waits_us: list[float] = []
+        remade_us: dict[tuple[GroupKey, str], float] = defaultdict(float)
+        for loss, us in self.read_losses()[: self._looks[-1].num_marks]:
+            waits_us.append(us if loss is not None and loss.unit is None else 0.0)
+            if loss is not None and loss.unit is not None:
+                remade_us[loss.key, loss.unit] += us
+        at_us = self._read_times(waits_us)
         return replace(
             learned,
             groups=tuple(_timed(self._saved.fill(group), remade_us) for group in learned.groups),
@@ -278,7 +283,7 @@ class _Recorder(BoundaryObserver, LossTimer):
         began, at_us = self._looks[0].time, [0.0]
         waited_us = [0.0, *itertools.accumulate(waits_us)]
         for look in self._looks[1:]:
-            elapsed_us = self._backend.sync_elapsed_us(began, look.time) - waited_us[look.num_waits]
+            elapsed_us = self._backend.sync_elapsed_us(began, look.time) - waited_us[look.num_marks]
             at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
         return at_us
 

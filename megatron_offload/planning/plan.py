@@ -28,22 +28,17 @@ _Identity = tuple[GroupKey, str, int]
 
 
 class MeasuredCost(NamedTuple):
-    """What steps have shown a plan to cost, on the rank that lost most."""
+    """What a step has shown a plan to cost."""
 
     step_us: float
-    """Length of a step with the plan, the mean."""
-    waited_us: float
-    """What of it the compute stream waited for copies."""
-    remade_us: float
-    """What of it went into making tensors again."""
-    num_steps: int
-    """Steps that count."""
+    """Length of the step on the rank that took longest."""
+    lost_us: float
+    """What the step as a whole has lost by the plan: it is that much longer for it."""
 
     @property
     def slowdown_percent(self) -> float:
-        """What was lost by both, of the rest of the step."""
-        lost_us = self.waited_us + self.remade_us
-        return 100 * lost_us / max(self.step_us - lost_us, _LEAST_US)
+        """What was lost, of the rest of the step."""
+        return 100 * self.lost_us / max(self.step_us - self.lost_us, _LEAST_US)
 
     def __str__(self) -> str:
         return f"{self.slowdown_percent:.2f} % of a step of {self.step_us / 1e3:.1f} ms"

@@ -33,7 +33,7 @@ from megatron_offload.planning.records import (
 
 _MOST_RANKS = 100_000
 
-_MEASURED = record_model(MeasuredCost, num_steps=(Number, ...))
+_MEASURED = record_model(MeasuredCost)
 
 _CHOICE = record_model(
     GroupChoice,

@@ -343,7 +343,7 @@ class _Replay:
             self._decisions.begin_step(rank.profile, forecast)
 
     def run(self) -> RankProgram:
-        for passed in self._passes:
+        for index, passed in enumerate(self._passes):
             self._pending_bytes = passed.pending_bytes
             for kind, message in passed.before:
                 self._add(kind, message)
@@ -351,6 +351,8 @@ class _Replay:
                 self._forward(passed)
             else:
                 self._backward(passed)
+            if self._settings.lost_us:
+                self._add(OpKind.COMPUTE, self._settings.lost_us[index])
             for kind, message in passed.behind:
                 self._add(kind, message)
         return self._finish(self._settings.host_slab_bytes)

@@ -45,11 +45,15 @@ class FakeChooser:
         self.without = SimpleNamespace(ranks=[None] * num_ranks)
         self.asked = []
 
-    def plan(self, config):
+    def everything(self):
         return plan_for([self.lowest_bytes] * len(self.without.ranks))
 
+    def slowdown_percent(self, plan):
+        return max(0.0, 40 * (plan.moved_bytes - self.free) / FULL)
+
     def within(self, percent):
-        return plan_for([FULL - self.free])
+        moved = min(FULL - self.lowest_bytes, self.free + int(FULL * percent / 40))
+        return plan_for([FULL - moved // self.grain * self.grain])
 
     def under(self, targets):
         if min(targets) < self.lowest_bytes:
@@ -68,11 +72,16 @@ def play(search, show):
 
 
 def cost(percent):
-    return MeasuredCost(1000.0 + 10.0 * percent, 4.0 * percent, 6.0 * percent, 2)
+    return MeasuredCost(1000.0 + 10.0 * percent, 10.0 * percent)
 
 
 def auto(percent=1.0, plans=3):
     return AutoConfig(kind="auto", most_slowdown_percent=percent, measured_plans=plans)
+
+
+def costing(percent, policy=None, chooser=None, capacity=None):
+    """Return a search behind first steps that cost so much."""
+    return search_of(chooser or FakeChooser(), policy or auto(), cost(percent), [None], capacity)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -86,43 +95,42 @@ def test_whatever_moving_costs_the_limit_is_kept_and_little_memory_is_missed(see
         return max(0.0, (plan.moved_bytes - free) / FULL) ** power * 40
 
     everything = plan_for([chooser.lowest_bytes])
-    search = search_of(chooser, auto(limit), cost(percent(everything)), None)
+    search = costing(percent(everything), auto(limit), chooser)
     assert play(search, lambda plan: (cost(percent(plan)), [None])) <= 3
-    assert percent(search.plan) <= 0.8 * limit
-    assert search.said.endswith(f"at most {limit:g} % is wanted")
+    assert percent(search.plan) <= limit
     # The most that could have gone at this cost, where the prediction was about right.
     best = min(FULL * 7 / 8, free + FULL * (limit / 40) ** (1 / power))
     if abs(chooser.free - best) < FULL / 8:
-        assert best - search.plan.moved_bytes <= FULL / 3
+        assert best - search.plan.moved_bytes <= 0.45 * FULL
 
 
 @pytest.mark.parametrize("everything", [0.0, 0.6])
-def test_where_everything_costs_little_all_of_it_goes_in_the_end(everything):
-    search = search_of(FakeChooser(), auto(), cost(everything), None)
-    play(search, lambda plan: (cost(everything), [None]))
+def test_where_everything_costs_little_it_goes_on(everything):
+    search = costing(everything)
+    assert play(search, None) == 0
     assert search.plan.ranks[0].predicted_peak_bytes == FakeChooser.lowest_bytes
+    assert search.said.endswith("at most 1 % is wanted")
+
+
+def test_of_plans_that_are_quick_enough_the_one_stays_that_reserves_least():
+    search = costing(20.0, chooser=FakeChooser(free=FULL // 3))
+    followed, reserved = [], iter([FULL // 8, FULL, FULL])
+    play(search, lambda plan: followed.append(plan) or (cost(0.2), [next(reserved)]))
+    assert followed[0].moved_bytes < followed[1].moved_bytes
+    assert search.plan.is_like(followed[0])
 
 
 def test_where_no_plan_is_quick_enough_nothing_moves_unless_that_does_not_fit():
     for capacity, moves in ((None, False), (FULL, False), (FULL * 3 // 4, True)):
-        search = search_of(FakeChooser(), auto(), cost(50.0), capacity)
+        search = costing(50.0, capacity=capacity)
         play(search, lambda plan: (cost(30.0 * plan.moved_bytes / FULL + 3), [None]))
         assert (search.plan.moved_bytes > 0) == moves
         assert not search.is_kept
 
 
-def test_what_costs_about_what_it_may_is_left_alone():
-    chooser = FakeChooser()
-    search = search_of(chooser, auto(), cost(20.0), None)
-    assert play(search, lambda plan: (cost(0.7), [None])) == 1
-    assert chooser.asked == []
-    assert search.plan.measured == cost(0.7)
-
-
 @pytest.mark.parametrize("plans", [0, 3])
 def test_a_plan_that_moves_nothing_or_is_trusted_needs_no_steps(plans):
-    chooser = FakeChooser(free=0 if plans else FULL // 2)
-    search = search_of(chooser, auto(plans=plans), cost(20.0), None)
+    search = costing(20.0, auto(plans=plans), FakeChooser(free=0, grain=FULL if plans else 1))
     assert search.is_settled
     assert search.said.endswith("as predicted")
 
@@ -134,7 +142,8 @@ WANTED = 40_000
 
 def memory(*wanted, chooser=None):
     policy = MemoryTargetConfig(kind="memory_target", target_bytes=list(wanted), measured_plans=3)
-    return search_of(chooser or FakeChooser(num_ranks=len(wanted)), policy, cost(3.0), None)
+    chooser = chooser or FakeChooser(num_ranks=len(wanted))
+    return search_of(chooser, policy, cost(3.0), [10**9] * len(wanted), None)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +182,7 @@ def test_targets_follow_what_ranks_reserve(wanted, shown, asked, kept):
 
 def test_a_target_below_what_there_can_be_is_gone_for_as_far_as_that_goes():
     search = memory(5000)
-    assert play(search, lambda plan: (cost(0.5), [plan.ranks[0].predicted_peak_bytes])) == 1
+    assert play(search, lambda plan: (cost(0.5), [plan.ranks[0].predicted_peak_bytes])) <= 1
     assert search.plan.ranks[0].predicted_peak_bytes == FULL // 8
     assert not search.is_kept
 

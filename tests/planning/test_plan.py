@@ -40,9 +40,7 @@ def random_plan(rng):
         for profile in (random_profile(rng) for _ in range(rng.randint(1, 4)))
     ]
     sizes = rng.randint(1, 99), rng.randint(1, 4)
-    measured = rng.choice(
-        [None, MeasuredCost(*(rng.uniform(0, 1e9) for _ in range(3)), rng.randint(1, 9))]
-    )
+    measured = rng.choice([None, MeasuredCost(rng.uniform(0, 1e9), rng.uniform(0, 1e9))])
     return OffloadPlan("auto", *sizes, tuple(ranks), rng.choice(["", "measured <now>"]), measured)
 
 
@@ -161,7 +159,7 @@ def test_profiles_come_in_any_order_but_from_one_run():
         check_profiles([PROFILES[0], other])
 
 
-COST = MeasuredCost(101.0, 1.0, 0.5, 3)._asdict()
+COST = MeasuredCost(101.0, 1.5)._asdict()
 
 
 def test_a_plan_that_keeps_all_is_for_the_same_run_and_predicts_nothing():
@@ -195,7 +193,7 @@ def changed(change):
         (lambda d: d.update(vp_size=0), "'vp_size'"),
         (lambda d: d.update(bandwidths=3), "'bandwidths'"),
         (lambda d: d.update(measured={**COST, "step_us": "fast"}), "step_us'"),
-        (lambda d: d.update(measured={**COST, "waited_us": -1.0}), "waited_us'"),
+        (lambda d: d.update(measured={**COST, "lost_us": -1.0}), "lost_us'"),
         (lambda d: d.update(measured={**COST, "num_steps": 0}), "num_steps'"),
         (lambda d: d["ranks"][0].update(predicted_step_us="fast"), "'ranks.0.predicted_step_us'"),
     ],

@@ -83,7 +83,7 @@ def gpu_report(**changes):
             1,
             (plan, replace(plan, predicted_step_us=None)),
             HOSTILE,
-            MeasuredCost(1_490_300.0, 5_200.0, 700.0, 2),
+            MeasuredCost(1_490_300.0, 5_900.0),
         ),
     )
     return replace(report, **changes)
