@@ -45,5 +45,4 @@ def read_members(text: str) -> frozenset[int]:
 
 def to_int(word: str) -> int | None:
     """Return a plain decimal number that is not negative; None for anything else."""
-    is_number = word.isascii() and word.isdigit() and len(word) < 30  # int() refuses thousands
-    return int(word) if is_number else None
+    return int(word) if word.isascii() and word.isdigit() and len(word) < 30 else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
+import uuid
 from collections import Counter
 from io import BufferedReader
 from pathlib import Path
@@ -80,17 +80,15 @@ def replace_text(path: str | Path, text: str) -> None:
     An OSError leaves the file that was there untouched.
     """
     path = Path(path)
-    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with open(aside, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.umask(mask := os.umask(0o077))
-            os.fchmod(file.fileno(), 0o666 & ~mask)
             os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
-        os.unlink(aside)
+        aside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
