@@ -108,21 +108,16 @@ class Checkpoints:
 
     def _read(self, folder: Path, manifest: Manifest) -> None:
         """Put the tensors of this rank's files back where `_write` found them."""
-        random, state = (
-            RandomStates([self.device.type]),
-            _stage_tensors(self.optimizer, self.chunks),
-        )
-        parts = {
-            f"rank_{self.parallel.rank}_": random.tensors(),
-            f"stage_{self.parallel.pp_rank}_": state,
-        }
-        for prefix, targets in parts.items():
+        states = RandomStates([self.device.type])
+        state = _stage_tensors(self.optimizer, self.chunks)
+        mine, stage = f"rank_{self.parallel.rank}_", f"stage_{self.parallel.pp_rank}_"
+        for prefix, targets in ((mine, states.tensors()), (stage, state)):
             files = {k: v for k, v in manifest.files.items() if k.startswith(prefix)}
             _read_tensors(folder, files, targets)
         for group, name in _groups_with_step(self.optimizer):
             if not isinstance(group["step"], torch.Tensor):
                 group["step"] = int(state[name].item())
-        random.set()
+        states.set()
 
 
 def _write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Path]:
