@@ -163,11 +163,12 @@ class Ours(Marked):
 
     @contextlib.contextmanager
     def examined(self, rank):
+        from megatron_offload.core.trace import write_traces
         from megatron_offload.observe.trace_step import trace_step
 
         with trace_step(self.manager, rank) as trace:
             yield
-        trace.write_chrome(Path(self.spec["results"]) / f"trace_{rank}.json")
+        write_traces(Path(self.spec["results"]) / f"trace_{rank}.json", [trace])
         self.examination = {
             "traced_step_us": trace.duration_us,
             "stall_us": trace.stall_us,

@@ -142,13 +142,9 @@ class StepTrace:
                 facts.append(f"{stream.upper()} {size} at {gbps:.3g} GB/s")
         return facts
 
-    def write_chrome(self, path: str | Path) -> None:
-        """Write the trace to a file of Chrome trace events."""
-        write_traces(path, [self])
-
 
 def write_traces(path: str | Path, traces: Sequence[StepTrace]) -> None:
-    """Write the traces of several ranks to one file; clocks are not aligned between ranks."""
+    """Write the traces of ranks to one file of Chrome trace events; their clocks aren't aligned."""
     ranks = [trace.rank for trace in traces]
     if len(set(ranks)) != len(ranks):
         raise ValueError(f"one trace for each rank, got ranks {ranks}")

@@ -39,7 +39,8 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._emptied: set[int] = set()
         self._live_bytes = 0
-        self._peak_bytes = 0
+        self.peak_bytes = 0
+        """Most bytes that were alive at one time since the last `reset_peak`."""
         super().__init__(functools.partial(_pack, weakref.ref(self)), lambda tensor: tensor)
 
     @property
@@ -48,25 +49,20 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
         self._measure(self._seen)
         return self._live_bytes
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes that were alive at one time since the last `reset_peak`."""
-        return self._peak_bytes
-
     def memory(self) -> DeviceMemory:
         """Return what a device that holds nothing else would tell."""
         live_bytes = self.live_bytes
-        return DeviceMemory(live_bytes, live_bytes, self._peak_bytes, self._peak_bytes)
+        return DeviceMemory(live_bytes, live_bytes, self.peak_bytes, self.peak_bytes)
 
     def reset_peak(self) -> None:
         """Start a new peak at what is alive now."""
-        self._peak_bytes = self.live_bytes
+        self.peak_bytes = self.live_bytes
 
     reset_memory_peaks = reset_peak
 
     def restore_peak(self, num_bytes: int) -> None:
         """Count a peak that came by before someone called `reset_peak` for a look of his own."""
-        self._peak_bytes = max(self._peak_bytes, num_bytes)
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
 
     def observe(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` until it is freed; parameters are not activations."""
@@ -82,10 +78,10 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
             self._measure([key])
         if self._emptied:
             self._measure(self._emptied)
-        if self._live_bytes > self._peak_bytes:
+        if self._live_bytes > self.peak_bytes:
             # Sizes can only have shrunk unseen, so the exact sum is taken just where it matters.
             self._measure(self._seen)
-            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
     tensor_saved = tensor_reloaded = observe
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from megatron_offload.core.profile import RunShape
+from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.examine import found_versions
 from megatron_offload.observe.live_bytes import LiveActivationMeter
@@ -207,7 +208,7 @@ class _Trainer:
         # Ranks receive a signal at different steps; here all of them learn of it at the same.
         ranks, numbers = zip(*parallel.gather((mine, next(iter(self._signals), 0))), strict=True)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
-            trace.write_chrome(run.output / f"trace_{rank}.json")
+            write_traces(run.output / f"trace_{rank}.json", [trace])
         if recorded is not None:
             profile = recorded.profile
             save_profile(profile, run.output / f"profile_{rank}.json")

@@ -95,7 +95,7 @@ def test_an_empty_trace_has_sums():
 
 def test_a_file_holds_valid_chrome_events(tmp_path):
     path = tmp_path / "new" / "trace.json"
-    small_trace(rank=3).write_chrome(path)
+    write_traces(path, [small_trace(rank=3)])
     assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {3}
