@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pydantic import Field, TypeAdapter
 from pydantic_settings import CliToggleFlag
@@ -22,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_offload.cli.options import Options
-from megatron_offload.cli.output import check_place, writing
+from megatron_offload.cli.output import OutputFile, writing
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Examination, Finding, examine
 from megatron_offload.machine.profile import MachineProfile
@@ -40,13 +39,12 @@ class Given(Options):
     no_bandwidth: CliToggleFlag[bool] = False
     """Don't measure."""
 
-    output: Path | None = None
+    output: OutputFile | None = None
     """Write the JSON here as well."""
 
 
 def run(given: Given) -> int:
     """Look at the machine and print what was found; return the exit status."""
-    check_place("--output", given.output)
     examination = examine(bandwidth=not given.no_bandwidth)
     profile = examination.profile
     data = TypeAdapter(Examination).dump_python(examination, mode="json")

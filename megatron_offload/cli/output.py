@@ -1,7 +1,4 @@
-"""Where the commands write, and what they say on the standard error stream while they work.
-
-A file that can't be written fails before anything long begins; folders are made.
-"""
+"""Where the commands write, and what they say on the standard error stream while they work."""
 
 from __future__ import annotations
 
@@ -9,6 +6,9 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from megatron_offload.core.trace import StepTrace, write_traces
 from megatron_offload.errors import ConfigError, require
@@ -16,21 +16,30 @@ from megatron_offload.report.console import console
 from megatron_offload.report.plots import NEEDED, plot_timeline
 
 
-def check_place(flag: str, path: Path | None, *, draws: bool = False) -> None:
-    """Refuse a file, or a picture, that couldn't be written; its folder need not exist."""
-    if path is None:
-        return
+def check_output(path: Path) -> Path:
+    """Refuse a file that couldn't be written; its folder need not exist."""
     if path.is_dir():
-        raise ConfigError(f"{flag} {path} is a folder; name a file")
+        raise ConfigError(f"{str(path)!r} is a folder; name a file")
     folder = next(one for one in path.absolute().parents if one.exists())
     if not folder.is_dir():
-        raise ConfigError(f"{flag} {path}: {folder} is no folder; choose another file")
+        raise ConfigError(f"{folder} is no folder; choose another file")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {path}: {folder} can't be written into; choose another file")
-    if draws and path.suffix.lower() != ".png":
-        raise ConfigError(f"{flag} {path}: a PNG is drawn; name a file that ends in .png")
-    if draws:
-        require(*NEEDED)
+        raise ConfigError(f"{folder} can't be written into; choose another file")
+    return path
+
+
+def _check_png(path: Path) -> Path:
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"a PNG is drawn, not {str(path)!r}; name a file that ends in .png")
+    require(*NEEDED)
+    return path
+
+
+OutputFile = Annotated[Path, AfterValidator(check_output)]
+"""An option: a file to write, which fails where it can't be before anything long begins."""
+
+PngFile = Annotated[OutputFile, AfterValidator(_check_png)]
+"""Likewise, a picture."""
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import CliToggleFlag
 from rich.table import Table
 
-from megatron_offload.cli.output import check_place, progress, writing
+from megatron_offload.cli.output import OutputFile, check_output, progress, writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import (
     AutoConfig,
@@ -95,7 +95,7 @@ class Given(SourceOptions):
     ratio: float | None = None
     """Share of each rank's bytes that moves."""
 
-    output: Path | None = None
+    output: OutputFile | None = None
     """Where the plan goes."""
 
     curve: int = Field(default=6, ge=0, le=64)
@@ -119,8 +119,7 @@ class Outcome:
 
 def run(given: Given) -> int:
     """Plan, print and write; return 0."""
-    output = given.output or (given.folder and given.folder / PLAN_NAME)
-    check_place("--output", output)
+    output = given.output or (given.folder and check_output(given.folder / PLAN_NAME))
     config = _policy_of(given)
     with progress("planning") as say:
         source = load_source(given)

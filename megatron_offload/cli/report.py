@@ -21,7 +21,7 @@ from typing import Any
 from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options
-from megatron_offload.cli.output import check_place, writing
+from megatron_offload.cli.output import OutputFile, writing
 from megatron_offload.cli.source import Recorded
 from megatron_offload.cli.trace import read_run_traces
 from megatron_offload.config import load_yaml
@@ -59,7 +59,7 @@ class Given(Options):
     folder: CliPositionalArg[Path]
     """run.output of a train or compare run."""
 
-    output: Path | None = None
+    output: OutputFile | None = None
     """The page; FOLDER/report.html unless given."""
 
 
@@ -73,7 +73,6 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
     """Write the report of a folder; return its path. Raises what `read_report` does."""
     path = output or folder / "report.html"
     require(*NEEDED)
-    check_place("--output", output)
     page = render_report(read_report(folder))
     with writing(path):
         replace_text(path, page)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_offload.cli.output import check_place, progress, write_timelines
+from megatron_offload.cli.output import OutputFile, PngFile, progress, write_timelines
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.simulate import RankResult, Simulation, simulate
@@ -38,17 +38,15 @@ class Given(SourceOptions):
     plan: Path | None = None
     """Follow this plan."""
 
-    trace: Path | None = None
+    trace: OutputFile | None = None
     """Write the timeline (JSON)."""
 
-    png: Path | None = None
+    png: PngFile | None = None
     """Draw the timeline, of the first 16 ranks."""
 
 
 def run(given: Given) -> int:
     """Simulate both steps, print them and write what was asked for; return 0."""
-    check_place("--trace", given.trace)
-    check_place("--png", given.png, draws=True)
     with progress("simulating") as say:
         source = load_source(given)
         settings = source.settings(given.plan)

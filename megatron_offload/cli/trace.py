@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options
-from megatron_offload.cli.output import check_place, write_timelines
+from megatron_offload.cli.output import PngFile, write_timelines
 from megatron_offload.core.trace import StepTrace, read_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.run_folder import main_folder, rank_files
@@ -29,13 +29,12 @@ class Given(Options):
     folder: CliPositionalArg[Path]
     """run.output of a run with run.trace_step."""
 
-    png: Path | None = None
+    png: PngFile | None = None
     """Draw the timelines, too."""
 
 
 def run(given: Given) -> int:
     """Write ``trace.json`` for https://ui.perfetto.dev, and the picture; returns 0."""
-    check_place("--png", given.png, draws=True)
     traces = read_run_traces(given.folder)
     if not traces:
         raise ConfigError(

@@ -84,6 +84,6 @@ def test_json_holds_all_that_was_found(machine, capsys, tmp_path):
 
 
 def test_an_output_that_can_t_be_is_refused_before_anything_is_measured(machine, tmp_path):
-    with pytest.raises(ConfigError, match=r"--output .* is a folder; name a file"):
+    with pytest.raises(ConfigError, match=r"'output': .* is a folder; name a file"):
         doctor.run(options_of("--output", str(tmp_path)))
     assert machine.asked == []

@@ -7,28 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.cli.output import check_place, progress, writing
+from megatron_offload.cli.main import read_command
+from megatron_offload.cli.output import check_output, progress, writing
 from megatron_offload.errors import ConfigError
 
 
 def test_a_file_that_couldn_t_be_written_is_refused(tmp_path, monkeypatch):
-    check_place("--x", None)
-    check_place("--x", tmp_path / "new.json")
-    check_place("--x", tmp_path / "none" / "yet" / "new.json")
+    for path in (tmp_path / "new.json", tmp_path / "none" / "yet" / "new.json"):
+        assert check_output(path) == path
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     for wrong, words in ((tmp_path, "is a folder"), (tmp_path / "file" / "a" / "b", "no folder")):
-        with pytest.raises(ConfigError, match=f"--x {wrong}.*{words}"):
-            check_place("--x", wrong)
+        with pytest.raises(ConfigError, match=words):
+            check_output(wrong)
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="can't be written into"):
-        check_place("--x", tmp_path / "new.json")
+        check_output(tmp_path / "new.json")
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.docx", "x"])
-def test_a_picture_ends_in_png(tmp_path, name):
-    with pytest.raises(ConfigError, match=f"{name}: a PNG is drawn; name a file that ends in .png"):
-        check_place("--png", tmp_path / name, draws=True)
+@pytest.mark.parametrize("name", ["x.txt", "x"])
+def test_a_picture_ends_in_png(name):
+    with pytest.raises(ConfigError, match=f"'png': a PNG is drawn, not '{name}'; name a file that"):
+        read_command(["trace", "x", "--png", name])
 
 
 def test_folders_are_made_and_what_the_system_refuses_is_a_user_s_error(tmp_path):

@@ -200,8 +200,8 @@ def test_a_plan_for_a_run_has_the_run_s_budgets_where_it_sets_none(tmp_path, cap
     ("words", "expected"),
     [
         (("--model", "MODEL", "--plan", "/nowhere.json"), "can't read /nowhere.json"),
-        (("--model", "MODEL", "--trace", "/"), "--trace / is a folder"),
-        (("--model", "MODEL", "--png", "x.docx"), "--png x.docx: .* ends in .png"),
+        (("--model", "MODEL", "--trace", "/"), "'trace': '/' is a folder"),
+        (("--model", "MODEL", "--png", "x.docx"), "'png': .* 'x.docx'; .* ends in .png"),
         (("--model", "TRAINER"), "trainer.yaml is a configuration of 'train' .*'parallel'"),
         (("--model", "MODEL", "--machine", "TRAINER"), "trainer.yaml holds no bandwidths"),
         (("--model", "MODEL", "--machine", "RATES"), "rates.yaml: .*'d2h_gbps'"),
