@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from megatron_offload.engine.manager import PipelineOffloadManager as PipelineOffloadManager
     from megatron_offload.fine_grained_activation_offload import group_commit as group_commit
     from megatron_offload.fine_grained_activation_offload import group_start as group_start
-    from megatron_offload.frontends.by_hand import recomputable as recomputable
     from megatron_offload.frontends.modules import offload_modules as offload_modules
     from megatron_offload.frontends.ratio import CPUOffload as CPUOffload
     from megatron_offload.frontends.ratio import get_tensor_memory as get_tensor_memory
+    from megatron_offload.frontends.recompute import recomputable as recomputable
     from megatron_offload.frontends.whole_model import NoOpManager as NoOpManager
     from megatron_offload.frontends.whole_model import OffloadActivations as OffloadActivations
     from megatron_offload.frontends.whole_model import (
@@ -50,7 +50,7 @@ _HOMES = {
     "group_commit": "fine_grained_activation_offload",
     "group_start": "fine_grained_activation_offload",
     "offload_modules": "frontends.modules",
-    "recomputable": "frontends.by_hand",
+    "recomputable": "frontends.recompute",
 }
 
 __all__ = list(_HOMES)

@@ -14,6 +14,8 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 
 TIMINGS = get_args(CopyTiming)
+TWO_TIMINGS = ("late", "random")
+"""For what asks no question of order, as doors do; hazards are tried at all."""
 KIB = 1024
 
 

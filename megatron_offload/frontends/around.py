@@ -91,18 +91,19 @@ class AroundForwards(saved_tensors_hooks):
     """A context for any number of forwards, one after the other or one inside the other.
 
     Its ``pack_hook`` and ``unpack_hook`` are those of saved tensors; packed outside of the context
-    a tensor stays on the device.
+    a tensor stays on the device. ``where`` are arguments of `AutomaticGroups.begin`.
     """
 
-    def __init__(self, groups: AutomaticGroups) -> None:
+    def __init__(self, groups: AutomaticGroups, *, knows_model: bool = False, **where: Any) -> None:
         super().__init__(groups.pack, unpack)
         self._groups = groups
+        self._where = where
         self._functions: list[AbstractContextManager[Any]] = []
-        self.knows_model = False
+        self.knows_model = knows_model
         """Whether the model's modules have their hooks."""
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
-        self._groups.begin()
+        self._groups.begin(**self._where)
         functions = recompute_functions(self._groups.manager, besides_modules=self.knows_model)
         self._functions.append(functions)
         functions.__enter__()

@@ -23,7 +23,7 @@ from megatron_offload.frontends.module_names import (
     hooks_of,
     named_modules,
 )
-from megatron_offload.frontends.recompute import recompute_modules
+from megatron_offload.frontends.recompute import adopt_model
 
 
 class _Span(NamedTuple):
@@ -111,9 +111,8 @@ def offload_modules(
         # Spans last: their ends lie inside the boundaries of the modules beside them.
         for name, kind in sorted(kinds.items(), key=lambda item: isinstance(item[1], _Span)):
             result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
-        for found in modules:
-            units = manager.config.recompute
-            result._handles += recompute_modules(found, units, lambda: manager)
+        for chunk in chunks:
+            result._handles += adopt_model(chunk, manager)
     except BaseException:
         result.remove()
         raise
@@ -145,8 +144,6 @@ def _unwrap(model: nn.Module) -> nn.Module:
 def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: int | None) -> None:
     manager = result.manager
     vp_stage = getattr(chunk, "vp_stage", None)
-    for tensor in (*chunk.parameters(), *chunk.buffers()):
-        manager.mark_not_offload(tensor)
 
     def begin(module: nn.Module, args: Any) -> None:
         manager.begin_chunk(vp_stage=stage if vp_stage is None else vp_stage, pp_rank=pp_rank)

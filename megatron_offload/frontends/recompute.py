@@ -1,4 +1,4 @@
-"""What backward makes again: modules by unit and by name, and functions of plain PyTorch.
+"""What backward makes again: modules by unit and name, functions of plain PyTorch, and by hand.
 
 Each of them tells the manager from what and how it made its output; the rest is the engine's.
 """
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,19 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import recompute_patterns
 from megatron_offload.core.profile import kind_of
+from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.random_states import RandomStates, are_captured
-from megatron_offload.frontends.module_names import EagerHook, expression_of, hooks_of
+from megatron_offload.frontends.module_names import (
+    EagerHook,
+    expression_of,
+    hooks_of,
+    named_modules,
+)
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -71,6 +81,16 @@ def unit_of(module: nn.Module) -> str | None:
     return "mlp_act" if is_named or isinstance(module, _ACTIVATIONS) else None
 
 
+def adopt_model(
+    model: nn.Module, manager: PipelineOffloadManager, find_manager: FindManager | None = None
+) -> list[RemovableHandle]:
+    """Keep a model's parameters and buffers, and let what its modules make be made again."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        manager.mark_not_offload(tensor)
+    units = manager.config.recompute
+    return recompute_modules(named_modules(model), units, find_manager or (lambda: manager))
+
+
 def recompute_modules(
     modules: Mapping[str, nn.Module], units: Collection[str], find_manager: FindManager
 ) -> list[RemovableHandle]:
@@ -93,7 +113,9 @@ def recompute_modules(
     for path, module in modules.items():
         own = hooks_of(_Source, module)
         unit = next((name for name, e in patterns.items() if e.fullmatch(path)), None)
-        is_known = unit is None and _is_known(module)
+        # Not one whose forward somebody has exchanged.
+        is_known = type(module).__module__.startswith(_TRUSTED) and "forward" not in vars(module)
+        is_known &= unit is None
         unit = unit or unit_of(module)
         if unit is None and _is_plain_fc1(path, module):
             unit, is_known = f"mlp_fc1:{path}", False
@@ -108,11 +130,6 @@ def recompute_modules(
         _share_id(own[-1], last=False)
         handles += own
     return handles
-
-
-def _is_known(module: nn.Module) -> bool:
-    is_trusted = type(module).__module__.startswith(_TRUSTED)
-    return is_trusted and "forward" not in vars(module)  # which others may have exchanged
 
 
 def _is_plain_fc1(path: str, module: nn.Module) -> bool:
@@ -364,3 +381,32 @@ def recompute_functions(
     wanted = set(manager.config.recompute) - ({"norm", "mlp_act"} if besides_modules else set())
     units = {name: unit for name, unit in _FUNCTIONS.items() if unit in wanted}
     return RecomputeFunctions(manager, units) if units else nullcontext()
+
+
+@graph_break
+def recomputable(function: Callable[..., T], *inputs: Any, preserve_rng_state: bool = True) -> T:
+    """Call a cheap function, and let backward make its output again from its inputs.
+
+    Inside a group, or `OffloadActivations` and the like, the output that autograd saves is neither
+    kept nor copied; elsewhere the function is just called. The output must have memory of its own,
+    and what it is made from must be saved as well: `PipelineOffloadManager.recomputable` says more,
+    and ``last_step.refused_recipe_bytes`` which outputs were kept or moved all the same, and why.
+
+    Args:
+        function: returns one tensor, and does nothing else.
+        *inputs: its arguments; activations must be among them, not captured by the function.
+        preserve_rng_state: whether it draws random numbers, which are drawn again as they were.
+
+    Returns:
+        What the function returns.
+    """
+    manager = manager_in_force() or PipelineOffloadManager.instance
+    if manager is None:
+        return function(*inputs)
+    return manager.recomputable(function, *inputs, preserve_rng_state=preserve_rng_state)
+
+
+def manager_in_force() -> PipelineOffloadManager | None:
+    """Return the manager of the context that a forward without marks is in, if any."""
+    owner = owner_of_hooks()
+    return owner.manager if isinstance(owner, AutomaticGroups) else None

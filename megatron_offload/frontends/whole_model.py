@@ -19,13 +19,12 @@ from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import AroundForwards, followed
-from megatron_offload.frontends.module_names import ModuleHook, hooks_of, named_modules
-from megatron_offload.frontends.recompute import recompute_modules
+from megatron_offload.frontends.module_names import ModuleHook, hooks_of
+from megatron_offload.frontends.recompute import adopt_model, manager_in_force
 from megatron_offload.memory.host_pool import HostPool
 
 _HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
@@ -194,9 +193,7 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     context = OffloadActivations(**options)
-    for tensor in (*model.parameters(), *model.buffers()):
-        context.manager.mark_not_offload(tensor)
-    recompute_modules(named_modules(model), context.manager.config.recompute, _manager_in_force)
+    adopt_model(model, context.manager, manager_in_force)
     context.knows_model = True
     head = _find_head(model)
     if head is not None:
@@ -210,29 +207,18 @@ def get_act_offloading_ctx_manager(
     return context
 
 
-def _manager_in_force() -> PipelineOffloadManager | None:
-    owner = owner_of_hooks()
-    return owner.manager if isinstance(owner, AutomaticGroups) else None
-
-
 def _find_head(model: nn.Module) -> nn.Module | None:
     """Return the output head of a model, however it is wrapped."""
-    waiting, seen = [model], set()
-    while waiting:
-        candidate = waiting.pop(0)
-        if id(candidate) in seen:
-            continue
-        seen.add(id(candidate))
+    candidates = [model]
+    for candidate in candidates:
         for name in _HEADS:
             head = getattr(candidate, name, None)
             if not isinstance(head, nn.Module):
                 head = getattr(head, "linear", None)  # a tied one is no module, and holds one
             if isinstance(head, nn.Module):
                 return head
-        for name in _WRAPPED:
-            inner = getattr(candidate, name, None)
-            if isinstance(inner, nn.Module):
-                waiting.append(inner)
+        inner = (getattr(candidate, name, None) for name in _WRAPPED)
+        candidates += [x for x in inner if isinstance(x, nn.Module) and x not in candidates]
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron_offload.autotune.loop import tune
@@ -12,9 +12,8 @@ from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
-from megatron_offload.frontends.around import followed
-from megatron_offload.frontends.module_names import named_modules
-from megatron_offload.frontends.recompute import recompute_functions, recompute_modules
+from megatron_offload.frontends.around import AroundForwards, followed
+from megatron_offload.frontends.recompute import adopt_model
 
 
 class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
@@ -27,10 +26,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
         self._groups = AutomaticGroups(manager, "stage", finds_steps=False)
         self._exchanged = Exchanges()
         for place, stage in enumerate(stages):
-            for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
-                manager.mark_not_offload(tensor)
-            modules, units = named_modules(stage.submod), manager.config.recompute
-            for handle in recompute_modules(modules, units, lambda: manager):
+            for handle in adopt_model(stage.submod, manager):
                 self._exchanged.on_undo(handle.remove)
             self._exchanged.replace(stage, "forward_one_chunk", self._forward(stage, place))
         self._exchanged.replace(schedule, "step", self._step(schedule))
@@ -50,20 +46,13 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
 
     def _forward(self, stage: Any, place: int) -> Any:
         forward = stage.forward_one_chunk
+        where = {"vp_stage": place, "pp_rank": stage.group_rank}
+        name = f"stage {stage.stage_index}"
+        around = AroundForwards(self._groups, knows_model=True, name=name, **where)
 
         def forward_one_chunk(*args: Any, **kwargs: Any) -> Any:
-            if not stage.has_backward:
+            with around if stage.has_backward else nullcontext():
                 return forward(*args, **kwargs)
-            name = f"stage {stage.stage_index}"
-            self._groups.begin(name, vp_stage=place, pp_rank=stage.group_rank)
-            try:
-                with recompute_functions(self.manager, besides_modules=True):
-                    output = forward(*args, **kwargs)
-            except BaseException:
-                self._groups.end(has_failed=True)
-                raise
-            self._groups.end()
-            return output
 
         return forward_one_chunk
 
@@ -71,9 +60,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
         step = schedule.step
 
         def offloaded_step(*args: Any, **kwargs: Any) -> Any:
-            if not schedule._has_backward:
-                return step(*args, **kwargs)
-            with self._groups.step():
+            with self._groups.step() if schedule._has_backward else nullcontext():
                 return step(*args, **kwargs)
 
         return offloaded_step

@@ -137,12 +137,12 @@ def install() -> None:
 
     def noted_context(*args: Any, **kwargs: Any) -> Any:
         context = new_context(*args, **kwargs)
-        if (settings := _in_thread.fused_run()) is not None:
+        if (settings := _in_thread.runs[-1]) is not None:
             settings.contexts.append(context)
         return context
 
     def decided_prepare(*tensors: Any) -> Any:
-        settings = _in_thread.fused_run()
+        settings = _in_thread.runs[-1]
         return prepare(*tensors) if settings is None else settings.prepare(prepare, tensors)
 
     def settled_run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,11 +157,12 @@ def install() -> None:
     _exchanged.replace(fuser, "OperationContext", noted_context)
     _exchanged.replace(fuser, "prepare_for_saving", decided_prepare)
     _exchanged.replace(fuser.OperationFuser, "__call__", settled_run)
-    attribute = property(activation_offloading, set_activation_offloading)
-    members = {"set_activation_offloading": set_activation_offloading}
-    for name, member in {**members, "activation_offloading": attribute}.items():
-        if not hasattr(operation, name):
-            _exchanged.replace(operation, name, member)
+    members = {
+        "set_activation_offloading": set_activation_offloading,
+        "activation_offloading": property(activation_offloading, set_activation_offloading),
+    }
+    for name in members.keys() - set(dir(operation)):
+        _exchanged.replace(operation, name, members[name])
 
 
 def uninstall() -> None:
@@ -239,11 +240,8 @@ class _InThread(threading.local):
     def __init__(self) -> None:
         self.entered: list[tuple[nn.Module, Callable[[], None] | None]] = []
         """Which settings are in force: the module, and how to leave it."""
-        self.runs: list[_FusedRun | None] = []
-        """Fused runs; None for one without settings."""
-
-    def fused_run(self) -> _FusedRun | None:
-        return self.runs[-1] if self.runs else None
+        self.runs: list[_FusedRun | None] = [None]
+        """Fused runs, the innermost last; None for one without settings."""
 
 
 _in_thread = _InThread()
@@ -307,13 +305,11 @@ class _FusedRun:
 
 def _settings_of(operations: list[nn.Module]) -> _FusedRun | None:
     """Return the context of a fused run; None where no operation has a setting."""
-    settings = [
-        own if own is not None else getattr(operation, _OUTER_SETTING, None)
-        for operation in operations
-        for own in (activation_offloading(operation),)
-    ]
-    has_one = is_recording() and any(setting is not None for setting in settings)
-    return _FusedRun(settings) if has_one else None
+    settings = []
+    for operation in operations:
+        own = activation_offloading(operation)
+        settings.append(getattr(operation, _OUTER_SETTING, None) if own is None else own)
+    return _FusedRun(settings) if is_recording() and {True, False} & set(settings) else None
 
 
 @graph_break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
-from programs import TIMINGS, assert_nothing_left, assert_same, make_manager
+from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
 from torch import nn
 
 from megatron_offload.engine.learning import tell_pipeline_rank
@@ -72,7 +72,7 @@ def gradients(model, seed=0):
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("timing", TWO_TIMINGS)
 @pytest.mark.parametrize(
     "names",
     [

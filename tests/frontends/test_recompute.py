@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
+from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -99,7 +99,7 @@ def remade_bytes(manager):
 
 
 @pytest.mark.parametrize("knows_model", [True, False])
-@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("timing", TWO_TIMINGS)
 def test_each_choice_of_units_gives_the_bits_and_more_of_them_move_less(timing, knows_model):
     model = make_model()
     expected = train(model)
@@ -153,7 +153,7 @@ def group_step(model, manager):
     return found
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("timing", TWO_TIMINGS)
 def test_modules_by_name_are_made_again_where_groups_are(timing):
     model = make_model()
     expected = train(model)
@@ -200,7 +200,7 @@ class Layer(nn.Module):
         return self.mlp(x)
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("timing", TWO_TIMINGS)
 def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says(timing):
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)))

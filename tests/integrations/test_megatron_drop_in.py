@@ -33,16 +33,13 @@ MOVES = {
     "evaluation": ATTENTION,
     "evaluation-with-grad": ATTENTION,
 }
+BOTH = {"norm", "mlp_act"}
 REMADE = {
-    "gelu": {"norm", "mlp_act"},
-    "gelu-fused": {"norm", "mlp_act"},
-    "gated": {"norm", "mlp_act"},
-    "gated-fused": {"norm", "mlp_act"},
-    "moe-gated": {"norm", "mlp_act"},
-    "moe-gated-fused": {"norm", "mlp_act"},
-    "moe-permute": {"norm", "mlp_act", "moe_permute"},
-    "rope": {"norm", "mlp_act", "rope"},
-    "latent": {"norm", "mlp_act", "mla_up"},
+    **dict.fromkeys(("gelu", "gelu-fused", "gated", "gated-fused", "moe-gated"), BOTH),
+    "moe-gated-fused": BOTH,
+    "moe-permute": BOTH | {"moe_permute"},
+    "rope": BOTH | {"rope"},
+    "latent": BOTH | {"mla_up"},
 }
 STAYS = ["nothing-listed-is-large", "full-recompute"]
 LATER_ONLY = {

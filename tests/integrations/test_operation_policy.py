@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import zoo
-from programs import TIMINGS, assert_nothing_left, assert_same, make_manager
+from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -64,7 +64,7 @@ def gradients(model, *, around=None):
 @pytest.mark.parametrize(
     "chosen", [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2"), ("fc1", "fc2")]
 )
-@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("timing", TWO_TIMINGS)
 def test_exactly_the_chosen_operations_move(chosen, timing):
     manager = make_groups(timing)
     model = MLP()
@@ -137,7 +137,7 @@ def test_a_module_that_is_used_inside_itself(manager):
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("timing", TWO_TIMINGS)
 def test_every_model_of_the_zoo(name, timing):
     manager = make_groups(timing)
 

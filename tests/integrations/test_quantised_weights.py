@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from programs import TIMINGS, assert_nothing_left, make_manager
+from programs import TWO_TIMINGS, assert_nothing_left, make_manager
 
 from megatron_offload.engine import quantised_weights as weights
 from megatron_offload.frontends.whole_model import OffloadActivations
@@ -82,7 +82,7 @@ def gradients(module, around=None):
     return x.grad, weight.grad
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("timing", TWO_TIMINGS)
 @pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "layernorm_mlp", "grouped_linear"])
 def test_only_the_activation_moves(modules, timing, kind):
     module = getattr(modules, kind)

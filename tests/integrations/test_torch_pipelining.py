@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from programs import TIMINGS, make_manager
+from programs import TWO_TIMINGS, make_manager
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -28,7 +28,7 @@ SCHEDULES = (
     "ScheduleZBVZeroBubble",
     "ScheduleDualPipeV",
 )
-CASES = [f"{name}/{timing}" for name in SCHEDULES for timing in TIMINGS]
+CASES = [f"{name}/{timing}" for name in SCHEDULES for timing in TWO_TIMINGS]
 
 
 def run_worker(output, *words):
