@@ -2,13 +2,7 @@
 
 Owns two limits and what counts against them: bytes *in flight* (copied or being copied to the
 host, memory still held) and bytes *held* for a backward that is near (reloaded, or not sent away).
-
-Both share one total. What the latter leave of it, bytes in flight may take: while a pipeline fills
-nothing has to come back yet, and the copies to the host need the room.
-
-Limits that nobody sets follow what a step saves, whether it moves or not: so much of the step hides
-a copy, however few there are. That they don't keep a small share on the device is the clock's part:
-a copy is *due* once groups of so many bytes have passed, those that stay included.
+Both share one total: what the latter leave of it, bytes in flight may take.
 """
 
 from __future__ import annotations

@@ -303,7 +303,9 @@ class _Order:
     """What callers by hand have queued in one step of the engine."""
 
     step_number: int
-    handlers: list[ChunkOffloadHandler] = field(default_factory=list)
+    handlers: dict[engine_chunk.ChunkOffloadHandler, ChunkOffloadHandler] = field(
+        default_factory=dict
+    )
     queue: deque[ChunkOffloadHandler] = field(default_factory=deque)
     staged: list[list[ChunkOffloadHandler]] = field(default_factory=list)
     delayed: list[Callable[[], Any]] = field(default_factory=list)
@@ -433,15 +435,12 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             max_inflight_groups=found.get("max_inflight_offloads"),
         )
         if self.engine.records():
-            self._stage(self._new_handler(chunk), found["vp_size"] or 1)
+            self._stage(self._handler_of(chunk), found["vp_size"] or 1)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
         chunk = self.engine.cur_forward_chunk()
-        if chunk is None:
-            return None
-        known = (handler for handler in reversed(self._order.handlers) if handler.chunk is chunk)
-        return next(known, None) or self._new_handler(chunk)
+        return None if chunk is None else self._handler_of(chunk)
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs; it is never used up, so nothing is taken away."""
@@ -453,16 +452,17 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         if order.step_number != self.engine.step_number:
             self._by_hand = _Order(self.engine.step_number)
             # A step that is found to be over ends when the first group of the next has begun.
-            for handler in order.handlers:
-                if handler.chunk is self.engine.cur_forward_chunk():
-                    self._by_hand.handlers.append(handler)
-                    self.push(handler)
+            chunk = self.engine.cur_forward_chunk()
+            if chunk in order.handlers:
+                self._by_hand.handlers[chunk] = order.handlers[chunk]
+                self.push(order.handlers[chunk])
         return self._by_hand
 
-    def _new_handler(self, chunk: engine_chunk.ChunkOffloadHandler) -> ChunkOffloadHandler:
-        handler = ChunkOffloadHandler._of(self, chunk)
-        self._order.handlers.append(handler)
-        return handler
+    def _handler_of(self, chunk: engine_chunk.ChunkOffloadHandler) -> ChunkOffloadHandler:
+        handlers = self._order.handlers
+        if chunk not in handlers:
+            handlers[chunk] = ChunkOffloadHandler._of(self, chunk)
+        return handlers[chunk]
 
     # Chunks in backward, for callers who step through them by hand
 
@@ -511,8 +511,8 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         order, reached = self._order, self.engine.last_reached
         if reached is not None and reached != order.reached:
             order.reached = reached
-            for handler in order.handlers:
-                if handler.chunk.groups and handler.chunk.groups[0].key.chunk == reached.chunk:
+            for chunk, handler in order.handlers.items():
+                if chunk.position == reached.chunk:
                     order.current = handler
         return order.current
 

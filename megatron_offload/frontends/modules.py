@@ -6,6 +6,7 @@ A *span* between two modules reaches functions that are no modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -48,7 +49,7 @@ _NAMED: dict[str, _Kind] = {
 }
 
 
-class ModuleOffload:
+class ModuleOffload(AbstractContextManager["ModuleOffload", None]):
     """The hooks that `offload_modules` has set; `remove` takes them off again."""
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
@@ -65,9 +66,6 @@ class ModuleOffload:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.manager,)  # of a copied model, whose hooks do nothing
 
-    def __enter__(self) -> ModuleOffload:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.remove()
 
@@ -81,9 +79,9 @@ def offload_modules(
 ) -> ModuleOffload:
     """Make groups of the chosen modules of a model, or of all chunks of a pipeline rank.
 
-    Every forward of a chunk is one microbatch. Call `PipelineOffloadManager.reset`, or run the
-    step inside `PipelineOffloadManager.step`, after each training step. A module that an earlier
-    call has marked under the same name is marked by this call instead, whichever manager that had.
+    Every forward of a chunk is one microbatch. Run each training step inside
+    `PipelineOffloadManager.step`, or call `PipelineOffloadManager.reset` after it. A module that an
+    earlier call has marked under the same name is marked by this call instead.
 
     Args:
         model: the model, or the rank's virtual pipeline stages in order. Wrappers that hold it as
@@ -192,7 +190,6 @@ def _inputs(args: Any, kwargs: Any) -> Sequence[Any]:
 
 
 def _outputs(args: Any, output: Any) -> Sequence[Any]:
-    """Return what a module's output holds, whatever holds it."""
     if isinstance(output, dict):
         return tuple(output.values())
     return output if isinstance(output, (tuple, list)) else (output,)

@@ -53,13 +53,6 @@ class _Tag:
 class CPUOffload(AroundForwards):
     """While it is entered, a share of what autograd saves goes to host memory.
 
-        for images, labels in data:
-            with CPUOffload(offload_ratio=0.1, tag="resnet"):
-                features = resnet(images)
-            with CPUOffload(offload_ratio=0.5, tag="head"):
-                loss = head(features, labels)
-            loss.backward()
-
     Objects of one tag share its counters, its streams and its host memory, so that one may be made
     for every block; the last one's ratio counts. Blocks of one tag may come several times in a
     step, and tags may nest: the innermost counts. A step of a tag ends when its block is entered

@@ -156,7 +156,6 @@ class _Source:
         self.path = path
         self.unit = unit
         self.find_manager = find_manager
-        self.is_known = is_known
         self.hook = EagerHook(self.end)
         self._watch: _Watch | None = None
         self._refusals = {True: "", False: ""} if is_known else {}
@@ -194,7 +193,7 @@ class _Source:
             return  # another that runs before this one may have replaced the output
         is_one = isinstance(output, torch.Tensor)
         made = output if is_one or not isinstance(output, (tuple, list)) else output[0]
-        function = _Forward(module, picks_first=not is_one, deep=not self.is_known)
+        function = _Forward(module, picks_first=not is_one)
         tell(manager, made, function, args, kwargs, self.unit, function.reads)
 
 
@@ -203,14 +202,13 @@ class _Forward:
 
     __slots__ = ("_forward", "_picks_first", "_state", "reads")
 
-    def __init__(self, module: nn.Module, *, picks_first: bool, deep: bool) -> None:
+    def __init__(self, module: nn.Module, *, picks_first: bool) -> None:
         self._forward = module.forward
         self._picks_first = picks_first
         self._state: list[tuple[dict[str, Any], str, Any]] = []
         self.reads: list[torch.Tensor] = []
-        for part in module.modules() if deep else (module,):
-            if deep:
-                self._state.append((vars(part), "training", part.training))
+        for part in module.modules():
+            self._state.append((vars(part), "training", part.training))
             for tensors in (part._parameters, part._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
@@ -387,10 +385,9 @@ def recompute_functions(
 def recomputable(function: Callable[..., T], *inputs: Any, preserve_rng_state: bool = True) -> T:
     """Call a cheap function, and let backward make its output again from its inputs.
 
-    Inside a group, or `OffloadActivations` and the like, the output that autograd saves is neither
-    kept nor copied; elsewhere the function is just called. The output must have memory of its own,
-    and what it is made from must be saved as well: `PipelineOffloadManager.recomputable` says more,
-    and ``last_step.refused_recipe_bytes`` which outputs were kept or moved all the same, and why.
+    Elsewhere than in a group, `OffloadActivations` and the like it is just called. See
+    `PipelineOffloadManager.recomputable`; ``last_step.refused_recipe_bytes`` says which outputs
+    were kept or moved all the same, and why.
 
     Args:
         function: returns one tensor, and does nothing else.

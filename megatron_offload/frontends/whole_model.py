@@ -38,16 +38,8 @@ _WRAPPED = ("module", "_orig_mod", "base_model", "model")
 class OffloadActivations(AroundForwards):
     """While it is entered, what autograd saves goes to host memory; backward gets it back in time.
 
-    Enter it around every forward:
-
-        for batch in data:
-            with OffloadActivations():
-                loss = model(batch)
-            loss.backward()
-
-    One that is made anew goes on where the last one of its settings was left, in the same thread
-    and on the same device: with the pinned memory and with what was learned. Two that exist at a
-    time share nothing, so a program of two models keeps one for each.
+    Enter it around every forward, the same or a new one: a new one goes on with the memory and the
+    learning of the last of its settings, thread and device. Two that exist at a time share nothing.
 
     Parameters and buffers stay (plain buffers where `get_act_offloading_ctx_manager` was told of
     them), and so do small tensors and those that are not on the accelerator. Distributed and
@@ -179,9 +171,8 @@ def get_act_offloading_ctx_manager(
 ) -> OffloadActivations | contextlib.nullcontext[None]:
     """Return what to enter around a model's forward.
 
-    The model's output head stays on the device: backward needs it first, so that its logits, mostly
-    the largest tensor of all, would only go and come back. The model's parameters and buffers stay
-    too.
+    The output head stays on the device, since backward needs its logits first, and so do the
+    model's parameters and buffers.
 
     Args:
         model: a model, wrapped or not. Its head is ``output``, ``lm_head``, ``output_layer``,

@@ -74,10 +74,6 @@ def offload_pipeline(
 ) -> PipelineOffload:
     """Offload what a schedule's stages save, on this rank.
 
-        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_fn)
-        offload = offload_pipeline(schedule)
-        schedule.step(x)            # as before
-
     Each call of ``schedule.step`` is a training step; ``schedule.eval`` moves nothing. The loss is
     computed outside the last stage, so what it saves stays on the device: it is needed at once.
 
