@@ -311,7 +311,7 @@ class _Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "c10d_functional", "_c10d_functional", "symm_mem"):
             self._found = f"communicates ({func})"
         elif torch.Tag.nondeterministic_seeded in func.tags:
             self._found = f"draws random numbers ({func}); recomputable() restores their state"

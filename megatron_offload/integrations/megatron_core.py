@@ -72,9 +72,8 @@ def install() -> None:
     tune(PipelineOffloadManager.get_instance())
 
 
-def uninstall() -> None:
-    """Put megatron-core's own implementation back; without `install` this does nothing."""
-    _exchanged.undo()
+uninstall = _exchanged.undo
+"""Puts megatron-core's own implementation back; without `install` it does nothing."""
 
 
 def is_installed() -> bool:

@@ -54,9 +54,8 @@ def install() -> None:
     _exchanged.replace(manager, _METHOD, ours)
 
 
-def uninstall() -> None:
-    """Put megatron-core's own step back; without `install` this does nothing."""
-    _exchanged.undo()
+uninstall = _exchanged.undo
+"""Puts megatron-core's own step back; without `install` it does nothing."""
 
 
 def indices_to_multihot(

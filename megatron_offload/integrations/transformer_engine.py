@@ -165,9 +165,8 @@ def install() -> None:
         _exchanged.replace(operation, name, members[name])
 
 
-def uninstall() -> None:
-    """Put back what `install` found; does nothing where it was not called."""
-    _exchanged.undo()
+uninstall = _exchanged.undo
+"""Puts back what `install` found; does nothing where it was not called."""
 
 
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
