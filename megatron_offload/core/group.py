@@ -39,10 +39,6 @@ MOVES: dict[GroupState, frozenset[GroupState]] = {
 }
 """The whole state table: from each state, the states it may move to."""
 
-# A group's past is kept as text: unlike a list, the garbage collector need not look at it.
-_LETTERS = {state: str(index) for index, state in enumerate(GroupState)}
-_STATES = {letter: state for state, letter in _LETTERS.items()}
-
 
 class Group(abc.ABC):
     """One layer group of one chunk.
@@ -64,7 +60,6 @@ class Group(abc.ABC):
     num_bytes = staying_bytes = committed_at_bytes = held_bytes = 0
     needs: tuple[GroupKey, ...] = ()
     state = RECORDING
-    _moves = _LETTERS[RECORDING]
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget) -> None:
         self.key = key
@@ -93,18 +88,11 @@ class Group(abc.ABC):
             StateError: the table has no such move; nothing has changed.
         """
         if to not in MOVES[self.state]:
-            past = " -> ".join(state.name for state in self.moves)
-            raise StateError(f"group {self.label} can't move to {to.name}; its moves were {past}")
+            raise StateError(f"group {self.label} can't move from {self.state.name} to {to.name}")
         self.state = to
-        self._moves += _LETTERS[to]
-
-    @property
-    def moves(self) -> list[GroupState]:
-        """Every state that the group has been in, in order."""
-        return [_STATES[letter] for letter in self._moves]
 
     def hold(self) -> None:
-        """Count the group's bytes as held on the device until no one needs them any more."""
+        """Count the group's bytes as held on the device until backward has left them behind."""
         if self.held_bytes == 0 and not self.is_spent:
             self.held_bytes = self.num_bytes
             self.budget.held_bytes += self.num_bytes

@@ -125,7 +125,6 @@ class Block:
         self.version = version
         self.aliases = [alias]
         self.index = len(group.references)
-        group.num_saved += 1
         self.store = store  # last: without it there is nothing to give back
 
     @property
@@ -222,14 +221,12 @@ class OffloadGroup(Group):
         moving: between the look at its bytes and the decision, the blocks that can move.
         remade: what of it is made again, or could be; set at commit.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
-        num_saved, num_lost: its own blocks so far, and those of them that no record needs any more.
     """
 
     elsewhere_bytes = shared_bytes = small_bytes = 0
     moving: Sequence[Block] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
-    num_saved = num_lost = 0  # two counts, because one may be added to while the other is
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)
@@ -240,7 +237,11 @@ class OffloadGroup(Group):
     @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
-        return self.num_lost == self.num_saved
+        for found in self.references:
+            block = found()
+            if block is not None and block.group is self:
+                return False
+        return True
 
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""
@@ -250,18 +251,6 @@ class OffloadGroup(Group):
         """Make a shared block one of this group's too: whoever needs it first reloads it."""
         if block.group is not self and not any(found() is block for found in self.references):
             self.references.append(weakref.ref(block))
-
-    def hold_less(self, num_bytes: int) -> None:
-        """Count the bytes of one of its own blocks as held no more."""
-        if self.is_spent or num_bytes >= self.held_bytes:
-            self.let_go()
-        else:
-            self.held_bytes -= num_bytes
-            self.budget.held_bytes -= num_bytes
-
-    def drop_dead_blocks(self) -> None:
-        """Forget the blocks that no record needs any more."""
-        self.references = [] if self.is_spent else [r for r in self.references if r() is not None]
 
     def unhook(self) -> None:
         """Take the hook off the leaf that the group started with; leaves outlive graphs."""

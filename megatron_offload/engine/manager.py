@@ -660,7 +660,7 @@ class PipelineOffloadManager:
         """Return counts that must all be zero between steps, for leak checks."""
         return {
             "groups in flight": self.window.num_inflight,
-            "host bytes": self.host_pool.in_use.total_bytes,
+            "host bytes": self.host_pool.stats.in_use_bytes,
             "bytes in flight": self.budget.inflight_bytes,
             "prefetched bytes": self.budget.held_bytes,
         }

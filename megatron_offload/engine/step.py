@@ -130,8 +130,6 @@ class Step(StepDecisions[OffloadGroup]):
         """Backward has left a group."""
         if group.leaf_hook is not None:
             group.unhook()
-        if group.state is not DONE:
-            group.drop_dead_blocks()
         super().leave_backward(group)
 
 

@@ -463,13 +463,20 @@ class Transfers:
         What dies while a call of the engine runs is put off until the next begins. The block itself
         must not be kept for that: whoever looks would find it alive.
         """
-        guard = self.guard
+        guard, reload = self.guard, block.reload
+        has_waited = reload is None or reload.waited_keys
+        if (
+            block.region is None
+            and has_waited
+            and not (self.tensor_pool.keeps or self.backend.observes)
+        ):
+            return
         if guard.is_mine() or not guard.lock.acquire(False):
-            left = block.group, block.num_bytes, block.region, block.target, block.reload
+            left = block.group, block.region, block.target, reload
             guard.put_off.append(partial(self._free, *left))
             return
         try:
-            self._free(block.group, block.num_bytes, block.region, block.target, block.reload)
+            self._free(block.group, block.region, block.target, reload)
         except BaseException:
             guard.fail()  # Python reports it and goes on
             raise
@@ -479,14 +486,10 @@ class Transfers:
     def _free(
         self,
         group: OffloadGroup,
-        num_bytes: int,
         region: HostRegion | None,
         target: torch.Tensor | None,
         reload: Reload | None,
     ) -> None:
-        group.num_lost += 1
-        if group.held_bytes:
-            group.hold_less(num_bytes)
         if region is not None:
             self.host_pool.free(region, None)
         if target is None or reload is None:
@@ -505,13 +508,12 @@ class Transfers:
     def begin_step(self) -> None:
         """Count from zero; what is still on the host stays counted."""
         self.stats = StepStats()
-        self.host_pool.in_use.restart_peak()
-        self.host_pool.alone.restart_peak()
+        self.host_pool.restart_peaks()
 
     def counted(self) -> StepStats:
         """Return the counters of the step so far."""
         stats, pool = self.stats, self.host_pool
-        stats.peak_host_bytes = pool.in_use.peak_bytes
+        stats.peak_host_bytes = pool.stats.peak_in_use_bytes
         stats.peak_away_bytes, stats.peak_away_bytes_by_name = pool.alone.peak()
         return stats
 

@@ -75,6 +75,8 @@ class HostPoolStats:
 
     in_use_bytes: int = 0
     """Bytes of live regions."""
+    peak_in_use_bytes: int = 0
+    """The most since `HostPool.restart_peaks`."""
     slab_bytes_total: int = 0
     """Bytes that are pinned now."""
     peak_slab_bytes: int = 0
@@ -144,20 +146,19 @@ class _Piece:
 class HostRegion:
     """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`.
 
-    Of ``num_bytes`` in all parts, each shown by one of ``views``, ``alone_bytes`` are nowhere else;
-    ``size_bytes`` counts what lies between them too. A new write must wait for ``ready_event``, the
-    newest H2D event of any former user (W5). ``num_users`` parts were not given back.
+    Each part is shown by one of ``views``; of the ``size_bytes`` of all, each rounded up to
+    `ALIGNMENT_BYTES`, ``alone_bytes`` are nowhere else. A new write must wait for ``ready_event``,
+    the newest H2D event of any former user (W5). ``num_users`` parts were not given back.
     """
 
     __slots__ = (
-        *("_piece", "alone_bytes", "name", "num_bytes", "num_users", "owners", "ready_event"),
+        *("_piece", "alone_bytes", "name", "num_users", "owners", "ready_event"),
         *("size_bytes", "views"),
     )
 
-    def __init__(self, piece: _Piece, parts: list[Part], num_bytes: int, name: str) -> None:
+    def __init__(self, piece: _Piece, parts: list[Part], name: str) -> None:
         self._piece: _Piece | None = piece
         self.views = piece.show(parts)
-        self.num_bytes = num_bytes
         self.size_bytes = piece.num_bytes
         self.name = name
         self.alone_bytes = 0
@@ -188,8 +189,7 @@ class HostPool:
     ) -> None:
         self.cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
         self.slab_bytes = _aligned(slab_bytes)
-        self.in_use = Ledger()  # the bytes that are lent, by name
-        self.alone = Ledger()  # the part of them that is nowhere else
+        self.alone = Ledger()  # the bytes of it that are nowhere else
         self.stats = HostPoolStats()
         self.last_pin_error = ""  # text: an exception keeps its frames, and what they hold
         self.is_closed = False
@@ -200,7 +200,7 @@ class HostPool:
         self._free: defaultdict[int, deque[_Piece]] = defaultdict(deque)
         self._may_coalesce = False
         self._num_reads = 0
-        self._recent_peak_bytes = 0
+        self._past_peak_bytes = 0
         # The smallest slab that could not be pinned: nothing as large is tried again.
         self._unpinnable_bytes: int | None = None
         self._warned_of: set[str] = set()
@@ -226,12 +226,10 @@ class HostPool:
 
         A part without bytes, and a pool that is closed, are a `ValueError`.
         """
-        num_bytes = size_bytes = 0
-        for part_bytes, _ in parts:
-            if part_bytes < 1:
-                raise ValueError(f"a region has at least one byte, got {part_bytes}")
-            num_bytes += part_bytes
-            size_bytes += -(-part_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        sizes = [-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for num_bytes, _ in parts]
+        if min(sizes) < 1:
+            raise ValueError(f"a region has at least one byte, got {parts}")
+        size_bytes = sum(sizes)
         if self.is_closed:
             raise ValueError("the host pool is closed")
         same_size = self._free.get(size_bytes)
@@ -240,10 +238,9 @@ class HostPool:
             return None
         stats = self.stats
         stats.in_use_bytes += size_bytes
-        if stats.in_use_bytes > self._recent_peak_bytes:
-            self._recent_peak_bytes = stats.in_use_bytes
-        region = piece.region = HostRegion(piece, parts, num_bytes, name)
-        self.in_use.add(name, num_bytes)
+        if stats.in_use_bytes > stats.peak_in_use_bytes:
+            stats.peak_in_use_bytes = stats.in_use_bytes
+        region = piece.region = HostRegion(piece, parts, name)
         return region
 
     def free(self, region: HostRegion, after: Event | None, num_parts: int = 1) -> None:
@@ -255,7 +252,7 @@ class HostPool:
         """
         piece = region._piece
         if piece is None:
-            raise ValueError(f"a region of {region.num_bytes} bytes was freed before")
+            raise ValueError(f"a region of {region.size_bytes} bytes was freed before")
         if after is not None:
             self._num_reads += 1
             piece.event, piece.turn = after, self._num_reads
@@ -264,7 +261,6 @@ class HostPool:
             return
         region._piece = piece.region = None
         self.stats.in_use_bytes -= piece.num_bytes
-        self.in_use.add(region.name, -region.num_bytes)
         if region.alone_bytes:
             self.alone.add(region.name, -region.alone_bytes)
         if not self.is_closed:
@@ -278,8 +274,16 @@ class HostPool:
 
     def take_peak_bytes(self) -> int:
         """Return the most bytes in use since this was last asked."""
-        peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.stats.in_use_bytes
+        peak_bytes = max(self._past_peak_bytes, self.stats.peak_in_use_bytes)
+        self._past_peak_bytes = 0
+        self.stats.peak_in_use_bytes = self.stats.in_use_bytes
         return peak_bytes
+
+    def restart_peaks(self) -> None:
+        """Let the peaks of all counts begin with what there is now."""
+        self._past_peak_bytes = max(self._past_peak_bytes, self.stats.peak_in_use_bytes)
+        self.stats.peak_in_use_bytes = self.stats.in_use_bytes
+        self.alone.restart_peak()
 
     def shrink(self, keep_bytes: int = 0) -> int:
         """Give back slabs that are free, copied out of, and over ``keep_bytes``; return how much.
@@ -307,7 +311,6 @@ class HostPool:
         """
         stats = self.stats
         stats.in_use_bytes = stats.slab_bytes_total = 0
-        self.in_use.clear()
         self.alone.clear()
         for slab in self._slabs:
             stats.slab_bytes_total += slab.base.nbytes
@@ -320,7 +323,6 @@ class HostPool:
                 region.num_users = count_users(region)
                 if region.num_users:
                     stats.in_use_bytes += region.size_bytes
-                    self.in_use.add(region.name, region.num_bytes)
                     self.alone.add(region.name, region.alone_bytes)
                 else:
                     region._piece = piece.region = None  # whoever frees it late is told

@@ -136,7 +136,7 @@ class _Tracer(BoundaryObserver):
 
     def _sample(self, time: Any = None) -> None:
         """Note the counters that have changed, at ``time`` or where the compute stream is now."""
-        on_host, in_flight = self._host_pool.in_use.total_bytes, self._inflight.total()
+        on_host, in_flight = self._host_pool.stats.in_use_bytes, self._inflight.total()
         live_bytes = sum(self._live_bytes.values())
         values: dict[str, float] = {
             INFLIGHT_BYTES: in_flight,

@@ -99,15 +99,17 @@ def test_another_program_is_learned_anew():
     assert step(manager).offloaded_bytes == 4 * KIB
 
 
-def test_a_group_holds_what_is_still_needed_of_it():
+def test_a_group_is_held_while_something_of_it_is_needed():
     manager = make_manager()
     chunk = manager.begin_chunk()
     group = manager.start_group(chunk, "g")
     records = [chunk.pack(group, torch.randn(size)) for size in (256, 512)]
     group.num_bytes = 3 * KIB
+    records.pop()
     group.hold()
     assert manager.budget.held_bytes == 3 * KIB
+    group.let_go()
     records.pop()
-    assert manager.budget.held_bytes == 1 * KIB
-    records.pop()
+    assert group.is_spent
+    group.hold()
     assert manager.budget.held_bytes == 0

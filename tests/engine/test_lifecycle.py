@@ -56,9 +56,9 @@ def test_a_dropped_graph_leaves_nothing(timing, inflight_bytes):
     model = make_model()
     manager = make_manager(timing, max_inflight_bytes=inflight_bytes, prefetch_bytes=24 * KIB)
     loss = forward(model, manager)
-    assert manager.host_pool.in_use.total_bytes > 0
+    assert manager.host_pool.stats.in_use_bytes > 0
     del loss
-    assert manager.host_pool.in_use.total_bytes == 0, "host memory goes with the graph, at once"
+    assert manager.host_pool.stats.in_use_bytes == 0, "host memory goes with the graph, at once"
     for _ in range(2):
         check_steps(model, manager, ORDER)
         forward(model, manager)  # before the next, which has learned an order

@@ -50,7 +50,7 @@ def h2d_event(backend):
 
 def span(region):
     start = region.tensor.data_ptr()
-    return start, start + region.num_bytes
+    return start, start + region.tensor.nbytes
 
 
 # Lending.
@@ -60,7 +60,7 @@ def test_regions_are_flat_views_of_what_was_asked_aligned_within_one_slab(backen
     pool = make(backend)
     sizes = (1, 513, 1024, 7)
     regions = [pool.allocate(size) for size in sizes]
-    assert [region.num_bytes for region in regions] == list(sizes)
+    assert [region.tensor.nbytes for region in regions] == list(sizes)
     assert all(region.tensor.dtype is torch.uint8 for region in regions)
     assert all(region.ready_event is None for region in regions)
     first = span(regions[0])[0]
@@ -385,11 +385,11 @@ def test_a_region_of_several_parts_shows_each_as_it_was_asked_for(backend):
     shaped, flat = region.views
     assert (shaped.dtype, shaped.shape, flat.nbytes) == (torch.bfloat16, (16, 32), 100)
     assert flat.data_ptr() == shaped.data_ptr() + 1024
-    assert pool.in_use.by_name == {"some": 1124}
+    assert pool.stats.in_use_bytes == 1536
     pool.free(region, None)
-    assert pool.in_use.total_bytes == 1124, "one part is lent still"
+    assert pool.stats.in_use_bytes == 1536, "one part is lent still"
     pool.free(region, None)
-    assert pool.in_use.total_bytes == 0
+    assert pool.stats.in_use_bytes == 0
     assert pool.allocate_parts(list(parts), "some").views[0] is shaped
 
 
@@ -407,13 +407,17 @@ def test_bytes_are_counted_by_name_with_their_peak(backend):
     first, second = pool.allocate(512, "a"), pool.allocate(1024, "b")
     first.alone_bytes += 512
     pool.alone.add("a", 512)
+    second.alone_bytes += 1024
+    pool.alone.add("b", 1024)
     pool.free(second, None)
-    assert pool.in_use.peak() == (1536, {"a": 512, "b": 1024})
-    assert (pool.in_use.total_bytes, pool.alone.total_bytes) == (512, 512)
-    pool.in_use.restart_peak()
-    assert pool.in_use.peak()[0] == 512
+    assert pool.alone.peak() == (1536, {"a": 512, "b": 1024})
+    assert pool.stats.peak_in_use_bytes == 1536
+    assert (pool.stats.in_use_bytes, pool.alone.total_bytes) == (512, 512)
+    pool.restart_peaks()
+    assert (pool.alone.peak()[0], pool.stats.peak_in_use_bytes) == (512, 512)
     pool.free(first, None)
-    assert not any((*pool.in_use.by_name.values(), *pool.alone.by_name.values()))
+    assert not any(pool.alone.by_name.values())
+    assert pool.take_peak_bytes() == 1536
 
 
 def test_a_recovery_keeps_what_is_owned_and_frees_the_rest(backend):
@@ -422,7 +426,7 @@ def test_a_recovery_keeps_what_is_owned_and_frees_the_rest(backend):
     owned = regions[1::2]
     pool.recover(lambda region: int(region in owned))
     assert list(pool.regions()) == owned
-    assert pool.stats.in_use_bytes == pool.in_use.total_bytes == 24 * KIB
+    assert pool.stats.in_use_bytes == 24 * KIB
     with pytest.raises(ValueError, match="freed before"):
         pool.free(regions[0], None)
     whole = pool.allocate(32 * KIB)
