@@ -254,11 +254,6 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     pipeline, virtual = config.parallel.pipeline, config.parallel.virtual
     layers, microbatches = config.model.layers, config.data.microbatches
     chunks = pipeline * virtual
-    if pipeline > layers:
-        raise ConfigError(
-            f"parallel.pipeline {pipeline} has more ranks than model.layers {layers}; use at most "
-            f"{layers} pipeline ranks, or more layers"
-        )
     if world_size % pipeline:
         raise ConfigError(
             f"{world_size} ranks can't be divided by parallel.pipeline {pipeline}; start a "

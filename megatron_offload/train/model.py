@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_offload.config import split_modules
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import require
 from megatron_offload.train.config import TrainConfig
 
 
@@ -107,11 +107,8 @@ def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
 
     wanted, attention = config.model.layer_spec, config.model.attention
     has_te, on_gpu = getattr(transformer_engine, "HAVE_TE", False), device.type == "cuda"
-    if wanted == "transformer_engine" and not has_te:
-        raise ConfigError(
-            "model.layer_spec transformer_engine: TransformerEngine is not installed; install "
-            "'megatron-offload[te]' or set model.layer_spec: local"
-        )
+    if wanted == "transformer_engine":
+        require("transformer_engine")
     is_free = wanted == "auto" and attention == "auto"  # only local layers are asked for attention
     if wanted == "transformer_engine" or (is_free and on_gpu and has_te):
         return get_gpt_layer_with_transformer_engine_spec()

@@ -63,7 +63,7 @@ def test_a_wrong_value_is_refused_with_its_fix(sections, expected):
 @pytest.mark.parametrize(
     ("sections", "world_size", "expected"),
     [
-        ({"model": {"layers": 2}, "parallel": {"pipeline": 4}}, None, "at most 2 pipeline ranks"),
+        ({"model": {"layers": 2}, "parallel": {"pipeline": 4}}, None, "set model.layers to 4"),
         (
             {"model": {"layers": 6}, "parallel": {"pipeline": 2, "virtual": 2}},
             None,
