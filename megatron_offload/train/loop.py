@@ -135,7 +135,9 @@ class _Trainer:
                     f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
                 )
             if was_planning and not session.is_planning:
-                say(session.keep_plan(run.output if self._parallel.is_owner else None))
+                note = session.keep_plan(run.output if self._parallel.is_owner else None)
+                if note:
+                    say(note)
             if record.evaluation is not None:
                 say(f"evaluation after step {step}  loss {record.evaluation:.6f}")
             ends = number or step == run.steps

@@ -99,8 +99,9 @@ def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, t
     assert 0.002 * measured_us < trace.duration_us < 1.5 * measured_us
 
 
-def test_a_short_run_traces_its_last_step(train, tmp_path):
+def test_a_short_run_traces_its_last_step(train, tmp_path, capsys):
     train(tmp_path, "run.trace_step=100", "run.steps=2", "offload.fraction=0.5")
+    assert "train: \n" not in capsys.readouterr().err, "nothing was planned"
     last = json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])
     trace = read_traces(tmp_path / "trace_0.json")[0]
     assert trace.num_bytes["d2h"] == last["offloaded_bytes"] > 0
