@@ -42,21 +42,28 @@ _logger = logging.getLogger(__name__)
 _ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Hardswish, nn.LeakyReLU)
 """Those whose backward saves their input; one that saves its output would need more, not less."""
 
-_FUNCTIONS = {
-    **dict.fromkeys(("layer_norm", "rms_norm", "group_norm"), "norm"),
-    **dict.fromkeys(
-        ("gelu", "silu", "mish", "softplus", "hardswish", "leaky_relu"),
-        "mlp_act",
-    ),
-    **dict.fromkeys(
-        ("mul", "add", "sub", "__rsub__", "div", "__rdiv__", "neg", "pow", "square", "sin", "cos"),
-        "pointwise",
-    ),
-    **dict.fromkeys(("to", "float", "half", "bfloat16", "double", "type", "type_as"), "cast"),
-    **dict.fromkeys(("contiguous", "reshape", "flatten", "repeat", "cat", "stack"), "layout"),
-}
-"""By the name of a function of torch, or of a tensor's method, the unit that it belongs to. None
-draws random numbers or communicates."""
+
+def functions_of_torch(units: Mapping[str, str]) -> dict[Callable[..., Any], str]:
+    """Return torch's own functions and methods of these names, each with the unit of its name."""
+    homes = torch, nn.functional, torch._C._nn, *torch.Tensor.__mro__[:2]
+    named = [(f, getattr(f, "__name__", "")) for home in homes for f in vars(home).values()]
+    return {function: units[name] for function, name in named if name in units}
+
+
+_FUNCTIONS = functions_of_torch(
+    {
+        **dict.fromkeys(("layer_norm", "rms_norm", "group_norm"), "norm"),
+        **dict.fromkeys(
+            ("gelu", "silu", "mish", "softplus", "hardswish", "leaky_relu"),
+            "mlp_act",
+        ),
+        **dict.fromkeys(("mul", "add", "sub", "__rsub__", "div", "__rdiv__", "neg"), "pointwise"),
+        **dict.fromkeys(("pow", "square", "sin", "cos"), "pointwise"),
+        **dict.fromkeys(("to", "float", "half", "bfloat16", "double", "type", "type_as"), "cast"),
+        **dict.fromkeys(("contiguous", "reshape", "flatten", "repeat", "cat", "stack"), "layout"),
+    }
+)
+"""None of them draws random numbers or communicates."""
 
 _TRUSTED = ("torch.nn.", "megatron.core.", "transformer_engine.")
 """Where norms and activations come from that are known to do nothing but compute."""
@@ -348,17 +355,19 @@ class RecomputeFunctions(TorchFunctionMode):
 
     Args:
         manager: is told.
-        units: by the names of functions the unit that each belongs to.
+        units: by functions the unit that each belongs to.
     """
 
-    def __init__(self, manager: PipelineOffloadManager, units: Mapping[str, str]) -> None:
+    def __init__(
+        self, manager: PipelineOffloadManager, units: Mapping[Callable[..., Any], str]
+    ) -> None:
         super().__init__()
         self._manager = manager
         self._units = units
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        unit = self._units.get(getattr(func, "__name__", ""))
+        unit = self._units.get(func)
         if unit is None or type(output) is not torch.Tensor or torch.compiler.is_compiling():
             return output
         is_new = output._base is None and not any(output is x for x in args)
@@ -377,7 +386,7 @@ def recompute_functions(
         besides_modules: whether `recompute_modules` serves the kinds of modules.
     """
     wanted = set(manager.config.recompute) - ({"norm", "mlp_act"} if besides_modules else set())
-    units = {name: unit for name, unit in _FUNCTIONS.items() if unit in wanted}
+    units = {function: unit for function, unit in _FUNCTIONS.items() if unit in wanted}
     return RecomputeFunctions(manager, units) if units else nullcontext()
 
 

@@ -24,6 +24,7 @@ from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.module_names import named_modules
 from megatron_offload.frontends.recompute import (
     RecomputeFunctions,
+    functions_of_torch,
     recompute_modules,
     tell,
     told_by_integrations,
@@ -42,7 +43,7 @@ _PREPARE = "preprocess_for_fine_grained_offloading"
 _EXPERTS = {"transformer.mlp": "MLP", "transformer.moe.experts": "TEGroupedMLP"}
 _LATENT, _PROJECT = "transformer.multi_latent_attention", "get_query_key_value_tensors"
 
-_PARTS = dict.fromkeys(("gelu", "silu", "mul", "add", "to"), "mlp_act")
+_PARTS = functions_of_torch(dict.fromkeys(("gelu", "silu", "mul", "add", "to"), "mlp_act"))
 """What an activation is made of where it isn't fused."""
 
 _hooked: WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], list[RemovableHandle]]] = (

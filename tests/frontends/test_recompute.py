@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -406,6 +407,26 @@ def test_functions_of_a_program_in_plain_pytorch():
         assert offload.end_step()
     units = {u.unit for g in offload.manager.last_profile.groups for u in g.remade}
     assert units >= {"norm", "mlp_act", "pointwise"}
+
+
+def test_another_library_s_function_of_a_known_name_is_not_made_again():
+    def gelu(x):
+        if torch.overrides.has_torch_function_unary(x):
+            return torch.overrides.handle_torch_function(gelu, (x,), x)
+        return F.dropout(x.exp(), 0.4)
+
+    def gradient(context):
+        torch.manual_seed(2)
+        x = make_inputs().requires_grad_()
+        with context:
+            loss = (gelu(x) ** 2).sum()
+        loss.backward()
+        return [x.grad]
+
+    offload = OffloadActivations(config=make_config(recompute=("mlp_act",)))
+    assert_same(gradient(contextlib.nullcontext()), gradient(offload))
+    assert offload.end_step()
+    assert remade_bytes(offload.manager) == 0
 
 
 def test_units_of_modules():
