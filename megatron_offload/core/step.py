@@ -291,14 +291,13 @@ class StepDecisions(Generic[G]):
         """Bring back along the order what is near, while the budget lasts."""
         order, groups, budget = self._order, self._groups, self.budget
         while self._next < len(order):
-            key = order[self._next]
-            group = groups.get(key)
+            group = groups.get(order[self._next])
             if group is None or group.state is RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
             is_in_flight = group.state is OFFLOADING
             if is_in_flight or group.state is ON_HOST:
                 is_foretold = order is self._forecast.order
-                if is_foretold and not self._is_near(key, budget.lookahead_bytes):
+                if is_foretold and not self._is_near(group.key, budget.lookahead_bytes):
                     return
                 # What stays takes no more room.
                 if not (budget.may_stay if is_in_flight else budget.may_prefetch)(group.num_bytes):

@@ -4,14 +4,17 @@ A candidate says how many kinds of saved bytes are made again, those first that 
 time; an order in which the groups of each rank go to the host until its target is kept; how much
 device memory their copies have, and how that is split between the two directions. What a candidate
 takes of memory doesn't depend on times, so it is replayed; how long its step takes is simulated.
+Where a job is small, single groups, limits and kinds of the best are changed at last.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from itertools import cycle, product
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -62,31 +65,65 @@ most, with all of it, cost them 3.6 % (docs/planning.md)."""
 _MOST_TRIES = 4
 """So often a choice is made for a lower target, where replaying it shows more than its rows do."""
 
-_MOST_BOUNDARIES = 800_000
-"""Of groups, that all candidates of one target pass together: some ten seconds of one core."""
+_MOST_BOUNDARIES = 600_000
+"""Of groups, that all candidates of one target pass together: some seconds of one core."""
 
-_FEW = 500
-"""Where more candidates than these may be tried, the search begins with all rooms."""
+_MOST_CHANGED = 250_000
+"""Likewise those in which single groups, limits and kinds are changed."""
+
+_LEAST_CHANGES = 100
+"""Fewer bring nothing."""
+
+_ENOUGH_CANDIDATES = 100
+"""Where fewer may be tried, `Chooser.within` looks around the best of the last target alone."""
+
+_FEW_CANDIDATES = 400
+"""Where more than these may be tried, the search begins with all rooms."""
+
+_FEW_GROUPS = 12
+"""So many of a rank change their places with any other, more with those next to them alone."""
+
+_NUM_CHANGED = 3
+"""So many of the best candidates are changed."""
 
 _HOPELESS = 1.1
 """A candidate that takes so much longer than the best is not looked around."""
 
 _NOTHING_WANTED = -(2**62)
 _NO_LIMITS = RankSettings()
+_LIMITS = ("max_inflight_bytes", "prefetch_bytes")
 
 _Settings: TypeAlias = tuple[RankSettings, ...]
+"""Of each rank."""
+_Kind: TypeAlias = tuple[str, int]
+"""A unit of a virtual stage, the same on all ranks."""
+_Recompute: TypeAlias = tuple[frozenset[str], ...]
+"""Kinds that are made again, by virtual stage."""
+_Change: TypeAlias = Callable[[RankSettings], RankSettings]
 
 
 class _Way(NamedTuple):
     """How a rank's settings are found for a target."""
 
-    room: float = 0
+    room: int = 0
     """Which of its rooms copies have; where that is too large for the target, the next smaller."""
     level: int = 0
     """How many kinds of bytes are made again; where fewer keep the target alone, so many."""
     order: int = 0
     split: float = 0.5
     """What of the room is for groups that come back."""
+
+    def variants(self, most_level: int) -> list[list[_Way]]:
+        """Return what is tried around it: rooms, levels, orders, and splits."""
+        steps = dict.fromkeys((1, -1, (most_level + 1) // 4, -(most_level + 1) // 4))
+        rooms = (self.room + step for step in (-1, 1, 2))
+        levels = (self.level + step for step in steps)
+        return [
+            [self._replace(room=room) for room in rooms if 0 <= room < _NUM_ROOMS],
+            [self._replace(level=level) for level in levels if 0 <= level <= most_level],
+            [self._replace(order=order) for order in range(_NUM_ORDERS)],
+            [self._replace(split=split) for split in (0.25, 0.375, 0.5, 0.625, 0.75)],
+        ]
 
 
 _Ways: TypeAlias = tuple[_Way, ...]
@@ -132,17 +169,20 @@ class Chooser:
         if limits.recompute is not None:
             may = dict(enumerate(limits.recompute))
             kinds = [(unit, stage) for unit, stage in kinds if unit in may.get(stage, ())]
+        self._kinds = kinds
         self._num_cheap = sum(is_cheap(unit) for unit, _ in kinds)
         self._levels = [_recompute(kinds[:number]) for number in range(len(kinds) + 1)]
         boundaries = sum(
             2 * len(job.stages[one.stage].groups) for passes in job.schedule.ranks for one in passes
         )
         self._most_candidates = max(12, _MOST_BOUNDARIES // max(1, boundaries))
-        self._bare_steps: dict[int, Simulation] = {}
-        self._rank_ways: dict[tuple[int, int], _Rank] = {}
+        self._most_changes = _MOST_CHANGED // max(1, boundaries)
+        self._bare_steps: dict[_Recompute, Simulation] = {}
+        self._works: dict[tuple[int, _Recompute], RankWork] = {}
+        self._lives: dict[tuple[int, _Recompute], _Rank] = {}
         self._programs: dict[tuple[int, RankSettings], RankProgram] = {}
         self._steps: dict[tuple[bool, _Settings], Simulation] = {}
-        self.without = self._bare_step(0)
+        self.without = self._bare_step(())
         self._least_bytes = [
             min(
                 self._peak(rank, self._everything(rank, _Way(level=level)))
@@ -202,7 +242,8 @@ class Chooser:
             middle = (too_low + kept) // 2
             tried = lowest + (highest - lowest) * middle // _NUM_TARGETS
             found = self._search((tried,) * num_ranks, starts, limit_us)[0]
-            if starts and found.us > limit_us:  # what is near the last best is not all there is
+            may_look_again = starts and self._most_candidates >= _ENOUGH_CANDIDATES
+            if may_look_again and found.us > limit_us:  # what is near the last best is not all
                 found = self._search((tried,) * num_ranks, (), limit_us)[0]
             starts = [found.ways, *starts[:1]]
             if found.us <= limit_us:
@@ -244,7 +285,8 @@ class Chooser:
     def _quickest(self, targets: Sequence[int]) -> _Settings:
         """Return the best candidate that keeps targets which can be kept."""
         found = self._search(targets)
-        most_us = found[0].us * (1 + _SAME_SHARE)
+        found += self._changed(targets, found)
+        most_us = min(one.us for one in found) * (1 + _SAME_SHARE)
         alike = [one.settings for one in found if one.us <= most_us]
 
         def loss(settings: _Settings) -> tuple[float, int]:
@@ -264,17 +306,14 @@ class Chooser:
         found: dict[_Settings, _Found] = {}
         num_ranks, top = len(targets), len(self._levels) - 1
 
-        def look(many: Collection[_Ways]) -> bool:
+        def look(many: Iterable[_Ways]) -> bool:
             """Simulate candidates; return whether it is enough."""
             for ways in many:
-                floor_us = max(self._bare_step(way.level).step_us for way in ways)
-                is_hopeless = limit_us is not None and floor_us > limit_us
+                bare = (self._bare_step(self._levels[way.level]).step_us for way in ways)
+                is_hopeless = limit_us is not None and max(bare) > limit_us
                 if len(found) >= self._most_candidates or (is_hopeless and found):
                     continue
-                settings = tuple(
-                    self._choose(rank, target, way)
-                    for rank, (target, way) in enumerate(zip(targets, ways, strict=True))
-                )
+                settings = tuple(map(self._choose, range(num_ranks), targets, ways))
                 if settings in found:
                     continue
                 us = self._simulate(settings, is_slow=limit_us is not None).step_us
@@ -291,73 +330,146 @@ class Chooser:
                 key=lambda one: one.us,
             )
 
+        is_small = self._most_candidates > _FEW_CANDIDATES
+
         def climb(level: int) -> bool:
             """Look around the best with so many kinds made again; return whether it is enough."""
-            if best(level).us > _HOPELESS * best().us:
+            if not is_small and best(level).us > _HOPELESS * best().us:
                 return False
-            return any(look(vary(best(level))) for vary in self._variations(level))
+            for index in range(4):  # of all ranks alike
+                if look((way,) * num_ranks for way in best(level).ways[0].variants(level)[index]):
+                    return True
+            start = best(level)
+            return look(
+                (*start.ways[:rank], way, *start.ways[rank + 1 :])
+                for rank in self._losers(start.settings)
+                for variants in start.ways[rank].variants(level)
+                for way in variants
+            )
 
         cheap = self._num_cheap
         levels = sorted({0, cheap // 2, cheap, (cheap + top) // 2, top})
-        rooms = range(_NUM_ROOMS) if self._most_candidates > _FEW else range(2, _NUM_ROOMS, 3)
-        first = [(_Way(room, level),) * num_ranks for level in levels for room in rooms]
+        rooms = range(_NUM_ROOMS) if is_small else range(2, _NUM_ROOMS, 3)
+        grid = product(range(1 + is_small), levels, rooms)
+        first = [(_Way(room, level, order),) * num_ranks for order, level, room in grid]
         climbs = [top] if starts else sorted({0, cheap, top}) * 2
         _ = look(starts or first) or any(climb(level) for level in climbs)
         return sorted(found.values(), key=lambda one: one.us)
 
-    def _variations(self, most: int) -> list[Callable[[_Found], list[_Ways]]]:
-        """Return what is tried around the best so far, with so many kinds made again at most."""
+    def _losers(self, settings: _Settings) -> list[int]:
+        """Return the two ranks that lose most to their copies."""
+        ranks = self._simulate(settings).ranks
+        lost = [rank.stall_us[RELEASE] + rank.stall_us[RELOAD] for rank in ranks]
+        return sorted(range(len(lost)), key=lambda rank: -lost[rank])[:2]
 
-        def near(level: int) -> list[int]:
-            steps = (1, -1, (most + 1) // 4, -(most + 1) // 4)
-            return [level + step for step in steps if step and 0 <= level + step <= most]
+    # Single changes
 
-        def of_ranks(found: _Found) -> list[_Ways]:
-            """Change what the two ranks do that lose most to their copies."""
-            ways, ranks = found.ways, self._simulate(found.settings).ranks
-            lost = [rank.stall_us[RELEASE] + rank.stall_us[RELOAD] for rank in ranks]
-            changed = []
-            for rank in sorted(range(len(ways)), key=lambda rank: -lost[rank])[:2]:
-                one = ways[rank]
-                others = [one._replace(order=order) for order in range(_NUM_ORDERS)]
-                others += [one._replace(level=level) for level in near(one.level)]
-                others += [one._replace(room=one.room + step) for step in (-1, -0.5, 0.5, 1)]
-                others += [one._replace(split=one.split + step) for step in (-0.125, 0.125)]
-                changed += [(*ways[:rank], other, *ways[rank + 1 :]) for other in others]
-            return [ways for ways in changed if all(map(_is_possible, ways))]
+    def _changed(self, targets: Sequence[int], found: Sequence[_Found]) -> list[_Found]:
+        """Return what single changes make of the best candidates, and of those that move all.
 
-        def of_all(change: Callable[[_Way], list[_Way]]) -> Callable[[_Found], list[_Ways]]:
-            return lambda found: [(way,) * len(found.ways) for way in change(found.ways[0])]
+        Those that make nothing again are changed for themselves first: with more to choose from the
+        outcome is never worse.
+        """
+        is_good = found[0].us <= self.without.step_us * (1 + _SAME_SHARE)
+        if is_good or self._most_changes < _LEAST_CHANGES:
+            return []
+        plain = [one for one in found if not any(way.level for way in one.ways)]
+        changed = self._climbed(targets, plain, may_remake=False) if plain else []
+        if self._kinds:
+            changed += self._climbed(targets, [*changed, *found], may_remake=True)
+        return changed
 
-        return [
-            of_all(
-                lambda way: [
-                    near_by
-                    for step in (-1, 1, 2)
-                    if _is_possible(near_by := way._replace(room=way.room + step))
-                ]
-            ),
-            of_all(lambda way: [way._replace(level=level) for level in near(way.level)]),
-            of_all(lambda way: [way._replace(order=order) for order in range(_NUM_ORDERS)]),
-            of_all(lambda way: [way._replace(split=split) for split in (0.25, 0.5, 0.75)]),
-            of_ranks,
-        ]
+    def _climbed(
+        self, targets: Sequence[int], found: Sequence[_Found], *, may_remake: bool
+    ) -> list[_Found]:
+        """Go to steps that no single change makes quicker, or so far as there is time."""
+        starts = sorted(found, key=lambda one: one.us)[:_NUM_CHANGED]
+        for room in range(0, _NUM_ROOMS, 3):
+            ways = tuple(way._replace(room=room) for way in starts[0].ways)
+            settings = tuple(map(self._everything, range(len(ways)), ways))
+            if self._keeps(targets, settings):
+                starts.append(_Found(self._simulate(settings).step_us, ways, settings))
+        num_left = self._most_changes
+        for index, best in enumerate(starts):
+            changes = self._changes(best.settings, may_remake=may_remake)
+            num_in_vain = 0
+            for rank, change in cycle(changes):
+                if num_left == 0 or num_in_vain == len(changes):
+                    break
+                num_left, num_in_vain = num_left - 1, num_in_vain + 1
+                one = change(best.settings[rank])
+                settings = (*best.settings[:rank], one, *best.settings[rank + 1 :])
+                if self._keeps(targets, settings):
+                    us = self._simulate(settings).step_us
+                    if us < best.us:
+                        best, num_in_vain = best._replace(us=us, settings=settings), 0
+            starts[index] = best
+        return starts
+
+    def _keeps(self, targets: Sequence[int], settings: _Settings) -> bool:
+        return all(
+            self._peak(rank, one) <= target
+            for rank, (one, target) in enumerate(zip(settings, targets, strict=True))
+        )
+
+    def _changes(self, settings: _Settings, *, may_remake: bool) -> list[tuple[int, _Change]]:
+        """Return changes of groups, of what the two ranks do that lose most, and of the rest."""
+        groups: list[tuple[int, _Change]] = []
+        for rank in self._losers(settings):
+            keys = [group.key for group in self._rank(rank, ()).groups]
+            for distance in range(len(keys) if len(keys) <= _FEW_GROUPS else 3):
+                for pair in zip(keys, keys[distance:], strict=False):
+                    groups.append((rank, partial(self._with_others, rank, frozenset(pair))))
+        others: list[tuple[int, _Change]] = []
+        for rank in range(len(settings)):
+            for shares in ((0.8, 0.8), (1.25, 1.25), (0.9, 1.1), (1.1, 0.9)):
+                others.append((rank, partial(self._with_room, shares)))
+            for kind in self._kinds if may_remake else ():
+                others.append((rank, partial(_with_kind, kind)))
+        is_small = len(groups) < self._most_changes
+        return groups + others if is_small else others + groups
+
+    def _with_others(
+        self, rank: int, keys: frozenset[GroupKey], settings: RankSettings
+    ) -> RankSettings:
+        """Move those of some groups that stay, and let stay those that move."""
+        if not settings.offloads:
+            live = self._rank(rank, settings.recompute or ())
+            both = dict.fromkeys(_LIMITS, 2 * live.largest_bytes)
+            settings = self._limited(kept=live.keys, recompute=settings.recompute, **both)
+        return replace(settings, kept=settings.kept ^ keys)
+
+    def _with_room(self, shares: tuple[float, float], settings: RankSettings) -> RankSettings:
+        """Take other shares of both limits."""
+        pairs = zip(_LIMITS, shares, strict=True)
+        changed = {name: int(share * (getattr(settings, name) or 0)) for name, share in pairs}
+        own = {"kept": settings.kept, "recompute": settings.recompute}
+        return self._limited(**own, **changed) if settings.offloads else settings
+
+    def _limited(self, **changed: Any) -> RankSettings:
+        """Return settings of a rank that moves something; the user's limits go over all."""
+        free = {
+            name: value
+            for name, value in changed.items()
+            if name not in _LIMITS or getattr(self._limits, name) is None
+        }
+        return replace(self._limits, **free)
+
+    # Candidates
 
     def _choose(self, rank: int, target: int, one: _Way) -> RankSettings:
         """Return what a rank does to keep a target, with the largest room that this leaves it."""
-        if self._peak(rank, self._nothing(one.level)) <= target:
-            return next(
-                settings
-                for settings in map(self._nothing, range(one.level + 1))
-                if self._peak(rank, settings) <= target
-            )
-        rooms = [one._replace(room=one.room - step) for step in range(int(one.room) + 1)]
-        top = len(self._levels) - 1
-        for way in (*rooms, _Way(0, one.level, one.order), _Way(0, top), _Way()):
+        for level in range(one.level + 1):
+            if self._peak(rank, self._nothing(one.level)) > target:
+                break
+            if self._peak(rank, self._nothing(level)) <= target:
+                return self._nothing(level)
+        rooms = [one._replace(room=room) for room in range(one.room, -1, -1)]
+        for way in (*rooms, _Way(0, one.level, one.order), _Way(0, len(self._levels) - 1), _Way()):
             everything = self._everything(rank, way)
             if self._peak(rank, everything) <= target:
                 break
-        live = self._rank(rank, way.level)
+        live = self._rank(rank, self._levels[way.level])
         room_bytes = (everything.max_inflight_bytes or 0) + (everything.prefetch_bytes or 0)
         aim_bytes = target - self._peak(rank, self._nothing(way.level)) + int(live.rows.max())
         found, least_bytes = everything, min(group.num_bytes for group in live.groups)
@@ -379,47 +491,52 @@ class Chooser:
 
     def _everything(self, rank: int, way: _Way) -> RankSettings:
         """Return the settings of a rank that moves all it can."""
-        return self._settings(rank, way, self._rank(rank, way.level).keys)
+        return self._settings(rank, way, self._rank(rank, self._levels[way.level]).keys)
 
     def _settings(self, rank: int, one: _Way, moved: Collection[GroupKey]) -> RankSettings:
-        """Return the settings of a rank that moves these groups; the user's limits go over all."""
-        live = self._rank(rank, one.level)
+        """Return the settings of a rank that moves these groups."""
+        recompute = self._levels[one.level]
+        live = self._rank(rank, recompute)
         if not moved:
             return self._nothing(one.level)
         least = max(1, live.largest_bytes // 2)  # one group may always be under way
-        room_bytes = round(
-            least * max(1.0, live.saved_bytes / least) ** (one.room / (_NUM_ROOMS - 1))
-        )
+        growth = max(1.0, live.saved_bytes / least)
+        room_bytes = round(least * growth ** (one.room / (_NUM_ROOMS - 1)))
         prefetch_bytes = int(room_bytes * one.split)
-        chosen = {
-            "max_inflight_bytes": room_bytes - prefetch_bytes,
-            "prefetch_bytes": prefetch_bytes,
-        }
-        free = {name: size for name, size in chosen.items() if getattr(self._limits, name) is None}
-        kept = frozenset(live.keys.difference(moved))
-        return replace(self._limits, kept=kept, recompute=self._levels[one.level], **free)
+        return self._limited(
+            kept=frozenset(live.keys.difference(moved)),
+            recompute=recompute,
+            max_inflight_bytes=room_bytes - prefetch_bytes,
+            prefetch_bytes=prefetch_bytes,
+        )
 
-    def _rank(self, index: int, level: int) -> _Rank:
-        key = index, level
-        if key not in self._rank_ways:
-            work = RankWork(self._job, index, self._levels[level])
-            self._rank_ways[key] = _Rank(work, self._bare_step(level).ranks[index])
-        return self._rank_ways[key]
+    def _rank(self, index: int, recompute: _Recompute) -> _Rank:
+        key = index, recompute
+        if key not in self._lives:
+            without = self._bare_step(recompute).ranks[index]
+            self._lives[key] = _Rank(self._work(index, recompute).profile, without)
+        return self._lives[key]
 
-    def _bare_step(self, level: int) -> Simulation:
+    def _work(self, index: int, recompute: _Recompute) -> RankWork:
+        key = index, recompute
+        if key not in self._works:
+            self._works[key] = RankWork(self._job, index, recompute)
+        return self._works[key]
+
+    def _bare_step(self, recompute: _Recompute) -> Simulation:
         """Return the step that moves nothing: no other with so much made again is quicker."""
-        if level not in self._bare_steps:
-            self._bare_steps[level] = simulate(self._job, self._nothing(level), record=True)
-        return self._bare_steps[level]
+        if recompute not in self._bare_steps:
+            settings = replace(NO_OFFLOAD, recompute=recompute)
+            self._bare_steps[recompute] = simulate(self._job, settings, record=True)
+        return self._bare_steps[recompute]
 
     def _program(self, rank: int, settings: RankSettings) -> RankProgram:
         key = rank, settings
         if key not in self._programs:
-            if settings.recompute in self._levels:
-                live = self._rank(rank, self._levels.index(settings.recompute or ()))
-                self._programs[key] = live.work.replay(settings)
-            else:
+            if settings.recompute is None:
                 self._programs[key] = replay(self._job, rank, settings)
+            else:
+                self._programs[key] = self._work(rank, settings.recompute).replay(settings)
         return self._programs[key]
 
     def _peak(self, rank: int, settings: RankSettings) -> int:
@@ -443,11 +560,10 @@ class Chooser:
         )
         plans = []
         for index, (settings, reason) in enumerate(zip(chosen, reasons, strict=True)):
-            level = self._levels.index(settings.recompute or ())
             profile = self._remaking(index, settings.recompute)
             kept = {group.key: "has no backward" for group in profile.groups if group.num_bytes}
             moved: dict[GroupKey, str] = {}
-            for group in self._rank(index, level).groups:
+            for group in self._rank(index, settings.recompute or ()).groups:
                 copies_us = 2 * group.num_bytes / gbps / 1e3
                 times = (
                     f"{group.life_us / 1e3:.1f} ms, and its copies take {copies_us / 1e3:.1f} ms"
@@ -502,9 +618,8 @@ class Chooser:
 class _Rank(Footprint):
     """One rank, and the orders in which its groups go."""
 
-    def __init__(self, work: RankWork, without: RankResult) -> None:
-        super().__init__(work.profile, without)
-        self.work = work
+    def __init__(self, profile: StepProfile, without: RankResult) -> None:
+        super().__init__(profile, without)
         self.keys = frozenset(group.key for group in self.groups)
         longest = sorted(self.groups, key=lambda group: -group.life_us)
         half = len(longest) // 2
@@ -579,8 +694,11 @@ def _unit_choices(profile: StepProfile, stages: Sequence[int], gbps: float) -> I
         yield UnitChoice(stage, name, num_bytes, us, is_remade, reason)
 
 
-def _is_possible(way: _Way) -> bool:
-    return 0 <= way.room < _NUM_ROOMS and 0 < way.split < 1
+def _with_kind(kind: _Kind, settings: RankSettings) -> RankSettings:
+    """Make a kind of bytes again, or don't where it is."""
+    stages = enumerate(settings.recompute or ())
+    kinds = {(unit, stage) for stage, units in stages for unit in units}
+    return replace(settings, recompute=_recompute(kinds ^ {kind}))
 
 
 def _spread(groups: Sequence[LiveGroup]) -> list[LiveGroup]:

@@ -446,6 +446,7 @@ class _Replay:
         budget = self._budget
         left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
         assert (*left, self._device_bytes) == (0, 0, 0, self._static_bytes), left
+        del self._window, self._decisions  # which hold this: no circle of so many groups
         num_slabs = -(-self.program.peak_host_bytes // host_slab_bytes)
         self.program.after = _reused(self._host_uses, num_slabs * host_slab_bytes)
         return self.program

@@ -56,7 +56,7 @@ def test_whatever_the_link_gives_the_default_costs_no_more_than_it_may(gbps, log
     assert cost_percent(job) <= 1 + 1e-9
     job.step()
     assert job.moved_bytes[-1] == job.moved_bytes[-2] <= loop.plan.moved_bytes + 2048
-    assert (job.moved_bytes[-1] > 0.3 * everything_bytes) == (gbps >= 0.1)
+    assert (job.moved_bytes[-1] > 0.4 * everything_bytes) == (gbps >= 0.1)
     assert job.manager.observers == [job.meter], "nobody looks any more"
     assert log.messages == [f"auto: {loop.said}"]
     assert parse_plan(plan_to_json(loop.plan), "it") == loop.plan
