@@ -16,7 +16,7 @@ from megatron_offload.planning.plan import MeasuredCost
 from megatron_offload.planning.schedule import Pass, PassKind
 from megatron_offload.planning.simulate import simulate
 
-_COPIES_GBPS = 4000.0
+_COPIES_GBPS = 10_000.0
 """What copies take of the device's memory bandwidth, kernels lack: so many bytes copied cost them
 a second, which no wait shows."""
 

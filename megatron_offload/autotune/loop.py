@@ -24,6 +24,7 @@ from megatron_offload.autotune.cost import cost_of
 from megatron_offload.autotune.search import search_of
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import Machine
+from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -31,7 +32,7 @@ from megatron_offload.errors import OffloadError, StateError
 from megatron_offload.observe.measure import MeasuredStep, StepTimer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.bandwidths import FROM_COPIES, link_machine
-from megatron_offload.planning.choice import Chooser
+from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
@@ -209,7 +210,9 @@ class MeasuredLoop:
                 for limit in (getattr(policy, name, None) or getattr(config, name),)
                 if limit is not None
             }
-            chooser = Chooser(profiles, job, RankSettings(**given))
+            is_measured = isinstance(policy, AutoConfig) and policy.measured_plans
+            share = 1.0 if is_measured else SLOW_LINK_SHARE
+            chooser = Chooser(profiles, job, RankSettings(**given), link_share=share)
             self._job = job
             cost, reserved = self._shown(texts)
             capacity_bytes = self._manager.backend.capacity_bytes()

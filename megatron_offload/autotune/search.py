@@ -108,9 +108,9 @@ class CostSearch(PlanSearch):
     """Finds the plan that reserves least and costs no more of the step's time than it may.
 
     What a plan costs is less or more than was predicted. Between plans that were measured the one
-    is taken to grow evenly with the other; beyond them, just as fast. Where not even the first that
-    was planned is quick enough, predictions are of no use, and cost is taken to grow evenly with
-    what is freed: it grows faster the less memory is left, so the next one is quick enough.
+    is taken to grow evenly with the other; beyond them, just as fast. Where none was quick enough,
+    the last is found without predictions: cost is taken to grow evenly with what is freed. It grows
+    faster the less memory is left, so that is quick enough.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class CostSearch(PlanSearch):
         chooser, tried = self._chooser, self._tried
         predicted = map(chooser.slowdown_percent, tried)
         asked, step, most = self._between(list(predicted))
-        can_predict = len(tried) == 1 or any(map(self._is_quick, tried))
+        can_predict = self._num_left != 1 or any(map(self._is_quick, tried))
         for more in (step, 2 * step, 4 * step) if can_predict else ():
             if asked + more >= most or not self._has_time():
                 break

@@ -146,6 +146,7 @@ class Chooser:
         job: their step.
         limits: what a user has set; the room that it leaves open is chosen. Nothing is made
             again but what its ``recompute`` has.
+        link_share: of the bandwidth of copies, what a plan has to do with: 1 where it is measured.
 
     Attributes:
         without: the step without offload.
@@ -154,7 +155,12 @@ class Chooser:
     """
 
     def __init__(
-        self, profiles: Collection[StepProfile], job: Job, limits: RankSettings = _NO_LIMITS
+        self,
+        profiles: Collection[StepProfile],
+        job: Job,
+        limits: RankSettings = _NO_LIMITS,
+        *,
+        link_share: float = SLOW_LINK_SHARE,
     ) -> None:
         self._profiles = check_profiles(profiles)
         num_ranks = job.schedule.num_ranks
@@ -164,7 +170,8 @@ class Chooser:
             )
         self._job = job
         self._limits = limits
-        self._slow_job = replace(job, machine=_with_slow_link(job.machine))
+        self._slow_job = replace(job, machine=_with_slow_link(job.machine, link_share))
+        self._has_slow_link = link_share < 1
         kinds = _kinds_of(job)
         if limits.recompute is not None:
             may = dict(enumerate(limits.recompute))
@@ -543,7 +550,7 @@ class Chooser:
         return reserved_bytes(self._job, self._program(rank, settings))
 
     def _simulate(self, settings: _Settings, *, is_slow: bool = False) -> Simulation:
-        key = is_slow, settings
+        key = is_slow and self._has_slow_link, settings
         if key not in self._steps:
             job = self._slow_job if is_slow else self._job
             programs = [self._program(rank, one) for rank, one in enumerate(settings)]
@@ -711,8 +718,8 @@ def _spread(groups: Sequence[LiveGroup]) -> list[LiveGroup]:
     ]
 
 
-def _with_slow_link(machine: Machine) -> Machine:
+def _with_slow_link(machine: Machine, share: float) -> Machine:
     """Return a machine whose copies have less; messages between ranks keep what they have."""
     rates = {name: getattr(machine, name) for name in MachineConfig.model_fields if "gbps" in name}
-    slow = {name: rate and rate * SLOW_LINK_SHARE for name, rate in rates.items()}
+    slow = {name: rate and rate * share for name, rate in rates.items()}
     return machine.model_copy(update=slow)

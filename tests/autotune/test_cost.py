@@ -57,4 +57,4 @@ def test_of_processes_that_do_the_same_the_slowest_counts_and_copies_slow_kernel
     alone = cost_of(job, {0: [slow]})
     assert cost_of(job, {0: [quick, slow, quick]}) == alone
     copying = cost_of(job, {0: [remaking(job, 0, copied_bytes=40 * 10**9)]})
-    assert copying.lost_us == pytest.approx(alone.lost_us + 10_000, rel=0.5)
+    assert alone.lost_us < copying.lost_us <= alone.lost_us + 4000 + 1e-6
