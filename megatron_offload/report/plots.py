@@ -278,8 +278,9 @@ def _altair() -> Any:
 
 
 def _chart(rows: Sequence[Mapping[str, Any]], **properties: Any) -> Any:
-    safe = [{key: _safe(value) for key, value in row.items()} for row in rows]
-    return _altair().Chart(_altair().InlineData(safe), **properties)
+    # A tuple, which Altair doesn't copy at every step, in a mapping, which it doesn't check by row.
+    safe = tuple({key: _safe(value) for key, value in row.items()} for row in rows)
+    return _altair().Chart({"values": safe}, **properties)
 
 
 def _safe(value: Any) -> Any:
