@@ -34,7 +34,7 @@ from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.bandwidths import FROM_COPIES, link_machine
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
+from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profile_file import parse_profile, profile_to_json
@@ -214,38 +214,26 @@ class MeasuredLoop:
             share = 1.0 if is_measured else SLOW_LINK_SHARE
             chooser = Chooser(profiles, job, RankSettings(**given), link_share=share)
             self._job = job
-            cost, reserved = self._shown(texts)
             capacity_bytes = self._manager.backend.capacity_bytes()
             if capacity_bytes is not None:
                 capacity_bytes -= capacity_bytes // _SPARE_SHARE
-            self._search = search_of(chooser, policy, cost, reserved, capacity_bytes)
+            self._search = search_of(chooser, policy, capacity_bytes)
+            return self._next_answer(texts)
         except OffloadError as error:
             return json.dumps([None, True, False, f"no plan can be made: {error}"])
-        return self._answer()
 
     def _next_answer(self, texts: Sequence[str]) -> str:
         """Take what the step of a plan has shown, and correct it."""
-        self._search.note(*self._shown(texts))
-        return self._answer()
-
-    def _shown(self, texts: Sequence[str]) -> tuple[MeasuredCost, list[int | None]]:
-        """Return what a step of all ranks has cost, and what each pipeline rank has reserved."""
         by_rank: dict[int, list[MeasuredStep]] = {}
         for stage, step, *_ in map(json.loads, texts):
             by_rank.setdefault(0 if self._ranks.is_alone else stage, []).append(MeasuredStep(*step))
         reserved = [
-            max(
-                (one.reserved_bytes for one in by_rank.get(rank, ()) if one.reserved_bytes),
-                default=None,
-            )
+            max((step.reserved_bytes or 0 for step in by_rank.get(rank, ())), default=0) or None
             for rank in range(len(self._job.static_bytes))
         ]
-        cost = cost_of(self._job, by_rank)
-        _logger.debug("a step of %s, %s are reserved", cost, reserved)
-        return cost, reserved
-
-    def _answer(self) -> str:
-        search = self._search
+        cost, search = cost_of(self._job, by_rank), self._search
+        _logger.debug("%s is lost, and %s bytes are reserved", cost, reserved)
+        search.note(cost, reserved)
         text = plan_to_json(replace(search.plan, bandwidths=self._origin))
         return json.dumps([text, search.is_settled, search.is_kept, search.said])
 

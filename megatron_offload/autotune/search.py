@@ -13,7 +13,7 @@ from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
 from megatron_offload.planning.choice import Chooser
-from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, keep_all
+from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, RankPlan, keep_all
 
 _MOST_PLANNING_S = 10.0
 
@@ -32,60 +32,52 @@ class PlanSearch(ABC):
 
     Args:
         chooser: makes them.
-        most_plans: to measure; 0 trusts the prediction.
-        everything: what the first steps did, with what that has cost and reserved.
+        policy: what is wanted.
 
     Attributes:
-        plan: what is to be followed.
+        plan: what is to be followed; at first what the first steps have done.
         is_settled: whether it stays.
         is_kept: whether it keeps what was promised.
         said: what there is to say of it, for people.
     """
 
-    def __init__(self, chooser: Chooser, most_plans: int, everything: OffloadPlan) -> None:
+    def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
+        self.plan = replace(chooser.everything(), policy=policy.kind)
         self.is_settled, self.is_kept, self.said = False, True, ""
         self._chooser = chooser
-        self._num_left = most_plans
+        self._num_left = policy.measured_plans
         self._planning_s = self._began_s = 0.0
-        self._tried = [everything]
-        self.plan = everything
-        self._go_on()
-        if not (self.is_settled or (most_plans and self.plan.moved_bytes)):
-            self.is_settled = True
-            self.said = f"{_what(self.plan)}, as predicted"
+        self._tried: list[OffloadPlan] = []
 
     def note(self, cost: MeasuredCost, reserved_bytes: Sequence[int | None]) -> None:
         """Take what a step that follows the plan has shown: its cost, what each rank reserves."""
-        self.plan = _with_measured(self.plan, cost, reserved_bytes)
+        pairs = zip(self.plan.ranks, reserved_bytes, strict=True)
+        ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
+        self.plan = replace(self.plan, ranks=ranks, measured=cost)
         self._tried.append(self.plan)
-        self._num_left -= 1
-        self._go_on(may_plan=self._num_left > 0)
-
-    def _go_on(self, *, may_plan: bool = True) -> None:
-        """Follow another plan, or the best of those that were measured."""
-        plan = self._make() if may_plan else None
-        if plan is not None and not any(map(plan.is_like, self._tried)):
-            self.plan = plan
+        is_first = len(self._tried) == 1
+        self._began_s = time.monotonic()
+        plan = self._next() if (is_first or self._num_left) and self._has_time() else None
+        self._planning_s += time.monotonic() - self._began_s
+        if plan is None or any(map(plan.is_like, self._tried)):
+            self._settle()
             return
+        self.plan = plan
+        if is_first and not (self._num_left and plan.moved_bytes):
+            self.is_settled, self.said = True, f"{_what(plan)}, as predicted"
+        self._num_left -= 1
+
+    def _has_time(self) -> bool:
+        return self._planning_s + time.monotonic() - self._began_s < _MOST_PLANNING_S
+
+    def _settle(self) -> None:
+        """Follow the best of the plans that were measured."""
         self.is_settled = True
         self.plan = min(self._tried, key=self._rating)
         self.is_kept = not self._rating(self.plan)[0]
         if not self.is_kept:
             self.plan = self._instead()
         self.said = f"{_what(self.plan)}{self._promise()}"
-
-    def _make(self) -> OffloadPlan | None:
-        self._began_s = time.monotonic()
-        try:
-            return self._next() if self._has_time() else None
-        except TargetError as error:
-            self.said = str(error)
-            return None
-        finally:
-            self._planning_s += time.monotonic() - self._began_s
-
-    def _has_time(self) -> bool:
-        return self._planning_s + time.monotonic() - self._began_s < _MOST_PLANNING_S
 
     @abstractmethod
     def _next(self) -> OffloadPlan | None:
@@ -114,20 +106,15 @@ class CostSearch(PlanSearch):
     """
 
     def __init__(
-        self,
-        chooser: Chooser,
-        policy: AutoConfig,
-        everything: OffloadPlan,
-        capacity_bytes: int | None = None,
+        self, chooser: Chooser, policy: AutoConfig, capacity_bytes: int | None = None
     ) -> None:
+        super().__init__(chooser, policy)
         self._limit = policy.most_slowdown_percent
         self._capacity_bytes = capacity_bytes
-        super().__init__(chooser, policy.measured_plans, everything)
 
     def _next(self) -> OffloadPlan | None:
         chooser, tried = self._chooser, self._tried
-        predicted = map(chooser.slowdown_percent, tried)
-        asked, step, most = self._between(list(predicted))
+        asked, step, most = self._between([chooser.slowdown_percent(plan) for plan in tried])
         can_predict = self._num_left != 1 or any(map(self._is_quick, tried))
         for more in (step, 2 * step, 4 * step) if can_predict else ():
             if asked + more >= most or not self._has_time():
@@ -174,9 +161,8 @@ class CostSearch(PlanSearch):
         return _cost(plan) <= self._limit
 
     def _rating(self, plan: OffloadPlan) -> tuple[float, int]:
-        reserved = [rank.measured_peak_bytes for rank in plan.ranks]
-        known = [each for each in reserved if each is not None]
-        most_bytes = max(known) if len(known) == len(reserved) else _peak_bytes(plan)
+        reserved = [rank.measured_peak_bytes or 0 for rank in plan.ranks]
+        most_bytes = max(reserved) if all(reserved) else _peak_bytes(plan)
         return (0.0 if self._is_quick(plan) else _cost(plan)), most_bytes
 
     def _instead(self) -> OffloadPlan:
@@ -197,42 +183,34 @@ class MemorySearch(PlanSearch):
     is not planned for again.
     """
 
-    def __init__(
-        self, chooser: Chooser, policy: MemoryTargetConfig, everything: OffloadPlan
-    ) -> None:
-        num_ranks = len(chooser.without.ranks)
+    def __init__(self, chooser: Chooser, policy: MemoryTargetConfig) -> None:
+        super().__init__(chooser, policy)
+        num_ranks = len(self.plan.ranks)
         self._wanted_bytes = self._planned = policy.targets(num_ranks)
         self._least_missed: list[int | None] = [None] * num_ranks
-        super().__init__(chooser, policy.measured_plans, everything)
 
     def _next(self) -> OffloadPlan | None:
-        if len(self._tried) == 1:
-            try:
-                return self._chooser.under(self._planned)
-            except TargetError as error:
-                self.said = str(error)
-                return self._under(self._planned)
-        ranks = enumerate(self.plan.ranks)
-        targets = tuple(
-            self._planned[place]
-            if rank.measured_peak_bytes is None
-            else self._next_target(place, rank.measured_peak_bytes, rank.moved_bytes)
-            for place, rank in ranks
-        )
-        return None if targets == self._planned else self._under(targets)
+        targets = self._planned
+        if len(self._tried) > 1:
+            targets = tuple(map(self._next_target, range(len(targets)), self.plan.ranks))
+            if targets == self._planned:
+                return None
+        try:
+            plan, self._planned = self._chooser.under(targets), targets
+        except TargetError:
+            self._planned = tuple(max(each, self._chooser.lowest_bytes) for each in targets)
+            plan = self._chooser.under(self._planned)
+        return plan
 
-    def _under(self, targets: Sequence[int]) -> OffloadPlan:
-        """Return a plan for targets, or for the lowest that can be kept where they are lower."""
-        self._planned = tuple(max(each, self._chooser.lowest_bytes) for each in targets)
-        return self._chooser.under(self._planned)
-
-    def _next_target(self, place: int, reserved_bytes: int, moved_bytes: int) -> int:
+    def _next_target(self, place: int, rank: RankPlan) -> int:
         planned, wanted = self._planned[place], self._wanted_bytes[place]
-        room, least_missed = wanted - reserved_bytes, self._least_missed[place]
+        if rank.measured_peak_bytes is None:
+            return planned
+        room, least_missed = wanted - rank.measured_peak_bytes, self._least_missed[place]
         if room < 0:
             self._least_missed[place] = planned
             return planned + room - wanted // _MARGIN_SHARE
-        if not moved_bytes or room <= wanted // _SLACK_SHARE:
+        if not rank.moved_bytes or room <= wanted // _SLACK_SHARE:
             return planned
         higher = planned + room - wanted // _MARGIN_SHARE
         if least_missed is not None and higher >= least_missed:
@@ -260,34 +238,12 @@ class MemorySearch(PlanSearch):
 
 
 def search_of(
-    chooser: Chooser,
-    policy: AutoConfig | MemoryTargetConfig,
-    cost: MeasuredCost,
-    reserved_bytes: Sequence[int | None],
-    capacity_bytes: int | None,
+    chooser: Chooser, policy: AutoConfig | MemoryTargetConfig, capacity_bytes: int | None
 ) -> PlanSearch:
-    """Return the search that a policy asks for.
-
-    Args:
-        chooser: makes plans.
-        policy: what is wanted.
-        cost: of the first steps, in which everything has moved.
-        reserved_bytes: what each rank did in them.
-        capacity_bytes: what a rank can reserve at most, if that is known.
-    """
-    everything = replace(chooser.everything(), policy=policy.kind)
-    everything = _with_measured(everything, cost, reserved_bytes)
+    """Return the search that a policy asks for; a rank can reserve ``capacity_bytes`` at most."""
     if isinstance(policy, AutoConfig):
-        return CostSearch(chooser, policy, everything, capacity_bytes)
-    return MemorySearch(chooser, policy, everything)
-
-
-def _with_measured(
-    plan: OffloadPlan, cost: MeasuredCost, reserved_bytes: Sequence[int | None]
-) -> OffloadPlan:
-    pairs = zip(plan.ranks, reserved_bytes, strict=True)
-    ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
-    return replace(plan, ranks=ranks, measured=cost)
+        return CostSearch(chooser, policy, capacity_bytes)
+    return MemorySearch(chooser, policy)
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:
@@ -307,7 +263,10 @@ def _what(plan: OffloadPlan) -> str:
     moved, remade = (_sizes(each) for each in zip(*sizes, strict=True))
     stages = (stage for rank in plan.ranks for stage in rank.recompute or ())
     units = ", ".join(sorted({kind_of(unit) for stage in stages for unit in stage}))
-    again = f", {remade} are made again ({units})" if units else ""
+    names = f" ({units})" if units else ""
+    again = (
+        f", {remade} are made again{names}" if any(rank.remade_bytes for rank in plan.ranks) else ""
+    )
     return f"{moved} move{again} and {kept} stay"
 
 

@@ -81,7 +81,9 @@ def auto(percent=1.0, plans=3):
 
 def costing(percent, policy=None, chooser=None, capacity=None):
     """Return a search behind first steps that cost so much."""
-    return search_of(chooser or FakeChooser(), policy or auto(), cost(percent), [None], capacity)
+    search = search_of(chooser or FakeChooser(), policy or auto(), capacity)
+    search.note(cost(percent), [None])
+    return search
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -143,7 +145,9 @@ WANTED = 40_000
 def memory(*wanted, chooser=None):
     policy = MemoryTargetConfig(kind="memory_target", target_bytes=list(wanted), measured_plans=3)
     chooser = chooser or FakeChooser(num_ranks=len(wanted))
-    return search_of(chooser, policy, cost(3.0), [10**9] * len(wanted), None)
+    search = search_of(chooser, policy, None)
+    search.note(cost(3.0), [10**9] * len(wanted))
+    return search
 
 
 @pytest.mark.parametrize(
