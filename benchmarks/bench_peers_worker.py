@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from bench_peers_modes import MODES, torch_pinned_bytes
 
 from megatron_offload.backends import cuda
+from megatron_offload.files.text import replace_text
 from megatron_offload.machine.bandwidth import BLOCK_BYTES, Link, median_rates
 from megatron_offload.train.digest import digest
 
@@ -336,8 +337,7 @@ def main():
         result = run(spec, rank)
     except BaseException as error:  # noqa: BLE001 - every failure is a row of the table
         traceback.print_exc()
-        text = (str(error).strip() or "no message").splitlines()[0]
-        write(result_path, {"rank": rank, "error": f"{type(error).__name__}: {text}"})
+        write(result_path, {"rank": rank, "error": reason_of(error)})
         sys.stdout.flush()
         sys.stderr.flush()
         # Leaving the communicators to their destructors could wait for ranks that wait for this.
@@ -349,10 +349,13 @@ def main():
     os._exit(0)  # the kernel takes memory back sooner than destructors give it
 
 
+def reason_of(exception):
+    text = (str(exception).strip() or "no message").splitlines()[0]
+    return f"{type(exception).__name__}: {text}"
+
+
 def write(path, data):
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(data))
-    os.replace(aside, path)
+    replace_text(path, json.dumps(data))
 
 
 if __name__ == "__main__":

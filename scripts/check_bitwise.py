@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import shlex
 import signal
 import sys
@@ -42,9 +41,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from bench_peers import FIVE, SHAPES, Ranks, check_sizes, last_line, worker_environment
+
+from megatron_offload.files.text import replace_text
 
 WORKER = Path(__file__).with_name("check_bitwise_worker.py")
 
@@ -228,10 +230,8 @@ def summary(rows):
 
 
 def save(report, path):
-    """Write aside and put in place, so that a killed run keeps what it has."""
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(report, indent=1))
-    os.replace(aside, path)
+    """Write at once or not at all, so that a killed run keeps what it has."""
+    replace_text(path, json.dumps(report, indent=1))
 
 
 def launch(options, todo, path, attempt, stop_at):

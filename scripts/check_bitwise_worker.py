@@ -30,8 +30,16 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from bench_peers_modes import MODES
-from bench_peers_worker import Program, build_chunks, join_ranks, prepared_megatron, versions, write
-from check_bitwise import first_difference, judge, row_line, save
+from bench_peers_worker import (
+    Program,
+    build_chunks,
+    join_ranks,
+    prepared_megatron,
+    reason_of,
+    versions,
+    write,
+)
+from check_bitwise import first_difference, judge, row_line
 
 STARTING_S = 180.0
 ENDING_S = 30.0
@@ -357,11 +365,6 @@ def exchange(value):
     return values
 
 
-def reason_of(exception):
-    text = (str(exception).strip() or "no message").splitlines()[0]
-    return f"{type(exception).__name__}: {text}"
-
-
 class Report:
     """The file with all rows, which the first rank writes; the others' do nothing."""
 
@@ -391,7 +394,7 @@ class Report:
 
     def _save(self):
         if self._path is not None:
-            save(self._data, self._path)
+            write(self._path, self._data)
 
 
 def run(spec, rank, fail):

@@ -31,7 +31,7 @@ def test_a_short_soak_finds_nothing(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=280,
     )
     report = json.loads((tmp_path / "soak.json").read_text())
     assert report["steps_that_differ"] == [], result.stdout

@@ -16,7 +16,7 @@ policies: auto           the most memory that costs no more than --max-cost of t
 
 exit status: 0 planned, 1 the target can't be kept, 2 bad input
 
-example: megatron-offload plan --model gpt_16x8192_pp4_vpp2 \\
+example: megatron-offload plan --model gpt_16x8192_pp4_vpp2 \
              --device-target 26GiB --output plan.json
 """
 

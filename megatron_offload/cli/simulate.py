@@ -13,7 +13,7 @@ writes   --trace: the timeline with offload for https://ui.perfetto.dev; --png: 
 
 exit status: 0 simulated, 2 bad input
 
-example: megatron-offload simulate --model gpt_16x8192_pp4_vpp2 \\
+example: megatron-offload simulate --model gpt_16x8192_pp4_vpp2 \
              --set offload.max_inflight_bytes=3GiB offload.prefetch_bytes=2GiB --png step.png
 """
 

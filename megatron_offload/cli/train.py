@@ -12,7 +12,7 @@ starts its own processes, one for each rank; under torchrun it is one of them
 exit status: 0 trained, 1 a rank failed, 2 bad input (nothing was started), 143 or 130 stopped by
 SIGTERM or SIGINT after a whole step
 
-example: megatron-offload train --config quickstart --set run.steps=6 \\
+example: megatron-offload train --config quickstart --set run.steps=6 \
              run.output=runs/example --offload-modules core_attn mlp_act
 """
 
