@@ -189,7 +189,7 @@ class Chooser:
         self._lives: dict[tuple[int, _Recompute], _Rank] = {}
         self._programs: dict[tuple[int, RankSettings], RankProgram] = {}
         self._steps: dict[tuple[bool, _Settings], Simulation] = {}
-        self.without = self._bare_step(())
+        self.without = self._simulate((NO_OFFLOAD,) * num_ranks)
         self._least_bytes = [
             min(
                 self._peak(rank, self._everything(rank, _Way(level=level)))
