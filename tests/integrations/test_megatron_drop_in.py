@@ -58,22 +58,30 @@ RUNS = {
 
 
 @functools.cache
-def finding(run):
-    """Run a process; return what it found."""
+def outcome(run):
+    """Run a process; return what it found, or how it failed."""
     version, order = run
     path = [str(LATER)] if version == "later" else []
-    if path and not LATER.is_dir():
-        pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER to its folder")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), order, *RUNS[run]],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    try:
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), order, *RUNS[run]],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=True,
+        )
+    except subprocess.SubprocessError as error:
+        return f"{error}\n{error.stderr}"
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def finding(run):
+    if run[0] == "later" and not LATER.is_dir():
+        pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER to its folder")
+    found = outcome(run)
+    assert isinstance(found, dict), found
+    return found
 
 
 def param(run, *case):
