@@ -32,7 +32,7 @@ def test_all_ranks_follow_the_plan_that_they_have_settled_on_and_no_bit_changes(
     found = read_steps(output)[0]
     usual = [step for step in found if step.is_usual]
     assert usual == found[-len(usual) :]
-    assert len(found) - len(usual) in (6, 9, 12)
+    assert 3 < len(found) - len(usual) <= 12
     # What that takes goes by the machine's own time here; targets are held on the virtual clock.
     for pp_rank, rank_plan in enumerate(plan.ranks):
         assert rank_plan.measured_peak_bytes > 0
