@@ -6,16 +6,19 @@ order of imports.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
+from torch.utils.cpp_extension import get_default_build_root
 
 from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations import megatron_core
@@ -57,11 +60,20 @@ RUNS = {
 }
 
 
+def drop_stale_locks():
+    """Take away locks of runs that were killed while they compiled: others wait for them."""
+    for lock in Path(get_default_build_root()).rglob("lock"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - lock.stat().st_mtime > 300:
+                lock.unlink()
+
+
 @functools.cache
 def outcome(run):
     """Run a process; return what it found, or how it failed."""
     version, order = run
     path = [str(LATER)] if version == "later" else []
+    drop_stale_locks()
     try:
         done = subprocess.run(
             [sys.executable, str(PROGRAM), order, *RUNS[run]],
