@@ -126,9 +126,8 @@ class _Boundary(torch.autograd.Function):
 class FineGrainedOffloadingGroupStartFunction(_Boundary):
     """``apply(tensor, cur_forward_chunk, name=None)``: open a group of a chunk, and mark its start.
 
-    This and its counterpart add a node to the graph, which may change the order in which the
-    gradients of a tensor with several consumers are summed, and with it the last bit. The functions
-    `fine_grained_offloading_group_start` and `fine_grained_offloading_group_commit` add none.
+    This and its counterpart add a node to the graph, which may change the order in which gradients
+    are summed, and with it the last bit. `fine_grained_offloading_group_start` adds none.
     """
 
     @staticmethod

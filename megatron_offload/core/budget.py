@@ -71,8 +71,7 @@ class DeviceBudget:
     def clock_runs(self) -> bool:
         """Whether a copy is due once groups of ``total_bytes`` have passed since its issue.
 
-        Until a step's first backward only where the limits follow the step. What was set by someone
-        may be short beside all that passes where most groups stay, and be kept by bytes alone.
+        Until a step's first backward only where the limits follow the step.
         """
         return self._follows_step or not self.is_warming_up
 

@@ -19,11 +19,7 @@ _GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]
 
 
 class ModuleHook:
-    """A forward hook of one module; its copies, and what is loaded from a file, do nothing.
-
-    So a copied or saved model has no groups: mark it as any other. Its file needs nothing of this
-    package to be loaded.
-    """
+    """A forward hook of one module; its copies, and what is loaded from a file, do nothing."""
 
     __slots__ = ("_hook",)
 

@@ -53,10 +53,8 @@ def functions_of_torch(units: Mapping[str, str]) -> dict[Callable[..., Any], str
 _FUNCTIONS = functions_of_torch(
     {
         **dict.fromkeys(("layer_norm", "rms_norm", "group_norm"), "norm"),
-        **dict.fromkeys(
-            ("gelu", "silu", "mish", "softplus", "hardswish", "leaky_relu"),
-            "mlp_act",
-        ),
+        **dict.fromkeys(("gelu", "silu", "mish", "softplus"), "mlp_act"),
+        **dict.fromkeys(("hardswish", "leaky_relu"), "mlp_act"),
         **dict.fromkeys(("mul", "add", "sub", "__rsub__", "div", "__rdiv__", "neg"), "pointwise"),
         **dict.fromkeys(("pow", "square", "sin", "cos"), "pointwise"),
         **dict.fromkeys(("to", "float", "half", "bfloat16", "double", "type", "type_as"), "cast"),

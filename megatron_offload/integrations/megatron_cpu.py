@@ -87,8 +87,8 @@ class _View(types.ModuleType):
 def _cpu_view_of_torch() -> _View:
     """Return torch with the CPU in the place of the current CUDA device and of its random state.
 
-    The CPU's generator plays the GPU's. What megatron-core takes for the CPU's own stands still, so
-    that it neither warns that the one moved under the other nor restores it over the other.
+    What megatron-core takes for the CPU's own generator stands still, so that it neither warns that
+    it moved nor restores it over the GPU's.
     """
     states = {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}
     cuda = _View(
@@ -135,11 +135,9 @@ def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
 def _isend(
     tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0
 ) -> torch.distributed.Work | None:
-    """Send an alias of ``tensor``.
+    """Send an alias of ``tensor``, which keeps its storage for as long as the request lives.
 
-    The schedules empty an output (``output.data = ...``) right after they posted its send. NCCL has
-    the memory recorded on its stream; gloo holds only the tensor object, whose storage would be
-    freed under the send. An alias keeps the storage for as long as the request lives.
+    The schedules empty an output right after they posted its send, and gloo holds only the tensor.
     """
     return torch.distributed.isend(tensor.detach(), dst, group=group, tag=tag)
 

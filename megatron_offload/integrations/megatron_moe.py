@@ -87,9 +87,8 @@ def indices_to_multihot(
 class _IndicesToMultihot(torch.autograd.Function):
     """Finds for each place of the row the slot of topk that fills it, then gathers.
 
-    To write the probabilities themselves, by ``scatter_`` or ``index_put_``, makes torch wait for
-    the device in some of its versions when it has to be deterministic. A maximum of integers is
-    the same in any order.
+    ``scatter_`` and ``index_put_`` of the probabilities make some versions of torch wait where they
+    have to be deterministic. A maximum of integers is the same in any order.
     """
 
     @staticmethod
