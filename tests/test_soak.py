@@ -25,7 +25,7 @@ def load_script(name):
 
 @pytest.mark.slow
 def test_a_short_soak_finds_nothing(tmp_path):
-    options = ["--device", "cpu", "--steps", "100", "--error-share", "0.3", "--output", tmp_path]
+    options = ["--device", "cpu", "--steps", "200", "--error-share", "0.3", "--output", tmp_path]
     result = subprocess.run(
         [sys.executable, SCRIPTS / "soak.py", *options],
         capture_output=True,
