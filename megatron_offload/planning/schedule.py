@@ -110,25 +110,22 @@ class Schedule:
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return GPipe's schedule: all forwards, then all backwards."""
-    ranks = tuple(
-        tuple(
-            Pass(rank, kind, microbatch)
-            for kind in (PassKind.FORWARD, PassKind.BACKWARD)
-            for microbatch in range(num_microbatches)
-        )
-        for rank in range(num_ranks)
-    )
-    return Schedule("gpipe", num_ranks, num_microbatches, ranks)
+    return _unsplit("gpipe", num_ranks, num_microbatches, [num_microbatches] * num_ranks)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return 1F1B: a warm-up that is shorter on later ranks, then forward and backward in turn."""
+    return _unsplit("1f1b", num_ranks, num_microbatches, range(num_ranks - 1, -1, -1))
+
+
+def _unsplit(name: str, num_ranks: int, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
+    """Return a schedule of one stage a rank, by how many forwards each begins with."""
     ranks = []
-    for rank in range(num_ranks):
+    for rank, num_warmup in enumerate(warmups):
         forwards = [Pass(rank, PassKind.FORWARD, m) for m in range(num_microbatches)]
         backwards = [Pass(rank, PassKind.BACKWARD, m) for m in range(num_microbatches)]
-        ranks.append(_in_turn(forwards, backwards, num_ranks - rank - 1))
-    return Schedule("1f1b", num_ranks, num_microbatches, tuple(ranks))
+        ranks.append(_in_turn(forwards, backwards, num_warmup))
+    return Schedule(name, num_ranks, num_microbatches, tuple(ranks))
 
 
 def interleaved_one_f_one_b(
