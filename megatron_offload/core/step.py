@@ -244,10 +244,11 @@ class StepDecisions(Generic[G]):
         key = group.key
         self.backward_order.append(key)
         self.backward_at_bytes.append(self.window.step_bytes)
-        if key not in self._position:
+        position = self._position.get(key)
+        if position is None:
             chunk = [other for other in self.committed if other.key.chunk == key.chunk]
             self._follow([(other.key, other.needs) for other in reversed(chunk)])
-        position = self._position.get(key)
+            position = self._position.get(key)
         if position is None:
             return has_more_room
         was_foreseen = position < self._next and group.state is not ON_HOST

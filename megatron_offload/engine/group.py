@@ -38,6 +38,10 @@ alignment as its source: kernels choose their code path, and so their rounding, 
 class Store(Protocol):
     """What has the bytes of blocks, and takes them back."""
 
+    takes_targets: bool
+    """Whether it is told of each block that goes, and not only of one that has host memory, or
+    whose reload nobody has waited for."""
+
     def target_of(self, block: Block) -> torch.Tensor:
         """Return what a released block comes back to, ordered before what the program does next."""
 
@@ -161,7 +165,10 @@ class Block:
             store = self.store
         except AttributeError:  # an interrupted construction
             return
-        store.free(self)
+        reload = self.reload
+        has_bytes = self.region is not None or (reload is not None and not reload.waited_keys)
+        if has_bytes or store.takes_targets:
+            store.free(self)
 
 
 BlockRef = weakref.ref[Block]

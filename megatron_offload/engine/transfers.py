@@ -71,6 +71,7 @@ class Transfers:
         self.stats = StepStats()
         self.observers = observers
         self.owners = ForeignOwners()
+        self.takes_targets = tensor_pool.keeps or backend.observes
         self._shared_bytes = host_pool.slab_bytes // _SLAB_SHARE
 
     # Device to host
@@ -463,20 +464,13 @@ class Transfers:
         What dies while a call of the engine runs is put off until the next begins. The block itself
         must not be kept for that: whoever looks would find it alive.
         """
-        guard, reload = self.guard, block.reload
-        has_waited = reload is None or reload.waited_keys
-        if (
-            block.region is None
-            and has_waited
-            and not (self.tensor_pool.keeps or self.backend.observes)
-        ):
-            return
+        guard = self.guard
         if guard.is_mine() or not guard.lock.acquire(False):
-            left = block.group, block.region, block.target, reload
+            left = block.group, block.region, block.target, block.reload
             guard.put_off.append(partial(self._free, *left))
             return
         try:
-            self._free(block.group, block.region, block.target, reload)
+            self._free(block.group, block.region, block.target, block.reload)
         except BaseException:
             guard.fail()  # Python reports it and goes on
             raise
