@@ -250,8 +250,7 @@ class Learner:
         return replace(profile, groups=tuple(groups))
 
     def _keeps_everything(self) -> bool:
-        has_rules = self._ratio is None and self.plan is None
-        return has_rules and self.policy.fraction == 0.0
+        return self.policy.fraction == 0.0 and self._ratio is None and self.plan is None
 
     def bytes_away(self, last_step: StepStats) -> dict[str, int]:
         """Return the bytes off the device at the peak, per group name."""

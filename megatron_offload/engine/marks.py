@@ -61,26 +61,27 @@ class Marks:
         self._parameters: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
-        self._parameter_storages: set[int] | None = set()
+        self._parameter_storages: set[int] = set()
+        self._are_storages_old = False
         self._storages: dict[int, StorageWeakRef] = {}
 
     def take_parameters(self, other: Marks) -> None:
         """Mark the parameters that ``other`` has marked."""
         self._parameters.update(other._parameters)
-        self._parameter_storages = None
+        self._are_storages_old = True
 
     def add(self, tensor: torch.Tensor) -> None:
         """Mark a tensor, and all that shares its storage."""
         if isinstance(tensor, torch.nn.Parameter):
             self._parameters[id(tensor)] = tensor
-            self._parameter_storages = None
+            self._are_storages_old = True
             return
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def begin_step(self) -> None:
         """Look again where parameters are: they move between steps, hardly within one."""
-        self._parameter_storages = None
+        self._are_storages_old = True
 
     def activation_storage(self, tensor: torch.Tensor, backend: Backend) -> int | None:
         """Return the identity of an activation's storage; None where the tensor can't move.
@@ -102,12 +103,11 @@ class Marks:
         if base is not None and (isinstance(base, torch.nn.Parameter) or has_mark(base)):
             return None
         storage_key: int = tensor.untyped_storage()._cdata
-        if self._parameter_storages is None:
+        if self._are_storages_old:
             self._find_storages()
-        for marked in (self._parameter_storages, self._storages, _everywhere):
-            if marked and storage_key in marked:
-                return None
-        return storage_key
+        if storage_key in self._parameter_storages or storage_key in self._storages:
+            return None
+        return None if storage_key in _everywhere else storage_key
 
     def _find_storages(self) -> None:
         """See where the parameters are, and forget the marked storages that have gone."""
@@ -115,4 +115,4 @@ class Marks:
         for storages in (self._storages, _everywhere):
             for key in [key for key, ref in list(storages.items()) if ref.expired()]:
                 storages.pop(key, None)
-        self._parameter_storages = found
+        self._parameter_storages, self._are_storages_old = found, False

@@ -164,7 +164,7 @@ class Transfers:
         pairs: list[Pair] = []
         produced: list[Event] = []
         num_bytes = 0
-        is_ready = True
+        is_ready, is_watched = True, backend.observes or bool(observers)
         for block, region, host in self._take_host(group, moving, reused):
             aliases, key = block.aliases, block.storage_key
             source = aliases[0] if block.like is not None else _region_of(block)
@@ -177,10 +177,11 @@ class Transfers:
                 _add(block.ready, produced)
             else:
                 is_ready = False
-                if backend.observes:
+            if is_watched:
+                if backend.observes and block.ready is None:
                     backend.note_produced(source, group.label)
-            for observer in observers:
-                observer.block_leaves(block, source)
+                for observer in observers:
+                    observer.block_leaves(block, source)
             pairs.append((host, source))
         if not pairs:
             group.advance(RESIDENT)
