@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal, TypeAlias
 
 from megatron_offload.engine.group import OffloadGroup
@@ -11,7 +12,7 @@ Boundary: TypeAlias = Literal["start", "commit", "backward", "done"]
 """A forward enters and leaves a group, a backward does."""
 
 
-class BoundaryObserver(Observer):
+class BoundaryObserver(Observer, ABC):
     """Tells `passed` of every boundary, in the order of the program.
 
     Of a group whose start needs no gradient nobody says that backward leaves it: the next boundary
@@ -22,9 +23,9 @@ class BoundaryObserver(Observer):
         self.open: list[tuple[Literal["forward", "backward"], OffloadGroup]] = []
         """The passes and groups that the program is in, innermost last."""
 
+    @abstractmethod
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
         """The program has passed a boundary; ``open`` is up to date."""
-        raise NotImplementedError
 
     def group_starts(self, group: OffloadGroup) -> None:
         self.leave_backwards()
