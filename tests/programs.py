@@ -23,8 +23,8 @@ def make_config(timing="late", *, seed=0, **settings):
     plans = dict(settings.get("policy") or {}).get("kind") in ("auto", "memory_target")
     return OffloadConfig(
         backend="simulated",
-        simulated=SimulatedConfig(copy_timing=timing, seed=seed),
         **{
+            "simulated": SimulatedConfig(copy_timing=timing, seed=seed),
             "min_tensor_bytes": 0,
             "host_slab_bytes": 256 * KIB,
             "host_memory_bytes": 64 * KIB * KIB,

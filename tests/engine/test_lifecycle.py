@@ -19,6 +19,8 @@ from programs import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from megatron_offload.backends.base import Wait
+from megatron_offload.config import SimulatedConfig
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -48,6 +50,31 @@ def test_evaluation_passes_shift_nothing(grad):
     run_step(model, manager, ORDER)
     assert manager.last_profile == profile
     assert manager.last_step.num_late_reloads == 0
+
+
+def test_a_device_that_watches_nothing_is_given_back_what_dropped_graphs_hold(monkeypatch):
+    plain = SimulatedConfig(copy_timing="late", poison=False, check_hazards=False)
+    manager = make_manager(simulated=plain)
+    assert not manager.backend.observes
+    loss = forward(make_model(), manager)
+    assert manager.host_pool.stats.in_use_bytes > 0
+    del loss
+    assert manager.host_pool.stats.in_use_bytes == 0
+    chunk = manager.begin_chunk()
+    group = manager.start_group(chunk, "g")
+    records = [chunk.pack(group, torch.randn(256)) for _ in range(2)]
+    chunk.close_group("g")
+    manager.commit(group, must_move=True)
+    manager.join_offloads()
+    manager.reload(group)
+    waits, wait = [], manager.backend.wait
+    monkeypatch.setattr(manager.backend, "wait", lambda *args: (waits.append(args[2]), wait(*args)))
+    records.pop()
+    assert waits == [Wait.W4], "the copy must not write into memory that was handed on"
+    records.pop()
+    assert waits == [Wait.W4], "which was waited for once"
+    manager.reset()
+    assert_nothing_left(manager)
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
