@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from megatron_offload.config import OffloadConfig
 
 if TYPE_CHECKING:
-    from megatron_offload.backends.base import Backend, DeviceInfo
+    from megatron_offload.backends.base import Backend
 
 
-def visible_devices() -> tuple[DeviceInfo, ...]:
-    """Describe the CUDA devices that this process can use; RuntimeError if CUDA can't start."""
+def visible_devices() -> tuple[str, ...]:
+    """Name the CUDA devices that this process can use; RuntimeError if CUDA can't start."""
     from megatron_offload.backends import cuda
 
     return cuda.visible_devices()

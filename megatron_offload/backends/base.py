@@ -39,14 +39,6 @@ class Wait(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; enum's own hash is a call into Python
 
 
-class DeviceInfo(NamedTuple):
-    """What a device says of itself."""
-
-    name: str
-    pci_address: str | None
-    """Such as ``0000:dc:02.0``."""
-
-
 class DeviceMemory(NamedTuple):
     """What the process has of the device's memory, and the most it had since the last reset."""
 
@@ -68,10 +60,6 @@ class Backend(abc.ABC):
     """Whether the ``note_`` calls do anything; else the engine leaves them out."""
     d2h_stream: Stream
     h2d_stream: Stream
-
-    def describe(self) -> DeviceInfo | None:
-        """Return what the device says of itself; None where there is no real one."""
-        return None
 
     @abc.abstractmethod
     def owns(self, tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import Backend, DeviceInfo, DeviceMemory, Pair, Wait
+from megatron_offload.backends.base import Backend, DeviceMemory, Pair, Wait
 from megatron_offload.backends.numa import near_cpus, running_on
 from megatron_offload.errors import IntegrationError
 
@@ -30,11 +30,12 @@ def current_index() -> int:
     return torch.cuda.current_device()
 
 
-def visible_devices() -> tuple[DeviceInfo, ...]:
-    """Describe the devices that this process can use; makes no context on any of them."""
+def visible_devices() -> tuple[str, ...]:
+    """Name the devices that this process can use; makes no context on any of them."""
     if not is_available():
         return ()
-    return tuple(_describe(index) for index in range(torch.cuda.device_count()))
+    indexes = range(torch.cuda.device_count())
+    return tuple(torch.cuda.get_device_properties(index).name for index in indexes)
 
 
 class CudaBackend(Backend):
@@ -73,14 +74,11 @@ class CudaBackend(Backend):
             self.d2h_stream = self.h2d_stream = torch.cuda.current_stream(self.device)
         self._nvtx = nvtx
         self._pin_memory = pin_memory
-        self._near_cpus = near_cpus(self.describe().pci_address)
+        self._near_cpus = near_cpus(_pci_address(self._index))
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         # A wait is for what an event stands for when it is queued, so one event does for all.
         self._now = torch.cuda.Event()
-
-    def describe(self) -> DeviceInfo:
-        return _describe(self._index)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda and tensor.get_device() == self._index
@@ -190,12 +188,11 @@ class CudaBackend(Backend):
         return torch.cuda.Event(external=True)
 
 
-def _describe(index: int) -> DeviceInfo:
+def _pci_address(index: int) -> str | None:
     found: Any = torch.cuda.get_device_properties(index)
-    address = None
-    if hasattr(found, "pci_domain_id"):  # else torch is older
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    return DeviceInfo(found.name, address)
+    if not hasattr(found, "pci_domain_id"):  # torch is older
+        return None
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 class _PinnedPages(mmap.mmap):

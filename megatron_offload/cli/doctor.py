@@ -1,6 +1,6 @@
 """Say what is wrong with this machine for offload, and measure how fast its GPUs copy.
 
-reads    this machine: GPUs, links, memory nodes, limits, environment, versions; needs no root
+reads    this machine: GPUs, their copies, host memory, environment, versions; needs no root
 prints   what was looked at, what was found, and what to do
 writes   --output: all of it as JSON, which 'megatron-offload plan --machine FILE' reads
 
@@ -73,6 +73,6 @@ def rates_table(profile: MachineProfile) -> Table:
     """Return one line for each GPU: what its copies reach alone, both ways, and among all."""
     when = f"{profile.measured_at:%Y-%m-%d %H:%M} UTC"
     columns = ["GPU", "D2H alone", "H2D alone", "D2H, both", "H2D, both", "D2H, all", "H2D, all"]
-    rates = (gpu.rates.model_dump().values() for gpu in profile.gpus)
+    rates = (gpu.model_dump().values() for gpu in profile.gpus)
     rows = ([index, *(f"{rate:.1f}" for rate in mine)] for index, mine in enumerate(rates))
     return plain_table(f"Copies, GB/s (10^9 bytes), measured {when}", columns, 0, rows)

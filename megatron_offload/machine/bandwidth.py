@@ -17,7 +17,7 @@ from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend, Event, Wait
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import OffloadError
-from megatron_offload.machine.profile import CopyRates, GpuProfile, PciPath, read_pci_path
+from megatron_offload.machine.profile import CopyRates
 
 BLOCK_BYTES = 128 * 1024**2
 """What one copy moves: starting it costs nothing, and two don't stay in a processor's cache."""
@@ -35,7 +35,7 @@ class BandwidthError(OffloadError, RuntimeError):
     """Bandwidth can't be measured: memory is short or can't be pinned, or it takes too long."""
 
 
-def measure_gpus(num_gpus: int, *, timeout_s: float = 120.0) -> tuple[GpuProfile, ...]:
+def measure_gpus(num_gpus: int, *, timeout_s: float = 120.0) -> tuple[CopyRates, ...]:
     """Measure GPUs by `measure_copies` in another process, so that this one opens no device.
 
     One that fails, or takes longer than ``timeout_s``, is a `BandwidthError`.
@@ -53,30 +53,25 @@ def measure_gpus(num_gpus: int, *, timeout_s: float = 120.0) -> tuple[GpuProfile
     if process.returncode:
         last_line = [f"exit status {process.returncode}", *errors.strip().splitlines()][-1]
         raise BandwidthError(f"measuring failed: {last_line}")
-    return tuple(GpuProfile.model_validate(gpu) for gpu in json.loads(rates))
+    return tuple(CopyRates.model_validate(gpu) for gpu in json.loads(rates))
 
 
 def measure_copies(
     backends: Sequence[Backend], *, block_bytes: int = BLOCK_BYTES
-) -> tuple[GpuProfile, ...]:
+) -> tuple[CopyRates, ...]:
     """Measure what the devices of a machine get, each number the median of a few rounds.
 
     They copy together and then in turn. For each, twice ``block_bytes`` is pinned, and taken on the
-    device; all is given back. Links are read meanwhile, for idle GPUs run them slower. Memory that
-    can't be had is a `BandwidthError`.
+    device; all is given back. Memory that can't be had is a `BandwidthError`.
     """
     links = [Link(backend, block_bytes) for backend in backends]
     median_rates(links, "d2h", "h2d")  # those that were idle have to wake
     together = median_rates(links, "d2h", "h2d")
     ways = (["d2h"], ["h2d"], ["d2h", "h2d"])
-    # Last, for here each link is looked at while its copies are under way.
     alone = [[rate for names in ways for rate in median_rates([link], *names)[0]] for link in links]
     return tuple(
-        GpuProfile(
-            rates=CopyRates(**dict(zip(CopyRates.model_fields, [*own, *node], strict=True))),
-            pci=link.path,
-        )
-        for link, own, node in zip(links, alone, together, strict=True)
+        CopyRates(**dict(zip(CopyRates.model_fields, [*own, *node], strict=True)))
+        for own, node in zip(alone, together, strict=True)
     )
 
 
@@ -101,10 +96,6 @@ class Link:
     """Blocks of memory on both sides of a device's link."""
 
     def __init__(self, backend: Backend, block_bytes: int) -> None:
-        device = backend.describe()
-        self.path: PciPath | None = None
-        """The link itself as it was in the last round."""
-        self._address = device.pci_address if device is not None else None
         self._backend = backend
         self._block_bytes = block_bytes
         self._streams = {"d2h": backend.d2h_stream, "h2d": backend.h2d_stream}
@@ -133,7 +124,6 @@ class Link:
 
     def finish(self) -> list[float]:
         """Wait for the round; return each direction's bandwidth in GB/s."""
-        self.path = read_pci_path(self._address)
         self._backend.sync_copies()
         elapsed_us, first = self._backend.sync_elapsed_us, self._ends[0][0]
         ends_us = [[elapsed_us(first, end) for end in ends] for ends in self._ends]

@@ -15,7 +15,7 @@ from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.files.text import read_json, replace_text
-from megatron_offload.machine.profile import GpuProfile
+from megatron_offload.machine.profile import CopyRates
 
 BANDWIDTHS_NAME = "bandwidths.json"
 """Beside the profiles of a run that has planned."""
@@ -40,9 +40,9 @@ class Bandwidths(StrictModel):
     """Where they come from, in words; a plan has room for it and for the path of its file."""
 
 
-def measured_machine(machines: Sequence[Sequence[GpuProfile]]) -> MachineConfig:
+def measured_machine(machines: Sequence[Sequence[CopyRates]]) -> MachineConfig:
     """Return what every rank of a job can count on: the numbers of the slowest GPU and machine."""
-    rates = [gpu.rates for machine in machines for gpu in machine]
+    rates = [gpu for machine in machines for gpu in machine]
     slowest = min(machines, key=lambda machine: _total_gbps(machine) / len(machine))
     return MachineConfig(
         d2h_gbps=min(rate.d2h_gbps for rate in rates),
@@ -98,6 +98,6 @@ def _missing(model: BaseModel) -> list[str]:
     return [name for name in type(model).model_fields if name not in model.model_fields_set]
 
 
-def _total_gbps(machine: Sequence[GpuProfile]) -> float:
+def _total_gbps(machine: Sequence[CopyRates]) -> float:
     """Return what all GPUs of a machine copy together, in and out added."""
-    return sum(gpu.rates.node_d2h_gbps + gpu.rates.node_h2d_gbps for gpu in machine)
+    return sum(gpu.node_d2h_gbps + gpu.node_h2d_gbps for gpu in machine)

@@ -114,9 +114,10 @@ def test_a_device_says_what_it_is_and_an_old_torch_not_where(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(cuda, "is_available", lambda: True)
-    assert cuda.visible_devices() == (("GPU", "0001:dc:02.0"),)
+    assert cuda.visible_devices() == ("GPU",)
+    assert cuda._pci_address(0) == "0001:dc:02.0"
     del properties.pci_domain_id
-    assert cuda.visible_devices() == (("GPU", None),)
+    assert cuda._pci_address(0) is None
     monkeypatch.setattr(cuda, "is_available", lambda: False)
     assert cuda.visible_devices() == ()
 

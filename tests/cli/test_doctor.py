@@ -12,7 +12,7 @@ from megatron_offload.cli import doctor
 from megatron_offload.cli.main import read_command
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.examine import Examination, Finding
-from megatron_offload.machine.profile import CopyRates, GpuProfile, MachineProfile
+from megatron_offload.machine.profile import CopyRates, MachineProfile
 
 FINE = Finding("ok", "swap", "0.0 GiB in use")
 MARKUP = Finding("warning", "[red]title[/red]", "found [bold]'\\x1b'", "[/nonsense] do it")
@@ -21,7 +21,7 @@ RATES = CopyRates(
 )
 PROFILE = MachineProfile(
     measured_at=datetime(2026, 11, 21, 12, 30, tzinfo=UTC),
-    gpus=(GpuProfile(rates=RATES, pci=None),),
+    gpus=(RATES,),
 )
 
 

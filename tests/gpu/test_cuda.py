@@ -230,7 +230,7 @@ def test_a_program_whose_pins_all_fail_stays_on_the_device(monkeypatch):
 
 def test_pinned_memory_lies_on_the_device_s_node():
     manager = make_manager()
-    address = manager.backend.describe().pci_address
+    address = cuda._pci_address(torch.cuda.current_device())
     path = Path(f"/sys/bus/pci/devices/{address}/numa_node")
     node = int(path.read_text()) if path.exists() else -1
     if node < 0:

@@ -38,7 +38,7 @@ def test_measured_bandwidth_is_that_of_plain_copies():
     host = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
     before = time.monotonic()
-    rates = measure_copies([CudaBackend()])[0].rates
+    rates = measure_copies([CudaBackend()])[0]
     seconds = time.monotonic() - before
     plain = {"d2h": plain_gbps(host, device), "h2d": plain_gbps(device, host)}
     print(f"\n{rates}\nplain {plain}, {seconds:.2f} s")  # noqa: T201 - for whoever runs it with -s
@@ -49,16 +49,12 @@ def test_measured_bandwidth_is_that_of_plain_copies():
     assert seconds < 10
 
 
-def test_devices_describe_themselves():
-    devices = visible_devices()
-    assert len(devices) == torch.cuda.device_count()
-    for index, device in enumerate(devices):
-        assert device.name == torch.cuda.get_device_name(index)
-    addresses = [device.pci_address for device in devices if device.pci_address]
-    assert len(set(addresses)) == len(addresses)
+def test_devices_are_named():
+    indexes = range(torch.cuda.device_count())
+    assert visible_devices() == tuple(map(torch.cuda.get_device_name, indexes))
 
 
-def test_devices_are_described_without_a_context_on_any():
+def test_devices_are_named_without_a_context_on_any():
     program = (
         "import torch\n"
         "from megatron_offload.backends import visible_devices\n"

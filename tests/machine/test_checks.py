@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import sys
 
 import pytest
 
 from megatron_offload.machine import examine as checks
-from megatron_offload.machine.examine import NEWEST_SEEN
-from megatron_offload.machine.profile import CopyRates, PciLink, PciPath
+from megatron_offload.machine.profile import CopyRates
 
-GPU = "0000:3b:00.0"
 GIB_IN_KIB = 1 << 20
-GEN5, GEN3 = PciLink(generation=5, width=16), PciLink(generation=3, width=16)
-GEN5_X4 = PciLink(generation=5, width=4)
-
-
-def make_path(now=GEN5, most=GEN5):
-    return PciPath(now=now, most=most)
 
 
 def make_rates(alone=55.0, both=50.0, node=50.0):
@@ -28,41 +19,17 @@ def make_rates(alone=55.0, both=50.0, node=50.0):
 
 
 @pytest.mark.parametrize(
-    ("names", "num_shown", "level", "said"),
+    ("names", "level", "said"),
     [
-        (["H200", "H100", "H200"], 3, "ok", "3 of H100, H200"),
-        ([], 0, "note", "the simulated device"),
-        ([], 8, "warning", "the driver shows 8, and PyTorch can use none"),
+        (["H200", "H100", "H200"], "ok", "3 of H100, H200"),
+        ([], "note", "the simulated device"),
     ],
 )
-def test_gpus_are_counted_by_kind(names, num_shown, level, said):
-    finding = checks.check_devices(names, num_shown)
+def test_gpus_are_counted_by_kind(names, level, said):
+    finding = checks.check_devices(names)
     assert finding.level == level
     assert said in finding.found
-    assert ("CUDA_VISIBLE_DEVICES" in finding.advice) == (level == "warning")
-
-
-@pytest.mark.parametrize(
-    ("path", "rates", "level", "said"),
-    [
-        (make_path(), make_rates(), "ok", "55.0 GB/s to the host, 55.0 back, of PCIe 5.0 x16"),
-        (make_path(), make_rates(alone=44.2), "ok", "of PCIe 5.0 x16"),
-        (make_path(), make_rates(alone=44.0), "warning", "44.0 GB/s to the host, 44.0 back, of"),
-        (make_path(now=GEN3), make_rates(alone=12), "warning", "runs as PCIe 3.0 x16"),
-        (make_path(now=GEN5_X4), make_rates(alone=12), "warning", "runs as PCIe 5.0 x4"),
-        # What a virtual bus claims is less than what was measured.
-        (make_path(now=GEN3), make_rates(), "ok", "55.0 GB/s"),
-        (make_path(), make_rates().model_copy(update={"h2d_gbps": 20.0}), "warning", "20.0 back"),
-        (None, make_rates(), "ok", "the driver doesn't show it"),
-        (None, None, "note", "doesn't show"),
-        (make_path(now=GEN3, most=GEN5), None, "note", "while idle"),
-    ],
-)
-def test_copies_are_held_against_their_link(path, rates, level, said):
-    finding = checks.check_link(0, path, rates)
-    assert finding.level == level
-    assert said in finding.found
-    assert bool(finding.advice) == (level != "ok")
+    assert ("CUDA_VISIBLE_DEVICES" in finding.advice) == (level == "note")
 
 
 @pytest.mark.parametrize(
@@ -70,44 +37,27 @@ def test_copies_are_held_against_their_link(path, rates, level, said):
     [
         (make_rates(55, 53, 52), 4, "ok", "52.0 and 52.0 while all 4 GPUs copy", ""),
         (make_rates(55, 51, 25.6), 4, "note", "25.6 and 25.6 while all 4", "delta_bytes_across"),
-        (make_rates(55, 28, 28), 4, "note", "28.0 GB/s to the host", "copies go both ways"),
-        (make_rates(55, 28, 28), 1, "note", "28.0 back at once", "copies go both ways"),
-        (make_rates(55, 54, 54), 1, "ok", "54.0 back at once", ""),
+        (make_rates(55, 28, 28), 4, "note", "55.0 GB/s to the host", "copies go both ways"),
+        (make_rates(55, 28, 28), 1, "note", "at once 28.0 and 28.0", "copies go both ways"),
+        (make_rates(55, 54, 54), 1, "ok", "55.0 back", ""),
+        (make_rates(12, 12, 12), 1, "warning", "12.0 back", "lspci"),
+        (make_rates().model_copy(update={"h2d_gbps": 19.0}), 1, "warning", "19.0 back", "iommu=pt"),
     ],
 )
-def test_what_is_left_when_others_copy_too_is_told(rates, num_gpus, level, said, advised):
-    finding = checks.check_node_rates(0, rates, num_gpus)
+def test_rates_alone_and_when_others_copy_too_are_told(rates, num_gpus, level, said, advised):
+    finding = checks.check_rates(0, rates, num_gpus)
     assert finding.level == level
     assert said in finding.found
     assert advised in finding.advice
+    assert bool(finding.advice) == (level != "ok")
     assert ("while all" in finding.found) == (num_gpus > 1)
-
-
-@pytest.mark.parametrize(
-    ("content", "level", "said"),
-    [
-        (b"DMA-FQ\n", "note", "translates this GPU's addresses (domain type 'DMA-FQ')"),
-        (b"identity\n", "ok", "pass through"),
-        (None, "ok", "none is shown"),
-        (b"\xff", "ok", "none is shown"),
-    ],
-)
-def test_an_iommu_that_translates_is_noted(tmp_path, content, level, said):
-    folder = tmp_path / f"sys/bus/pci/devices/{GPU}/iommu_group"
-    folder.mkdir(parents=True)
-    if content is not None:
-        (folder / "type").write_bytes(content)
-    finding = checks.check_iommu(0, GPU, root=tmp_path)
-    assert finding.level == level
-    assert said in finding.found
-    assert checks.check_iommu(0, None, root=tmp_path).found == "unknown"
 
 
 # Memory of the host
 
 
 class Machine:
-    """A made-up ``/`` with a GPU and what is free."""
+    """A made-up ``/`` and what is free there."""
 
     def __init__(self, root):
         self.root = root
@@ -125,19 +75,6 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path):
     return Machine(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("near", "level", "said"),
-    [("", "note", "unknown"), ("0-7", "ok", "next to it"), ("4-7", "warning", "no CPU of this")],
-)
-def test_pinned_memory_comes_from_where_the_process_runs(machine, monkeypatch, near, level, said):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    machine.write(f"sys/bus/pci/devices/{GPU}/local_cpulist", near)
-    finding = checks.check_memory_node(0, GPU, root=machine.root)
-    assert finding.level == level
-    assert said in finding.found
-    assert checks.check_memory_node(0, None, root=machine.root).found == "unknown"
 
 
 def test_what_each_rank_may_pin_is_told(machine, monkeypatch):
@@ -162,30 +99,6 @@ def test_what_each_rank_may_pin_is_told(machine, monkeypatch):
 # Versions
 
 
-@pytest.mark.parametrize(
-    ("changed", "is_newer"),
-    [
-        ({}, False),
-        ({"torch": "2.12.0a0+nv26.1"}, False),
-        ({"torch": "2.99"}, True),
-        ({"torch": "3.0"}, True),
-        ({"torch": "of my own"}, False),
-        ({"megatron-core": "0.20.0rc1"}, True),
-        ({"megatron-core": NEWEST_SEEN["megatron-core"] + ".7"}, False),
-    ],
-)
-def test_versions_that_are_newer_than_any_that_was_run_with_are_told(
-    monkeypatch, changed, is_newer
-):
-    monkeypatch.setattr(checks, "found_versions", lambda: {"python": "3.11.7", **changed})
-    finding = checks.check_versions()
-    assert finding.level == ("note" if is_newer else "ok")
-    assert all(f"{name} {version}" in finding.found for name, version in changed.items())
-    assert [f"{name} {NEWEST_SEEN[name]}" in finding.advice for name in changed] == (
-        [is_newer] * len(changed)
-    )
-
-
 @pytest.fixture
 def another_megatron(tmp_path, monkeypatch):
     """A megatron-core that comes first on the path, as sources do that pip knows nothing of."""
@@ -205,7 +118,6 @@ def another_megatron(tmp_path, monkeypatch):
 
 def test_the_version_is_of_the_megatron_core_that_is_imported(another_megatron):
     assert checks.found_versions()["megatron-core"] == "0.23.4rc1"
-    assert "megatron-core 0.23.4rc1" in checks.check_versions().found
     assert checks.found_versions()["numpy"] == importlib.metadata.version("numpy")
     (another_megatron / "package_info.py").write_text("MAJOR = input()")
     listed = importlib.metadata.version("megatron-core")
@@ -221,14 +133,8 @@ def test_the_version_is_of_the_megatron_core_that_is_imported(another_megatron):
         ({}, "note", "not set"),
         ({"PYTORCH_CUDA_ALLOC_CONF": ""}, "note", "not set"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok", "expandable"),
-        ({"PYTORCH_ALLOC_CONF": "a:[1:2,3:4], expandable_segments:True"}, "ok", "expandable"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "note", "False"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "note", "not PyTorch's own"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "note", "native"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": ":,,::\x1b[31m"}, "note", r"\x1b[31m"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "x" * 9999}, "note", "..."),
-        (dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "x:1"), "note", "x:1"),
-        ({"PYTORCH_ALLOC_CONF": "x:2", "PYTORCH_CUDA_ALLOC_CONF": "x:1"}, "warning", "both are"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ":,,::\x1b[31m"}, "ok", r"\x1b[31m"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x" * 9999}, "ok", "..."),
     ],
 )
 def test_the_allocator_s_settings_are_told(environ, level, said):

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.machine.profile import CopyRates, GpuProfile
+from megatron_offload.machine.profile import CopyRates
 from megatron_offload.planning.bandwidths import (
     DEFAULTS,
     Bandwidths,
@@ -21,12 +21,7 @@ from megatron_offload.planning.bandwidths import (
 
 def machine(*gpus):
     """Return a machine whose GPUs have the given rates, in the order of `CopyRates`."""
-    return [
-        GpuProfile(
-            rates=CopyRates(**dict(zip(CopyRates.model_fields, rates, strict=True))), pci=None
-        )
-        for rates in gpus
-    ]
+    return [CopyRates(**dict(zip(CopyRates.model_fields, rates, strict=True))) for rates in gpus]
 
 
 def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
