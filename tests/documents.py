@@ -94,7 +94,7 @@ NOT_RUN_PREFIXES = {
 }
 
 SLOW_PREFIXES = tuple(f"megatron-offload {name}" for name in ("compare", "doctor", "plan", "train"))
-"""Commands that take more than a second or two, as do pictures and what wants `QUICKSTART` run."""
+"""Commands that take more than a second or two, as does what wants `QUICKSTART` run."""
 
 QUICKSTART = "megatron-offload compare --config configs/quickstart.yaml"
 """What `make quickstart` ends in."""
@@ -108,7 +108,7 @@ def reason_not_to_run(command: str) -> str | None:
 
 def is_slow(command: str) -> bool:
     """Whether a command runs in ``make test-all`` alone."""
-    return command.startswith(SLOW_PREFIXES) or "--png" in command or wants_run(command)
+    return command.startswith(SLOW_PREFIXES) or wants_run(command)
 
 
 def wants_run(command: str) -> bool:

@@ -11,9 +11,8 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from megatron_offload.core.trace import StepTrace, write_traces
-from megatron_offload.errors import ConfigError, require
+from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
-from megatron_offload.report.plots import NEEDED, plot_timeline
 
 
 def check_output(path: Path) -> Path:
@@ -28,18 +27,8 @@ def check_output(path: Path) -> Path:
     return path
 
 
-def _check_png(path: Path) -> Path:
-    if path.suffix.lower() != ".png":
-        raise ConfigError(f"a PNG is drawn, not {str(path)!r}; name a file that ends in .png")
-    require(*NEEDED)
-    return path
-
-
 OutputFile = Annotated[Path, AfterValidator(check_output)]
 """An option: a file to write, which fails where it can't be before anything long begins."""
-
-PngFile = Annotated[OutputFile, AfterValidator(_check_png)]
-"""Likewise, a picture."""
 
 
 @contextlib.contextmanager
@@ -52,18 +41,11 @@ def writing(path: Path) -> Iterator[None]:
         raise ConfigError(f"can't write {path}: {error.strerror}; choose another file") from error
 
 
-def write_timelines(
-    traces: Sequence[StepTrace], title: str, *, trace: Path | None, png: Path | None
-) -> None:
-    """Write the ranks' timelines, and draw the first of them, where that is asked for; say so."""
-    if trace is not None:
-        with writing(trace):
-            write_traces(trace, traces)
-        console().print(f"trace: {trace}, for https://ui.perfetto.dev")
-    if png is not None:
-        with writing(png):
-            num_drawn = plot_timeline(traces, png, title)
-        console().print(f"picture: {png}, {num_drawn} of {len(traces)} ranks")
+def write_timelines(traces: Sequence[StepTrace], path: Path) -> None:
+    """Write the ranks' timelines, and say where they are."""
+    with writing(path):
+        write_traces(path, traces)
+    console().print(f"trace: {path}, for https://ui.perfetto.dev")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ example: megatron-offload report runs/quickstart
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from megatron_offload.cli.source import Recorded
 from megatron_offload.cli.trace import read_run_traces
 from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import PlanFileConfig
-from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
@@ -115,26 +113,12 @@ def read_report(folder: Path) -> Report:
         step_time_s=times,
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
-        commands=_commands(folder, path if config else None, is_comparison=is_comparison),
         findings=read_comparison(folder).findings if is_comparison else None,
         traces=read_run_traces(folder),
         plan=plan,
         plan_is_followed=is_followed,
-        left_out=_left_out(offloaded, memory),
         tradeoff=_tradeoff(folder, memory, None if is_simulated else times.change),
     )
-
-
-def _commands(folder: Path, config: Path | None, *, is_comparison: bool) -> list[str]:
-    """Return what runs the same again, where its configuration is there, and the report of it."""
-    commands = []
-    if config is not None:
-        command = "compare" if is_comparison else "train"
-        again = f"megatron-offload {command} --config {shlex.quote(str(config))}"
-        if not is_comparison:  # a run is not replaced
-            again += f" --set {shlex.quote(f'run.output={folder}_again')}"
-        commands.append(again)
-    return [*commands, f"megatron-offload report {shlex.quote(str(folder))}"]
 
 
 def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:
@@ -153,19 +137,6 @@ def _done_by(plan: OffloadPlan | None) -> list[Any]:
         ({choice.key: choice.moves for choice in rank.choices}, rank.recompute)
         for rank in (plan.ranks if plan else ())
     ]
-
-
-def _left_out(report: RunReport, memory: Sequence[MemoryKind]) -> str:
-    """Return a sentence on the steps that count in no peak."""
-    steps = [step for step in report.steps if not step.is_usual]
-    if not memory or not steps or len(steps) == len(report.steps):
-        return ""
-    key = _MEMORY[memory[0].name]
-    peak = max((getattr(rank, key) or 0 for step in steps for rank in step.ranks), default=0)
-    return (
-        f"Profiled, or measuring a plan, and so in no peak: {len(steps)} of {len(report.steps)} "
-        f"steps, first step {steps[0].step}; the fullest rank took {format_bytes(peak)} there."
-    )
 
 
 def _memory(

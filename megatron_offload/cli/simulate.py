@@ -9,12 +9,12 @@ prints   what was simulated, the step's time, and for every pipeline rank: compu
          that makes again what was not kept, what it waits for other stages (pipeline), for copies
          to the host whose memory is wanted (W2) and for reloads (W4), peak device and host bytes,
          what moved and what was made again; all predicted, not measured
-writes   --trace: the timeline with offload for https://ui.perfetto.dev; --png: a picture of it
+writes   --trace: the timeline with offload for https://ui.perfetto.dev
 
 exit status: 0 simulated, 2 bad input
 
 example: megatron-offload simulate --model gpt_16x8192_pp4_vpp2 \
-             --set offload.max_inflight_bytes=3GiB offload.prefetch_bytes=2GiB --png step.png
+             --set offload.max_inflight_bytes=3GiB offload.prefetch_bytes=2GiB --trace step.json
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_offload.cli.output import OutputFile, PngFile, progress, write_timelines
+from megatron_offload.cli.output import OutputFile, progress, write_timelines
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.simulate import RankResult, Simulation, simulate
@@ -41,9 +41,6 @@ class Given(SourceOptions):
     trace: OutputFile | None = None
     """Write the timeline (JSON)."""
 
-    png: PngFile | None = None
-    """Draw the timeline, of the first 16 ranks."""
-
 
 def run(given: Given) -> int:
     """Simulate both steps, print them and write what was asked for; return 0."""
@@ -53,7 +50,7 @@ def run(given: Given) -> int:
         say("the step without offload")
         without = simulate(source.job)
         say("the step with offload")
-        offloaded = simulate(source.job, settings, record=bool(given.trace or given.png))
+        offloaded = simulate(source.job, settings, record=given.trace is not None)
     if given.plan is not None:
         what = f"the plan {given.plan}"
     elif source.recorded is not None:
@@ -63,8 +60,9 @@ def run(given: Given) -> int:
     flags = [one for one in given.set if one.strip().startswith("offload.")]
     line = f"with offload: {'; '.join([what, *flags])}"
     source.show(without, offloaded, "with it", _tables(source, without, offloaded), [line])
-    traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
-    write_timelines(traces, f"{source.title}, predicted", trace=given.trace, png=given.png)
+    if given.trace is not None:
+        traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
+        write_timelines(traces, given.trace)
     return 0
 
 

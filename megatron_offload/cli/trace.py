@@ -1,13 +1,13 @@
-"""Put the timelines of a run's ranks into one file for https://ui.perfetto.dev, and into a picture.
+"""Put the timelines of a run's ranks into one file for https://ui.perfetto.dev.
 
 reads    trace_<rank>.json in run.output, of a comparison in that of its run with offload; a run
          leaves them with run.trace_step
-prints   where the files are
-writes   FOLDER/trace.json; --png: a picture of the first 16 ranks (extra 'report')
+prints   where the file is
+writes   FOLDER/trace.json; 'megatron-offload report' draws the timelines
 
 exit status: 0 written, 2 bad input
 
-example: megatron-offload trace runs/quickstart --png timeline.png
+example: megatron-offload trace runs/quickstart
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options
-from megatron_offload.cli.output import PngFile, write_timelines
+from megatron_offload.cli.output import write_timelines
 from megatron_offload.core.trace import StepTrace, read_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.run_folder import main_folder, rank_files
@@ -29,20 +29,16 @@ class Given(Options):
     folder: CliPositionalArg[Path]
     """run.output of a run with run.trace_step."""
 
-    png: PngFile | None = None
-    """Draw the timelines, too."""
-
 
 def run(given: Given) -> int:
-    """Write ``trace.json`` for https://ui.perfetto.dev, and the picture; returns 0."""
+    """Write ``trace.json`` for https://ui.perfetto.dev; returns 0."""
     traces = read_run_traces(given.folder)
     if not traces:
         raise ConfigError(
             f"{given.folder} holds no timelines; set run.trace_step: 4, with offload on, and run "
             "again"
         )
-    title = given.folder.resolve().name
-    write_timelines(traces, title, trace=given.folder / "trace.json", png=given.png)
+    write_timelines(traces, given.folder / "trace.json")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Charts of a run: memory, the timeline of one step, and the trade-off curve.
 
-A chart is drawn into a PNG file, or by the page of a report. Needs Altair and vl-convert (extra
-``report``). Text of a run is text in a chart: no markup, no formulas.
+The page of a report draws them, and their own ``save`` into a file. Needs Altair and vl-convert
+(extra ``report``). Text of a run is text in a chart: no markup, no formulas.
 """
 
 from __future__ import annotations
@@ -59,42 +59,20 @@ _PLAN = "a plan"
 _POINTS = {"measured": "#0072b2", "predicted": "#e69f00", _PLAN: "#d55e00"}
 
 MOST_TIMELINES = 16
-"""Ranks in one picture; hundreds would help nobody."""
+"""Ranks in one page; hundreds would help nobody."""
 
 _COLUMNS = 2000
 """Parts of a step; what is shorter than one is drawn together, for no screen shows more."""
 
-_WIDTH, _HEIGHT, _PADDING = 760, 380, 20
-"""Of the trade-off curve, in pixels."""
-
-_LABEL = (20, 12)
-"""What the number of a point takes."""
-
-_SIDES = ((0, 1), (0, -1), (1, 0), (-1, 0))
-
 _CHUNK = re.compile(r"\[chunk (\d+),")
-
-
-def plot_timeline(traces: Sequence[StepTrace], path: Path, title: str = "One step") -> int:
-    """Draw the step on each of the first `MOST_TIMELINES` ranks into a PNG file.
-
-    Returns how many were drawn. ConfigError: Altair is not installed.
-    """
-    end_us = last_us(traces)
-    charts = []
-    for trace in traces[:MOST_TIMELINES]:
-        rank = f", rank {trace.rank}" if len(traces) > 1 else ""
-        facts = trace.facts()
-        lines = [", ".join(facts[:3]), ", ".join(facts[3:])]
-        charts.append(_titled(timeline_chart(trace, end_us), f"{title}{rank}", lines))
-    _write_png(_altair().vconcat(*charts), path)
-    return len(charts)
 
 
 def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against time") -> None:
     """Draw what settings cost in memory and in time, and their names, into a PNG file."""
     names = [f"{number}  {point.label}" for number, point in enumerate(tradeoff.by_memory, start=1)]
-    _write_png(_titled(tradeoff_chart(tradeoff), title, names), path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = _altair().Title(_safe(title), subtitle=[*map(_safe, names)], anchor="start")
+    tradeoff_chart(tradeoff).properties(title=words).save(path, format="png", scale_factor=1.5)
 
 
 def memory_chart(
@@ -189,7 +167,7 @@ def timeline_chart(trace: StepTrace, end_us: float) -> Any:
 def tradeoff_chart(tradeoff: TradeOff) -> Any:
     """Return a chart of memory against step time; a line joins what nothing beats in both.
 
-    Numbers count from 1 by memory, the least first.
+    Numbers count from 1 by memory, the least first; where points lie close, their tooltips tell.
     """
     alt = _altair()
     scale, unit = byte_unit(max(point.peak_bytes for point in tradeoff.points))
@@ -214,54 +192,28 @@ def tradeoff_chart(tradeoff: TradeOff) -> Any:
     timed = [row for row in rows if row["percent"] is not None]
     plans = [row for row in timed if row["is_plan"]]
     color = _colors(_POINTS, "how", [*rows, *({"how": _PLAN} for _ in plans)])
-    room = alt.Scale(zero=False, padding=_PADDING)
+    room = alt.Scale(zero=False, padding=20)
     # A title of the channel would become part of an expression, with its quotes and backslashes.
     axis = alt.Axis(title=_safe(f"peak {tradeoff.memory} of the rank that needs most ({unit})"))
 
-    def at(x: str, y: str) -> dict[str, Any]:
-        title = "step time against no offload (%)"
-        return {"x": alt.X(x, axis=axis, scale=room), "y": alt.Y(y, title=title, scale=room)}
-
-    place = at("memory:Q", "percent:Q")
+    title = "step time against no offload (%)"
+    place = {
+        "x": alt.X("memory:Q", axis=axis, scale=room),
+        "y": alt.Y("percent:Q", title=title, scale=room),
+    }
     tips = ["number:Q", "setting:N", "bytes:N", "percent:Q", "how:N"]
     points = _chart(timed).encode(**place, color=color, tooltip=tips)
     untimed = _chart([row for row in rows if row["percent"] is None])
-    numbers = _chart(_labels(timed)).mark_text().encode(**at("at:Q", "height:Q"), text="number:Q")
     chart = alt.layer(
         points.transform_filter("datum.is_best").mark_line(opacity=0.6),
         untimed.mark_rule(strokeDash=[2, 3]).encode(x=place["x"], color=color, tooltip=tips),
         _chart(plans).mark_point(size=260, strokeWidth=2).encode(**place, color=alt.datum(_PLAN)),
         points.mark_point(size=60, filled=True, opacity=1),
-        numbers,
-        width=_WIDTH,
-        height=_HEIGHT,
+        _chart(timed).mark_text(dx=9, dy=-9).encode(**place, text="number:Q"),
+        width=760,
+        height=380,
     )
     return chart.interactive()
-
-
-def _labels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return where the number of each point stands: by it, and on no other number or point."""
-
-    def pixels(name: str, size: int) -> tuple[float, float]:
-        values = [row[name] for row in rows]
-        return min(values), ((max(values) - min(values)) or 1.0) / (size - 2 * _PADDING)
-
-    if not rows:
-        return []
-    (x0, dx), (y0, dy) = pixels("memory", _WIDTH), pixels("percent", _HEIGHT)
-    points = [((row["memory"] - x0) / dx, (row["percent"] - y0) / dy) for row in rows]
-    taken, labels = [*points], []
-    for row, (x, y) in zip(rows, points, strict=True):
-        spots = ((x + far * a, y + far * b) for far in range(13, 200, 13) for a, b in _SIDES)
-        free = (
-            spot
-            for spot in spots
-            if all(any(abs(spot[k] - one[k]) >= _LABEL[k] for k in (0, 1)) for one in taken)
-        )
-        at, height = next(free, (x, y + 13))
-        taken.append((at, height))
-        labels.append({"number": row["number"], "at": x0 + at * dx, "height": y0 + height * dy})
-    return labels
 
 
 def last_us(traces: Iterable[StepTrace]) -> float:
@@ -297,18 +249,6 @@ def _colors(colors: Mapping[str, str], name: str, rows: Iterable[Mapping[str, An
     scale = _altair().Scale(domain=list(found), range=list(found.values()))
     legend = _altair().Legend(orient="bottom", title=None, columns=3, labelLimit=400)
     return _altair().Color(f"{name}:N", scale=scale, legend=legend)
-
-
-def _titled(chart: Any, title: str, lines: Iterable[str]) -> Any:
-    subtitle = [_safe(line) for line in lines]
-    return chart.properties(title=_altair().Title(_safe(title), subtitle=subtitle, anchor="start"))
-
-
-def _write_png(chart: Any, path: Path) -> None:
-    import vl_convert
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(vl_convert.vegalite_to_png(chart.to_json(), scale=1.5))
 
 
 def _kind(span: Span) -> str:

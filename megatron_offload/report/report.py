@@ -84,8 +84,6 @@ class Report:
     """As YAML, what was given of it; None where the run has left none."""
     versions: Mapping[str, str]
     """Empty where the run has left none."""
-    commands: Sequence[str]
-    """What does the same again."""
     findings: Mapping[str, bool] | None = None
     """What was compared, and whether it was equal; None where there was one run only."""
     traces: Sequence[StepTrace] = ()
@@ -93,8 +91,6 @@ class Report:
     plan: OffloadPlan | None = None
     plan_is_followed: bool = False
     """Whether the run did what the plan says."""
-    left_out: str = ""
-    """A sentence on the steps whose peaks count in no number here; "" without such."""
 
     @property
     def verdict(self) -> tuple[str, str, str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.cli.main import read_command
 from megatron_offload.cli.output import check_output, progress, writing
 from megatron_offload.errors import ConfigError
 
@@ -23,12 +22,6 @@ def test_a_file_that_couldn_t_be_written_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="can't be written into"):
         check_output(tmp_path / "new.json")
-
-
-@pytest.mark.parametrize("name", ["x.txt", "x"])
-def test_a_picture_ends_in_png(name):
-    with pytest.raises(ConfigError, match=f"'png': a PNG is drawn, not '{name}'; name a file that"):
-        read_command(["trace", "x", "--png", name])
 
 
 def test_folders_are_made_and_what_the_system_refuses_is_a_user_s_error(tmp_path):

@@ -73,7 +73,6 @@ def gpu_report(**changes):
         step_time_s=Pair(1.4844, 1.4903),
         config=HOSTILE,
         versions={"torch": HOSTILE},
-        commands=(HOSTILE,),
         findings={"losses of 5 steps": True},
         traces=[trace(0), trace(1)],
         tradeoff=TradeOff(memory="reserved memory", points=points),

@@ -22,7 +22,7 @@ from megatron_offload.report.report import MemoryKind, Pair, render_report
 pytest.importorskip("jinja2")
 pytest.importorskip("altair")
 
-SECTIONS = ["memory", "groups", "timeline", "tradeoff", "bits", "setup", "again"]
+SECTIONS = ["memory", "groups", "timeline", "tradeoff", "bits", "setup"]
 VOID = {"meta", "link", "br"}
 
 

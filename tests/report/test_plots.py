@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import re
-import struct
 
 import pytest
 
@@ -16,10 +14,8 @@ from megatron_offload.core.trace import (
     Span,
     StepTrace,
 )
-from megatron_offload.report import plots
 from megatron_offload.report.plots import (
     last_us,
-    plot_timeline,
     plot_tradeoff,
     timeline_chart,
     tradeoff_chart,
@@ -37,26 +33,10 @@ def trace(rank):
     return StepTrace(rank, spans, [Counter(LIVE_BYTES, 1, 64)])
 
 
-def size_of(path):
-    data = path.read_bytes()
-    assert data.startswith(PNG)
-    return struct.unpack(">II", data[16:24])
-
-
 def rows_of(chart, field):
     """Return the rows of a chart's data that have a field."""
     found = chart.to_dict()["datasets"].values()
     return [row for rows in found for row in rows if field in row]
-
-
-def test_each_of_the_first_ranks_gets_its_own_lanes(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "MOST_TIMELINES", 2)
-    for number in (1, 3):
-        traces = [trace(rank) for rank in range(number)]
-        assert plot_timeline(traces, tmp_path / f"{number}.png", r"$\frac{$") == min(number, 2)
-    one, two = (size_of(tmp_path / f"{number}.png") for number in (1, 3))
-    assert two[1] > 1.9 * one[1]
-    assert abs(two[0] - one[0]) < 60
 
 
 def test_each_part_of_a_picture_has_data_of_its_own():
@@ -158,32 +138,3 @@ def test_labels_are_text_and_no_formulas(tmp_path):
     formula = r"$\frac{$"
     plot_tradeoff(TradeOff(memory=formula, points=points), path, formula)
     assert path.read_bytes().startswith(PNG)
-
-
-def test_no_number_of_the_curve_stands_on_another_or_on_a_point():
-    rng = random.Random(0)
-    points = [
-        TradeOffPoint(
-            label=f"p{index}",
-            peak_bytes=int((20 + 0.05 * rng.randrange(8)) * 2**30) + (index == 0) * 10 * 2**30,
-            step_time_percent=rng.choice([0.0, 0.01, 0.3]) + 20 * (index == 1),
-        )
-        for index in range(16)
-    ]
-    tradeoff = TradeOff(points=tuple(points))
-    points = [
-        {"number": number, "memory": point.peak_bytes / 2**30, "percent": point.step_time_percent}
-        for number, point in enumerate(tradeoff.by_memory, start=1)
-    ]
-    numbers = plots._labels(points)
-    assert [one["number"] for one in numbers] == [one["number"] for one in points]
-    wide = 10 / 720, 20 / 340  # of GiB and of per cent, of a pixel
-
-    def is_free(one, other):
-        dx, dy = (abs(one[k] - other[k]) / wide[k] for k in (0, 1))
-        return dx >= 19 or dy >= 11
-
-    placed = [(one["at"], one["height"]) for one in numbers]
-    placed += [(one["memory"], one["percent"]) for one in points]
-    for one in placed[: len(numbers)]:
-        assert all(is_free(one, other) for other in placed if other is not one)

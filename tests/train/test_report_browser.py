@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium and chromedriver on the PATH"),
 ]
 
-SECTIONS = ["memory", "groups", "timeline", "tradeoff", "bits", "setup", "again"]
+SECTIONS = ["memory", "groups", "timeline", "tradeoff", "bits", "setup"]
 WIDTHS = {390: 844, 1440: 900}
 
 CONTRAST = """
