@@ -20,7 +20,6 @@ _EXTRAS = {
     "megatron.core": ("megatron", "training"),
     "shtab": ("completion", "completing words in a shell"),
     "safetensors": ("megatron", "training"),
-    "transformer_engine": ("te", "model.layer_spec transformer_engine"),
     "vl_convert": ("report", "drawing a chart"),
 }
 """For packages that only some commands need the extra that brings them, and what it is for."""

@@ -69,7 +69,6 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     """Return the same run with or without offload, whole, writing into a folder of its own."""
     is_offloaded = folder == FOLDERS[1]
     run = {"output": config.run.output / folder, "resume": False, "checkpoint_interval": 0}
-    run |= {"max_restarts": 0}
     if not is_offloaded:  # there are no groups to look at
         run |= {"trace_step": 0, "profile_step": 0}
     # Copies and not new objects: which offload settings were given must not change.

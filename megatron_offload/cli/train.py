@@ -1,7 +1,7 @@
 r"""Train a GPT by megatron-core's own model and pipeline schedules, on GPUs or on CPUs.
 
-reads    --config, a YAML file (or the name of one in configs/), and the text or the indexed dataset
-         that it names; flags win over the file
+reads    --config, a YAML file (or the name of one in configs/), and the text that it names; flags
+         win over the file
 prints   a line for each step, and in the end what moved on each rank and in each group
 writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with
          run.trace_step, checkpoints with run.checkpoint_interval; a folder that holds another run

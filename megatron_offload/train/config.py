@@ -1,4 +1,4 @@
-"""What a training run is told: model, parallelism, data, optimizer, schedule, run, offload.
+"""What a training run is told: model, parallelism, data, schedule, run, offload.
 
 Every check that needs neither a device nor the contents of data is made here.
 """
@@ -17,8 +17,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel
 from megatron_offload.planning.plan_file import load_plan
 
-BYTE_VOCABULARY = 256
-
 
 class ModelConfig(StrictModel):
     """A dense GPT. Sizes in elements."""
@@ -35,10 +33,8 @@ class ModelConfig(StrictModel):
     """Width inside the MLP. None: four times ``hidden``."""
     sequence_length: int = Field(default=128, ge=2)
     """Tokens in one sequence."""
-    vocabulary: int = Field(default=BYTE_VOCABULARY, ge=2)
-    """Tokens that the data may hold: 256 for bytes."""
-    pad_vocabulary_to: int = Field(default=128, ge=1)
-    """The embedding's rows are rounded up to a multiple of this."""
+    vocabulary: int = Field(default=256, ge=256)
+    """Rows of the embedding, rounded up to a multiple of 128; text takes 256, one for each byte."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Probability of dropping, in attention and in the residual stream."""
     tied_embeddings: bool = False
@@ -51,17 +47,13 @@ class ModelConfig(StrictModel):
     """Function inside the MLP; ``swiglu`` is gated."""
     bias: bool = True
     """Whether linear layers have one."""
-    init_std: float = Field(default=0.02, gt=0.0)
-    """Standard deviation of the initial weights."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed a second time in backward instead of being saved."""
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = ("core_attn",)
     """With ``recompute: selective``: what of a layer."""
-    layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Whose layers; ``auto`` takes TransformerEngine's on a GPU where it is installed."""
     attention: Literal["auto", "unfused", "scaled_dot_product"] = "auto"
-    """With local layers: megatron-core's unfused core attention, or PyTorch's fused one; ``auto``
-    takes the fused one on a GPU."""
+    """megatron-core's unfused core attention, or PyTorch's fused one. ``auto`` is the unfused one
+    on a CPU; on a GPU it takes TransformerEngine's layers, or the fused one without them."""
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse what doesn't fit together."""
@@ -79,8 +71,6 @@ class ModelConfig(StrictModel):
             )
         if self.recompute != "selective" and self.recompute_modules != ("core_attn",):
             raise ConfigError("model.recompute_modules needs model.recompute: selective")
-        if self.layer_spec == "transformer_engine" and self.attention != "auto":
-            raise ConfigError("model.attention is for local layers; set model.layer_spec: local")
         if self.recompute == "selective" and "mlp" in self.recompute_modules and self.bias:
             # The checkpoint hands the bias, a parameter, out as its own result; autograd then
             # makes the parameter a child of the checkpoint, and backward never ends.
@@ -106,51 +96,20 @@ class DataConfig(StrictModel):
     """Where tokens come from, and how many make a step."""
 
     text: tuple[Path, ...] = ()
-    """Text files, read as bytes. None given, and no ``indexed``: text that comes with Python."""
-    indexed: Path | None = None
-    """A megatron-core indexed dataset: the path of its .bin and .idx without the ending."""
+    """Text files, read as bytes. None given: text that comes with Python."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences in one microbatch on one rank."""
     microbatches: int = Field(default=1, ge=1)
     """Microbatches of one step on each data-parallel rank."""
 
-    def model_post_init(self, _: Any, /) -> None:
-        """Refuse two sources at once."""
-        if self.text and self.indexed is not None:
-            raise ConfigError("data.text and data.indexed exclude each other; give one of them")
-
-
-class OptimizerConfig(StrictModel):
-    """Adam with decoupled weight decay, and gradient clipping over all ranks."""
-
-    weight_decay: float = Field(default=0.01, ge=0.0)
-    """Decay of matrices; biases and norms have none."""
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0.0)
-    """Added to the denominator."""
-    clip_grad: float = Field(default=1.0, ge=0.0)
-    """Largest norm of all gradients; 0 never clips."""
-
 
 class ScheduleConfig(StrictModel):
-    """The learning rate over the steps."""
+    """The learning rate over the steps: after its growth half a cosine down to 0."""
 
     lr: float = Field(default=1e-3, gt=0.0)
     """Highest learning rate."""
-    min_lr: float = Field(default=0.0, ge=0.0)
-    """Learning rate at the end."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear growth from 0."""
-    decay: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape from ``lr`` down to ``min_lr``."""
-
-    def model_post_init(self, _: Any, /) -> None:
-        """Refuse a floor above the top."""
-        if self.min_lr > self.lr:
-            raise ConfigError(f"schedule.min_lr {self.min_lr} is above schedule.lr {self.lr}")
 
 
 class RunConfig(StrictModel):
@@ -162,16 +121,9 @@ class RunConfig(StrictModel):
     """Seed of weights, data order and dropout."""
     output: Path = Path("runs/train")
     """Folder for ``steps.jsonl`` and what else a run writes; not one that holds another run."""
-    log_interval: int = Field(default=1, ge=1)
-    """Steps between two printed lines; every step is written to the file."""
-    eval_interval: int = Field(default=0, ge=0)
-    """Steps between two evaluations (forward only); 0 for none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; ``auto`` takes CUDA where there is a device."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of each process."""
+    """Where to train, in bfloat16 on a GPU and in float32 on a CPU; ``auto`` takes CUDA where there
+    is a device."""
     deterministic: bool = True
     """On a GPU: only kernels that give the same bits every time. Without it two equal runs may
     differ, and so may `compare`."""
@@ -183,22 +135,14 @@ class RunConfig(StrictModel):
     profile_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``); 0 for none.
     Changes no bit. In a run that is resumed later the third step after that."""
-    hash_gradients: Literal["last", "every"] = "last"
-    """Whether gradients are hashed in the last step only or in every step."""
     checkpoint_interval: int = Field(default=0, ge=0)
-    """Steps between checkpoints; one more follows the last step, or a signal. 0 for none at all."""
-    keep_checkpoints: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept; older ones are removed once a newer one is whole."""
+    """Steps between checkpoints, of which the newest two are kept; one more follows the last step,
+    or a signal. 0 for none at all."""
     resume: bool = False
     """Go on from the newest checkpoint in ``output``, or start with the first step where there is
-    none. Ranks that their launcher starts again do so by themselves."""
-    max_restarts: int = Field(default=0, ge=0)
-    """How often all ranks start again after one has failed; torchrun has its ``--max-restarts``."""
+    none."""
     timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
     """Seconds that a rank waits for others before it fails."""
-    shutdown_timeout_s: int = Field(default=300, ge=1)
-    """Seconds for a step and a checkpoint after SIGTERM or SIGINT, before ranks are killed. Under
-    torchrun its own setting counts."""
 
 
 class TrainConfig(StrictModel):
@@ -207,7 +151,6 @@ class TrainConfig(StrictModel):
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     run: RunConfig = RunConfig()
     offload: OffloadConfig = OffloadConfig(enabled=False)
@@ -216,12 +159,7 @@ class TrainConfig(StrictModel):
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse sections that don't fit one another."""
-        vocabulary, run = self.model.vocabulary, self.run
-        if self.data.indexed is None and vocabulary < BYTE_VOCABULARY:
-            raise ConfigError(
-                f"model.vocabulary {vocabulary} is too small for text read as bytes; set it to "
-                f"{BYTE_VOCABULARY} or more"
-            )
+        run = self.run
         if run.profile_step and run.profile_step >= run.steps:
             raise ConfigError(
                 f"run.profile_step {run.profile_step} does not come before the last of {run.steps} "
@@ -273,11 +211,9 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
             f"the interleaved schedule takes data.microbatches in multiples of parallel.pipeline "
             f"{pipeline}, got {microbatches}; set it to {_multiples(microbatches, pipeline)}"
         )
-    indexed, key = config.data.indexed, "indexed" if config.data.indexed else "text"
-    pair = [indexed.with_name(indexed.name + end) for end in (".bin", ".idx")] if indexed else ()
-    for path in (*config.data.text, *pair):
+    for path in config.data.text:
         if not path.is_file() or not os.access(path, os.R_OK):
-            raise ConfigError(f"data.{key}: there is no file {path} that can be read")
+            raise ConfigError(f"data.text: there is no file {path} that can be read")
     if config.offload.enabled:
         if isinstance(config.offload.policy, PlanFileConfig):
             load_plan(config.offload.policy.path)

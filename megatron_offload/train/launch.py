@@ -1,7 +1,8 @@
 """Starts the ranks of a run, or joins those that torchrun started, and hands back their reports.
 
 A signal never interrupts a rank's step, and repeated ones mean to a rank the same as one: launchers
-send again what a terminal sent already.
+send again what a terminal sent already. Torch's launcher forwards a signal to its ranks, and kills
+those that take too long; where it is killed itself, the system sends its ranks SIGINT.
 """
 
 from __future__ import annotations
@@ -11,15 +12,11 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
-import threading
 import time
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
-from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
 from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError, require
@@ -83,7 +80,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     folders = [config.run.output for _, config in runs] + ([comparison] if comparison else [])
     with locked(folders if rank == 0 else ()):
         if comparison is None:
-            check_output(first, ranks, is_restarted=_is_restarted())
+            check_output(first, ranks)
         else:
             check_comparison(comparison)
         if kind == "cpu" and first.run.device == "auto" and rank == 0:
@@ -101,24 +98,14 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         yield reports if rank == 0 else None
 
 
-def _is_restarted() -> bool:
-    return environment_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
-
-
 def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigError:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    run = runs[0][1].run
-    # One OpenMP thread unless the user says more: ranks share the cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(run.threads))
     if kind == "cpu":
         # The ranks inherit it: megatron-core and the offload backend both look for a device.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    options: dict[str, Any] = {"shutdown_timeout": run.shutdown_timeout_s}
-    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
-        options = {}  # older versions of torch wait for 30 seconds
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -126,15 +113,13 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigE
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=run.max_restarts,
+        max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
-        **options,
     )
     try:
-        with second_signal_kills():
-            first: list[RunReport] | ConfigError = elastic_launch(config, _rank_main)(runs, kind)[0]
-            return first
+        first: list[RunReport] | ConfigError = elastic_launch(config, _rank_main)(runs, kind)[0]
+        return first
     except ChildFailedError as error:
         # Ranks may stop for a signal that the launcher hasn't got.
         codes = {failure.exitcode for failure in error.failures.values()}
@@ -143,7 +128,7 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigE
             raise RankFailedError(f"a rank failed:\n{error}") from error
     except SignalException as error:
         number = error.sigval
-    latest = CheckpointFolder(run.output).latest()
+    latest = CheckpointFolder(runs[0][1].run.output).latest()
     there = "there is no checkpoint" if latest is None else f"--resume goes on from {latest}"
     raise StoppedError(f"stopped by {signal.Signals(number).name}; {there}", number)
 
@@ -154,20 +139,23 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
     What only ranks can find wrong, all find alike, and return it to be reported as bad input. A
     rank that a signal stopped exits here: returning would mean that the run is done.
     """
-    end_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # Until steps are taken, a Ctrl-C or the end of the launcher ends a rank at once.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not parent.is_alive():
+            raise SystemExit(128 + signal.SIGINT)
     # megatron-core says on every import which optional libraries it does without.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     from megatron_offload.train.loop import run_training
     from megatron_offload.train.parallel import open_process_group
 
-    run = runs[0][1].run
     reports = []
-    with open_process_group(kind, run.threads, run.timeout_s) as device:
+    with open_process_group(kind, runs[0][1].run.timeout_s) as device:
         try:
             for title, config in runs:
-                resume = config.run.resume or _is_restarted()
                 with collected_signals() as signals:
-                    report = run_training(config, device, title, resume=resume, signals=signals)
+                    report = run_training(config, device, title, signals)
                 if number := report.stopped_by or next(iter(signals), 0):
                     raise SystemExit(128 + number)
                 reports.append(report)
@@ -193,55 +181,3 @@ def collected_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in found.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def second_signal_kills() -> Iterator[None]:
-    """Kill all child processes on the second SIGTERM or SIGINT inside this context.
-
-    The handlers stay whoever's they are: here torch's launcher's, which waits for its ranks after
-    the first signal and would begin to wait anew after the second. Children begin with SIGINT
-    blocked, until they call `end_with_parent`: a terminal's Ctrl-C reaches them too, and while
-    Python starts it would print a traceback. Main thread only.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def watch() -> None:
-        count = 0
-        while numbers := reader.recv(64):  # one byte for each signal, until the other end closes
-            count += sum(number in _STOPPING for number in numbers)
-            for process in multiprocessing.active_children() if count > 1 else ():
-                process.kill()
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()  # it takes the SIGINT that this thread leaves
-    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    resource_tracker.ensure_running()  # where it starts, it unblocks SIGINT
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.set_wakeup_fd(wakeup)
-        writer.close()
-        watcher.join()
-        reader.close()
-
-
-def end_with_parent() -> None:
-    """In a child process: end at once when its parent is gone, or at a SIGINT that none collects.
-
-    Without a parent that was started by ``multiprocessing`` it does nothing.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def end() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=end, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

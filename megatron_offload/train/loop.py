@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -25,7 +25,7 @@ from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint import Checkpoints
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.data import EVALUATION, TRAINING, build_source, microbatches
+from megatron_offload.train.data import TextSource
 from megatron_offload.train.digest import digest
 from megatron_offload.train.offload import OffloadSession, open_offload
 from megatron_offload.train.parallel import Parallel, open_model_parallel
@@ -36,17 +36,17 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def run_training(
-    config: TrainConfig, device: torch.device, title: str, *, resume: bool, signals: Sequence[int]
+    config: TrainConfig, device: torch.device, title: str, signals: Sequence[int]
 ) -> RunReport:
     """Train as ``config``, checked by `check_ranks`, says; collective.
 
-    With ``resume`` it goes on from the newest checkpoint, whose steps are in rank 0's report only.
-    Once ``signals`` holds one, the run stops after its step.
+    Where it goes on from a checkpoint, the steps before are in rank 0's report only. Once
+    ``signals`` holds one, the run stops after its step.
     """
     with open_model_parallel(config, device) as parallel:
         out = console(stderr=True, quiet=not parallel.is_owner)
         trainer = _Trainer(config, device, parallel, signals, lambda x: out.print(f"{title}: {x}"))
-        report = trainer.run(resume=resume)
+        report = trainer.run()
     del trainer
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return report
@@ -75,7 +75,7 @@ class _Trainer:
         self._optimizer = build_optimizer(config, self._chunks)
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
-        self._source = build_source(config, self._parallel.dp_size)
+        self._source = TextSource.of(config)
         folder, data = CheckpointFolder(config.run.output), functools.cache(self._source.digest)
         self._checkpoints = Checkpoints(
             config, folder, self._device, self._parallel, self._chunks, self._optimizer, data
@@ -84,11 +84,11 @@ class _Trainer:
         live = config.run.measure_live_bytes
         self._meter = LiveActivationMeter(self._parameters()) if live else None
 
-    def run(self, *, resume: bool) -> RunReport:
+    def run(self) -> RunReport:
         """Take every step that is left; report what happened on all ranks."""
         config, run, parallel = self._config, self._config.run, self._parallel
         report = RunReport()
-        keep_bytes = self._restore(report) if resume else 0
+        keep_bytes = self._restore(report) if run.resume else 0
         if parallel.is_owner:
             on_gpu = self._device.type == "cuda"
             gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
@@ -122,24 +122,19 @@ class _Trainer:
         for step in range(self._first, run.steps + 1):
             was_planning = session.is_planning
             record, number = self._train_step(step, session)
-            if run.eval_interval and step % run.eval_interval == 0:
-                record = replace(record, evaluation=self._evaluate(step))
             report.steps.append(record)
             if log is not None:
                 log.write(record.to_json() + "\n")
-            if step % run.log_interval == 0 or step in (1, run.steps):
-                say(
-                    f"step {step}/{run.steps}  loss {record.loss:.6f}  "
-                    f"grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}  "
-                    f"{1e3 * record.step_time_s:.0f} ms  "
-                    f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
-                )
+            say(
+                f"step {step}/{run.steps}  loss {record.loss:.6f}  "
+                f"grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}  "
+                f"{1e3 * record.step_time_s:.0f} ms  "
+                f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
+            )
             if was_planning and not session.is_planning:
                 note = session.keep_plan(run.output if self._parallel.is_owner else None)
                 if note:
                     say(note)
-            if record.evaluation is not None:
-                say(f"evaluation after step {step}  loss {record.evaluation:.6f}")
             ends = number or step == run.steps
             if run.checkpoint_interval and (ends or step % run.checkpoint_interval == 0):
                 if log is not None:  # it must reach as far as the checkpoint, whatever happens
@@ -171,12 +166,12 @@ class _Trainer:
         with trace_step(manager, rank) if manager and is_traced else _NOTHING as trace:
             with self._profiling(step, manager) as recorded:
                 with self._meter or _NOTHING:
-                    loss = self._pass_over_microbatches(TRAINING, step, forward_only=False)
+                    loss = self._pass_over_microbatches(step)
                 counters = session.end_step()
         self._synchronize()
         step_time_s = time.perf_counter() - start
         gradients = None
-        if run.hash_gradients == "every" or step == run.steps:
+        if step == run.steps:
             gradients = digest(parameter.main_grad for parameter in self._parameters())
         start = time.perf_counter()
         _, grad_norm, _ = self._optimizer.step()
@@ -239,21 +234,11 @@ class _Trainer:
         )
         return profile_step(manager, run=run)
 
-    def _evaluate(self, step: int) -> float:
-        for chunk in self._chunks:
-            chunk.eval()
-        with torch.no_grad():
-            loss = self._pass_over_microbatches(EVALUATION, step, forward_only=True)
-        for chunk in self._chunks:
-            chunk.train()
-        losses = [x for x in self._parallel.gather(loss) if x is not None]
-        return float(sum(losses) / len(losses))
-
-    def _pass_over_microbatches(self, kind: int, step: int, *, forward_only: bool) -> float | None:
+    def _pass_over_microbatches(self, step: int) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
-        data, virtual, source = self._config.data, self._config.parallel.virtual, self._source
-        numbers = (kind, step, data.microbatches, self._parallel.dp_rank)
-        iterators = [microbatches(source, *numbers, self._device) for _ in range(virtual)]
+        data, virtual = self._config.data, self._config.parallel.virtual
+        which = (step, data.microbatches, self._parallel.dp_rank, self._device)
+        iterators = [self._source.microbatches(*which) for _ in range(virtual)]
         losses = self._forward_backward(
             forward_step_func=_forward_step,
             data_iterator=iterators if virtual > 1 else iterators[0],
@@ -261,7 +246,7 @@ class _Trainer:
             num_microbatches=data.microbatches,
             seq_length=self._config.model.sequence_length,
             micro_batch_size=data.micro_batch_size,
-            forward_only=forward_only,
+            forward_only=False,
         )
         found = [entry["loss"] for entry in losses]
         return float(torch.stack(found).mean()) if found else None

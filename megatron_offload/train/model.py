@@ -27,14 +27,15 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_offload.config import split_modules
-from megatron_offload.errors import require
 from megatron_offload.train.config import TrainConfig
+
+_WEIGHT_DECAY = 0.01
 
 
 def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedDataParallel]:
     """Build this rank's model chunks, in the order of their virtual stages."""
     transformer = _transformer_config(config, device)
-    virtual, multiple = config.parallel.virtual, config.model.pad_vocabulary_to
+    virtual = config.parallel.virtual
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     chunks = []
     for stage in range(virtual):
@@ -42,7 +43,7 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
         model = GPTModel(
             config=transformer,
             transformer_layer_spec=_layer_spec(config, device),
-            vocab_size=-(-config.model.vocabulary // multiple) * multiple,
+            vocab_size=-(-config.model.vocabulary // 128) * 128,
             max_sequence_length=config.model.sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(False, vp_stage),
@@ -61,8 +62,7 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
 def _transformer_config(config: TrainConfig, device: torch.device) -> TransformerConfig:
     """Translate into megatron-core's configuration, whose defaults compile no fused kernels."""
     model, parallel, on_gpu = config.model, config.parallel, device.type == "cuda"
-    usual = "bfloat16" if on_gpu else "float32"
-    dtype = getattr(torch, usual if config.run.dtype == "auto" else config.run.dtype)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     offloaded = split_modules(config.offload.modules)[0] if config.offload.enabled else ()
     is_full = model.recompute == "full"
     gated = model.activation == "swiglu"
@@ -78,7 +78,6 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
         "gated_linear_unit": gated,
         "activation_func": F.silu if gated else F.gelu,
         "add_bias_linear": model.bias,
-        "init_method_std": model.init_std,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual if parallel.virtual > 1 else None,
         "pipeline_dtype": dtype,
@@ -105,15 +104,13 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
 def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
     from megatron.core.extensions import transformer_engine
 
-    wanted, attention = config.model.layer_spec, config.model.attention
-    has_te, on_gpu = getattr(transformer_engine, "HAVE_TE", False), device.type == "cuda"
-    if wanted == "transformer_engine":
-        require("transformer_engine")
-    is_free = wanted == "auto" and attention == "auto"  # only local layers are asked for attention
-    if wanted == "transformer_engine" or (is_free and on_gpu and has_te):
-        return get_gpt_layer_with_transformer_engine_spec()
+    attention = config.model.attention
+    if attention == "auto" and device.type == "cuda":
+        if getattr(transformer_engine, "HAVE_TE", False):
+            return get_gpt_layer_with_transformer_engine_spec()
+        attention = "scaled_dot_product"
     spec = get_gpt_layer_local_spec(normalization=config.model.normalization)
-    if attention == "scaled_dot_product" or (attention == "auto" and on_gpu):
+    if attention == "scaled_dot_product":
         submodules = spec.submodules.self_attention.submodules
         submodules.core_attention = ScaledDotProductAttention
     return spec
@@ -121,18 +118,15 @@ def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
 
 def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:
     """Build megatron-core's optimizer: AdamW, float32 main weights, clipping over all ranks."""
-    options = config.optimizer
     dtype = next(chunks[0].parameters()).dtype
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=config.schedule.lr,
-            min_lr=config.schedule.min_lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.beta1,
-            adam_beta2=options.beta2,
-            adam_eps=options.eps,
-            clip_grad=options.clip_grad,
+            min_lr=0.0,
+            weight_decay=_WEIGHT_DECAY,
+            adam_beta2=0.95,
+            clip_grad=1.0,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
         ),
@@ -148,12 +142,12 @@ def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamSchedu
         optimizer,
         init_lr=0.0,
         max_lr=schedule.lr,
-        min_lr=schedule.min_lr,
+        min_lr=0.0,
         lr_warmup_steps=schedule.warmup_steps,
         lr_decay_steps=max(steps, schedule.warmup_steps + 1),
-        lr_decay_style=schedule.decay,
-        start_wd=config.optimizer.weight_decay,
-        end_wd=config.optimizer.weight_decay,
+        lr_decay_style="cosine",
+        start_wd=_WEIGHT_DECAY,
+        end_wd=_WEIGHT_DECAY,
         wd_incr_steps=steps,
         wd_incr_style="constant",
     )

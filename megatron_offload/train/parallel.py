@@ -78,8 +78,6 @@ def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> st
             f"run.device cpu, but this machine shows {found} CUDA devices; hide them with "
             f"CUDA_VISIBLE_DEVICES= or set run.device: auto"
         )
-    if wanted == "cpu" and config.run.dtype == "bfloat16":
-        raise ConfigError("run.dtype bfloat16 needs a GPU; set run.dtype: float32")
     if wanted == "cuda" and found < local_ranks:
         raise ConfigError(
             f"{local_ranks} ranks on this machine need as many CUDA devices, and it has {found}; "
@@ -89,7 +87,7 @@ def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> st
 
 
 @contextlib.contextmanager
-def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Iterator[torch.device]:
+def open_process_group(kind: str, timeout_s: float = 600.0) -> Iterator[torch.device]:
     """Join all ranks, from the environment that a launcher set; leaves the group at the end.
 
     Yields this rank's device.
@@ -122,7 +120,7 @@ def open_process_group(kind: str, threads: int, timeout_s: float = 600.0) -> Ite
             f"with torchrun, or set MASTER_ADDR and MASTER_PORT to a free port of the first rank's "
             f"machine"
         ) from error
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)  # ranks share the cores, and sums on a CPU hang on the number
     with _closing(torch.distributed.destroy_process_group):
         yield device
 
@@ -154,7 +152,7 @@ def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[P
     )
 
     # The bridges reach the modules that are loaded, so all that training uses comes first.
-    for name in ("datasets.gpt_dataset", "models.gpt", "optimizer", "pipeline_parallel.schedules"):
+    for name in ("models.gpt", "optimizer", "pipeline_parallel.schedules"):
         importlib.import_module(f"megatron.core.{name}")
     virtual = config.parallel.virtual
     with contextlib.ExitStack() as stack:

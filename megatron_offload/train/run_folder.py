@@ -31,6 +31,8 @@ CONFIG_NAME = "config.yaml"
 FACTS_NAME = "run.json"
 PLAN_NAME = "plan.json"
 """The plan that a run has made and follows."""
+_NUM_KEPT = 2
+"""Newest checkpoints that are kept."""
 RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 
 _NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,14})")
@@ -72,7 +74,7 @@ def locked(folders: Iterable[Path]) -> Iterator[None]:
         yield
 
 
-def check_output(config: TrainConfig, world_size: int, *, is_restarted: bool) -> None:
+def check_output(config: TrainConfig, world_size: int) -> None:
     """Check that a run may write into its folder, or go on from a checkpoint there."""
     folder = config.run.output
     other = f"choose another run.output, or remove {folder}"
@@ -80,9 +82,9 @@ def check_output(config: TrainConfig, world_size: int, *, is_restarted: bool) ->
     if any(os.path.lexists(path) for path in (folder / COMPARISON_NAME, *logs)):
         raise ConfigError(f"run.output {folder} holds a comparison; {other}")
     latest = CheckpointFolder(folder).latest()
-    if latest is None and (is_restarted or not _has_steps(folder)):
+    if latest is None and not _has_steps(folder):
         return
-    if not (config.run.resume or is_restarted):
+    if not config.run.resume:
         found = (
             f"checkpoints up to {latest.name}; --resume goes on;" if latest else "an earlier run;"
         )
@@ -159,7 +161,7 @@ def rank_files(folder: Path, kind: str) -> list[Path]:
 class Manifest(StrictModel):
     """What a checkpoint holds."""
 
-    format: Literal[5]
+    format: Literal[6]
     """Of the files; a checkpoint of another one is refused."""
     step: Annotated[int, Field(ge=1, lt=10**15)]
     ranks: Annotated[int, Field(ge=1)]
@@ -213,11 +215,7 @@ class CheckpointFolder:
         os.rename(part, path)
         for folder in (self.path, self.path.parent):
             sync_folder(folder)
-        self.prune(manifest.config.run.keep_checkpoints)
-
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints."""
-        for path in self._whole()[:-keep]:
+        for path in self._whole()[:-_NUM_KEPT]:
             part = path.with_name(f".{path.name}.part")
             shutil.rmtree(part, ignore_errors=True)
             os.rename(path, part)
@@ -250,9 +248,9 @@ def digest_of_file(path: Path) -> str:
 
 _MAY_DIFFER: dict[str, Any] = {
     "offload": True,  # it doesn't change a bit
-    "data": {"indexed", "text"},  # their digest counts
+    "data": {"text"},  # its digest counts
     "parallel": {"ranks"},  # their number counts
-    "run": set(RunConfig.model_fields) - {"deterministic", "seed", "threads"},
+    "run": set(RunConfig.model_fields) - {"deterministic", "seed"},
 }
 """What doesn't decide what a step computes. What devices and types come to is compared besides."""
 
@@ -260,8 +258,7 @@ _MAY_DIFFER: dict[str, Any] = {
 def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: int) -> None:
     """Check that ``config`` goes on computing what ``saved`` began, by the checkpoint of ``step``.
 
-    ``run.steps`` may differ, unless the learning rate hangs on it and steps are left, or the order
-    of an indexed dataset does.
+    ``run.steps``, on which the learning rate hangs, may be more where no steps were left.
     """
     before, now = (each.model_dump(exclude=_MAY_DIFFER) for each in (saved, config))
     pairs = [
@@ -269,8 +266,7 @@ def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: in
         for section, values in now.items()
         for key, value in values.items()
     ]
-    extends = step == saved.run.steps < config.run.steps
-    if config.data.indexed or (config.schedule.decay != "constant" and not extends):
+    if not step == saved.run.steps < config.run.steps:
         pairs.append(("run.steps", saved.run.steps, config.run.steps))
     check_same(path, pairs)
 

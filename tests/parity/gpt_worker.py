@@ -156,7 +156,7 @@ def same(expected, actual):
 
 def main():
     findings = {}
-    with open_process_group("cpu", 1) as device:
+    with open_process_group("cpu") as device:
         for name in sys.argv[2:] or CASES:
             expected, _, _ = run(name, device, enabled=False)
             actual, moved, late = run(name, device, enabled=True)
