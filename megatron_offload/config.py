@@ -59,7 +59,6 @@ RECOMPUTE_UNITS: tuple[str, ...] = (
     "mlp_act",
     "mlp_fc1",
     "rope",
-    "mla_up",
     "moe_permute",
     "pointwise",
     "cast",

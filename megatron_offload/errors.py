@@ -18,7 +18,6 @@ _EXTRAS = {
     "altair": ("report", "drawing a chart"),
     "jinja2": ("report", "the HTML report"),
     "megatron.core": ("megatron", "training"),
-    "shtab": ("completion", "completing words in a shell"),
     "safetensors": ("megatron", "training"),
     "vl_convert": ("report", "drawing a chart"),
 }

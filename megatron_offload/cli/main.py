@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from megatron_offload import __version__
-from megatron_offload.errors import ConfigError, OffloadError, did_you_mean, require
+from megatron_offload.errors import ConfigError, OffloadError, did_you_mean
 
 COMMANDS = {
     "train": "train a GPT with pipeline parallelism",
@@ -43,13 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_command(words: Sequence[str]) -> tuple[Any, Any]:
     """Return the module of the command that words begin with, and the options that follow."""
-    from megatron_offload.cli.options import read_options
+    from megatron_offload.cli.options import add_flags, read_options
 
     name, *more = words
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
-    parser = _Parser(prog=f"megatron-offload {name}")
-    module = _fill(parser, name)
+    module = import_module(f"megatron_offload.cli.{name}")
+    parser = _Parser(prog=f"megatron-offload {name}", description=module.__doc__)
+    add_flags(parser, module.Given)
     return module, read_options(module.Given, parser, more)
 
 
@@ -70,41 +71,18 @@ def _run(words: list[str]) -> int:
 
 
 def _about(words: Sequence[str]) -> str:
-    """Return the help of all commands, or what completes them in a shell."""
+    """Return the help of all commands."""
     parser = _Parser(
         prog="megatron-offload",
         description="Exact activation offload for pipeline-parallel transformers.",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument(
-        "--print-completion",
-        choices=("bash", "zsh", "tcsh"),
-        help="print what completes words in a shell",
-    )
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)
-    shell = parser.parse_args(words).print_completion
-    if not shell:
-        return parser.format_help()
-    require("shtab")
-    import shtab
-
-    for name, command in commands.choices.items():
-        _fill(command, name)
-    text: str = shtab.complete(parser, shell)
-    return text
-
-
-def _fill(parser: argparse.ArgumentParser, name: str) -> Any:
-    """Give a parser the help and the flags of a command; return the command's module."""
-    from megatron_offload.cli.options import add_flags
-
-    module = import_module(f"megatron_offload.cli.{name}")
-    parser.description = module.__doc__
-    add_flags(parser, module.Given)
-    return module
+    parser.parse_args(words)
+    return parser.format_help()
 
 
 class _Usage(argparse.RawDescriptionHelpFormatter):

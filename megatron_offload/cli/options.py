@@ -64,9 +64,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
         other = options.also.get(name)
         if other and settings.get("metavar") == _METAVARS["bool"]:
             settings |= {"nargs": "?", "const": "true"}
-        flag = place.add_argument(*filter(None, (name, other)), **settings)
-        if settings.get("metavar") == "FILE":
-            flag.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+        place.add_argument(*filter(None, (name, other)), **settings)
 
     # What takes its time: not for --version.
     from pydantic_settings import CliSettingsSource

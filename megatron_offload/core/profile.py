@@ -74,8 +74,6 @@ class GroupProfile(NamedTuple):
     """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
     elsewhere_bytes: int = 0
     """Bytes that it saves besides, but that something else keeps: moving them frees nothing."""
-    keeper: str = ""
-    """What kind of thing that is, where it is known."""
     shared_bytes: int = 0
     """Of all its bytes those that a group committed before it has as well, and left where they
     are. A recorded profile counts them in that group alone."""

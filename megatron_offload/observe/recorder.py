@@ -7,16 +7,13 @@ just then is added, and to a peak between two looks the larger count of both.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
-
-import torch
 
 from megatron_offload.backends.base import DeviceMemory, Pair
 from megatron_offload.core.profile import (
@@ -27,7 +24,7 @@ from megatron_offload.core.profile import (
     RunShape,
     StepProfile,
 )
-from megatron_offload.engine.group import Block, OffloadGroup
+from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
 from megatron_offload.engine.owners import is_held_elsewhere
@@ -125,7 +122,7 @@ class _Recorder(BoundaryObserver, LossTimer):
         self._run, self._moves, self._peaks = run, moves, peaks
         self.looks_at_peaks = peaks
         self._copies = CopyTimer(manager.backend)
-        self._saved = _SavedBytes(is_pipeline=run is not None and run.pp_size > 1)
+        self._saved = _SavedBytes()
         # Where the device doesn't tell its memory, what the manager's meter counts.
         self._is_of_device = manager.backend.memory() is not None
         self._meter = None if self._is_of_device else meter_of(manager)
@@ -209,9 +206,6 @@ class _Recorder(BoundaryObserver, LossTimer):
         if self._learned is None and "start" in self._marks.get(group, ()):
             with self._backend.uncounted():
                 self._saved.enter_backward(group)
-
-    def tensor_saved(self, tensor: torch.Tensor) -> None:
-        self._saved.observe(tensor)
 
     def copy_starts(self, direction: Direction) -> None:
         self._copies.copy_starts(direction)
@@ -339,31 +333,20 @@ def _times_of(mark: Mapping[Boundary, int], at_us: Sequence[float]) -> GroupTime
 
 
 class _SavedBytes:
-    """What each group of one step saves, and what keeps the part that moving would not free.
+    """What each group of one step saves, and which part of it moving would not free.
 
     A block that several groups share counts in the group that is committed first, which is the one
-    that would move it; so the numbers are the same whether anything moves or not. What a forward
-    of one pipeline rank of several starts with, if it needs a gradient, the schedule keeps.
+    that would move it; so the numbers are the same whether anything moves or not.
     """
 
-    def __init__(self, *, is_pipeline: bool) -> None:
-        self._is_pipeline = is_pipeline
-        self._module_storages: set[int] | None = None
+    def __init__(self) -> None:
         self.begin_step()
 
     def begin_step(self) -> None:
         """Count from zero."""
         self._saved: dict[GroupKey, dict[_Identity, int]] = {}
         self._counted: dict[_Identity, int] = {}
-        self._leaf_storages: set[int] = set()
-        self._inputs: set[_Identity] = set()
-        self._keepers: dict[_Identity, str] = {}
-
-    def observe(self, tensor: torch.Tensor) -> None:
-        """Take note of a tensor that is saved: of graph inputs that need a gradient."""
-        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if is_plain and tensor.is_leaf and tensor.requires_grad:
-            self._leaf_storages.add(tensor.untyped_storage()._cdata)
+        self._kept: set[_Identity] = set()
 
     def commit(self, group: OffloadGroup) -> None:
         """Count what a group has that no group before it counts; before anything of it moves."""
@@ -377,56 +360,21 @@ class _SavedBytes:
             if num_bytes > 0:
                 saved[identity] = num_bytes
                 self._counted[identity] = block.num_bytes
-            if block.storage_key in self._leaf_storages:
-                self._inputs.add(identity)
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """See what something else has kept until now, when the engine has dealt with the group."""
         for block in group.blocks():
             is_held = is_held_elsewhere(block) if block.recipe is None else None
-            if is_held:
-                self._keepers[block.identity] = self._keeper_of(block)
-            elif is_held is not None:
-                self._keepers.pop(block.identity, None)
+            if is_held is not None:
+                (self._kept.add if is_held else self._kept.discard)(block.identity)
 
     def fill(self, group: GroupProfile) -> GroupProfile:
-        """Return the group with its bytes that can move, those kept, and who keeps most of them."""
+        """Return the group with its bytes that can move, and those that something else keeps."""
         saved = self._saved.get(group.key, {})
-        kept: Counter[str] = Counter()
-        for identity, num_bytes in saved.items():
-            if identity in self._keepers:
-                kept[self._keepers[identity]] += num_bytes
-        keeper = kept.most_common(1)[0][0] if kept else ""
+        kept_bytes = sum(size for identity, size in saved.items() if identity in self._kept)
         remade_bytes = sum(unit.num_bytes for unit in group.remade if unit.is_remade)
         return group._replace(
-            num_bytes=sum(saved.values()) - kept.total() - remade_bytes,
-            elsewhere_bytes=kept.total(),
-            keeper=keeper,
+            num_bytes=sum(saved.values()) - kept_bytes - remade_bytes,
+            elsewhere_bytes=kept_bytes,
             shared_bytes=0,
         )
-
-    def _keeper_of(self, block: Block) -> str:
-        if self._module_storages is None:
-            self._module_storages = _module_storages()
-        if block.storage_key in self._module_storages:
-            return "parameter/buffer"
-        if self._is_pipeline and block.identity in self._inputs:
-            return "pipeline schedule"
-        return "the program"
-
-
-def _module_storages() -> set[int]:
-    """Return the identities of the storages of all modules that there are."""
-    tensors = (
-        tensor
-        for found in gc.get_objects()
-        # type() and not isinstance(): proxies may run code when they are asked for their class.
-        if issubclass(type(found), torch.nn.Module)
-        for part in ("_parameters", "_buffers")
-        for tensor in (vars(found).get(part) or {}).values()
-    )
-    return {
-        tensor.untyped_storage()._cdata
-        for tensor in tensors
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    }

@@ -1,4 +1,4 @@
-"""Charts of a run: memory, the timeline of one step, and the trade-off curve.
+"""Charts of a run: the timeline of one step, and the trade-off curve.
 
 The page of a report draws them, and their own ``save`` into a file. Needs Altair and vl-convert
 (extra ``report``). Text of a run is text in a chart: no markup, no formulas.
@@ -54,7 +54,6 @@ _COUNTERS = {
     PREFETCHED_BYTES: _KINDS["h2d"][0],
 }
 
-_RUNS = {"without offload": "#6b7178", "with offload": "#0072b2"}
 _PLAN = "a plan"
 _POINTS = {"measured": "#0072b2", "predicted": "#e69f00", _PLAN: "#d55e00"}
 
@@ -73,31 +72,6 @@ def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against t
     path.parent.mkdir(parents=True, exist_ok=True)
     words = _altair().Title(_safe(title), subtitle=[*map(_safe, names)], anchor="start")
     tradeoff_chart(tradeoff).properties(title=words).save(path, format="png", scale_factor=1.5)
-
-
-def memory_chart(
-    peaks: Sequence[tuple[float | None, float | None]], title: str, ranks: Sequence[int]
-) -> Any:
-    """Return a chart of each rank's peak bytes, without and with offload; None: not measured."""
-    alt = _altair()
-    scale, unit = byte_unit(max((x for pair in peaks for x in pair if x is not None), default=0))
-    rows = []
-    for rank, pair in zip(ranks, peaks, strict=True):
-        for run, value in zip(_RUNS, pair, strict=True):
-            if value is not None:
-                more = (
-                    f" ({value / pair[0] - 1:+.1%})" if pair[0] and run != "without offload" else ""
-                )
-                label = format_bytes(value) + more
-                rows.append({"rank": rank, "run": run, "size": value / scale, "label": label})
-    base = _chart(rows, title=title, height=alt.Step(18)).encode(
-        x=alt.X("size:Q", title=unit),
-        y=alt.Y("rank:O", title="rank"),
-        yOffset=alt.YOffset("run:N", sort=list(_RUNS)),
-        tooltip=["rank:O", "run:N", "label:N"],
-    )
-    bars = base.mark_bar().encode(color=_colors(_RUNS, "run", rows))
-    return bars + base.mark_text(align="left", dx=4).encode(text="label:N")
 
 
 def timeline_chart(trace: StepTrace, end_us: float) -> Any:

@@ -144,11 +144,9 @@ def render_report(report: Report) -> str:
     traces = report.traces[: plots.MOST_TIMELINES]
     end_us = plots.last_us(traces)
     script = _script()
-    ranks = [rank["rank"] for rank in report.ranks]
     page = environment.get_template("report.html").render(
         report=report,
         headline=headline,
-        memory=headline and plots.memory_chart(headline.by_rank, f"peak {headline.name}", ranks),
         plan_rows=plan_rows(report.plan) if report.plan else [],
         timelines=[(trace, plots.timeline_chart(trace, end_us)) for trace in traces],
         tradeoff=report.tradeoff and plots.tradeoff_chart(report.tradeoff),

@@ -40,7 +40,7 @@ def test_the_list_of_commands_says_what_each_does(capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_says_what_is_read_and_written_how_it_ends_and_an_example(name, capsys, monkeypatch):
-    for module in ("simpy", "altair", "highspy", "shtab"):
+    for module in ("simpy", "altair", "highspy"):
         monkeypatch.setitem(sys.modules, module, None)
     text = help_of(capsys, name)
     assert text.startswith(f"usage: megatron-offload {name} ")
@@ -80,20 +80,11 @@ def test_help_lists_every_key_with_its_text(name, capsys):
         assert "--offload.policy.kind {auto,memory_target,modules,plan_file,ratio}" in text
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_shell_completes_commands_flags_and_keys(shell, capsys):
-    assert main(["--print-completion", shell]) == 0
-    script = capsys.readouterr().out
-    for word in ("simulate", "--device-target", "--offload.fraction"):
-        assert word in script
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (("plann",), "no command 'plann'; did you mean 'plan'?"),
         (("--vversion",), "unrecognized arguments: --vversion"),
-        (("--print-completion", "bsh"), "invalid choice: 'bsh'"),
         (("report",), "required: FOLDER"),
         (("report", "/nowhere"), "there is no folder /nowhere"),
         (("trace", "/nowhere"), "there is no folder /nowhere"),

@@ -84,7 +84,7 @@ CASES = {
         "v_head_dim": 16,
         "rope_type": "rope",
         "normalization": "LayerNorm",
-        "remakes": REMADE | {"mla_up"},
+        "remakes": REMADE,
     },
     "delayed": {
         **MOE,

@@ -34,7 +34,6 @@ def random_profile(rng):
             rng.choice([0, rng.randrange(2**62)]),
             at,
             rng.randrange(2**40),
-            rng.choice(["", "Tensor"]),
         )
         for key, at in zip(keys, at_bytes, strict=False)
     )

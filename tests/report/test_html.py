@@ -122,7 +122,7 @@ def test_what_users_named_is_text_wherever_it_stands():
     assert "<script>alert" not in text
     assert "<img src=x" not in text
     charts = [json.loads(data) for data in page.inside["script"][:-1]]
-    assert len(charts) == 4, "memory, two timelines, trade-off"
+    assert len(charts) == 3, "two timelines, trade-off"
     assert any("<script>alert" in str(chart) for chart in charts)
 
 
