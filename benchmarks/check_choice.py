@@ -34,7 +34,9 @@ from megatron_offload.planning.schedule import make_schedule, one_f_one_b
 from megatron_offload.planning.simulate import Simulation, settings_of, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
-MIB = 2**20
+sys.path.insert(0, str(ROOT / "tests" / "planning"))
+
+from problems import MIB, random_job  # noqa: E402 - of the tests
 
 SAME_SHARE = 5e-4
 """Steps that differ by less are alike to the choice: a slower link decides between them."""
@@ -62,38 +64,6 @@ def with_units(rng: random.Random, job: Job) -> Job:
     return replace(job, stages=tuple(map(of_stage, job.stages)))
 
 
-def random_job(rng: random.Random) -> Job:
-    """Return a small pipeline of unequal stages."""
-    num_ranks = rng.randint(1, 3)
-    name = rng.choice(["1f1b", "gpipe", "interleaved", "zb-h1"])
-    num_virtual = rng.randint(1, 2) if name == "interleaved" else 1
-    schedule = make_schedule(name, num_ranks, num_ranks * rng.randint(1, 3), num_virtual)
-
-    def group(index: int) -> GroupWork:
-        us = rng.uniform(100, 4000)
-        return GroupWork(
-            f"part{index}",
-            rng.randint(0, 64) * MIB,
-            us,
-            2 * us,
-            rng.randint(0, 9) * MIB,
-            weight_us=rng.choice([0.0, us]),
-            forward_temp_bytes=rng.randint(0, 40) * MIB,
-            backward_temp_bytes=rng.randint(0, 40) * MIB,
-            is_marked=rng.random() < 0.8,
-        )
-
-    stages = tuple(
-        StageWork(
-            tuple(group(index) for index in range(rng.randint(1, 5))), rng.randint(0, 9) * MIB
-        )
-        for _ in range(schedule.num_stages)
-    )
-    static_bytes = tuple(rng.randint(0, 500) * MIB for _ in range(num_ranks))
-    machine = Machine(both_gbps=rng.uniform(5, 60), gpus_per_node=rng.randint(1, 4))
-    return with_units(rng, Job(schedule, stages, static_bytes, machine))
-
-
 def targets_of(chooser: Chooser, number: int) -> list[int]:
     lowest, highest = chooser.lowest_bytes, chooser.highest_bytes
     return [
@@ -107,7 +77,8 @@ def step_us(plan: OffloadPlan) -> float:
 
 def check_random(seed: int) -> list[str]:
     """Return what is wrong with plans for one random pipeline."""
-    job = random_job(random.Random(seed))
+    rng = random.Random(seed)
+    job = with_units(rng, random_job(rng, most_ranks=3))
     profiles = profiles_of(job)
     chooser = Chooser(profiles, job)
     alone = Chooser(profiles, job, RankSettings(recompute=()))

@@ -106,9 +106,9 @@ def make_job(*, ranks=2, virtual=1, microbatches=4, layers=1, name=None, scale=1
     return Job(schedule, stages, (4 << 30,) * ranks, machine or Machine())
 
 
-def random_job(rng):
+def random_job(rng, most_ranks=4):
     """Return a small pipeline of unequal stages, some parts of which no engine sees."""
-    num_ranks = rng.randint(1, 4)
+    num_ranks = rng.randint(1, most_ranks)
     name = rng.choice(["1f1b", "gpipe", "interleaved", "zb-h1"])
     num_virtual = rng.randint(1, 2) if name == "interleaved" else 1
     schedule = make_schedule(name, num_ranks, num_ranks * rng.randint(1, 3), num_virtual)
