@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, ModulesConfig
 from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
@@ -42,7 +42,7 @@ class PlanSearch(ABC):
     """
 
     def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
-        self.plan = replace(chooser.everything(), policy=policy.kind)
+        self.plan = replace(chooser.plan(ModulesConfig()), policy=policy.kind)
         self.is_settled, self.is_kept, self.said = False, True, ""
         self._chooser = chooser
         self._num_left = policy.measured_plans

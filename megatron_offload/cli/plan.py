@@ -9,10 +9,8 @@ writes   the plan to --output (RUN_FOLDER/plan.json unless given, in the place o
          tradeoff.json beside it. 'megatron-offload report RUN_FOLDER' shows both; with
          'offload: {policy: {kind: plan_file, path: FILE}}' a run follows the plan
 
-policies: auto           the most memory that costs no more than --max-cost of the step's time
-          memory_target  the quickest that brings every rank under --device-target
-          modules        Megatron's rules: --modules, and --fraction of each chunk's groups
-          ratio          --ratio of each rank's bytes
+policy: with --device-target the quickest plan that brings every rank under it (memory_target), else
+        the most memory that costs no more than --max-cost of the step's time (auto)
 
 exit status: 0 planned, 1 the target can't be kept, 2 bad input
 
@@ -24,50 +22,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from pydantic_settings import CliToggleFlag
 from rich.table import Table
 
 from megatron_offload.cli.output import OutputFile, check_output, progress, writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
-from megatron_offload.core.policy_config import (
-    AutoConfig,
-    MemoryTargetConfig,
-    ModulesConfig,
-    PolicyConfig,
-    RatioConfig,
-)
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files.strict_model import TargetBytes, validate
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import TargetBytes
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.simulate import Simulation, simulate
 from megatron_offload.report.console import console, plain_table
-from megatron_offload.report.tables import plan_list, plan_table
+from megatron_offload.report.tables import plan_table
 from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
 from megatron_offload.train.run_folder import PLAN_NAME
-
-_POLICIES: dict[str, Any] = {
-    "auto": AutoConfig,
-    "memory_target": MemoryTargetConfig,
-    "modules": ModulesConfig,
-    "ratio": RatioConfig,
-}
-
-_FLAGS = {
-    "max-cost": "most_slowdown_percent",
-    "device-target": "target_bytes",
-    "modules": "modules",
-    "fraction": "fraction",
-    "ratio": "ratio",
-}
-"""The key of a policy that a flag sets; no two policies have one."""
 
 
 def _without_sign(value: Any) -> Any:
@@ -77,32 +51,17 @@ def _without_sign(value: Any) -> Any:
 class Given(SourceOptions):
     """The options of ``plan``."""
 
-    policy: str | None = None
-    """See above; that of the flags given, else auto."""
-
     device_target: tuple[TargetBytes, ...] | None = None
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
     max_cost: Annotated[float, BeforeValidator(_without_sign), Field(ge=0, le=1000)] | None = None
     """Percent that the step may take longer at most; 1 unless set."""
 
-    modules: tuple[str, ...] | None = None
-    """Names or patterns of groups."""
-
-    fraction: float | None = None
-    """Share of each chunk's groups that moves."""
-
-    ratio: float | None = None
-    """Share of each rank's bytes that moves."""
-
     output: OutputFile | None = None
     """Where the plan goes."""
 
     curve: int = Field(default=6, ge=0, le=64)
     """Memory targets on the trade-off curve; 0 for none."""
-
-    groups: CliToggleFlag[bool] = False
-    """List every group with its reason."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +88,7 @@ def run(given: Given) -> int:
                 f"{output} is the plan that the run made and followed; --output FILE takes another"
             )
         outcome = make(source, config, given.curve, say)
-    plan = outcome.plan
-    tables = (_rank_table(outcome), plan_list(plan) if given.groups else plan_table(plan))
+    tables = (_rank_table(outcome), plan_table(outcome.plan))
     source.show(outcome.without, outcome.step, "with the plan", tables)
     out = console()
     if output is None:
@@ -151,14 +109,8 @@ def make(
 ) -> Outcome:
     """Return a plan, what is predicted of it, and a curve of other targets, if there are any.
 
-    ``say`` is told how far it is. ConfigError: the target can't be kept, or one of the policy's
-    modules is no group of the job.
+    ``say`` is told how far it is. TargetError: the target can't be kept.
     """
-    if isinstance(config, ModulesConfig):
-        names = {group.name for profile in source.profiles for group in profile.groups}
-        for pattern in config.modules:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise ConfigError(f"no group is called {pattern!r}{did_you_mean(pattern, names)}")
     say("candidates are simulated")
     chooser = Chooser(source.profiles, source.job, source.default)
     plan = replace(chooser.plan(config), bandwidths=source.machine)
@@ -197,23 +149,13 @@ def _rank_table(outcome: Outcome) -> Table:
 
 
 def _policy_of(given: Given) -> PolicyConfig:
-    """Return the policy that the flags ask for; `ConfigError` where they clash or don't suffice."""
-    flags = {flag: getattr(given, flag.replace("-", "_")) for flag in _FLAGS}
-    keys = {_FLAGS[flag]: value for flag, value in flags.items() if value is not None}
-    owners = {key: kind for kind, one in _POLICIES.items() for key in one.model_fields}
-    kind = given.policy or next((owners[key] for key in keys), "auto")
-    if kind not in _POLICIES:
-        raise ConfigError(f"unknown --policy {kind!r}{did_you_mean(kind, _POLICIES)}")
-    fields = _POLICIES[kind].model_fields
-    for flag, key in _FLAGS.items():
-        if key in keys and key not in fields:
-            raise ConfigError(f"--{flag} belongs to --policy {owners[key]}, not to {kind}")
-        if key not in keys and key in fields and fields[key].is_required():
-            raise ConfigError(f"--policy {kind} needs --{flag}")
-    if len(keys.get("target_bytes", ())) == 1:
-        (keys["target_bytes"],) = keys["target_bytes"]
-    config: PolicyConfig = validate(_POLICIES[kind], {"kind": kind, **keys}, f"--policy {kind}")
-    return config
+    targets, percent = given.device_target, given.max_cost
+    if targets is None:
+        return AutoConfig(kind="auto", most_slowdown_percent=1.0 if percent is None else percent)
+    if percent is not None:
+        raise ConfigError("give either --device-target or --max-cost")
+    each = targets if len(targets) > 1 else targets[0]
+    return MemoryTargetConfig(kind="memory_target", target_bytes=each)
 
 
 def _curve(

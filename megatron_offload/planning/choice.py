@@ -22,7 +22,6 @@ from megatron_offload.core.machine import Machine, MachineConfig
 from megatron_offload.core.policy_config import (
     AutoConfig,
     MemoryTargetConfig,
-    ModulesConfig,
     PolicyConfig,
 )
 from megatron_offload.core.profile import GroupKey, StepProfile, is_cheap
@@ -220,8 +219,8 @@ class Chooser:
                     "takes {}, {} more; raise the target, mark more modules, or lower the "
                     "microbatch".format(index, *sizes)
                 )
-        reasons = [f"the target of {format_bytes(target)} is kept without it" for target in targets]
-        return self._plan("memory_target", self._quickest(targets), reasons)
+        wanted = [f"the target of {format_bytes(target)}" for target in targets]
+        return self._plan("memory_target", self._quickest(targets), wanted)
 
     def within(self, most_slowdown_percent: float) -> OffloadPlan:
         """Return the plan with the least peak of the fullest rank that costs no more time.
@@ -257,25 +256,19 @@ class Chooser:
                 kept, target, best = middle, tried, found.settings
             else:
                 too_low = middle
-        reason = (
-            f"{format_bytes(target)}, the least found for at most {most_slowdown_percent:g} % of "
-            "the step's time, are kept without it"
-        )
-        return self._plan("auto", best, [reason] * num_ranks)
+        least = f"{format_bytes(target)}, the least found for at most {most_slowdown_percent:g} %"
+        return self._plan("auto", best, [f"{least} of the step's time"] * num_ranks)
 
     def plan(self, config: PolicyConfig) -> OffloadPlan:
-        """Return the plan that a section of a configuration asks for, with what it would bring."""
+        """Return the plan that a section of a configuration asks for, with what it would bring.
+
+        A rule decides on the groups as the profiled steps had them.
+        """
         if isinstance(config, AutoConfig):
             return self.within(config.most_slowdown_percent)
         if isinstance(config, MemoryTargetConfig):
             return self.under(config.targets(len(self._profiles)))
-        recompute = self._limits.recompute
-        profiles = [self._remaking(rank, recompute) for rank in range(len(self._profiles))]
-        return self._predicted(plan_by_rule(config, profiles))
-
-    def everything(self) -> OffloadPlan:
-        """Return the plan of what the profiled steps did: all moves, or is made again."""
-        return self._predicted(plan_by_rule(ModulesConfig(), self._profiles))
+        return self._predicted(plan_by_rule(config, self._profiles))
 
     def slowdown_percent(self, plan: OffloadPlan) -> float:
         """Return what a plan costs by the count of `within`."""
@@ -557,39 +550,26 @@ class Chooser:
             self._steps[key] = simulate_programs(job, programs)
         return self._steps[key]
 
-    def _plan(self, kind: str, chosen: _Settings, reasons: Sequence[str]) -> OffloadPlan:
-        """Return the plan of what ranks do; each rank's reason is that of what need not move."""
-        machine = self._job.machine
-        num_gpus = min(machine.gpus_per_node, len(chosen) * self._job.gpus_per_rank)
-        gbps = min(
-            *(machine.both_gbps, machine.d2h_gbps, machine.h2d_gbps),
-            machine.node_gbps / 2 / num_gpus,
-        )
+    def _plan(self, kind: str, chosen: _Settings, wanted: Sequence[str]) -> OffloadPlan:
+        """Return the plan of what ranks do, for what is wanted of each, in words."""
         plans = []
-        for index, (settings, reason) in enumerate(zip(chosen, reasons, strict=True)):
+        for index, (settings, what) in enumerate(zip(chosen, wanted, strict=True)):
             profile = self._remaking(index, settings.recompute)
-            kept = {group.key: "has no backward" for group in profile.groups if group.num_bytes}
-            moved: dict[GroupKey, str] = {}
-            for group in self._rank(index, settings.recompute or ()).groups:
-                copies_us = 2 * group.num_bytes / gbps / 1e3
-                times = (
-                    f"{group.life_us / 1e3:.1f} ms, and its copies take {copies_us / 1e3:.1f} ms"
-                )
-                if settings.offloads and group.key not in settings.kept:
-                    moved[group.key] = f"not needed for {times}"
-                elif copies_us > group.life_us:
-                    kept[group.key] = f"needed again after {times}"
-                else:
-                    kept[group.key] = reason
-            kept = {key: why for key, why in kept.items() if key not in moved}
+            live = {group.key for group in self._rank(index, settings.recompute or ()).groups}
+            moved = live.difference(settings.kept) if settings.offloads else set()
+            kept = {
+                group.key: f"not needed for {what}" if group.key in live else "has no backward"
+                for group in profile.groups
+                if group.num_bytes and group.key not in moved
+            }
             plans.append(
                 rank_plan(
                     profile,
                     kept,
-                    moved,
+                    f"moves for {what}",
                     max_inflight_bytes=settings.max_inflight_bytes if moved else None,
                     prefetch_bytes=settings.prefetch_bytes if moved else None,
-                    units=tuple(_unit_choices(profile, self._stages(index), gbps)),
+                    units=tuple(_unit_choices(profile, self._stages(index))),
                 )
             )
         return self._predicted(plan_of(kind, self._profiles, plans))
@@ -686,7 +666,7 @@ def _recompute(kinds: Collection[tuple[str, int]]) -> tuple[frozenset[str], ...]
     )
 
 
-def _unit_choices(profile: StepProfile, stages: Sequence[int], gbps: float) -> Iterator[UnitChoice]:
+def _unit_choices(profile: StepProfile, stages: Sequence[int]) -> Iterator[UnitChoice]:
     """Yield what becomes of each unit of each virtual stage, in a step."""
     sums: dict[tuple[int, str], tuple[int, float, bool]] = {}
     for group in profile.groups:
@@ -694,11 +674,8 @@ def _unit_choices(profile: StepProfile, stages: Sequence[int], gbps: float) -> I
             kind = stages[group.key.chunk], unit.unit
             num_bytes, us, _ = sums.get(kind, (0, 0.0, False))
             sums[kind] = num_bytes + unit.num_bytes, us + unit.us, unit.is_remade
-    for (stage, name), (num_bytes, us, is_remade) in sorted(sums.items()):
-        copies_us = 2 * num_bytes / gbps / 1e3
-        verb = "made again" if is_remade else "not needed: made again"
-        reason = f"{verb} in {us / 1e3:.1f} ms, where its copies take {copies_us / 1e3:.1f} ms"
-        yield UnitChoice(stage, name, num_bytes, us, is_remade, reason)
+    for kind, found in sorted(sums.items()):
+        yield UnitChoice(*kind, *found)
 
 
 def _with_kind(kind: _Kind, settings: RankSettings) -> RankSettings:

@@ -6,8 +6,6 @@ ever costs time or memory; exactness does not depend on it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -75,8 +73,6 @@ class UnitChoice(NamedTuple):
     """What making it again takes, or would."""
     is_remade: bool
     """Whether it is made again; else it is kept or moved with its groups."""
-    reason: str
-    """In a few words, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +161,6 @@ class OffloadPlan:
         """Pipeline ranks."""
         return len(self.ranks)
 
-    @property
-    def signature(self) -> str:
-        """What two runs share that can follow the same plan: a SHA-256 over sizes and groups."""
-        groups = [
-            [(*key, name, num_bytes) for key, name, num_bytes in identities]
-            for identities in ([choice.identity for choice in rank.choices] for rank in self.ranks)
-        ]
-        data = [self.num_microbatches, self.pp_size, self.vp_size, groups]
-        return hashlib.sha256(json.dumps(data).encode()).hexdigest()
-
     def is_like(self, other: OffloadPlan) -> bool:
         """Whether ranks do the same by both."""
 
@@ -219,7 +205,7 @@ class OffloadPlan:
 def rank_plan(
     profile: StepProfile,
     kept: Mapping[GroupKey, str],
-    moved: Mapping[GroupKey, str] | str,
+    moved: str,
     **settings: Any,
 ) -> RankPlan:
     """Return the plan of a rank from what stays, with reasons; groups without bytes stay anyway.
@@ -227,7 +213,7 @@ def rank_plan(
     Args:
         profile: its step.
         kept: groups that stay.
-        moved: the reasons of all others, or one for all.
+        moved: the reason of all others.
         **settings: further attributes of `RankPlan`.
     """
     choices = []
@@ -236,10 +222,7 @@ def rank_plan(
         moves = group.num_bytes > 0 and key not in kept
         remade_bytes = sum(unit.num_bytes for unit in group.remade if unit.is_remade)
         nothing = "is all made again" if remade_bytes else "holds nothing that moving would free"
-        if moves:
-            reason = moved if isinstance(moved, str) else moved[key]
-        else:
-            reason = kept.get(key, nothing)
+        reason = moved if moves else kept.get(key, nothing)
         sizes = (group.elsewhere_bytes, remade_bytes)
         choices.append(GroupChoice(key, group.name, group.num_bytes, moves, reason, *sizes))
     return RankPlan(tuple(choices), **settings)

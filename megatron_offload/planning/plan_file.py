@@ -22,7 +22,6 @@ from megatron_offload.planning.plan import (
 )
 from megatron_offload.planning.records import (
     MAX_FILE_BYTES,
-    Amount,
     Number,
     many,
     read_model,
@@ -39,7 +38,6 @@ _CHOICE = record_model(
     GroupChoice,
     moves=None,
     choice=(Literal["offload", "keep"], ...),
-    remade_bytes=(Amount, 0),
 )
 
 _UNIT = record_model(
@@ -50,23 +48,19 @@ _RANK = record_model(
     RankPlan,
     choices=None,
     groups=many(_CHOICE),
-    measured_peak_bytes=(Amount | None, None),
-    units=(many(_UNIT)[0] | None, ()),
+    units=(many(_UNIT)[0] | None, ...),
 )
 
 _PLAN = record_model(
     OffloadPlan,
     format=(Literal["megatron_offload plan"], ...),
-    version=(Literal[1], ...),
+    version=(Literal[2], ...),
     num_microbatches=(Number, ...),
     vp_size=(Number, ...),
-    signature=(Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...),
-    bandwidths=(Annotated[str, Field(strict=True, max_length=10_000)], ""),
-    measured=(_MEASURED | None, None),
+    bandwidths=(Annotated[str, Field(strict=True, max_length=10_000)], ...),
+    measured=(_MEASURED | None, ...),
     ranks=many(_RANK, _MOST_RANKS, least=1),
 )
-"""Plans of earlier versions don't say where bandwidths come from, nor what was measured; they make
-nothing again."""
 
 
 def save_plan(plan: OffloadPlan, path: str | Path) -> None:
@@ -85,9 +79,8 @@ def plan_to_json(plan: OffloadPlan) -> str:
     """Return the plan as JSON, the same text for the same plan."""
     data = {
         "format": "megatron_offload plan",
-        "version": 1,
+        "version": 2,
         **to_data(plan),
-        "signature": plan.signature,
         "measured": plan.measured and plan.measured._asdict(),
         "ranks": [_rank_data(rank) for rank in plan.ranks],
     }
@@ -129,8 +122,6 @@ def parse_plan(text: str, source: str) -> OffloadPlan:
     for pp_rank, rank in enumerate(plan.ranks):
         if len({choice.key for choice in rank.choices}) != len(rank.choices):
             raise ConfigError(f"{source}: two groups of rank {pp_rank} have one chunk and order")
-    if plan.signature != read.signature:
-        raise ConfigError(f"{source}: 'signature' is not that of its groups; make the plan anew")
     return plan
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from rich.text import Text
 
 from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, UnitChoice
+from megatron_offload.planning.plan import OffloadPlan, UnitChoice
 from megatron_offload.report.console import console, plain_table
 
 _RANK = {
@@ -38,7 +37,6 @@ _GROUP = {
 }
 _CHOICE = {True: "moves", False: "stays"}
 _UNIT = {True: "made again", False: "as its groups"}
-_TIME = re.compile(r"(\d+(?:\.\d+)?) ms")
 
 
 def print_offload_summary_table(
@@ -128,7 +126,6 @@ class PlanRow(NamedTuple):
     name: str
     choice: str
     reason: str
-    """Of all of them; times that differ as their range."""
     num_groups: int
     """Of a unit, virtual stages."""
     num_bytes: int
@@ -140,30 +137,22 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
     Units stand behind them: what is made again of one is no part of a group's bytes. Names come in
     the order of the plan's groups, and of one name first what moves.
     """
-    found: dict[tuple[str, str, str], list[GroupChoice | UnitChoice]] = {}
-    for rank in plan.ranks:
-        for choice in rank.choices:
-            key = (choice.name, _CHOICE[choice.moves], _TIME.sub("ms", choice.reason))
-            found.setdefault(key, []).append(choice)
-    for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
-        key = (f"unit {kind_of(unit.unit)}", _UNIT[unit.is_remade], _TIME.sub("ms", unit.reason))
-        found.setdefault(key, []).append(unit)
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for choice in (choice for rank in plan.ranks for choice in rank.choices):
+        key = (choice.name, _CHOICE[choice.moves], choice.reason)
+        found.setdefault(key, []).append(choice.num_bytes)
     names = list(dict.fromkeys(name for name, _, _ in found))
-    rows = []
-    for (name, what, _), choices in found.items():
-        size = sum(choice.num_bytes for choice in choices)
-        reason = _folded([choice.reason for choice in choices])
-        rows.append(PlanRow(name, what, reason, len(choices), size))
-    return sorted(rows, key=lambda row: (names.index(row.name), row.choice == _CHOICE[False]))
-
-
-def _folded(reasons: Sequence[str]) -> str:
-    """Return reasons that differ in their times alone as one."""
-    times = (
-        sorted(set(found), key=float) for found in zip(*map(_TIME.findall, reasons), strict=True)
-    )
-    ranges = (found[:: max(1, len(found) - 1)] for found in times)
-    return _TIME.sub(lambda _: f"{' to '.join(next(ranges))} ms", reasons[0])
+    rows = [PlanRow(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
+    rows.sort(key=lambda row: (names.index(row.name), row.choice == _CHOICE[False]))
+    units: dict[tuple[str, str], list[UnitChoice]] = {}
+    for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
+        kind = (f"unit {kind_of(unit.unit)}", _UNIT[unit.is_remade])
+        units.setdefault(kind, []).append(unit)
+    for kind, alike in units.items():
+        reason = f"making it again takes {sum(unit.us for unit in alike) / 1e3:.1f} ms in all"
+        size = sum(unit.num_bytes for unit in alike)
+        rows.append(PlanRow(*kind, reason, len(alike), size))
+    return rows
 
 
 def plan_table(plan: OffloadPlan) -> Table:
@@ -174,14 +163,3 @@ def plan_table(plan: OffloadPlan) -> Table:
     )
     columns = ["group", "choice", "reason", "groups", "bytes"]
     return plain_table("Groups of all pipeline ranks, and why", columns, 3, rows)
-
-
-def plan_list(plan: OffloadPlan) -> Table:
-    """Return one line for each group of each rank, in the order of their commits."""
-    rows = (
-        (rank, *one.key, one.name, _CHOICE[one.moves], one.reason, format_bytes(one.num_bytes))
-        for rank, part in enumerate(plan.ranks)
-        for one in part.choices
-    )
-    columns = ["rank", "chunk", "place", "group", "choice", "reason", "bytes"]
-    return plain_table("Every group, and why", columns, 6, rows)

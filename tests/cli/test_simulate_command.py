@@ -57,18 +57,15 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
 
 
 def test_a_plan_is_followed_within_given_budgets(model, tmp_path, capsys):
-    plan = tmp_path / "plan.json"
-    words = ["--ratio", "0", "--curve", "0", "--output", str(plan)]
-    assert main(["plan", "--model", str(model), *words]) == 0
-    capsys.readouterr()
+    plan, profiles = tmp_path / "plan.json", load_model(model).profiles
+    save_plan(RatioPolicy(0.0).make_plan(profiles), plan)
     assert run("--model", model, "--plan", plan, "--set", "offload.recompute=[]") == 0
     printed = capsys.readouterr().out
     assert "(+0.00 %)" in printed
     assert all(row[4] == "0 B" for row in rows(printed)[2:])
     assert run("--model", model, "--plan", plan, "--set", "model.num_microbatches=8") == 2
     assert "it is for 4 microbatches, and there are 8" in capsys.readouterr().err
-    assert main(["plan", "--model", str(model), "--ratio", "1", *words[2:]]) == 0
-    capsys.readouterr()
+    save_plan(RatioPolicy(1.0).make_plan(profiles), plan)
     peaks = set()
     for words in ((), ("offload.max_inflight_bytes=8MiB", "offload.prefetch_bytes=16MiB")):
         words = ("--set", "offload.recompute=[]", *words)
@@ -242,7 +239,7 @@ def test_the_benchmark_job_takes_the_step_that_was_measured():
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_what_fits_neither_gpu_nor_host_is_said_first(model, capsys, command):
     sizes = ["machine.device_bytes=8MiB", "machine.host_bytes=4MiB"]
-    words = ["--ratio", "0.5", "--curve", "0"] if command == "plan" else []
+    words = ["--max-cost", "1000", "--curve", "0"] if command == "plan" else []
     given = [command, "--model", str(model), *words]
     assert main([*given, "--set", *sizes]) == 0
     first, second = capsys.readouterr().out.splitlines()[:2]
