@@ -97,7 +97,6 @@ def settings_of(mode: str, rank: dict) -> RankSettings:
         recompute=(),
         max_inflight_bytes=rank["max_inflight_bytes"],
         prefetch_bytes=rank["prefetch_bytes"],
-        host_slab_bytes=int(config.host_slab_bytes),
     )
 
 

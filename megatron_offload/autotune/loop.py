@@ -204,15 +204,13 @@ class MeasuredLoop:
                 Machine(**dict(machine)),
                 gpus_per_rank=policy.gpus_per_rank if policy.machine else 1,
             )
-            given = {
-                name: limit
-                for name in ("max_inflight_bytes", "prefetch_bytes", "host_slab_bytes")
-                for limit in (getattr(policy, name, None) or getattr(config, name),)
-                if limit is not None
-            }
+            limits = RankSettings(
+                max_inflight_bytes=policy.max_inflight_bytes or config.max_inflight_bytes,
+                prefetch_bytes=policy.prefetch_bytes or config.prefetch_bytes,
+            )
             is_measured = isinstance(policy, AutoConfig) and policy.measured_plans
             share = 1.0 if is_measured else SLOW_LINK_SHARE
-            chooser = Chooser(profiles, job, RankSettings(**given), link_share=share)
+            chooser = Chooser(profiles, job, limits, link_share=share)
             self._job = job
             capacity_bytes = self._manager.backend.capacity_bytes()
             if capacity_bytes is not None:

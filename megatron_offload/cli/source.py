@@ -55,7 +55,7 @@ from megatron_offload.planning.simulate import Simulation, settings_of
 from megatron_offload.report.console import console
 from megatron_offload.train.run_folder import CONFIG_NAME, FACTS_NAME, PLAN_NAME, rank_files
 
-_SIZES = ("max_inflight_bytes", "prefetch_bytes", "host_slab_bytes")
+_SIZES = ("max_inflight_bytes", "prefetch_bytes")
 _RUN_FIELDS = ("num_microbatches", "pp_size", "vp_size", "modules", "versions")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ByteSize, Field
+from pydantic import Field
 
 from megatron_offload.config import apply_overrides, load_yaml
 from megatron_offload.core.machine import Machine
@@ -19,7 +19,7 @@ from megatron_offload.files.strict_model import (
     default,
     validate,
 )
-from megatron_offload.planning.job import Job, RankSettings, StageWork
+from megatron_offload.planning.job import Job, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
 from megatron_offload.planning.schedule import make_schedule
@@ -122,20 +122,15 @@ def fit_achieved_share(
 _TRAINERS = frozenset({"data", "optimizer", "parallel", "run", "schedule"})
 """Sections of the trainer's configuration that no description has."""
 
-_SETTINGS = RankSettings()
-
 
 class Budgets(StrictModel):
-    """The device memory of copies, and the pieces of host memory, as in ``OffloadConfig``."""
+    """The device memory of copies, as in ``OffloadConfig``."""
 
     max_inflight_bytes: Bytes | None = None
     """Device memory for groups on their way out. None leaves it to the package."""
 
     prefetch_bytes: Bytes | None = None
     """Device memory for groups that are back ahead of their use. None leaves it to the package."""
-
-    host_slab_bytes: Bytes = Field(default=ByteSize(_SETTINGS.host_slab_bytes), gt=0)
-    """Pinned memory comes in pieces of this."""
 
     recompute: NamesField = default(())
     """The units that may be made again; unless set, all that the job has."""

@@ -135,9 +135,6 @@ class RankSettings:
     """None follows the step, as in `DeviceBudget`."""
     prefetch_bytes: int | None = None
     """Likewise."""
-    host_slab_bytes: int = 256 * 1024**2
-    """Pinned memory comes in slabs of this; where they are full, a copy to the host waits for the
-    reload that empties its place."""
     offloads: bool = True
     """Whether anything may move."""
     recompute: tuple[frozenset[str], ...] | None = None
@@ -147,7 +144,7 @@ class RankSettings:
     """What each pass of the rank takes besides, as it was measured."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "settings", above_zero=("host_slab_bytes",))
+        check_numbers(self, "settings")
 
 
 NO_OFFLOAD = RankSettings(offloads=False, recompute=())

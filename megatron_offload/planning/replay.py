@@ -14,7 +14,7 @@ autograd holds the whole graph in front of it, and the gradients of the outputs;
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -116,8 +116,6 @@ class RankProgram(StepCounts):
     arguments: list[float] = field(default_factory=list)
     copy_bytes: list[int] = field(default_factory=list)
     """By the index of the copy, in the order of issue."""
-    after: dict[int, int] = field(default_factory=dict)
-    """For copies to the host whose place another group had before: the reload that empties it."""
     peak_temp_bytes: int = 0
     """The largest temporaries of any group, buffers included."""
     # The rest only where it was asked for.
@@ -331,9 +329,6 @@ class _Replay:
         self._pending_bytes = 0
         self._static_bytes = self._device_bytes = static_bytes
         self._host_bytes = 0
-        # Bytes taken with the copy that takes them, and bytes freed (below 0) with the copy that
-        # empties them.
-        self._host_uses: list[tuple[int, int]] = []
         self._budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
         self._window: InFlightWindow[WorkGroup] = InFlightWindow(self._release, self._budget)
         self._decisions = StepDecisions(self, self._window, self._budget)
@@ -355,7 +350,7 @@ class _Replay:
                 self._add(OpKind.COMPUTE, self._settings.lost_us[index])
             for kind, message in passed.behind:
                 self._add(kind, message)
-        return self._finish(self._settings.host_slab_bytes)
+        return self._finish()
 
     def _forward(self, passed: _PassWork) -> None:
         one, budget, settings = passed.one, self._budget, self._settings
@@ -440,15 +435,13 @@ class _Replay:
         if self._records:
             self.program.labels.append((label, is_backward))
 
-    def _finish(self, host_slab_bytes: int) -> RankProgram:
+    def _finish(self) -> RankProgram:
         """Return the program, now that all of it is written."""
         self._window.drain()
         budget = self._budget
         left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
         assert (*left, self._device_bytes) == (0, 0, 0, self._static_bytes), left
         del self._window, self._decisions  # which hold this: no circle of so many groups
-        num_slabs = -(-self.program.peak_host_bytes // host_slab_bytes)
-        self.program.after = _reused(self._host_uses, num_slabs * host_slab_bytes)
         return self.program
 
     # Actions
@@ -463,7 +456,7 @@ class _Replay:
         group.offload = self._issue(OpKind.OFFLOAD, group)
         self.program.offloaded_bytes += group.num_bytes
         self.program.moved.append(group.key)
-        self._use_host(group.num_bytes, group.offload)
+        self._use_host(group.num_bytes)
         self._budget.inflight_bytes += group.num_bytes
         group.is_in_window = True
         self._window.add(group)
@@ -483,18 +476,18 @@ class _Replay:
         """Leave a group on the device whose copy is under way; its place on the host is free."""
         group.advance(GroupState.RESIDENT)
         self._budget.inflight_bytes -= group.num_bytes
-        self._use_host(-group.num_bytes, -1)
+        self._use_host(-group.num_bytes)
         self.program.returned_bytes += group.num_bytes
 
     def reload(self, group: WorkGroup, *, is_late: bool) -> bool:
-        """Write the issue of a copy to the device, behind which its place on the host is free."""
+        """Write the issue of a copy to the device."""
         self.program.num_late += is_late
         group.advance(GroupState.RELOADING)
         self._count_device(group.num_bytes)
         self._note_peaks(0)
         group.reload = self._issue(OpKind.RELOAD, group)
         self.program.reloaded_bytes += group.num_bytes
-        self._use_host(-group.num_bytes, group.reload)
+        self._use_host(-group.num_bytes)
         return True
 
     def _await_reload(self, group: WorkGroup) -> None:
@@ -522,9 +515,8 @@ class _Replay:
         if self._records:
             self._note_memory()
 
-    def _use_host(self, num_bytes: int, copy: int) -> None:
-        """Take memory for a copy; below 0 give it back, behind a reload or, with -1, at once."""
-        self._host_uses.append((num_bytes, copy))
+    def _use_host(self, num_bytes: int) -> None:
+        """Take memory for a copy; below 0 give it back."""
         self._host_bytes += num_bytes
         if self._host_bytes > self.program.peak_host_bytes:
             self.program.peak_host_bytes = self._host_bytes
@@ -544,29 +536,6 @@ class _Replay:
         saved_bytes = self._device_bytes - self._static_bytes
         counts = (saved_bytes, budget.inflight_bytes, budget.held_bytes, self._host_bytes)
         self.program.memory.append(MemoryCounts(position, *counts))
-
-
-def _reused(uses: list[tuple[int, int]], pinned_bytes: int) -> dict[int, int]:
-    """Return for each copy that takes reused host memory the last reload that empties it.
-
-    Places are lent out in the order in which they were freed. The engine's pool looks for one of
-    the same size first, and for the best fit else, which this leaves out.
-    """
-    free: deque[tuple[int, int]] = deque([(pinned_bytes, -1)])
-    after: dict[int, int] = {}
-    for num_bytes, copy in uses:
-        if num_bytes < 0:
-            free.append((-num_bytes, copy))
-            continue
-        while num_bytes > 0:
-            free_bytes, emptied_by = free.popleft()
-            taken_bytes = min(free_bytes, num_bytes)
-            num_bytes -= taken_bytes
-            if free_bytes > taken_bytes:
-                free.appendleft((free_bytes - taken_bytes, emptied_by))
-            if emptied_by >= 0:
-                after[copy] = emptied_by  # reloads run in order, and so are places freed
-    return after
 
 
 def _asked_ahead(schedule: Schedule, passes: Sequence[Pass]) -> dict[Pass, list[Pass]]:

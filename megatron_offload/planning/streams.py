@@ -269,16 +269,12 @@ class _Step:
     # Copies
 
     def _begin_copy(self, queue: _Queue) -> bool:
-        """Begin the next copy of an idle queue, if there is one whose host memory is empty (W5)."""
-        rank = queue.rank
+        """Begin the next copy of an idle queue, if there is one."""
         if not queue.waiting:
             return False
-        index = queue.waiting[0]
-        emptied_by = rank.program.after.get(index)
-        if emptied_by is not None and not rank.is_over[emptied_by]:
-            return False
-        queue.waiting.popleft()
-        queue.busy = _Copy(queue, index, rank.program.copy_bytes[index], self.environment.now)
+        index = queue.waiting.popleft()
+        num_bytes = queue.rank.program.copy_bytes[index]
+        queue.busy = _Copy(queue, index, num_bytes, self.environment.now)
         return True
 
     def _end_copy(self, copy: _Copy, version: int, node: list[RankStreams], _: object) -> None:
@@ -295,8 +291,6 @@ class _Step:
             rank.note(Span(stream, stream, label, copy.start_us, duration_us, num_bytes))
         queue.busy = None
         self._begin_copy(queue)
-        if not queue.is_d2h and rank.d2h.busy is None:
-            self._begin_copy(rank.d2h)
         self._share_anew(node)
         if rank.awaited is not None and rank.awaited[0] == copy.index:
             rank.awaited[1].succeed(queue.is_d2h)

@@ -99,7 +99,6 @@ def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
         delta_bytes_across_pp_ranks="4MiB",
         max_inflight_bytes="8MiB",
         prefetch_bytes="16MiB",
-        host_slab_bytes="64MiB",
         host_memory_bytes="1MiB",
     )
     before = sorted(folder.iterdir())
@@ -115,7 +114,6 @@ def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
                 kept=frozenset(policy.plan(profile)),
                 max_inflight_bytes=8 * 2**20,
                 prefetch_bytes=16 * 2**20,
-                host_slab_bytes=64 * 2**20,
             )
         )
     expected = simulate(source.job, settings)

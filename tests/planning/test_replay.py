@@ -110,22 +110,6 @@ def test_a_split_backward_needs_its_memory_until_the_weights_are_done():
     assert sum(replay(job, 0, NO_OFFLOAD).arguments[:1]) == 1.0
 
 
-def test_a_copy_waits_for_the_reload_that_empties_its_place_only_where_all_is_taken():
-    job = one_rank(*[work(10)] * 4, num_microbatches=1)
-    program = replay(job, 0, RankSettings(max_inflight_bytes=10, prefetch_bytes=0))
-    assert program.after == {}
-    order = ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
-    passes = tuple(Pass(0, PassKind(word[0]), int(word[1])) for word in order)
-    job = Job(Schedule("any", 1, 4, (passes,)), job.stages, (0,))
-    settings = {"max_inflight_bytes": 10, "prefetch_bytes": 10}
-    tight = replay(job, 0, RankSettings(host_slab_bytes=10, **settings))
-    roomy = replay(job, 0, RankSettings(host_slab_bytes=1000, **settings))
-    assert roomy.after == {}
-    assert tight.after
-    for copy, reload in tight.after.items():
-        assert reload < copy
-
-
 def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
     job = one_rank(work(10), work(10))
     plain, recorded = (replay(job, 0, RankSettings(), records=flag) for flag in (False, True))

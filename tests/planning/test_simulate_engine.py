@@ -78,14 +78,14 @@ class Seen:
     peak_saved_bytes: int
 
 
-def run_engine(job, settings):
+def run_engine(job, settings, host_slab_bytes):
     machine = job.machine
     config = OffloadConfig(
         backend="simulated",
         min_tensor_bytes=0,
         max_inflight_bytes=settings.max_inflight_bytes,
         prefetch_bytes=settings.prefetch_bytes,
-        host_slab_bytes=settings.host_slab_bytes,
+        host_slab_bytes=host_slab_bytes,
         host_memory_bytes=64 * KIB * KIB,
         simulated=SimulatedConfig(d2h_gbps=machine.d2h_gbps, h2d_gbps=machine.h2d_gbps),
     )
@@ -215,7 +215,7 @@ def backward_of(num_stages, microbatch):
     return [Pass(stage, PassKind.BACKWARD, microbatch) for stage in reversed(range(num_stages))]
 
 
-def random_settings(rng, job, host_slab_bytes, *, with_units=False):
+def random_settings(rng, job, *, with_units=False):
     recompute = [
         frozenset(rng.choice(["", "a", "b", "ab"]) if with_units else "") for _ in job.stages
     ]
@@ -224,20 +224,19 @@ def random_settings(rng, job, host_slab_bytes, *, with_units=False):
         kept=frozenset(key for key in keys if rng.random() < 0.1),
         max_inflight_bytes=rng.choice([None, 0, 16 * KIB, 32 * KIB, 64 * KIB]),
         prefetch_bytes=rng.choice([None, 0, 32 * KIB, 64 * KIB]),
-        host_slab_bytes=host_slab_bytes,
         recompute=tuple(recompute),
     )
 
 
-def random_step(seed, host_slab_bytes, *, with_units=False):
+def random_step(seed, *, with_units=False):
     rng = random.Random(seed)
     job = random_job(rng, with_units=with_units)
-    return job, random_settings(rng, job, host_slab_bytes, with_units=with_units)
+    return job, random_settings(rng, job, with_units=with_units)
 
 
-def both(seed, host_slab_bytes, **options):
-    job, settings = random_step(seed, host_slab_bytes, **options)
-    return run_engine(job, settings), simulate(job, settings, record=True), job
+def both(seed, host_slab_bytes=4096 * KIB, **options):
+    job, settings = random_step(seed, **options)
+    return run_engine(job, settings, host_slab_bytes), simulate(job, settings, record=True), job
 
 
 def assert_same_decisions(seen, rank, units=()):
@@ -257,7 +256,7 @@ RARE = (
 
 @pytest.mark.parametrize("seed", [*range(60), *RARE])
 def test_the_simulator_does_what_the_engine_does_at_the_same_times(seed):
-    seen, simulation, _ = both(seed, 4096 * KIB)
+    seen, simulation, _ = both(seed)
     rank = simulation.ranks[0]
     assert_same_decisions(seen, rank)
     if seed not in (16, 21):
@@ -269,7 +268,7 @@ def test_the_simulator_does_what_the_engine_does_at_the_same_times(seed):
 
 
 def test_the_random_steps_move_stall_and_return():
-    steps = [random_step(seed, 4096 * KIB) for seed in (*range(60), *RARE)]
+    steps = [random_step(seed) for seed in (*range(60), *RARE)]
     ranks = [simulate(job, settings).ranks[0] for job, settings in steps]
     for seen in ("num_late", "returned_bytes", "reloaded_bytes"):
         assert sum(getattr(rank, seen) > 0 for rank in ranks) >= 3, seen
@@ -278,20 +277,16 @@ def test_the_random_steps_move_stall_and_return():
 
 
 @pytest.mark.slow
-def test_where_pinned_memory_is_tight_the_times_are_near():
-    # Which place of the pool a copy gets is guessed: the simulator knows no best fit.
-    errors = []
-    for seed in range(40):
+def test_where_pinned_memory_is_tight_the_decisions_are_the_same():
+    for seed in range(40):  # copies out wait for places in the pool, which is not simulated
         seen, simulation, _ = both(seed, 16 * KIB)
         assert_same_decisions(seen, simulation.ranks[0])
-        errors.append(abs(simulation.step_us / seen.step_us - 1))
-    assert max(errors) < 0.12
-    assert sum(error < 0.01 for error in errors) >= 35
+        assert simulation.step_us <= seen.step_us * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_is_made_again_is_simulated_too(seed):
-    seen, simulation, job = both(seed, 4096 * KIB, with_units=True)
+    seen, simulation, job = both(seed, with_units=True)
     rank = simulation.ranks[0]
     units = [unit for stage in job.stages for group in stage.groups for unit in group.units]
     assert_same_decisions(seen, rank, units)

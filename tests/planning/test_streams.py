@@ -42,8 +42,8 @@ MACHINE = Machine(
 JOB = Job(gpipe(1, 1), (StageWork(()),), (0,), MACHINE)
 
 
-def run(*ops, copy_bytes=(), after=None, machine=MACHINE):
-    program = RankProgram(copy_bytes=list(copy_bytes), after=after or {})
+def run(*ops, copy_bytes=(), machine=MACHINE):
+    program = RankProgram(copy_bytes=list(copy_bytes))
     for kind, argument in ops:
         program.kinds.append(kind)
         program.arguments.append(argument)
@@ -73,13 +73,6 @@ def test_a_copy_begins_where_it_was_issued_and_no_sooner():
 def test_what_is_over_is_not_waited_for():
     ops = [(OpKind.OFFLOAD, 0), (OpKind.COMPUTE, 200.0), (OpKind.AWAIT, 0)]
     assert run(*ops, copy_bytes=[100 * KB]).stall_us[RELEASE] == 0
-
-
-def test_a_copy_into_a_place_that_is_taken_waits_for_the_reload_that_empties_it():
-    ops = [(OpKind.RELOAD, 0), (OpKind.OFFLOAD, 1), (OpKind.OFFLOAD, 2), (OpKind.AWAIT, 2)]
-    sizes = (100 * KB, 70 * KB, 10 * KB)
-    assert run(*ops, copy_bytes=sizes).end_us == pytest.approx(80)
-    assert run(*ops, copy_bytes=sizes, after={1: 0}).end_us == pytest.approx(180)
 
 
 def test_a_rate_that_changes_on_the_way_counts_from_there_on():
