@@ -16,9 +16,7 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megatron_offload.config import OffloadConfig, apply_overrides
 from megatron_offload.core.machine import Machine
-from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import (
     fit_achieved_share,
     job_from_model,
@@ -85,14 +83,8 @@ def marked(mode: str, model: ModelDescription, sizes: dict) -> ModelDescription:
     return model.model_copy(update={"modules": LAYER_GROUPS})
 
 
-def settings_of(mode: str, rank: dict) -> RankSettings:
-    """Return what a rank of a measured run was told; its limits are the rank's own."""
-    options = [
-        item
-        for item in mode.partition(":")[2].split(",")
-        if item and not item.startswith(("modules=", "max_inflight_bytes=", "prefetch_bytes="))
-    ]
-    config = validate(OffloadConfig, apply_overrides({}, options), mode)
+def settings_of(rank: dict) -> RankSettings:
+    """Return what a rank of a measured run was told."""
     return RankSettings(
         recompute=(),
         max_inflight_bytes=rank["max_inflight_bytes"],
@@ -129,7 +121,7 @@ def compare(file: str) -> list[dict]:
         job = job_from_model(marked(run["mode"], model, data["sizes"]), machine)
         settings = None
         if run["mode"] != "none":
-            settings = [settings_of(run["mode"], rank) for rank in run["ranks"]]
+            settings = [settings_of(rank) for rank in run["ranks"]]
         simulation = simulate(job, settings)
         rows.append(row_of(file, run, simulation, none_ms, model.achieved_share))
     return rows
