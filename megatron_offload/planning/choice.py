@@ -674,8 +674,8 @@ def _unit_choices(profile: StepProfile, stages: Sequence[int]) -> Iterator[UnitC
             kind = stages[group.key.chunk], unit.unit
             num_bytes, us, _ = sums.get(kind, (0, 0.0, False))
             sums[kind] = num_bytes + unit.num_bytes, us + unit.us, unit.is_remade
-    for kind, found in sorted(sums.items()):
-        yield UnitChoice(*kind, *found)
+    for (stage, name), (num_bytes, us, is_remade) in sorted(sums.items()):
+        yield UnitChoice(stage, name, num_bytes, us, is_remade)
 
 
 def _with_kind(kind: _Kind, settings: RankSettings) -> RankSettings:
