@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -80,22 +79,16 @@ class SimulatedBackend(Backend):
 
     Args:
         config: copy timing, seed, virtual bandwidths, and which checks are on.
-        on_hazard: raise `HazardError` at the access that no wait orders, or append a `Hazard` to
-            `hazards` and go on.
-        removed_waits: `wait` does nothing for these, as if its call had been forgotten. For tests.
+
+    Raises:
+        HazardError: by any call, at an access that no wait orders.
     """
 
     name = "simulated"
     d2h_stream: SimulatedStream
     h2d_stream: SimulatedStream
 
-    def __init__(
-        self,
-        config: SimulatedConfig | None = None,
-        *,
-        on_hazard: Literal["raise", "collect"] = "raise",
-        removed_waits: frozenset[Wait] = frozenset(),
-    ) -> None:
+    def __init__(self, config: SimulatedConfig | None = None) -> None:
         self.config = config = config if config is not None else SimulatedConfig()
         timing = config.copy_timing
         self._compute = SimulatedStream("compute", self, is_lazy=False, us_per_byte=0.0)
@@ -112,13 +105,9 @@ class SimulatedBackend(Backend):
         self._poison = config.poison
         self._check = config.check_hazards
         self.observes = self._poison or self._check
-        self._raises = on_hazard == "raise"
-        self._removed_waits = removed_waits
         self._num_accesses = 0
         self._device = Shadow()
         self._host = Shadow()
-        self.hazards: list[Hazard] = []
-        """What was found so far, with ``on_hazard="collect"``."""
         self.stall_us: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
         """Virtual time that the compute stream has lost in each wait."""
 
@@ -157,8 +146,6 @@ class SimulatedBackend(Backend):
 
         The compute stream, and a copy stream that runs at once, force the event here and now.
         """
-        if why in self._removed_waits:
-            return
         if stream is self._compute and event.time_us > stream.time_us:
             self.stall_us[why] += event.time_us - stream.time_us
         self.order(stream, event)
@@ -319,10 +306,13 @@ class SimulatedBackend(Backend):
         for earlier in unordered:
             missing = self._missing_wait(used is self._host, earlier, access)
             found.setdefault(missing, Hazard(missing, earlier, access))
-        if found and self._raises:
-            raise HazardError(str(next(iter(found.values()))))
-        self.hazards += found.values()
+        for hazard in found.values():
+            self.report(hazard)
         (used.replace if writes else used.add)(start, end, access)
+
+    def report(self, hazard: Hazard) -> None:
+        """Raise what was found; tests collect it."""
+        raise HazardError(str(hazard))
 
     def _unordered(
         self, shadow: Shadow, start: int, end: int, stream: SimulatedStream, writes: bool

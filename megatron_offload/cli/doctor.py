@@ -12,10 +12,9 @@ example: megatron-offload doctor --output doctor.json
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic_settings import CliToggleFlag
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +23,6 @@ from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import OutputFile, writing
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Examination, Finding, examine
-from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.report.console import console, plain_table
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -33,31 +31,21 @@ _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold re
 class Given(Options):
     """The options of ``doctor``."""
 
-    json_: CliToggleFlag[bool] = Field(default=False, alias="json")
-    """Print JSON in place of tables."""
-
     no_bandwidth: CliToggleFlag[bool] = False
     """Don't measure."""
 
     output: OutputFile | None = None
-    """Write the JSON here as well."""
+    """Write JSON here."""
 
 
 def run(given: Given) -> int:
     """Look at the machine and print what was found; return the exit status."""
     examination = examine(bandwidth=not given.no_bandwidth)
-    profile = examination.profile
-    data = TypeAdapter(Examination).dump_python(examination, mode="json")
-    text = json.dumps({"format": 1, **data}, indent=1) + "\n"
-    if given.json_:
-        sys.stdout.write(text)
-    else:
-        if profile is not None:
-            console().print(rates_table(profile))
-        console().print(findings_table(examination.findings))
+    console().print(findings_table(examination.findings))
     if given.output is not None:
+        data = TypeAdapter(Examination).dump_python(examination, mode="json")
         with writing(given.output):
-            replace_text(given.output, text)
+            replace_text(given.output, json.dumps({"format": 1, **data}, indent=1) + "\n")
     return int(any(finding.level == "error" for finding in examination.findings))
 
 
@@ -67,12 +55,3 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         [Text(one.level, _STYLES[one.level]), one.title, one.found, one.advice] for one in findings
     )
     return plain_table("This machine", ["", "looked at", "found", "what to do"], 4, rows)
-
-
-def rates_table(profile: MachineProfile) -> Table:
-    """Return one line for each GPU: what its copies reach alone, both ways, and among all."""
-    when = f"{profile.measured_at:%Y-%m-%d %H:%M} UTC"
-    columns = ["GPU", "D2H alone", "H2D alone", "D2H, both", "H2D, both", "D2H, all", "H2D, all"]
-    rates = (gpu.model_dump().values() for gpu in profile.gpus)
-    rows = ([index, *(f"{rate:.1f}" for rate in mine)] for index, mine in enumerate(rates))
-    return plain_table(f"Copies, GB/s (10^9 bytes), measured {when}", columns, 0, rows)

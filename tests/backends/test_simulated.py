@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from programs import Forgetful
 
 from megatron_offload.backends.base import Wait
-from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError
 
@@ -14,11 +14,8 @@ NUM_BYTES = 1024
 
 
 def make(timing="late", *, on_hazard="collect", without=(), **config):
-    return SimulatedBackend(
-        SimulatedConfig(copy_timing=timing, **config),
-        on_hazard=on_hazard,
-        removed_waits=frozenset(without),
-    )
+    settings = SimulatedConfig(copy_timing=timing, **config)
+    return Forgetful(settings, removed_waits=without, raises=on_hazard == "raise")
 
 
 def filled(value, num_bytes=NUM_BYTES):

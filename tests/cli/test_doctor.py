@@ -47,16 +47,12 @@ class Machine:
         return self.examination
 
 
-def test_tables_show_every_finding_and_every_rate(machine, capsys):
+def test_a_table_shows_every_finding(machine, capsys):
     assert doctor.run(options_of()) == 0
     shown = capsys.readouterr().out
     for finding in (FINE, MARKUP):
         assert all(text in shown for text in (finding.title, finding.found, finding.advice))
-    assert all(rate in shown for rate in ("55.1", "54.0", "51.0", "50.0", "25.6", "25.5"))
-    assert "measured 2026-11-21 12:30 UTC" in shown
-    machine.examination = Examination((FINE,), None)
     assert doctor.run(options_of("--no-bandwidth")) == 0
-    assert "GB/s" not in capsys.readouterr().out
     assert machine.asked == [True, False]
 
 
@@ -69,18 +65,16 @@ def test_the_status_is_1_for_an_error_alone(machine, levels, status):
     assert doctor.run(options_of()) == status
 
 
-def test_json_holds_all_that_was_found(machine, capsys, tmp_path):
+def test_json_holds_all_that_was_found(machine, tmp_path):
     output = tmp_path / "new" / "doctor.json"
-    assert doctor.run(options_of("--json", "--output", str(output))) == 0
-    shown = capsys.readouterr().out
-    assert output.read_text() == shown
-    data = json.loads(shown)
+    assert doctor.run(options_of("--output", str(output))) == 0
+    data = json.loads(output.read_text())
     assert data["format"] == 1
     assert data["findings"] == [asdict(FINE), asdict(MARKUP)]
     assert MachineProfile.model_validate(data["profile"]) == PROFILE
     machine.examination = Examination((FINE,), None)
-    doctor.run(options_of("--json"))
-    assert json.loads(capsys.readouterr().out)["profile"] is None
+    doctor.run(options_of("--output", str(output)))
+    assert json.loads(output.read_text())["profile"] is None
 
 
 def test_an_output_that_can_t_be_is_refused_before_anything_is_measured(machine, tmp_path):

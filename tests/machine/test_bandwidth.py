@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from programs import Forgetful
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.backends.simulated import SimulatedBackend
@@ -44,7 +45,7 @@ def test_each_direction_gets_what_its_stream_carries(timing):
 @pytest.mark.parametrize("wait", [Wait.W1, Wait.W6])
 def test_copies_are_ordered_after_what_used_their_memory(wait):
     with pytest.raises(HazardError, match=wait.name):
-        measured_rates(removed_waits=frozenset({wait}))
+        measured_rates(kind=Forgetful, removed_waits={wait}, raises=True)
 
 
 class OneEngine(SimulatedBackend):
