@@ -24,7 +24,6 @@ from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations.megatron_recompute import exchange_methods, stand_ins
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-_GET_IT = "pip install 'megatron-offload[megatron]'"
 
 _exchanged = Exchanges()
 
@@ -42,11 +41,6 @@ def install() -> None:
     if _exchanged:
         return
     target = import_from_megatron(_MODULE)
-    if target is None:
-        raise IntegrationError(
-            f"megatron-core {megatron_version()} has no module {_MODULE}, 0.16 is the first that "
-            f"has; {_GET_IT}"
-        )
     pairs = [
         (value, getattr(facade, name))
         for name, value in vars(target).items()
@@ -125,22 +119,15 @@ def _pipeline_rank() -> int:
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
-def import_from_megatron(name: str) -> types.ModuleType | None:
-    """Import a module of megatron-core, which has to be there; None where the module isn't."""
-    if _import_if_present("megatron.core") is None:
-        raise IntegrationError(
-            f"megatron-core is not installed, so there is nothing to install into; {_GET_IT}"
-        )
-    return _import_if_present(name)
-
-
-def _import_if_present(name: str) -> types.ModuleType | None:
+def import_from_megatron(name: str) -> types.ModuleType:
+    """Import a module of megatron-core, which has to be there."""
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it exists, and lacks something else
-        return None
+    except ImportError as error:
+        raise IntegrationError(
+            f"megatron-core 0.16 or later is needed: {error}; pip install "
+            "'megatron-offload[megatron]'"
+        ) from error
 
 
 def megatron_version() -> str:
