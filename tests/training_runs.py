@@ -71,10 +71,10 @@ def numbers(output):
     steps = [json.loads(line) for line in text.splitlines()]
     return {
         step["step"]: (
-            step["loss_hex"],
-            step["grad_norm_hex"],
+            repr(step["loss"]),
+            repr(step["grad_norm"]),
             step["lr"],
-            [(rank["loss_hex"], rank["gradients"]) for rank in step["ranks"]],
+            [(repr(rank["loss"]), rank["gradients"]) for rank in step["ranks"]],
         )
         for step in steps
     }

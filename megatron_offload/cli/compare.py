@@ -56,13 +56,13 @@ def run(given: RunOptions) -> int:
     with launch(runs, comparison=folder) as reports:
         if reports is None:
             return 0
-        result = compare_reports(config, *reports)
+        result = compare_reports(*reports)
         _print(config, reports, result)
         write_config(config, folder)
         replace_text(folder / COMPARISON_NAME, result.model_dump_json(indent=2) + "\n")
         for line in (f"numbers: {folder / COMPARISON_NAME}", *_plan(folder), _report(folder)):
             console().print(line)
-    return 0 if result.identical else 1
+    return 0 if result.is_identical else 1
 
 
 def _variant(config: TrainConfig, folder: str) -> TrainConfig:
@@ -102,7 +102,7 @@ def _print(config: TrainConfig, reports: Sequence[RunReport], result: Comparison
         )
     for name, equal in result.findings.items():
         out.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
-    out.print(f"bitwise identical: {'yes' if result.identical else 'no'}", style="bold")
+    out.print(f"bitwise identical: {'yes' if result.is_identical else 'no'}", style="bold")
 
 
 def _plan(folder: Path) -> list[str]:

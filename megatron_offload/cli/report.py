@@ -84,11 +84,11 @@ def read_report(folder: Path) -> Report:
     """
     main = main_folder(folder)
     is_comparison = main != folder
-    offloaded, plain = RunReport(read_steps(main)[0]), None
+    offloaded, plain = RunReport(read_steps(main)), None
     if not offloaded.steps:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
     if is_comparison:
-        plain = RunReport(read_steps(folder / FOLDERS[0], offloaded.steps[-1].step)[0])
+        plain = RunReport(read_steps(folder / FOLDERS[0], offloaded.steps[-1].step))
     path, facts_path = folder / CONFIG_NAME, main / FACTS_NAME
     config = validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
     facts = read_model(RunFacts, facts_path) if facts_path.exists() else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ class Checkpoints:
     parallel: Parallel
     chunks: Sequence[torch.nn.Module]
     optimizer: Any
-    data: Callable[[], str]
-    """Returns a digest of the training data; it is called only if need be."""
+    data: str
+    """Digest of the training data."""
 
     def save(self, step: int) -> Path:
         """Write the state after ``step``, make it current, and remove what is too old."""
@@ -60,7 +60,7 @@ class Checkpoints:
                 step=step,
                 ranks=self.parallel.world_size,
                 device=self.device.type,
-                data=self.parallel.on_owner(self.data) or "",
+                data=self.data,
                 files={k: v for each in self.parallel.gather(mine) for k, v in each.items()},
                 config=self.config,
             )
@@ -91,7 +91,7 @@ class Checkpoints:
     def _examined(self, path: Path) -> Manifest:
         manifest = read_checkpoint(path, self.config, self.parallel.world_size)
         device = ("run.device", manifest.device, self.device.type)
-        data = ("the digest of the data (data.text)", manifest.data, self.data())
+        data = ("the digest of the data (data.text)", manifest.data, self.data)
         check_same(path, [device, data])
         return manifest
 

@@ -124,9 +124,6 @@ class RunConfig(StrictModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train, in bfloat16 on a GPU and in float32 on a CPU; ``auto`` takes CUDA where there
     is a device."""
-    deterministic: bool = True
-    """On a GPU: only kernels that give the same bits every time. Without it two equal runs may
-    differ, and so may `compare`."""
     measure_live_bytes: bool = True
     """Count the bytes that autograd keeps alive. Costs some microseconds for each saved tensor."""
     trace_step: int = Field(default=0, ge=0)

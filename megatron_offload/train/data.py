@@ -25,6 +25,7 @@ class TextSource:
 
     def __init__(self, text: bytes, seed: int, micro_batch_size: int, sequence_length: int) -> None:
         self._text = np.frombuffer(text, dtype=np.uint8)
+        self.digest = hashlib.blake2b(text, digest_size=16).hexdigest()
         self._seed = seed
         self._micro_batch_size = micro_batch_size
         self._length = sequence_length + 1
@@ -65,10 +66,6 @@ class TextSource:
                 "labels": rows[:, 1:].contiguous(),
                 "position_ids": positions,
             }
-
-    def digest(self) -> str:
-        """Return a digest of the text."""
-        return hashlib.blake2b(self._text.data, digest_size=16).hexdigest()
 
 
 def default_text() -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import time
@@ -76,9 +75,14 @@ class _Trainer:
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
         self._source = TextSource.of(config)
-        folder, data = CheckpointFolder(config.run.output), functools.cache(self._source.digest)
         self._checkpoints = Checkpoints(
-            config, folder, self._device, self._parallel, self._chunks, self._optimizer, data
+            config,
+            CheckpointFolder(config.run.output),
+            self._device,
+            self._parallel,
+            self._chunks,
+            self._optimizer,
+            self._source.digest,
         )
         self._forward_backward = get_forward_backward_func()
         live = config.run.measure_live_bytes
@@ -88,34 +92,34 @@ class _Trainer:
         """Take every step that is left; report what happened on all ranks."""
         config, run, parallel = self._config, self._config.run, self._parallel
         report = RunReport()
-        keep_bytes = self._restore(report) if run.resume else 0
+        if run.resume:
+            self._restore(report)
         if parallel.is_owner:
             on_gpu = self._device.type == "cuda"
             gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
-            prepare_folder(config, gpu, parallel.world_size, is_new=keep_bytes == 0)
+            prepare_folder(config, gpu, parallel.world_size, is_new=not report.steps)
         is_timed = max(run.trace_step, run.profile_step) > 0
         with (
             open_offload(
                 config.offload, self._chunks, self._meter, parallel.pp_rank, is_timed=is_timed
             ) as session,
-            open_log(run.output, keep_bytes) if parallel.is_owner else _NOTHING as log,
+            open_log(run.output, report.steps) if parallel.is_owner else _NOTHING as log,
         ):
             self._take_steps(report, session, log)
         return report
 
-    def _restore(self, report: RunReport) -> int:
-        """Load the newest checkpoint; return how many bytes the lines of steps before it take."""
+    def _restore(self, report: RunReport) -> None:
+        """Load the newest checkpoint, and the steps that were taken before it."""
         restored = self._checkpoints.load()
         if restored is None:
             self._say("no checkpoint to resume from; starting with the first step")
-            return 0
+            return
         path, step = restored
         self._scheduler.step(step)
         self._first = step + 1
         kept = self._parallel.on_owner(lambda: read_steps(self._config.run.output, step))
-        report.steps, keep_bytes = kept or ([], 0)
+        report.steps = kept or []
         self._say(f"resumed from {path}; going on after step {step}")
-        return keep_bytes
 
     def _take_steps(self, report: RunReport, session: OffloadSession, log: TextIO | None) -> None:
         run, say = self._config.run, self._say

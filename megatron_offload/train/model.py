@@ -88,7 +88,7 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
         "batch_p2p_comm": on_gpu and parallel.virtual == 1,
         "overlap_p2p_comm": parallel.virtual > 1,
         "deallocate_pipeline_outputs": True,
-        "deterministic_mode": on_gpu and config.run.deterministic,
+        "deterministic_mode": on_gpu,
         "recompute_granularity": None if model.recompute == "none" else model.recompute,
         "recompute_method": "uniform" if is_full else None,
         "recompute_num_layers": 1 if is_full else None,

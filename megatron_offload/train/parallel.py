@@ -159,7 +159,7 @@ def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[P
         stack.enter_context(recompute_without_transformer_engine())
         if device.type == "cpu":
             stack.enter_context(cpu_bridges())
-        elif config.run.deterministic:
+        else:
             # Only kernels that give the same bits every time, where there is such a kernel.
             torch.use_deterministic_algorithms(True, warn_only=True)
             # Overwriting every fresh tensor costs time and proves nothing here.

@@ -1,7 +1,7 @@
 """What a run leaves behind: numbers of every step over all ranks, and whether two runs are equal.
 
-Numbers are written with all their bits: as the decimal from which Python reads them, and as
-``float.hex`` for other readers. What was not measured in both runs counts as different.
+Numbers are written with all their bits, as the shortest decimal that is read as the same double.
+What was not measured in both runs counts as different.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,18 +19,13 @@ import pydantic
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model, validate
-from megatron_offload.files.text import open_regular, parse_json
-from megatron_offload.train.config import TrainConfig
+from megatron_offload.files.text import open_regular, parse_json, replace_text
 
 LOG_NAME = "steps.jsonl"
 COMPARISON_NAME = "compare.json"
 
 FOLDERS = ("without_offload", "with_offload")
 """Where the two runs lie in the comparison's own folder."""
-
-
-_TOTALS = ("offloaded_bytes", "reloaded_bytes", "remade_bytes", "num_late_reloads")
-"""Keys of a line that are sums over its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +89,7 @@ class StepRecord:
 
     def to_json(self) -> str:
         """Return one line of ``steps.jsonl``."""
-        line = asdict(self)
-        line["grad_norm_hex"] = self.grad_norm.hex()
-        for part in (line, *line["ranks"]):
-            part["loss_hex"] = None if part["loss"] is None else part["loss"].hex()
-        totals = {key: sum(rank[key] for rank in line["ranks"]) for key in _TOTALS}
-        return json.dumps(line | totals)
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes | str, source: str) -> StepRecord:
@@ -142,16 +132,15 @@ class RunReport:
         return ranks
 
 
-def read_steps(folder: Path, last: int | None = None) -> tuple[list[StepRecord], int]:
-    """Read the lines of ``steps.jsonl`` up to step ``last``, or all whole ones; and their bytes.
+def read_steps(folder: Path, last: int | None = None) -> list[StepRecord]:
+    """Read the lines of ``steps.jsonl`` up to step ``last``, or all whole ones.
 
     What comes after may be anything.
     """
     path = folder / LOG_NAME
     records: list[StepRecord] = []
-    size = 0
     if not os.path.lexists(path):
-        return [], 0
+        return []
     with open_regular(path) as file:
         while last is None or not records or records[-1].step < last:
             line = file.readline()
@@ -168,34 +157,29 @@ def read_steps(folder: Path, last: int | None = None) -> tuple[list[StepRecord],
             if is_past or (records and record.step != records[-1].step + 1):
                 raise ConfigError(f"{source} is of step {record.step}, which does not follow")
             records.append(record)
-            size += len(line)
-    return records, size
+    return records
 
 
-def open_log(folder: Path, keep_bytes: int = 0) -> TextIO:
-    """Open ``steps.jsonl`` for more lines behind the first ``keep_bytes``; the rest is cut off."""
+def open_log(folder: Path, kept: Iterable[StepRecord] = ()) -> TextIO:
+    """Open ``steps.jsonl`` for more lines behind those that are kept; the rest is gone."""
     path = folder / LOG_NAME
-    if not keep_bytes:
-        path.unlink(missing_ok=True)
-    file = path.open("a", encoding="utf-8", buffering=1)
-    file.truncate(keep_bytes)
-    return file
+    replace_text(path, "".join(record.to_json() + "\n" for record in kept))
+    return path.open("a", encoding="utf-8", buffering=1)
 
 
 class Comparison(StrictModel):
     """Two runs of one configuration."""
 
-    identical: bool
-    """Whether nothing differs by a single bit."""
     findings: dict[str, bool]
     """What was compared, in words, and whether it was equal."""
-    config: dict[str, Any]
-    without_offload: dict[str, Any]
-    """What one of the two runs came to; numbers as `float.hex` writes them."""
-    with_offload: dict[str, Any]
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether nothing differs by a single bit."""
+        return all(self.findings.values())
 
 
-def compare_reports(config: TrainConfig, without: RunReport, offloaded: RunReport) -> Comparison:
+def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:
     """Compare two runs of the same configuration bit by bit."""
     steps = list(zip(without.steps, offloaded.steps, strict=True))
     pairs = [(a, b) for x, y in steps for a, b in zip(x.ranks, y.ranks, strict=True)]
@@ -213,28 +197,9 @@ def compare_reports(config: TrainConfig, without: RunReport, offloaded: RunRepor
         f"final parameters of {len(without.parameters)} ranks": without.parameters
         == offloaded.parameters,
     }
-    return Comparison(
-        identical=all(findings.values()),
-        findings=findings,
-        config=config.model_dump(mode="json"),
-        without_offload=_numbers(without),
-        with_offload=_numbers(offloaded),
-    )
-
-
-def _numbers(report: RunReport) -> dict[str, Any]:
-    return {
-        "losses": [step.loss.hex() for step in report.steps],
-        "grad_norms": [step.grad_norm.hex() for step in report.steps],
-        "parameters": report.parameters,
-        "ranks": report.peaks(),
-    }
+    return Comparison(findings=findings)
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Read ``compare.json``, if it doesn't contradict itself."""
-    path = folder / COMPARISON_NAME
-    found = read_model(Comparison, path, limit_bytes=256 * 1024**2)
-    if found.identical is not all(found.findings.values()):
-        raise ConfigError(f"{path} contradicts itself: 'identical' is not what its parts say")
-    return found
+    """Read ``compare.json``."""
+    return read_model(Comparison, folder / COMPARISON_NAME)

@@ -90,7 +90,7 @@ def check_output(config: TrainConfig, world_size: int) -> None:
         )
         raise ConfigError(f"run.output {folder} holds {found} {other} to start over")
     last = None if latest is None else read_checkpoint(latest, config, world_size).step
-    steps, _ = read_steps(folder, last)
+    steps = read_steps(folder, last)
     if latest is None and steps and steps[-1].step >= config.run.steps:
         raise ConfigError(
             f"run.output {folder} holds a run whose {steps[-1].step} steps are done, and no "
@@ -250,7 +250,7 @@ _MAY_DIFFER: dict[str, Any] = {
     "offload": True,  # it doesn't change a bit
     "data": {"text"},  # its digest counts
     "parallel": {"ranks"},  # their number counts
-    "run": set(RunConfig.model_fields) - {"deterministic", "seed"},
+    "run": set(RunConfig.model_fields) - {"seed"},
 }
 """What doesn't decide what a step computes. What devices and types come to is compared besides."""
 

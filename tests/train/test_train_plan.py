@@ -18,7 +18,7 @@ LONG = "run.steps=15"
 def test_all_ranks_follow_the_plan_that_they_have_settled_on_and_no_bit_changes(tmp_path):
     plain, output = tmp_path / "plain", tmp_path / "planned"
     assert run(words(plain, LONG))[0] == 0
-    last = read_steps(plain)[0][-1]
+    last = read_steps(plain)[-1]
     live_bytes = [rank.peak_live_activation_bytes for rank in last.ranks]
     target_bytes = int(0.9 * min(live_bytes))
     policy = f"offload.policy={{kind: memory_target, target_bytes: {target_bytes}}}"
@@ -29,7 +29,7 @@ def test_all_ranks_follow_the_plan_that_they_have_settled_on_and_no_bit_changes(
     plan = load_plan(output / "plan.json")
     assert plan.policy == "memory_target"
     assert load_bandwidths(output / "bandwidths.json").machine.d2h_gbps == pytest.approx(7.5)
-    found = read_steps(output)[0]
+    found = read_steps(output)
     usual = [step for step in found if step.is_usual]
     assert usual == found[-len(usual) :]
     assert 3 < len(found) - len(usual) <= 12

@@ -33,7 +33,7 @@ def test_a_profiled_step_changes_no_bit_and_moves_what_others_move(train, tmp_pa
     assert not (tmp_path / "profiled/plan.json").exists()
     bandwidths = load_bandwidths(tmp_path / "profiled/bandwidths.json")
     assert bandwidths.origin == FROM_COPIES
-    steps = [record.ranks[0] for record in read_steps(tmp_path / "profiled")[0]]
+    steps = [record.ranks[0] for record in read_steps(tmp_path / "profiled")]
     assert [step.is_profiled for step in steps] == [False, False, True, False, False]
     assert steps[2].offloaded_bytes == steps[3].offloaded_bytes == steps[4].offloaded_bytes > 0
     profile = load_profile(tmp_path / "profiled/profile_0.json")
@@ -54,7 +54,7 @@ def test_a_profiled_step_changes_no_bit_and_moves_what_others_move(train, tmp_pa
 @pytest.mark.slow  # how soon it settles goes by the machine's own time
 def test_a_run_that_ends_before_it_has_settled_says_so(train, tmp_path, capsys):
     train(tmp_path, "offload.policy.kind=auto", "offload.policy.most_slowdown_percent=1000")
-    steps = [record.ranks[0] for record in read_steps(tmp_path)[0]]
+    steps = [record.ranks[0] for record in read_steps(tmp_path)]
     assert any(step.is_planned_by for step in steps)
     assert all(step.offloaded_bytes > 0 for step in steps[:3])
     assert "the run was over before its plan was settled" in capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, t
     trace = read_traces(tmp_path / "traced/trace_0.json")[0]
     lines = (tmp_path / "traced/steps.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
-    assert trace.num_bytes["d2h"] == steps[2]["offloaded_bytes"] > 0
+    assert trace.num_bytes["d2h"] == steps[2]["ranks"][0]["offloaded_bytes"] > 0
     kinds = {span.kind for span in trace.of("compute")}
     assert {"forward", "backward", "other"} <= kinds
     assert {LIVE_BYTES, HELD_BYTES} <= {counter.name for counter in trace.counters}
@@ -104,7 +104,7 @@ def test_a_short_run_traces_its_last_step(train, tmp_path, capsys):
     assert "train: \n" not in capsys.readouterr().err, "nothing was planned"
     last = json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])
     trace = read_traces(tmp_path / "trace_0.json")[0]
-    assert trace.num_bytes["d2h"] == last["offloaded_bytes"] > 0
+    assert trace.num_bytes["d2h"] == last["ranks"][0]["offloaded_bytes"] > 0
 
 
 def test_a_new_run_leaves_nothing_of_an_earlier_one(train, tmp_path):

@@ -46,10 +46,9 @@ def test_the_report_says_what_the_run_did(compared):
     assert [trace.rank for trace in found.traces] == [0, 1]
     assert {row["name"] for row in found.groups} == {"core_attn", "mlp_act"}
     last = json.loads((compared[0] / "with_offload/steps.jsonl").read_text().splitlines()[-1])
-    moved = sum(row["offloaded_bytes"] for row in found.groups)
-    assert (
-        moved == sum(row["offloaded_bytes"] for row in found.ranks) == last["offloaded_bytes"] > 0
-    )
+    moved = [sum(row["offloaded_bytes"] for row in x) for x in (found.groups, last["ranks"])]
+    assert moved == [sum(row["offloaded_bytes"] for row in found.ranks)] * 2
+    assert moved[0] > 0
     for group in (group for rank in found.ranks for group in rank["groups"]):
         assert sum(group["kept_bytes_by_reason"].values()) == group["kept_bytes"]
     assert sum(row["kept_bytes"] for row in found.groups) > 0
@@ -114,7 +113,7 @@ def test_on_a_gpu_the_run_is_itself_a_point(folder):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("compare.json", "{}", "'identical' is required"),
+        ("compare.json", "{}", "'findings' is required"),
         ("compare.json", "[]", "must hold a mapping"),
         ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
         ("with_offload/trace_0.json", "{", "not plain JSON"),
@@ -131,13 +130,6 @@ def test_a_damaged_file_is_an_error_and_no_gap(folder, name, content, expected):
     with pytest.raises(ConfigError, match=expected):
         report.write_page(folder)
     assert (folder / "report.html").read_bytes() == before
-
-
-def test_a_comparison_that_contradicts_itself_is_refused(folder):
-    path = folder / "compare.json"
-    path.write_text(path.read_text().replace('"identical": true', '"identical": false'))
-    with pytest.raises(ConfigError, match="contradicts itself"):
-        report.read_report(folder)
 
 
 def test_wrong_counters_of_groups_are_refused(folder):
