@@ -18,12 +18,10 @@ from safetensors.torch import save_file
 
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.errors import ConfigError, OffloadError, shorten
-from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import Parallel
 from megatron_offload.train.run_folder import (
     CheckpointFolder,
     Manifest,
-    check_same,
     digest_of_file,
     read_checkpoint,
 )
@@ -40,14 +38,13 @@ class CheckpointError(OffloadError, RuntimeError):
 class Checkpoints:
     """Checkpoints of one run on this rank; all methods are collective."""
 
-    config: TrainConfig
+    decides: dict[str, Any]
+    """What decides what a step of this run computes."""
     folder: CheckpointFolder
     device: torch.device
     parallel: Parallel
     chunks: Sequence[torch.nn.Module]
     optimizer: Any
-    data: str
-    """Digest of the training data."""
 
     def save(self, step: int) -> Path:
         """Write the state after ``step``, make it current, and remove what is too old."""
@@ -58,11 +55,8 @@ class Checkpoints:
             manifest = Manifest(
                 format=6,
                 step=step,
-                ranks=self.parallel.world_size,
-                device=self.device.type,
-                data=self.data,
+                decides=self.decides,
                 files={k: v for each in self.parallel.gather(mine) for k, v in each.items()},
-                config=self.config,
             )
             self.parallel.on_owner(lambda: self.folder.publish(manifest))
         except (OSError, ConfigError) as error:
@@ -83,17 +77,10 @@ class Checkpoints:
         path = self.parallel.gather(agreed(self.folder.latest))[0]  # others must see it too
         if path is None:
             return None
-        manifest = agreed(lambda: self._examined(path))
+        manifest = agreed(lambda: read_checkpoint(path, self.decides))
         _make_optimizer_states(self.optimizer)
         agreed(lambda: self._read(path, manifest))
         return path, manifest.step
-
-    def _examined(self, path: Path) -> Manifest:
-        manifest = read_checkpoint(path, self.config, self.parallel.world_size)
-        device = ("run.device", manifest.device, self.device.type)
-        data = ("the digest of the data (data.text)", manifest.data, self.data)
-        check_same(path, [device, data])
-        return manifest
 
     def _write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files, a stage's if it is the first that holds it; return digests."""

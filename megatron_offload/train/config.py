@@ -179,10 +179,6 @@ class TrainConfig(StrictModel):
         """The step of which a timeline is taken; 0 for none."""
         return min(self.run.trace_step, self.run.steps)
 
-    def sequences_per_step(self, dp_size: int) -> int:
-        """Return how many sequences a step takes over ``dp_size`` data-parallel ranks."""
-        return self.data.microbatches * self.data.micro_batch_size * dp_size
-
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:
     """Check what depends on the number of ranks over all machines, and the files that it reads."""

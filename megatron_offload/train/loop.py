@@ -29,7 +29,7 @@ from megatron_offload.train.digest import digest
 from megatron_offload.train.offload import OffloadSession, open_offload
 from megatron_offload.train.parallel import Parallel, open_model_parallel
 from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log, read_steps
-from megatron_offload.train.run_folder import CheckpointFolder, prepare_folder
+from megatron_offload.train.run_folder import CheckpointFolder, deciding, prepare_folder
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -75,14 +75,14 @@ class _Trainer:
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
         self._source = TextSource.of(config)
+        found = {"run.device": self._device.type, "the digest of data.text": self._source.digest}
         self._checkpoints = Checkpoints(
-            config,
+            deciding(config, self._parallel.world_size, **found),
             CheckpointFolder(config.run.output),
             self._device,
             self._parallel,
             self._chunks,
             self._optimizer,
-            self._source.digest,
         )
         self._forward_backward = get_forward_backward_func()
         live = config.run.measure_live_bytes
@@ -216,7 +216,8 @@ class _Trainer:
             rates = parallel.gather((profile.d2h_gbps, profile.h2d_gbps))
             if parallel.is_owner:
                 save_bandwidths(slowest_link(rates), run.output / BANDWIDTHS_NAME)
-        tokens = config.sequences_per_step(parallel.dp_size) * config.model.sequence_length
+        sequences = config.data.microbatches * config.data.micro_batch_size * parallel.dp_size
+        tokens = sequences * config.model.sequence_length
         return StepRecord.merge(step, lr, tokens, ranks), max(numbers)
 
     def _profiling(

@@ -20,11 +20,11 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import Field
 
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.files.text import open_regular, replace_text, sync_folder
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
-from megatron_offload.train.config import RunConfig, TrainConfig
+from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, read_steps
 
 CONFIG_NAME = "config.yaml"
@@ -89,7 +89,7 @@ def check_output(config: TrainConfig, world_size: int) -> None:
             f"checkpoints up to {latest.name}; --resume goes on;" if latest else "an earlier run;"
         )
         raise ConfigError(f"run.output {folder} holds {found} {other} to start over")
-    last = None if latest is None else read_checkpoint(latest, config, world_size).step
+    last = None if latest is None else read_checkpoint(latest, deciding(config, world_size)).step
     steps = read_steps(folder, last)
     if latest is None and steps and steps[-1].step >= config.run.steps:
         raise ConfigError(
@@ -164,14 +164,10 @@ class Manifest(StrictModel):
     format: Literal[6]
     """Of the files; a checkpoint of another one is refused."""
     step: Annotated[int, Field(ge=1, lt=10**15)]
-    ranks: Annotated[int, Field(ge=1)]
-    device: str
-    """Kind of device, ``cpu`` or ``cuda``."""
-    data: str
-    """Digest of the training data."""
+    decides: dict[str, Any]
+    """By `deciding`."""
     files: dict[_FileName, str]
     """Digest of every file that holds tensors, by `digest_of_file`."""
-    config: TrainConfig
 
 
 class CheckpointFolder:
@@ -227,15 +223,40 @@ class CheckpointFolder:
             shutil.rmtree(part, ignore_errors=True)
 
 
-def read_checkpoint(path: Path, config: TrainConfig, world_size: int) -> Manifest:
-    """Return what a whole checkpoint holds, if this run may go on from it."""
+_DECIDING: dict[str, Any] = {
+    "model": True,
+    "parallel": {"pipeline", "virtual"},
+    "data": {"micro_batch_size", "microbatches"},
+    "schedule": True,
+    "run": {"seed", "steps"},
+}
+
+
+def deciding(config: TrainConfig, ranks: int, **more: str) -> dict[str, Any]:
+    """Return what decides what a step computes, under its keys; all else may change in a resume."""
+    chosen = config.model_dump(mode="json", include=_DECIDING)
+    keys = {f"{name}.{key}": value for name, x in chosen.items() for key, value in x.items()}
+    return keys | {"the number of ranks": ranks} | more
+
+
+def read_checkpoint(path: Path, decides: dict[str, Any]) -> Manifest:
+    """Return what a whole checkpoint holds, if a run that ``decides`` so computes may go on.
+
+    ``run.steps``, on which the learning rate hangs, may be more where no steps were left.
+    """
     manifest = read_model(Manifest, path / _MANIFEST)
-    check_same_run(path, manifest.config, config, manifest.step)
-    check_same(path, [("the number of ranks", manifest.ranks, world_size)])
-    if manifest.step > config.run.steps:
+    before = manifest.decides
+    differing = {key for key, value in decides.items() if before.get(key) != value}
+    if manifest.step == before.get("run.steps") and manifest.step < decides["run.steps"]:
+        differing.remove("run.steps")
+    if differing:
+        lines = [
+            f"{key} was {shorten(repr(before.get(key)))}, this run has {decides[key]!r}"
+            for key in sorted(differing)
+        ]
         raise ConfigError(
-            f"{path} is of step {manifest.step}, but run.steps is {config.run.steps}; set it to "
-            f"{manifest.step} or more"
+            f"{path} is of another run, so going on would not give its numbers: "
+            f"{'; '.join(lines)}. Set that back, or start over in another run.output"
         )
     return manifest
 
@@ -244,38 +265,3 @@ def digest_of_file(path: Path) -> str:
     """Return a digest of 128 bits of a regular file's bytes. It tells accidents, not intent."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-_MAY_DIFFER: dict[str, Any] = {
-    "offload": True,  # it doesn't change a bit
-    "data": {"text"},  # its digest counts
-    "parallel": {"ranks"},  # their number counts
-    "run": set(RunConfig.model_fields) - {"seed"},
-}
-"""What doesn't decide what a step computes. What devices and types come to is compared besides."""
-
-
-def check_same_run(path: Path, saved: TrainConfig, config: TrainConfig, step: int) -> None:
-    """Check that ``config`` goes on computing what ``saved`` began, by the checkpoint of ``step``.
-
-    ``run.steps``, on which the learning rate hangs, may be more where no steps were left.
-    """
-    before, now = (each.model_dump(exclude=_MAY_DIFFER) for each in (saved, config))
-    pairs = [
-        (f"{section}.{key}", before[section][key], value)
-        for section, values in now.items()
-        for key, value in values.items()
-    ]
-    if not step == saved.run.steps < config.run.steps:
-        pairs.append(("run.steps", saved.run.steps, config.run.steps))
-    check_same(path, pairs)
-
-
-def check_same(path: Path, pairs: Iterable[tuple[str, Any, Any]]) -> None:
-    """Check what was and what is, each under its name, before a run goes on from a checkpoint."""
-    lines = [f"{key} was {old!r}, this run has {new!r}" for key, old, new in pairs if old != new]
-    if lines:
-        raise ConfigError(
-            f"{path} is of another run, so going on would not give its numbers: "
-            f"{'; '.join(lines)}. Set that back, or start over in another run.output"
-        )

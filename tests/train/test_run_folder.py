@@ -9,15 +9,16 @@ import pytest
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.train import run_folder
-from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.config import RunConfig, TrainConfig
 from megatron_offload.train.records import RankStep, StepRecord, open_log, read_steps
 from megatron_offload.train.run_folder import (
     CheckpointFolder,
     Manifest,
     check_comparison,
     check_output,
-    check_same_run,
+    deciding,
     locked,
+    read_checkpoint,
 )
 
 STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
@@ -121,15 +122,15 @@ def folder(tmp_path):
     return CheckpointFolder(tmp_path)
 
 
-def write(folder, *steps):
+def write(folder, *steps, decides=None):
     for step in steps:
         (folder.begin(step) / "data").write_text(str(step))
-        publish(folder, step)
+        publish(folder, step, decides)
 
 
-def publish(folder, step):
-    about = {"device": "cpu", "data": "", "files": {}, "config": config()}
-    folder.publish(Manifest(format=6, step=step, ranks=1, **about))
+def publish(folder, step, decides=None):
+    decides = decides or deciding(config(), 1)
+    folder.publish(Manifest(format=6, step=step, decides=decides, files={}))
 
 
 def names(folder):
@@ -207,7 +208,8 @@ def config(**sections):
     ],
 )
 def test_what_does_not_change_a_bit_may_differ(folder, now):
-    check_same_run(folder.path, config(), config(**now), 5)
+    write(folder, 5)
+    assert read_checkpoint(folder.path_of(5), deciding(config(**now), 1)).step == 5
 
 
 @pytest.mark.parametrize(
@@ -217,22 +219,31 @@ def test_what_does_not_change_a_bit_may_differ(folder, now):
         ({}, {"parallel": {"virtual": 2}}, "parallel.virtual was 1, this run has 2"),
         ({}, {"run": {"steps": 20}}, "run.steps was 10, this run has 20"),
         ({}, {"run": {"seed": 1}}, "run.seed was 1234"),
+        ({}, {"data": {"microbatches": 2}}, "data.microbatches was 1"),
         ({}, {"schedule": {"lr": 2}}, "schedule.lr was 0.001"),
     ],
 )
 def test_what_changes_the_numbers_may_not_differ(folder, before, now, expected):
+    write(folder, 5, decides=deciding(config(**before), 1))
     with pytest.raises(ConfigError, match=expected):
-        check_same_run(folder.path, config(**before), config(**now), 5)
+        read_checkpoint(folder.path_of(5), deciding(config(**now), 1))
 
 
 def test_more_steps_extend_a_whole_run(folder):
-    longer = {"run": {"steps": 20}}
-    check_same_run(folder.path, config(), config(**longer), 10)
+    plain, longer = (deciding(config(run={"steps": steps}), 1) for steps in (10, 20))
+    write(folder, 10, decides=plain)
+    read_checkpoint(folder.path_of(10), plain)
+    read_checkpoint(folder.path_of(10), longer)
+    write(folder, 11, decides=longer)
     with pytest.raises(ConfigError, match=r"run\.steps was 20, this run has 10"):
-        check_same_run(folder.path, config(**longer), config(), 10)
+        read_checkpoint(folder.path_of(11), plain)
 
 
-def test_every_key_that_may_differ_exists():
-    for section, keys in run_folder._MAY_DIFFER.items():
-        fields = type(getattr(config(), section)).model_fields
-        assert keys is True or keys <= set(fields)
+def test_every_key_of_the_configuration_is_known_to_decide_or_not():
+    decides, whole = deciding(config(), 1), config().model_dump(exclude={"offload"})
+    keys = {f"{section}.{key}" for section, values in whole.items() for key in values}
+    runs = set(RunConfig.model_fields) - {"seed", "steps"}
+    assert decides.keys() - {"the number of ranks"} == keys - {
+        *("parallel.ranks", "data.text"),
+        *(f"run.{key}" for key in runs),
+    }
