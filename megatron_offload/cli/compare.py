@@ -60,7 +60,7 @@ def run(given: RunOptions) -> int:
         _print(config, reports, result)
         write_config(config, folder)
         replace_text(folder / COMPARISON_NAME, result.model_dump_json(indent=2) + "\n")
-        for line in (f"numbers: {folder / COMPARISON_NAME}", *_plan(folder), _report(folder)):
+        for line in (f"findings: {folder / COMPARISON_NAME}", *_plan(folder), _report(folder)):
             console().print(line)
     return 0 if result.is_identical else 1
 
