@@ -19,7 +19,6 @@ from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
-    MemorySample,
     RemadeUnit,
     RunShape,
     StepProfile,
@@ -254,21 +253,16 @@ def measured_peak_bytes(profile: StepProfile) -> int:
             f"the profile of pipeline rank {profile.run.pp_rank} is of a step that moved "
             f"{profile.offloaded_bytes} bytes, which its memory doesn't count; profile another"
         )
-    return max((max(sample[1:]) for sample in profile.memory), default=0)
+    return profile.peak_bytes
 
 
 def profiles_of(job: Job) -> list[StepProfile]:
-    """Return what each pipeline rank would see in a step without offload.
-
-    Memory is one sample, at the end: what the step has taken at most.
-    """
+    """Return what each pipeline rank would see in a step without offload."""
     step, schedule = simulate(job, record=True), job.schedule
     profiles = []
     for rank, result in enumerate(step.ranks):
         work = RankWork(job, rank)
         times = Footprint(work.profile, result).times_us
-        reserved_bytes = result.peak_reserved_bytes
-        memory = MemorySample(step.step_us, job.static_bytes[rank], reserved_bytes, reserved_bytes)
         num_virtual = len(schedule.stages_of(rank))
         profiles.append(
             replace(
@@ -276,7 +270,7 @@ def profiles_of(job: Job) -> list[StepProfile]:
                 groups=tuple(_with_units(work)),
                 times=tuple(GroupTimes(*times[group.key]) for group in work.profile.groups),
                 step_us=step.step_us,
-                memory=(memory,),
+                peak_bytes=result.peak_reserved_bytes,
                 run=RunShape(
                     schedule.num_microbatches, rank, schedule.num_ranks, num_virtual, rank
                 ),
