@@ -14,8 +14,7 @@ autograd holds the whole graph in front of it, and the gradients of the outputs;
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, St
 from megatron_offload.core.step import Forecast, StepDecisions, forecast_of
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings, StageWork
-from megatron_offload.planning.schedule import Pass, PassKind, Schedule
+from megatron_offload.planning.schedule import Pass, PassKind
 
 
 class OpKind(IntEnum):
@@ -44,11 +43,6 @@ class OpKind(IntEnum):
     """This message leaves; see `message_of`."""
     RECEIVE = 5
     """Waits for this message."""
-    HAND_OVER = 6
-    """As `SEND`, but it leaves when the other rank has asked for it, and what comes behind it, but
-    for a `RECEIVE`, waits until it is there."""
-    ASK = 7
-    """Asks for this message; whoever hasn't by then does so where it waits for it."""
 
 
 def message_of(one: Pass, num_stages: int) -> int:
@@ -143,9 +137,9 @@ class _PassWork(NamedTuple):
     """In the order of the forward."""
     pending_bytes: int
     """What was freed with messages before it and can't be used yet."""
-    before: list[tuple[OpKind, int]]
-    """Messages that are waited for, or asked for, in front of it."""
-    behind: list[tuple[OpKind, int]]
+    received: int | None
+    """The message that is waited for in front of it."""
+    sent: int | None
 
 
 class RankWork:
@@ -173,12 +167,13 @@ class RankWork:
         places: dict[tuple[int, int], tuple[_Place, ...]] = {}
         self._passes: list[_PassWork] = []
         pending = PendingMessages(job, rank)
-        for one, before, behind in self._exchanges():
+        for one in job.schedule.ranks[rank]:
             stage = job.stages[one.stage]
             if one.kind is PassKind.FORWARD:
                 places[one.stage, one.microbatch] = self._places(one.stage)
             here = places[one.stage, one.microbatch]
-            self._passes.append(_PassWork(one, stage, here, pending.num_bytes, before, behind))
+            messages = self._message(one, sends=False), self._message(one, sends=True)
+            self._passes.append(_PassWork(one, stage, here, pending.num_bytes, *messages))
             pending.add_pass(one)
         self.profile = self._learn()
         self._forecast: Forecast | None = None
@@ -240,45 +235,14 @@ class RankWork:
                     passed_bytes += work.num_bytes
         return StepProfile(tuple(groups), tuple(order), tuple(at_bytes))
 
-    # Messages
-
-    def _exchanges(
-        self,
-    ) -> Iterator[tuple[Pass, list[tuple[OpKind, int]], list[tuple[OpKind, int]]]]:
-        """Yield the passes, with the messages in front of each and behind it.
-
-        As megatron-core's interleaved schedule does (0.16 to 0.19): until its first backward a rank
-        sends an output and asks for the next input in one, and goes on when both are there. Later
-        messages are under way beside compute, and inputs are asked for a forward ahead.
-        """
-        schedule = self.job.schedule
-        passes = schedule.ranks[self.rank]
-        asked = _asked_ahead(schedule, passes)
-        first_back = ([one.kind is PassKind.FORWARD for one in passes] + [False]).index(False)
-        received: set[Pass] = set()
-        for index, one in enumerate(passes):
-            before = [] if one in received else self._message(OpKind.RECEIVE, one)
-            send = OpKind.SEND if index >= first_back else OpKind.HAND_OVER
-            behind = self._message(send, one)
-            for other in asked.get(one, ()):
-                if index >= first_back - 1:
-                    before += self._message(OpKind.ASK, other)
-                else:
-                    behind += self._message(OpKind.RECEIVE, other)
-                    received.add(other)
-            yield one, before, behind
-
-    def _message(self, kind: OpKind, one: Pass) -> list[tuple[OpKind, int]]:
-        """Return what a pass receives from another rank, or sends to it, if it does."""
-        if one.kind is PassKind.WEIGHT:
-            return []
+    def _message(self, one: Pass, *, sends: bool) -> int | None:
+        """Return what a pass sends to another rank, or receives from it, if it does."""
         num_stages = self.job.schedule.num_stages
-        sends = kind in (OpKind.SEND, OpKind.HAND_OVER)
         other = one.stage + (1 if sends == (one.kind is PassKind.FORWARD) else -1)
-        if not 0 <= other < num_stages or other in self._own_stages:
-            return []
-        sender = one if sends else Pass(other, one.kind, one.microbatch)
-        return [(kind, message_of(sender, num_stages))]
+        is_inner = not 0 <= other < num_stages or other in self._own_stages
+        if is_inner or one.kind is PassKind.WEIGHT:
+            return None
+        return message_of(one if sends else Pass(other, one.kind, one.microbatch), num_stages)
 
 
 def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False) -> RankProgram:
@@ -340,16 +304,16 @@ class _Replay:
     def run(self) -> RankProgram:
         for index, passed in enumerate(self._passes):
             self._pending_bytes = passed.pending_bytes
-            for kind, message in passed.before:
-                self._add(kind, message)
+            if passed.received is not None:
+                self._add(OpKind.RECEIVE, passed.received)
             if passed.one.kind is PassKind.FORWARD:
                 self._forward(passed)
             else:
                 self._backward(passed)
             if self._settings.lost_us:
                 self._add(OpKind.COMPUTE, self._settings.lost_us[index])
-            for kind, message in passed.behind:
-                self._add(kind, message)
+            if passed.sent is not None:
+                self._add(OpKind.SEND, passed.sent)
         return self._finish()
 
     def _forward(self, passed: _PassWork) -> None:
@@ -536,21 +500,3 @@ class _Replay:
         saved_bytes = self._device_bytes - self._static_bytes
         counts = (saved_bytes, budget.inflight_bytes, budget.held_bytes, self._host_bytes)
         self.program.memory.append(MemoryCounts(position, *counts))
-
-
-def _asked_ahead(schedule: Schedule, passes: Sequence[Pass]) -> dict[Pass, list[Pass]]:
-    """Return with which forward a rank asks for the inputs of which later ones.
-
-    With a forward it asks for the input of the next one; the first rank, as megatron-core's, for
-    what the last rank has made by then, which it may need only later.
-    """
-    forwards = [one for one in passes if one.kind is PassKind.FORWARD]
-    sent_at = {}
-    if len({one.stage for one in forwards}) > 1:
-        last = [one for one in schedule.ranks[-1] if one.kind is PassKind.FORWARD]
-        sent_at = {(one.stage + 1, one.microbatch): index for index, one in enumerate(last)}
-    asked: dict[Pass, list[Pass]] = defaultdict(list)
-    for index, one in enumerate(forwards[1:]):
-        made = sent_at.get((one.stage, one.microbatch), index) + schedule.num_ranks - 1
-        asked[forwards[min(index, made)]].append(one)
-    return asked

@@ -1,8 +1,7 @@
 """When the streams of all ranks do what they have to: compute, copies each way, and messages.
 
 A rank's compute stream is a process of simpy; the end of a copy moves whenever the node's bandwidth
-is shared anew. The outputs that a rank hands over before its first backward leave when they are
-asked for, so that a rank which waits for its copies makes others wait, as on GPUs.
+is shared anew. Messages leave as soon as they are made, and are under way beside compute.
 
 Copies share a node's bandwidth max-min fair, by progressive filling (Bertsekas and Gallager, Data
 Networks, 1992, section 6.5.2). All GPUs being alike, shares depend only on how many copy which way.
@@ -155,8 +154,7 @@ def run_streams(job: Job, programs: Sequence[RankProgram], *, records: bool) -> 
     if stuck:
         raise ConfigError(
             f"schedule {job.schedule.name!r}: pipeline ranks {', '.join(map(str, stuck))} wait for "
-            "each other; until its first backward a rank hands its outputs over, and they may be "
-            "taken in another order"
+            "each other"
         )
     return ranks
 
@@ -178,7 +176,6 @@ class _Step:
             us for stage in range(len(output_us)) for us in (output_us[stage - 1], output_us[stage])
         ]
         self._arrivals: dict[int, simpy.Event] = {}
-        self._requests: dict[int, simpy.Event] = {}
         for first in range(0, len(ranks), job.ranks_per_node):
             node = ranks[first : first + job.ranks_per_node]
             for rank in node:
@@ -189,15 +186,8 @@ class _Step:
     ) -> Generator[simpy.Event, None, None]:
         """Go through one rank's program."""
         environment, program = self.environment, rank.program
-        handed_over: simpy.Event | None = None
         num_ops, joined_us = len(program.kinds), 0.0
         for position, kind in enumerate(program.kinds):
-            if handed_over is not None and kind not in (OpKind.RECEIVE, OpKind.ASK):
-                if not handed_over.processed:
-                    since_us = environment.now
-                    yield handed_over
-                    rank.stalled(PIPELINE, position, since_us, environment.now)
-                handed_over = None
             now_us, argument = environment.now, program.arguments[position]
             if rank.trace is not None:
                 rank.began_us.append(now_us)
@@ -221,18 +211,13 @@ class _Step:
                     rank.awaited = None
                     rank.stalled(RELEASE if is_d2h else RELOAD, position, now_us, environment.now)
             elif kind == OpKind.RECEIVE:
-                self._ask(number)
-                arrival = self._event_of(self._arrivals, number)
+                arrival = self._arrival_of(number)
                 if not arrival.processed:
                     yield arrival
                     rank.stalled(PIPELINE, position, now_us, environment.now)
-                del self._arrivals[number], self._requests[number]
+                del self._arrivals[number]
             elif kind == OpKind.SEND:
                 self._send(number)
-            elif kind == OpKind.ASK:
-                self._ask(number)
-            elif kind == OpKind.HAND_OVER:
-                handed_over = self._hand_over(number)
             else:
                 queue = rank.d2h if kind == OpKind.OFFLOAD else rank.h2d
                 queue.waiting.append(number)
@@ -241,30 +226,13 @@ class _Step:
         rank.end_us = environment.now
         rank.is_done = True
 
-    def _event_of(self, events: dict[int, simpy.Event], message: int) -> simpy.Event:
-        return events.setdefault(message, self.environment.event())
-
-    def _ask(self, message: int) -> None:
-        request = self._event_of(self._requests, message)
-        if not request.triggered:
-            request.succeed()
-
-    def _hand_over(self, message: int) -> simpy.Event:
-        """Send a message as soon as it is asked for; return its arrival."""
-        arrival = self._event_of(self._arrivals, message)
-        request = self._event_of(self._requests, message)
-        if request.triggered:
-            self._send(message)
-        else:
-            assert request.callbacks is not None
-            request.callbacks.append(lambda _: self._send(message))
-        return arrival
+    def _arrival_of(self, message: int) -> simpy.Event:
+        return self._arrivals.setdefault(message, self.environment.event())
 
     def _send(self, message: int) -> None:
-        arrival = self._event_of(self._arrivals, message)
         flight = self.environment.timeout(self._transfer_us[message % len(self._transfer_us)])
         assert flight.callbacks is not None
-        flight.callbacks.append(arrival.trigger)
+        flight.callbacks.append(self._arrival_of(message).trigger)
 
     # Copies
 
