@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from megatron_offload.autotune.agree import Ranks
 from megatron_offload.autotune.cost import cost_of
-from megatron_offload.autotune.search import search_of
+from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, search_of
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig
@@ -33,6 +33,7 @@ from megatron_offload.observe.measure import MeasuredStep, StepTimer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.bandwidths import FROM_COPIES, link_machine
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
+from megatron_offload.planning.deadline import ending_after
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
@@ -182,7 +183,6 @@ class MeasuredLoop:
 
     def _first_answer(self, texts: Sequence[str]) -> str:
         """Plan by the profiles of all ranks; each pipeline rank's comes once, others are empty."""
-        config, policy = self._manager.config, self._policy
         found = (json.loads(text)[2] for text in texts)
         profiles = [parse_profile(text, "the profile of a rank") for text in found if text]
         if self._ranks.is_alone:
@@ -193,32 +193,36 @@ class MeasuredLoop:
         profiles = [replace(one, run=one.run._replace(pp_size=size)) for one in profiles]
         profiles.sort(key=lambda profile: profile.run.pp_rank)
         try:
-            self._origin = "the policy's own" if policy.machine else FROM_COPIES
-            machine = policy.machine or link_machine(
-                min(profile.d2h_gbps for profile in profiles),
-                min(profile.h2d_gbps for profile in profiles),
-            )
-            job = job_of(
-                profiles,
-                schedule_of(profiles),
-                Machine(**dict(machine)),
-                gpus_per_rank=policy.gpus_per_rank if policy.machine else 1,
-            )
-            limits = RankSettings(
-                max_inflight_bytes=policy.max_inflight_bytes or config.max_inflight_bytes,
-                prefetch_bytes=policy.prefetch_bytes or config.prefetch_bytes,
-            )
-            is_measured = isinstance(policy, AutoConfig) and policy.measured_plans
-            share = 1.0 if is_measured else SLOW_LINK_SHARE
-            chooser = Chooser(profiles, job, limits, link_share=share)
-            self._job = job
-            capacity_bytes = self._manager.backend.capacity_bytes()
-            if capacity_bytes is not None:
-                capacity_bytes -= capacity_bytes // _SPARE_SHARE
-            self._search = search_of(chooser, policy, capacity_bytes)
+            with ending_after(MOST_PLANNING_S):
+                self._search = self._search_by(profiles)
             return self._next_answer(texts)
         except OffloadError as error:
             return json.dumps([None, True, False, f"no plan can be made: {error}"])
+
+    def _search_by(self, profiles: Sequence[StepProfile]) -> PlanSearch:
+        config, policy = self._manager.config, self._policy
+        self._origin = "the policy's own" if policy.machine else FROM_COPIES
+        machine = policy.machine or link_machine(
+            min(profile.d2h_gbps for profile in profiles),
+            min(profile.h2d_gbps for profile in profiles),
+        )
+        self._job = job_of(
+            profiles,
+            schedule_of(profiles),
+            Machine(**dict(machine)),
+            gpus_per_rank=policy.gpus_per_rank if policy.machine else 1,
+        )
+        limits = RankSettings(
+            max_inflight_bytes=policy.max_inflight_bytes or config.max_inflight_bytes,
+            prefetch_bytes=policy.prefetch_bytes or config.prefetch_bytes,
+        )
+        is_measured = isinstance(policy, AutoConfig) and policy.measured_plans
+        share = 1.0 if is_measured else SLOW_LINK_SHARE
+        chooser = Chooser(profiles, self._job, limits, link_share=share)
+        capacity_bytes = self._manager.backend.capacity_bytes()
+        if capacity_bytes is not None:
+            capacity_bytes -= capacity_bytes // _SPARE_SHARE
+        return search_of(chooser, policy, capacity_bytes)
 
     def _next_answer(self, texts: Sequence[str]) -> str:
         """Take what the step of a plan has shown, and correct it."""

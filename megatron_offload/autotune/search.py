@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
@@ -13,9 +14,10 @@ from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
 from megatron_offload.planning.choice import Chooser
+from megatron_offload.planning.deadline import OutOfTimeError, ending_after
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, RankPlan, keep_all
 
-_MOST_PLANNING_S = 10.0
+MOST_PLANNING_S = 10.0
 
 _MARGIN_SHARE = 96
 """Targets that differ by less than this share are the same; so much is left to spare."""
@@ -46,7 +48,7 @@ class PlanSearch(ABC):
         self.is_settled, self.is_kept, self.said = False, True, ""
         self._chooser = chooser
         self._num_left = policy.measured_plans
-        self._planning_s = self._began_s = 0.0
+        self._left_s = MOST_PLANNING_S
         self._tried: list[OffloadPlan] = []
 
     def note(self, cost: MeasuredCost, reserved_bytes: Sequence[int | None]) -> None:
@@ -56,9 +58,11 @@ class PlanSearch(ABC):
         self.plan = replace(self.plan, ranks=ranks, measured=cost)
         self._tried.append(self.plan)
         is_first = len(self._tried) == 1
-        self._began_s = time.monotonic()
-        plan = self._next() if (is_first or self._num_left) and self._has_time() else None
-        self._planning_s += time.monotonic() - self._began_s
+        plan, began_s = None, time.monotonic()
+        if is_first or self._num_left:
+            with contextlib.suppress(OutOfTimeError), ending_after(self._left_s):
+                plan = self._next()
+        self._left_s -= time.monotonic() - began_s
         if plan is None or any(map(plan.is_like, self._tried)):
             self._settle()
             return
@@ -66,9 +70,6 @@ class PlanSearch(ABC):
         if is_first and not (self._num_left and plan.moved_bytes):
             self.is_settled, self.said = True, f"{_what(plan)}, as predicted"
         self._num_left -= 1
-
-    def _has_time(self) -> bool:
-        return self._planning_s + time.monotonic() - self._began_s < _MOST_PLANNING_S
 
     def _settle(self) -> None:
         """Follow the best of the plans that were measured."""
@@ -117,7 +118,7 @@ class CostSearch(PlanSearch):
         asked, step, most = self._between([chooser.slowdown_percent(plan) for plan in tried])
         can_predict = self._num_left != 1 or any(map(self._is_quick, tried))
         for more in (step, 2 * step, 4 * step) if can_predict else ():
-            if asked + more >= most or not self._has_time():
+            if asked + more >= most:
                 break
             plan = self._fitting(chooser.within(max(0.0, asked + more)))
             if self._is_better(plan):

@@ -289,10 +289,11 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
     else:
         section, origin = {}, f"{DEFAULTS}; --machine FILE takes others"
     around = validate(Surroundings, apply_overrides({"machine": section}, given.set), "--set")
-    passes, shape = schedule_of(profiles), profiles[0].run
-    if given.schedule is not None:
-        sizes = shape.pp_size, shape.num_microbatches, shape.vp_size
-        passes = make_schedule(given.schedule, *sizes)
+    if given.schedule is None:
+        passes = schedule_of(profiles)
+    else:
+        run = profiles[0].run
+        passes = make_schedule(given.schedule, run.pp_size, run.num_microbatches, run.vp_size)
     gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
     return Source(
         title=folder.resolve().name,

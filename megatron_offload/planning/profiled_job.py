@@ -224,26 +224,53 @@ def _remade_in(profile: StepProfile, job: Job, rank: int) -> tuple[frozenset[str
 def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
     """Return the schedule of the profiles, in the order of ranks.
 
-    It is what they have seen; with virtual stages, which no profile tells of, interleaved 1F1B.
+    It is what they have seen. No profile tells which virtual stage a chunk is of, so with virtual
+    stages it is interleaved 1F1B.
+
+    Raises:
+        ConfigError: the passes of a run with virtual stages came in another order.
     """
     run = profiles[0].run
+    seen = [_passes_seen(profile) for profile in profiles]
     if run.vp_size > 1:
-        return make_schedule("interleaved", run.pp_size, run.num_microbatches, run.vp_size)
-    ranks = []
-    for stage, profile in enumerate(profiles):
-        begins_us: dict[Pass, float] = {}
-        seen = set(profile.backward_order)
-        for group, times in zip(profile.groups, profile.times, strict=False):
-            forward = Pass(stage, PassKind.FORWARD, group.key.chunk)
-            backward = Pass(stage, PassKind.BACKWARD, group.key.chunk)
-            begins_us.setdefault(forward, times.started_us)
-            backward_us = times.backward_us if group.key in seen else math.inf
-            begins_us[backward] = min(begins_us.get(backward, math.inf), backward_us)
-        ranks.append(tuple(sorted(begins_us, key=begins_us.__getitem__)))
-    num_chunks = len({one.microbatch for one in ranks[0]})
-    if not all(ranks):
+        num_first = [is_forward for _, is_forward in seen[-1]].index(False) if all(seen) else 0
+        size = max(run.pp_size, (num_first - 1) // (run.vp_size - 1))  # the last rank warms up so
+        schedule = make_schedule(
+            "interleaved", run.pp_size, run.num_microbatches, run.vp_size, size
+        )
+        for rank, (found, passes) in enumerate(zip(seen, schedule.ranks, strict=True)):
+            forwards = [one for one in passes if one.kind is PassKind.FORWARD]
+            chunks = {(one.stage, one.microbatch): chunk for chunk, one in enumerate(forwards)}
+            wanted = [
+                (chunks[one.stage, one.microbatch], one.kind is PassKind.FORWARD) for one in passes
+            ]
+            if found and found != wanted:
+                raise ConfigError(
+                    f"pipeline rank {rank} runs its virtual stages in another order than "
+                    "interleaved 1F1B, and plans know no other; use policy 'modules' or 'ratio'"
+                )
+        return schedule
+    if not all(seen):
         return make_schedule("1f1b", run.pp_size, run.num_microbatches)
+    kinds = {True: PassKind.FORWARD, False: PassKind.BACKWARD}
+    ranks = (
+        tuple(Pass(stage, kinds[is_forward], chunk) for chunk, is_forward in passes)
+        for stage, passes in enumerate(seen)
+    )
+    num_chunks = len({chunk for chunk, _ in seen[0]})
     return Schedule("as profiled", run.pp_size, num_chunks, tuple(ranks))
+
+
+def _passes_seen(profile: StepProfile) -> list[tuple[int, bool]]:
+    """Return the passes of a timed profile in their order: the chunk, and whether it is forward."""
+    begins_us: dict[tuple[int, bool], float] = {}
+    seen = set(profile.backward_order)
+    for group, times in zip(profile.groups, profile.times, strict=False):
+        chunk = group.key.chunk
+        begins_us.setdefault((chunk, True), times.started_us)
+        backward_us = times.backward_us if group.key in seen else math.inf
+        begins_us[chunk, False] = min(begins_us.get((chunk, False), math.inf), backward_us)
+    return sorted(begins_us, key=begins_us.__getitem__)
 
 
 def measured_peak_bytes(profile: StepProfile) -> int:

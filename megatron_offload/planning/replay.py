@@ -24,6 +24,7 @@ from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
 from megatron_offload.core.step import Forecast, StepDecisions, forecast_of
 from megatron_offload.core.window import InFlightWindow
+from megatron_offload.planning.deadline import check_time
 from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings, StageWork
 from megatron_offload.planning.schedule import Pass, PassKind
 
@@ -303,6 +304,7 @@ class _Replay:
 
     def run(self) -> RankProgram:
         for index, passed in enumerate(self._passes):
+            check_time()
             self._pending_bytes = passed.pending_bytes
             if passed.received is not None:
                 self._add(OpKind.RECEIVE, passed.received)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, Span, StepTrace
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.deadline import check_time
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.replay import OpKind, RankProgram
 
@@ -148,8 +149,10 @@ class RankStreams:
 def run_streams(job: Job, programs: Sequence[RankProgram], *, records: bool) -> list[RankStreams]:
     """Run the programs of all ranks."""
     ranks = [RankStreams(index, program, records=records) for index, program in enumerate(programs)]
-    step = _Step(job, ranks)
-    step.environment.run()
+    environment = _Step(job, ranks).environment
+    while math.isfinite(environment.peek()):
+        check_time()
+        environment.step()
     stuck = [rank for rank, one in enumerate(ranks) if not one.is_done]
     if stuck:
         raise ConfigError(

@@ -45,7 +45,7 @@ class FakeChooser:
         self.without = SimpleNamespace(ranks=[None] * num_ranks)
         self.asked = []
 
-    def everything(self):
+    def plan(self, config):
         return plan_for([self.lowest_bytes] * len(self.without.ranks))
 
     def slowdown_percent(self, plan):

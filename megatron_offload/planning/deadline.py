@@ -1,0 +1,33 @@
+"""A bound on how long planning takes, looked at in the middle of simulations, too."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from megatron_offload.errors import OffloadError
+
+_ends_s = ContextVar("_ends_s", default=math.inf)
+
+
+class OutOfTimeError(OffloadError):
+    """Planning would take longer than it may."""
+
+
+@contextmanager
+def ending_after(seconds: float) -> Iterator[None]:
+    """Let what simulates inside end with `OutOfTimeError` after so long."""
+    token = _ends_s.set(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _ends_s.reset(token)
+
+
+def check_time() -> None:
+    """Raise `OutOfTimeError` where the time is up."""
+    if time.monotonic() > _ends_s.get():
+        raise OutOfTimeError("planning takes too long")
