@@ -257,9 +257,6 @@ def _described(path: Path, given: SourceOptions) -> Source:
     described = load_description(path, (*given.set, *schedule), machine=machine)
     job = described.job()
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
-    num_gpus = job.machine.gpus_per_node
-    if num_gpus != described.machine.gpus_per_node:
-        origin += f"; taken for a node of {num_gpus} GPUs, unless machine.gpus_per_node says other"
     profiles = tuple(profiles_of(job))
     return Source(path.stem, job, profiles, described, "reserved memory", origin)
 

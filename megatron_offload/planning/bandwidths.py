@@ -1,6 +1,6 @@
 """The bandwidths that a plan rests on, where they come from, and their file in a run's folder.
 
-Of machines that differ the slowest counts; a file that is read holds every number.
+Of machines that differ the slowest counts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from megatron_offload.core.machine import MachineConfig
 from megatron_offload.errors import ConfigError
@@ -87,15 +87,7 @@ def load_bandwidths(path: str | Path) -> Bandwidths:
     data = read_json(path)
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold bandwidths, got a {type(data).__name__}")
-    read = validate(Bandwidths, data, str(path))
-    missing = [*_missing(read), *(f"machine.{name}" for name in _missing(read.machine))]
-    if missing:
-        raise ConfigError("\n".join(f"{path}: {name!r} is required" for name in missing))
-    return read
-
-
-def _missing(model: BaseModel) -> list[str]:
-    return [name for name in type(model).model_fields if name not in model.model_fields_set]
+    return validate(Bandwidths, data, str(path))
 
 
 def _total_gbps(machine: Sequence[CopyRates]) -> float:

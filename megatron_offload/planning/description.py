@@ -162,21 +162,16 @@ class JobDescription(Surroundings):
     """Fits ``achieved_share``, which counts only without it."""
 
     def job(self) -> Job:
-        """Return the step that it describes; `ConfigError` where no schedule has these sizes.
-
-        A tensor-parallel group is of one node, which has its GPUs where nothing says how many.
-        """
+        """Return the step that it describes; `ConfigError` where no schedule has these sizes."""
         known = {"device_bytes": 139 * 2**30, "host_bytes": 2 * 2**40}
         known |= self.machine.model_dump(exclude_none=True, include=set(known))
         machine = self.machine.model_copy(update=known)
         num_gpus = self.model.tensor_parallel
         if num_gpus > machine.gpus_per_node:
-            if "gpus_per_node" in machine.model_fields_set:
-                raise ConfigError(
-                    f"model.tensor_parallel {num_gpus} doesn't fit into a node of "
-                    f"machine.gpus_per_node {machine.gpus_per_node}"
-                )
-            machine = machine.model_copy(update={"gpus_per_node": num_gpus})
+            raise ConfigError(
+                f"model.tensor_parallel {num_gpus} doesn't fit into a node of "
+                f"machine.gpus_per_node {machine.gpus_per_node}"
+            )
         model = self.model
         if self.measured is not None:
             given = model.model_dump(exclude_unset=True) | self.measured.model

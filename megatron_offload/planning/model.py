@@ -16,8 +16,6 @@ LAYER_GROUPS = (
 )
 """The groups of a layer, in its order; the last three take the place of a dense MLP's."""
 
-Unit = Literal["norm", "mlp_act", "moe_act"]
-
 _MOST = 10**9
 _MOST_LAYERS = 10**5
 """Larger sizes are a slip of the pen."""
@@ -93,8 +91,6 @@ class ModelDescription(StrictModel):
     deterministic: bool = False
     """Whether attention's backward is the deterministic one of TransformerEngine, which for a while
     takes a value for every score."""
-    recompute: Literal["full"] | tuple[Unit, ...] = ()
-    """What the job makes again without this package: every layer, or outputs of these kinds."""
 
     modules: tuple[str, ...] = LAYER_GROUPS
     """Groups that the engine sees; see `LAYER_GROUPS`."""
@@ -108,12 +104,8 @@ class ModelDescription(StrictModel):
     H200s at their limit of power. The section ``measured`` of a job fits it."""
     memory_gbps: float = Field(gt=0)
     """Bandwidth of the device's own memory."""
-    launches_per_layer: float | None = Field(default=None, ge=0)
-    """Kernels that a layer launches in a forward and a backward together. None: megatron-core's
-    with TransformerEngine, which are 36 (11 forward, 25 backward), and for the rotation of queries
-    and keys 40 more, or 4 where they are fused."""
     host_us_per_launch: float = Field(default=55.0, ge=0)
-    """What the host takes for one of them, all that Python does around it included."""
+    """What the host takes for a kernel, all that Python does around it included."""
     host_us_per_group: float = Field(default=350.0, ge=0)
     """What it takes besides for a group that this package sees."""
 
@@ -187,10 +179,7 @@ class ModelDescription(StrictModel):
         return self.experts > 0 and index >= self.dense_layers
 
     @property
-    def num_launches(self) -> float:
-        """Kernels of a layer, forward and backward together."""
-        if self.launches_per_layer is not None:
-            return self.launches_per_layer
+    def num_launches(self) -> int:
+        """Kernels of a layer, forward and backward together: megatron-core's, by reading it."""
         rotation = (4 if self.fused_kernels else 40) if self.rotary else 0
-        again = 11 + rotation / 2 if self.recompute == "full" else 0
-        return 36 + rotation + again
+        return 36 + rotation
