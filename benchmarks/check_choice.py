@@ -154,7 +154,6 @@ def jobs() -> Iterator[tuple[str, Job, list]]:
         "16 x 8192, PP=4, VPP=2": (),
         "16 x 8192, PP=4, 1f1b": ("model.virtual_stages=1",),
         "16 x 8192, PP=4, gpipe": ("model.virtual_stages=1", "model.schedule=gpipe"),
-        "16 x 8192, PP=4, zb-h1": ("model.virtual_stages=1", "model.schedule=zb-h1"),
         "8 x 8192, PP=2, VPP=2": ("model.layers=8", "model.pipeline_parallel=2"),
         "16 x 4096, one GPU": (*one, *small),
         "6 x 8192, one GPU": (*one, "model.layers=6", "model.num_microbatches=2"),

@@ -15,7 +15,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.deadline import OutOfTimeError, ending_after
-from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, RankPlan, keep_all
+from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, RankPlan
 
 MOST_PLANNING_S = 10.0
 
@@ -169,7 +169,7 @@ class CostSearch(PlanSearch):
     def _instead(self) -> OffloadPlan:
         if self._capacity_bytes is not None and self._chooser.highest_bytes > self._capacity_bytes:
             return self.plan
-        return keep_all(self.plan, f"moving costs {self.plan.measured}, which is too much time")
+        return self._under(self._chooser.highest_bytes)
 
     def _promise(self) -> str:
         found = min(self._tried, key=self._rating).measured

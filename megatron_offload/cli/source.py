@@ -235,7 +235,7 @@ class SourceOptions(OptionsWithKeys):
     """A described job instead: a file, or the name of one in configs/models/."""
 
     schedule: str | None = None
-    """gpipe, 1f1b, interleaved or zb-h1; of a run, what it was seen to run."""
+    """gpipe, 1f1b or interleaved; of a run, what it was seen to run."""
 
     machine: Path | None = None
     """Bandwidths: the JSON of 'doctor --output FILE', or YAML with keys of the section 'machine';

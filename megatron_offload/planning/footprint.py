@@ -51,7 +51,7 @@ class Footprint:
             if piece.us > 0:
                 span = next(spans)
                 start_us, end_us = span.start_us, span.end_us
-            if piece.kind is PassKind.WEIGHT or piece.key not in sizes:
+            if piece.key not in sizes:
                 continue
             times_us = self.times_us[piece.key]
             times_us += (start_us, end_us)

@@ -41,20 +41,14 @@ class GroupWork:
     """What it saves that can move: moving it copies this much and frees as much."""
     forward_us: float
     backward_us: float
-    """All of its backward, the part for weights included."""
     kept_bytes: int = 0
     """What it saves besides, that can't move (too small, or something else holds it)."""
-    weight_us: float = 0.0
-    """The part of ``backward_us`` for gradients of weights, which a split backward runs apart."""
-    gradient_bytes: int = 0
-    """Gradients of its output, which a split backward keeps for that part."""
     forward_temp_bytes: int = 0
     """The most its forward takes for a while beyond what it saves."""
     backward_temp_bytes: int = 0
     """The most its backward takes for a while beyond what was saved."""
     backward_block_bytes: int = 0
-    """What its backward takes besides and leaves no gaps of behind: one block of one size, or a
-    layer that is made again."""
+    """What its backward takes besides and leaves no gaps of behind: one block of one size."""
     is_marked: bool = True
     """Whether the engine sees it as a group; if not, all that it saves stays."""
     units: tuple[UnitWork, ...] = ()
@@ -67,7 +61,6 @@ class GroupWork:
     def __post_init__(self) -> None:
         owner = f"group {self.name!r}"
         check_numbers(self, owner)
-        check(owner, self.weight_us <= self.backward_us, "weight_us is more than backward_us")
         unit_bytes = sum(unit.num_bytes for unit in self.units)
         check(owner, unit_bytes <= self.num_bytes, f"its units have {unit_bytes} bytes, it fewer")
 
@@ -237,8 +230,7 @@ class PendingMessages:
         num_launches = self._stages[one.stage].num_launches
         if num_launches is None:
             return
-        is_half = one.kind in (PassKind.INPUT, PassKind.WEIGHT)
-        self._num_launched += num_launches / 2 if is_half else num_launches
+        self._num_launched += num_launches
         num_bytes = self._freed_by(one)
         if num_bytes:
             self._freed.append((self._num_launched + QUEUED_LAUNCHES, num_bytes))
@@ -250,18 +242,13 @@ class PendingMessages:
         """Return the bytes of messages that go with a pass: a gradient is as large as its output.
 
         A forward is the last to need what it sends. A backward is so of its input, of the gradient
-        that has come and of that which it sends; a split one keeps the first two for the weights.
+        that has come and of that which it sends.
         """
-        own_bytes, input_bytes = self._message_bytes(one.stage, 1), self._message_bytes(one.stage)
-        if one.kind is PassKind.FORWARD:
-            return own_bytes
-        if one.kind is PassKind.INPUT:
-            return input_bytes
-        if one.kind is PassKind.WEIGHT:
-            return own_bytes + input_bytes
-        return own_bytes + 2 * input_bytes
+        own_bytes = self._message_bytes(one.stage, 1)
+        is_forward = one.kind is PassKind.FORWARD
+        return own_bytes if is_forward else own_bytes + 2 * self._message_bytes(one.stage, -1)
 
-    def _message_bytes(self, stage: int, step: int = -1) -> int:
+    def _message_bytes(self, stage: int, step: int) -> int:
         """Return what a stage exchanges with the one before, or behind; 0 on the same rank."""
         other = stage + step
         if not 0 <= other < len(self._stages) or other in self._own_stages:

@@ -65,7 +65,7 @@ class ModelDescription(StrictModel):
     """GPUs that share every sequence, each with its part of the tokens."""
     expert_parallel: int = Field(default=1, ge=1, le=_MOST)
     """GPUs that share the experts, each whole; a token goes to any GPU with the same chance."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
     """None: ``interleaved`` with several virtual stages, else ``1f1b``."""
     stage_layers: tuple[int, ...] | None = None
     """Layers of each stage of the whole pipeline; None: as many everywhere."""

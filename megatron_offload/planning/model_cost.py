@@ -123,8 +123,6 @@ class LayerCosts:
             # A norm's gradient is added to that of the residual.
             backward_us=again_us + weight_us + self._traffic(6 * norm_bytes),
             kept_bytes=kept_bytes,
-            weight_us=weight_us,
-            gradient_bytes=output_bytes,
             forward_temp_bytes=output_bytes + gathered_bytes,
             backward_temp_bytes=gradient_bytes + input_bytes + output_bytes + gathered_bytes,
             units=tuple(unit for unit in units if unit.num_bytes >= model.min_tensor_bytes),

@@ -7,7 +7,7 @@ ever costs time or memory; exactness does not depend on it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -235,24 +235,6 @@ def plan_of(
     profiles = check_profiles(profiles)
     run = profiles[0].run
     return OffloadPlan(policy, run.num_microbatches, run.vp_size, tuple(ranks))
-
-
-def keep_all(plan: OffloadPlan, reason: str) -> OffloadPlan:
-    """Return a plan for the same run that moves nothing, for one reason; nothing is predicted."""
-    ranks = (
-        replace(
-            rank,
-            choices=tuple(
-                choice._replace(moves=False, reason=reason) if choice.moves else choice
-                for choice in rank.choices
-            ),
-            predicted_peak_bytes=None,
-            predicted_step_us=None,
-            measured_peak_bytes=None,
-        )
-        for rank in plan.ranks
-    )
-    return replace(plan, ranks=tuple(ranks), measured=None)
 
 
 def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]:

@@ -54,8 +54,7 @@ def job_from_profiles(
     ``static_bytes``, what lies on each rank all the time, where the peak matters.
 
     Raises:
-        ConfigError: a profile has no times, or other chunks than the schedule; or the schedule
-            splits its backwards, which leave one time for both parts.
+        ConfigError: a profile has no times, or other chunks than the schedule.
     """
     if len(profiles) != schedule.num_ranks:
         raise ConfigError(
@@ -102,8 +101,6 @@ def _chunks_of(
             f"the profile of pipeline rank {rank} holds no times; profile a step with times and "
             "memory"
         )
-    if any(one.kind in (PassKind.INPUT, PassKind.WEIGHT) for one in passes):
-        raise ConfigError("a profile has one time for a backward, and this schedule splits it")
     by_chunk: dict[int, _Timed] = defaultdict(list)
     for group, times in zip(profile.groups, profile.times, strict=True):
         by_chunk[group.key.chunk].append((group, times))
@@ -234,7 +231,8 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
     seen = [_passes_seen(profile) for profile in profiles]
     if run.vp_size > 1:
         num_first = [is_forward for _, is_forward in seen[-1]].index(False) if all(seen) else 0
-        size = max(run.pp_size, (num_first - 1) // (run.vp_size - 1))  # the last rank warms up so
+        size = (num_first - 1) // (run.vp_size - 1)  # so the last rank warms up
+        size = max(run.pp_size, min(size, run.num_microbatches))
         schedule = make_schedule(
             "interleaved", run.pp_size, run.num_microbatches, run.vp_size, size
         )

@@ -6,10 +6,7 @@ from here, whatever the copies cost; `megatron_offload.planning.streams` adds th
 
 Memory is counted as the allocator sees it: in the order of the compute stream's program. A source
 takes device memory until the compute stream has waited for its copy, a reload's target from its
-issue on, and host memory is taken from the issue of the offload to that of the reload. What a split
-backward needs stays until its part for weights has run, although the engine has left the group by
-then. As with torch's pipelining that is all that was saved up to the last group with weights, for
-autograd holds the whole graph in front of it, and the gradients of the outputs; not the loss.
+issue on, and host memory is taken from the issue of the offload to that of the reload.
 """
 
 from __future__ import annotations
@@ -194,7 +191,7 @@ class RankWork:
         """Let a budget know the step, as if it had come by with these groups kept."""
         budget.begin_step()
         for passed in self._passes:
-            for key, work, _ in passed.places if passed.one.kind is not PassKind.WEIGHT else ():
+            for key, work, _ in passed.places:
                 if work.is_marked and passed.one.kind is not PassKind.FORWARD:
                     budget.drop_saved(work.num_bytes)
                 elif work.is_marked:
@@ -229,7 +226,7 @@ class RankWork:
                         GroupProfile(key, work.name, work.num_bytes, passed_bytes, remade=units)
                     )
                     passed_bytes += work.num_bytes
-            elif passed.one.kind is not PassKind.WEIGHT:
+            else:
                 for key, work, _ in reversed(marked):
                     order.append(key)
                     at_bytes.append(passed_bytes)
@@ -240,8 +237,7 @@ class RankWork:
         """Return what a pass sends to another rank, or receives from it, if it does."""
         num_stages = self.job.schedule.num_stages
         other = one.stage + (1 if sends == (one.kind is PassKind.FORWARD) else -1)
-        is_inner = not 0 <= other < num_stages or other in self._own_stages
-        if is_inner or one.kind is PassKind.WEIGHT:
+        if not 0 <= other < num_stages or other in self._own_stages:
             return None
         return message_of(one if sends else Pass(other, one.kind, one.microbatch), num_stages)
 
@@ -332,38 +328,22 @@ class _Replay:
                 self._decisions.commit(group, "the plan keeps it" if is_kept else "")
 
     def _backward(self, passed: _PassWork) -> None:
-        one = passed.one
-        chunk = self._chunks[one.stage, one.microbatch]
-        is_needed, is_weight = False, one.kind is PassKind.WEIGHT
+        chunk = self._chunks.pop((passed.one.stage, passed.one.microbatch))
         for group in reversed(chunk):
             work = group.work
-            if not group.is_alive:
-                continue
-            is_needed |= work.is_marked or work.weight_us > 0
-            us = work.weight_us if is_weight else work.backward_us
-            if one.kind is PassKind.INPUT:
-                us -= work.weight_us
-            is_seen = work.is_marked and self._settings.offloads and not is_weight
+            is_seen = work.is_marked and self._settings.offloads
             if is_seen:
                 self._decisions.enter_backward(group)
                 self._await_reload(group)
-            if work.remade and not is_weight:
+            if work.remade:
                 self._make_again(group, chunk)
-            # A part for weights begins at the last group that has some: a loss behind is done with.
-            is_last = one.kind is not PassKind.INPUT or not is_needed
-            block_bytes = 0 if is_weight else work.backward_block_bytes
-            self._compute(passed, group, us, work.backward_temp_bytes, block_bytes)
-            if is_weight:
-                self._count_device(-work.gradient_bytes)
-            elif not is_last:
-                self._count_device(work.gradient_bytes)
-            if is_last:  # its memory goes with its graph, unless a copy still reads it
-                group.is_alive = False
-                self._count_device(-work.kept_bytes - (0 if group.is_in_window else work.num_bytes))
+            sizes = work.backward_temp_bytes, work.backward_block_bytes
+            self._compute(passed, group, work.backward_us, *sizes)
+            # Its memory goes with its graph, unless a copy still reads it.
+            group.is_alive = False
+            self._count_device(-work.kept_bytes - (0 if group.is_in_window else work.num_bytes))
             if is_seen:
                 self._decisions.leave_backward(group)
-        if one.kind is not PassKind.INPUT:
-            del self._chunks[one.stage, one.microbatch]
 
     def _make_again(self, group: WorkGroup, chunk: Sequence[WorkGroup]) -> None:
         """Count what a backward makes again, and wait for what other groups hold of its inputs."""

@@ -1,8 +1,7 @@
 """Pipeline schedules as data: which rank runs which pass of which microbatch, in which order.
 
 Sources: GPipe (Huang et al., arXiv:1811.06965); 1F1B and its interleaved form (Narayanan et al.,
-arXiv:2104.04473); ZB-H1, where the backward for weights fills bubbles and no rank holds more than
-1F1B's first does (Qi et al., arXiv:2401.10241).
+arXiv:2104.04473).
 """
 
 from __future__ import annotations
@@ -21,10 +20,6 @@ class PassKind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
     """Gradients of inputs and weights in one."""
-    INPUT = "I"
-    """The part of a backward that the stage before waits for."""
-    WEIGHT = "W"
-    """The rest of it, which no other stage waits for."""
 
 
 _MOST_PASSES = 10_000_000
@@ -68,12 +63,10 @@ class Schedule:
         if not all(self.ranks):
             raise ConfigError(f"rank {self.ranks.index(())} has nothing to do")
         seen = Counter(one for passes in self.ranks for one in passes)
-        splits = any(one.kind is PassKind.WEIGHT for one in seen)
-        kinds = (PassKind.INPUT, PassKind.WEIGHT) if splits else (PassKind.BACKWARD,)
         wanted = {
             Pass(stage, kind, microbatch)
             for stage in range(self.num_stages)
-            for kind in (PassKind.FORWARD, *kinds)
+            for kind in PassKind
             for microbatch in range(self.num_microbatches)
         }
         wrong = [one for one in seen.keys() | wanted if seen[one] != (one in wanted)]
@@ -81,8 +74,7 @@ class Schedule:
             one = min(wrong, key=str)
             raise ConfigError(
                 f"a schedule of {self.num_stages} stages and {self.num_microbatches} microbatches "
-                f"has each pass once, and splits every backward or none; {one} comes {seen[one]} "
-                "times"
+                f"has each pass once; {one} comes {seen[one]} times"
             )
         rank_of: dict[int, int] = {}
         done: set[Pass] = set()
@@ -92,8 +84,7 @@ class Schedule:
                     raise ConfigError(
                         f"stage {one.stage} is on ranks {rank_of[one.stage]} and {rank}"
                     )
-                kind = PassKind.INPUT if one.kind is PassKind.WEIGHT else PassKind.FORWARD
-                before = replace(one, kind=kind)
+                before = replace(one, kind=PassKind.FORWARD)
                 if one.kind is not PassKind.FORWARD and before not in done:
                     raise ConfigError(f"rank {rank} can't run {one} before {before}")
                 done.add(one)
@@ -170,23 +161,6 @@ def interleaved_one_f_one_b(
     return Schedule("interleaved", num_ranks * num_virtual, num_microbatches, tuple(ranks))
 
 
-def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return ZB-H1: 1F1B with split backwards; rank r keeps r parts for weights waiting."""
-    ranks = []
-    for rank in range(num_ranks):
-        forwards = [Pass(rank, PassKind.FORWARD, m) for m in range(num_microbatches)]
-        inputs = [Pass(rank, PassKind.INPUT, m) for m in range(num_microbatches)]
-        passes: list[Pass] = []
-        for one in _in_turn(forwards, inputs, num_ranks - rank - 1):
-            passes.append(one)
-            if one.kind is PassKind.INPUT and one.microbatch >= rank:
-                passes.append(Pass(rank, PassKind.WEIGHT, one.microbatch - rank))
-        num_done = max(0, num_microbatches - rank)
-        passes += [Pass(rank, PassKind.WEIGHT, m) for m in range(num_done, num_microbatches)]
-        ranks.append(tuple(passes))
-    return Schedule("zb-h1", num_ranks, num_microbatches, tuple(ranks))
-
-
 def _in_turn(
     forwards: Sequence[Pass], backwards: Sequence[Pass], num_warmup: int
 ) -> tuple[Pass, ...]:
@@ -201,7 +175,6 @@ def _in_turn(
 _MAKERS: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
-    "zb-h1": zero_bubble_h1,
 }
 
 
@@ -212,7 +185,7 @@ def make_schedule(
     num_virtual: int = 1,
     group_size: int | None = None,
 ) -> Schedule:
-    """Return the schedule of a name: ``gpipe``, ``1f1b``, ``interleaved`` or ``zb-h1``.
+    """Return the schedule of a name: ``gpipe``, ``1f1b`` or ``interleaved``.
 
     ``interleaved`` alone has several virtual stages of each rank, and takes ``group_size``.
     """
@@ -227,7 +200,7 @@ def make_schedule(
     for what, number in sizes.items():
         if number < 1:
             raise ConfigError(f"a schedule has at least one of its {what}, got {number}")
-    if num_ranks * num_microbatches * num_virtual * 3 > _MOST_PASSES:
+    if num_ranks * num_microbatches * num_virtual * 2 > _MOST_PASSES:
         raise ConfigError(f"a schedule has at most {_MOST_PASSES} passes")
     if name == "interleaved":
         return interleaved_one_f_one_b(num_ranks, num_virtual, num_microbatches, group_size)

@@ -83,7 +83,6 @@ def make_job(*, ranks=2, virtual=1, microbatches=4, layers=1, name=None, scale=1
             ms * 4e3,
             ms * 8e3,
             kept_bytes=8 * MIB,
-            weight_us=ms * 4e3,
             forward_temp_bytes=32 * MIB,
             backward_temp_bytes=300 * MIB,
         )
@@ -100,7 +99,7 @@ def make_job(*, ranks=2, virtual=1, microbatches=4, layers=1, name=None, scale=1
 def random_job(rng, most_ranks=4):
     """Return a small pipeline of unequal stages, some parts of which no engine sees."""
     num_ranks = rng.randint(1, most_ranks)
-    name = rng.choice(["1f1b", "gpipe", "interleaved", "zb-h1"])
+    name = rng.choice(["1f1b", "gpipe", "interleaved"])
     num_virtual = rng.randint(1, 2) if name == "interleaved" else 1
     schedule = make_schedule(name, num_ranks, num_ranks * rng.randint(1, 3), num_virtual)
 
@@ -112,7 +111,6 @@ def random_job(rng, most_ranks=4):
             us,
             2 * us,
             rng.randint(0, 9) * MIB,
-            weight_us=rng.choice([0.0, us]),
             forward_temp_bytes=rng.randint(0, 40) * MIB,
             backward_temp_bytes=rng.randint(0, 40) * MIB,
             is_marked=rng.random() < 0.8,
@@ -140,6 +138,6 @@ def profiles(**settings):
 
 def peak_in_flight(schedule, rank):
     """Return the most forwards of a rank at one time whose activations are needed still."""
-    changes = {PassKind.FORWARD: 1, PassKind.INPUT: 0}
-    counts = itertools.accumulate(changes.get(one.kind, -1) for one in schedule.ranks[rank])
+    changes = {PassKind.FORWARD: 1, PassKind.BACKWARD: -1}
+    counts = itertools.accumulate(changes[one.kind] for one in schedule.ranks[rank])
     return max(counts)

@@ -77,7 +77,6 @@ def without(*names):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("machine", "node_d2h_gbps"), "'machine.node_d2h_gbps' is required"),
         (without("machine"), "'machine' is required"),
         (without("origin"), "'origin' is required"),
         (lambda d: d.update(version=2), "'version'"),

@@ -118,8 +118,8 @@ def test_tensor_parallel_divides_bytes_weights_and_time():
 
 
 def test_stages_tell_how_much_the_host_launches_in_a_pass():
-    stages = job_from_model(describe(launches_per_layer=50)).stages
-    assert [stage.num_launches for stage in stages] == [2 * 50 / 2] * 8
+    stages = job_from_model(describe()).stages
+    assert [stage.num_launches for stage in stages] == [2 * 76 / 2] * 8
 
 
 def test_time_is_flop_over_what_is_achieved():
@@ -134,7 +134,7 @@ def test_time_is_flop_over_what_is_achieved():
 def test_products_are_quicker_beside_what_only_reads_and_writes():
     def product_us(**changes):
         groups = job_from_model(describe(rotary=False, **changes)).stages[1].groups
-        return next(g for g in groups if g.name == "mlp_fc1").weight_us
+        return next(g for g in groups if g.name == "mlp_fc2").backward_us
 
     # At its limit of power a GPU has more clock for products where it often waits for memory.
     slow, plain = (
@@ -167,8 +167,8 @@ def test_a_step_of_one_size_predicts_those_of_the_others(hidden):
 
 def test_the_host_draws_out_what_the_device_does_sooner():
     small = {"hidden": 512, "ffn": 2048, "heads": 4, "sequence": 512, "vocabulary": 512}
-    job = job_from_model(describe(**small, host_us_per_launch=30, launches_per_layer=100))
-    stage_us = 2 * 30 * 100
+    job = job_from_model(describe(**small, host_us_per_launch=30))
+    stage_us = 2 * 30 * 76
     assert simulate(job).ranks[1].compute_us == pytest.approx(2 * 8 * stage_us)
     moving = simulate(job, RankSettings(recompute=()))
     marked = sum(group.is_marked for group in job.stages[1].groups)
@@ -217,41 +217,6 @@ def test_stages_may_have_other_numbers_of_layers():
     for wrong in ([2] * 7, [1] * 8):
         with pytest.raises(ConfigError, match=r"stage_layers .* the model has 8 with 16"):
             describe(stage_layers=wrong)
-
-
-def test_full_recompute_keeps_the_inputs_of_layers_and_takes_their_forward_again():
-    plain, full = job_from_model(describe()), job_from_model(describe(recompute="full"))
-    before, after = plain.stages[1].groups, full.stages[1].groups
-    assert [(group.name, group.kept_bytes // MIB) for group in after] == [("layer", 64)] * 2
-    forward_us = sum(group.forward_us for group in before)
-    assert sum(group.forward_us for group in after) == pytest.approx(forward_us)
-    backward_us = sum(group.backward_us for group in before)
-    assert sum(group.backward_us for group in after) == pytest.approx(backward_us + forward_us)
-
-
-@pytest.mark.parametrize("file", ["shape_a", "shape_b", "shape_c"])
-def test_full_recompute_is_predicted_as_it_was_measured(file):
-    data = json.loads((ROOT / "docs" / "benchmarks" / "h200" / f"{file}.json").read_text())
-    runs = {run["mode"]: run["ranks"] for run in data["runs"] if run["status"] == "ok"}
-    model = COMPARE["described"](data["sizes"])
-    full = model.model_copy(update={"recompute": "full"})
-    steps = [simulate(job_from_model(each)) for each in (model, full)]
-    times = [max(rank["step_ms"] for rank in runs[mode]) for mode in ("none", "recompute")]
-    assert steps[1].step_us / steps[0].step_us == pytest.approx(times[1] / times[0], abs=0.015)
-    for rank, measured in zip(steps[1].ranks, runs["recompute"], strict=True):
-        assert rank.peak_device_bytes == pytest.approx(measured["peak_allocated_bytes"], rel=0.03)
-        assert rank.peak_reserved_bytes == pytest.approx(measured["peak_reserved_bytes"], rel=0.08)
-
-
-def test_units_that_the_job_makes_again_are_no_longer_saved():
-    def saved(*units):
-        groups = job_from_model(describe(recompute=list(units))).stages[1].groups
-        return sum(group.num_bytes for group in groups[:6]) // MIB
-
-    assert saved() - saved("norm") == 2 * 64
-    assert saved() - saved("norm", "mlp_act") == 2 * 64 + 256
-    with pytest.raises(ConfigError, match="recompute"):
-        describe(recompute=["nrm"])
 
 
 MOE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 4096, "gated_mlp": True}
@@ -312,8 +277,7 @@ def test_gpus_of_a_node_count_those_of_tensor_parallelism():
         model |= {"virtual_stages": 1}
         return validate(JobDescription, {"model": model, "machine": machine}, "job").job()
 
-    assert [job(1).ranks_per_node, job(2).ranks_per_node, job(8).ranks_per_node] == [4, 2, 1]
-    assert (job(8).machine.gpus_per_node, job(2).machine.gpus_per_node) == (8, 4)
+    assert [job(1).ranks_per_node, job(2).ranks_per_node, job(4).ranks_per_node] == [4, 2, 1]
     assert job(8, gpus_per_node=16).ranks_per_node == 2
     with pytest.raises(ConfigError, match=r"tensor_parallel 8 doesn't fit into a node of .* 4"):
-        job(8, gpus_per_node=4)
+        job(8)

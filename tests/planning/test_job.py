@@ -19,7 +19,7 @@ STAGE = StageWork((WORK,))
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_bytes", -1), ("forward_us", math.nan), ("backward_us", math.inf), ("weight_us", 3.0)],
+    [("num_bytes", -1), ("forward_us", math.nan), ("backward_us", math.inf)],
 )
 def test_a_group_that_can_not_be_is_refused(field, value):
     with pytest.raises(ConfigError, match=f"group 'mlp'.*{field}"):

@@ -15,7 +15,6 @@ from megatron_offload.planning.plan import (
     MeasuredCost,
     OffloadPlan,
     check_profiles,
-    keep_all,
     plan_of,
     rank_plan,
 )
@@ -152,22 +151,6 @@ def test_profiles_come_in_any_order_but_from_one_run():
 
 
 COST = MeasuredCost(101.0, 1.5)._asdict()
-
-
-def test_a_plan_that_keeps_all_is_for_the_same_run_and_predicts_nothing():
-    plan = replace(random_plan(random.Random(1)), measured=MeasuredCost(**COST))
-    kept = keep_all(plan, "too slow")
-    kept_identities, identities = (
-        [[choice.identity for choice in rank.choices] for rank in one.ranks] for one in (kept, plan)
-    )
-    assert kept_identities == identities
-    assert (kept.moved_bytes, kept.measured) == (0, None)
-    for before, rank in zip(plan.ranks, kept.ranks, strict=True):
-        assert (rank.predicted_step_us, rank.predicted_peak_bytes) == (None, None)
-        assert rank.max_inflight_bytes == before.max_inflight_bytes
-        for old, new in zip(before.choices, rank.choices, strict=True):
-            assert new.reason == ("too slow" if old.moves else old.reason)
-    assert parse_plan(plan_to_json(kept), "it") == kept
 
 
 def changed(change):

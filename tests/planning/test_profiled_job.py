@@ -23,10 +23,13 @@ from megatron_offload.planning.profiled_job import (
 )
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import (
+    Pass,
+    PassKind,
+    Schedule,
     gpipe,
     interleaved_one_f_one_b,
+    make_schedule,
     one_f_one_b,
-    zero_bubble_h1,
 )
 from megatron_offload.planning.simulate import settings_of, simulate
 
@@ -108,8 +111,6 @@ def test_what_no_profile_can_tell_is_refused():
         job_from_profiles(timed[:1], job.schedule, MACHINE, (0, 0))
     with pytest.raises(ConfigError, match="the profile has 4 chunks, the schedule 6"):
         job_from_profiles(timed, one_f_one_b(2, 6), MACHINE, (0, 0))
-    with pytest.raises(ConfigError, match="splits it"):
-        job_from_profiles(timed, zero_bubble_h1(2, 4), MACHINE, (0, 0))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -137,6 +138,22 @@ def test_a_schedule_is_what_was_seen(schedule):
     stages = tuple(stage(number) for number in range(schedule.num_stages))
     job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
     assert schedule_of(profiles_of(job)).ranks == schedule.ranks
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_virtual_stages_are_interleaved_1f1b_or_refused(group_size):
+    schedule = make_schedule("interleaved", 2, 4, 2, group_size)
+    stages = tuple(stage(number) for number in range(4))
+    job = Job(schedule, stages, (0, 0), MACHINE)
+    assert schedule_of(profiles_of(job)) == schedule
+    breadth_first = [  # as torch's ScheduleLoopedBFS
+        [Pass(stage, PassKind.FORWARD, m) for stage in (rank, rank + 2) for m in range(4)]
+        + [Pass(stage, PassKind.BACKWARD, m) for stage in (rank + 2, rank) for m in range(4)]
+        for rank in range(2)
+    ]
+    other = Schedule("breadth first", 4, 4, tuple(map(tuple, breadth_first)))
+    with pytest.raises(ConfigError, match="rank 0 runs its virtual stages in another order"):
+        schedule_of(profiles_of(replace(job, schedule=other)))
 
 
 def test_memory_that_leaves_out_what_moved_is_refused():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from problems import peak_in_flight
-
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.job import (
@@ -17,7 +15,7 @@ from megatron_offload.planning.job import (
     UnitWork,
 )
 from megatron_offload.planning.replay import OpKind, RankWork, replay
-from megatron_offload.planning.schedule import Pass, PassKind, Schedule, gpipe, zero_bubble_h1
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule, gpipe
 
 
 def work(num_bytes, **more):
@@ -100,16 +98,6 @@ def test_under_limits_that_follow_the_step_a_small_share_is_gone_before_backward
     assert replay(job, 0, RankSettings(kept, **limits)).peak_device_bytes == 160
 
 
-def test_a_split_backward_needs_its_memory_until_the_weights_are_done():
-    stages = (StageWork((work(100, weight_us=1.0),)),) * 3
-    schedule = zero_bubble_h1(3, 4)
-    job = Job(schedule, stages, (0,) * 3)
-    for rank in range(3):
-        expected = 100 * peak_in_flight(schedule, rank)
-        assert replay(job, rank, NO_OFFLOAD).peak_device_bytes == expected
-    assert sum(replay(job, 0, NO_OFFLOAD).arguments[:1]) == 1.0
-
-
 def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
     job = one_rank(work(10), work(10))
     plain, recorded = (replay(job, 0, RankSettings(), records=flag) for flag in (False, True))
@@ -165,16 +153,3 @@ def test_units_are_made_again_where_a_virtual_stage_says_so():
     ):
         settings = RankSettings(recompute=tuple(frozenset({name}) for name in names))
         assert replay(job, 0, settings).remade_bytes == made
-
-
-def test_a_split_backward_keeps_gradients_for_the_weights_and_no_loss():
-    linear = work(10, weight_us=1.0, gradient_bytes=3)
-    loss = GroupWork("loss", 0, 1.0, 2.0, kept_bytes=100, is_marked=False)
-    stages = StageWork((linear,)), StageWork((linear, linear, loss))
-    job = Job(zero_bubble_h1(2, 2), stages, (0, 0))
-    # 1F0 1I0 1F1 1I1 1W0 1W1: the second forward comes on top of what the first part has left.
-    left = 2 * (10 + 3)
-    program = replay(job, 1, NO_OFFLOAD, records=True)
-    assert program.peak_device_bytes == left + 2 * 10 + 100
-    assert max(entry.saved_bytes for entry in program.memory) == left + 2 * 10 + 100
-    assert program.memory[-1].saved_bytes == 0

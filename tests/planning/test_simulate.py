@@ -104,7 +104,7 @@ def test_the_reserved_estimate_is_the_peak_and_what_mixed_sizes_waste_in_whole_s
 
 
 def stages(num_stages, num_groups, num_bytes=KB, forward_us=100.0, backward_us=200.0):
-    work = GroupWork("g", num_bytes, forward_us, backward_us, weight_us=backward_us / 2)
+    work = GroupWork("g", num_bytes, forward_us, backward_us)
     return (StageWork((work,) * num_groups),) * num_stages
 
 
@@ -118,14 +118,11 @@ def test_the_bubble_is_all_but_one_rank_s_forward_and_backward(name, num_ranks):
     assert all(rank.compute_us == pytest.approx(work_us) for rank in simulation.ranks)
 
 
-def test_virtual_stages_divide_the_bubble_and_split_backwards_fill_it():
+def test_virtual_stages_divide_the_bubble():
     plain_us = 3 * 4 * 300
     interleaved = Job(make_schedule("interleaved", 4, 8, 2), stages(8, 2), (0,) * 4, FAST)
-    split = Job(make_schedule("zb-h1", 4, 8), stages(4, 4), (0,) * 4, FAST)
     work_us = 8 * 4 * 300
     assert simulate(interleaved).step_us - work_us == pytest.approx(plain_us / 2)
-    # ZB-H1's is that of the forward and one part of the backward, less the other (Qi et al.).
-    assert simulate(split).step_us - work_us == pytest.approx(3 * 4 * (100 + 100 - 100))
 
 
 def test_ranks_of_a_node_share_it_and_those_of_two_do_not():
@@ -150,7 +147,7 @@ def test_gpus_that_do_the_same_take_their_share_of_the_node():
 
 
 def random_job(rng):
-    name = rng.choice(["gpipe", "1f1b", "interleaved", "zb-h1"])
+    name = rng.choice(["gpipe", "1f1b", "interleaved"])
     num_ranks, num_virtual = rng.randint(1, 4), rng.randint(2, 3) if name == "interleaved" else 1
     schedule = make_schedule(name, num_ranks, num_ranks * rng.randint(1, 3), num_virtual)
     works = tuple(
@@ -160,9 +157,8 @@ def random_job(rng):
                     f"g{index}",
                     rng.choice([0, 40 * KB, 100 * KB]),
                     rng.randint(1, 100),
-                    backward_us := rng.randint(1, 200),
+                    rng.randint(1, 200),
                     kept_bytes=rng.choice([0, 3 * KB]),
-                    weight_us=backward_us / 3,
                     is_marked=rng.random() < 0.8,
                 )
                 for index in range(rng.randint(0, 5))
