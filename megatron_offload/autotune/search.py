@@ -58,11 +58,11 @@ class PlanSearch(ABC):
         self.plan = replace(self.plan, ranks=ranks, measured=cost)
         self._tried.append(self.plan)
         is_first = len(self._tried) == 1
-        plan, began_s = None, time.monotonic()
+        plan, began_s = None, time.thread_time()
         if is_first or self._num_left:
             with contextlib.suppress(OutOfTimeError), ending_after(self._left_s):
                 plan = self._next()
-        self._left_s -= time.monotonic() - began_s
+        self._left_s -= time.thread_time() - began_s
         if plan is None or any(map(plan.is_like, self._tried)):
             self._settle()
             return

@@ -9,6 +9,7 @@ Networks, 1992, section 6.5.2). All GPUs being alike, shares depend only on how 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -31,6 +32,9 @@ RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""
 RELOAD = "W4"
 """The stall at a backward, whose reload is not over."""
+
+_EVENTS_BETWEEN_LOOKS = 100
+"""At the clock."""
 
 
 class Rates(NamedTuple):
@@ -150,8 +154,11 @@ def run_streams(job: Job, programs: Sequence[RankProgram], *, records: bool) -> 
     """Run the programs of all ranks."""
     ranks = [RankStreams(index, program, records=records) for index, program in enumerate(programs)]
     environment = _Step(job, ranks).environment
-    while math.isfinite(environment.peek()):
-        check_time()
+    for number in itertools.count():
+        if math.isinf(environment.peek()):
+            break
+        if number % _EVENTS_BETWEEN_LOOKS == 0:
+            check_time()
         environment.step()
     stuck = [rank for rank, one in enumerate(ranks) if not one.is_done]
     if stuck:

@@ -22,12 +22,12 @@ def test_a_simulation_ends_in_its_middle_when_the_time_is_up(monkeypatch):
         looks.append(1)
         return float(len(looks))  # a second from one look to the next
 
-    monkeypatch.setattr(deadline.time, "monotonic", clock)
+    monkeypatch.setattr(deadline.time, "thread_time", clock)
     for one in (lambda: replay(job, 0, RankSettings()), lambda: simulate_programs(job, programs)):
         looks.clear()
-        with pytest.raises(OutOfTimeError), ending_after(9.0):
+        with pytest.raises(OutOfTimeError), ending_after(2.0):
             one()
-        assert len(looks) == 11
+        assert len(looks) == 4
         with ending_after(1e9):
             one()
     assert simulate_programs(job, programs) == step, "no time is set any more"
