@@ -10,6 +10,12 @@ from __future__ import annotations
 _AUTO_SHARE = 8
 """A limit that is not set is this fraction of what a step has saved at its peak."""
 
+_BATCH_SHARE = 8
+"""A batch is complete with this fraction of both limits, or with `_MOST_BATCH_BYTES`."""
+
+_MOST_BATCH_BYTES = 64 * 1024**2
+"""A copy of so much takes longer than the host needs for a batch, so that more gains nothing."""
+
 
 class DeviceBudget:
     """Limits and counts, in bytes.
@@ -17,7 +23,8 @@ class DeviceBudget:
     Each limit is the user's; else a plan's; else the default, which follows the step.
     ``total_bytes`` is both together, and ``lookahead_bytes`` how far ahead, by the step's clock,
     what is on the host is looked at for its reload: twice what may come back, since backward of one
-    half hides the reload of the other. It ``is_warming_up`` until the first backward of a step that
+    half hides the reload of the other. Groups that are committed behind one another move as one
+    until they have ``batch_bytes``. It ``is_warming_up`` until the first backward of a step that
     was seen before.
     """
 
@@ -66,6 +73,7 @@ class DeviceBudget:
         self.prefetch_bytes = self._default[1] if prefetch_bytes is None else prefetch_bytes
         self.total_bytes = total = self.max_inflight_bytes + self.prefetch_bytes
         self.lookahead_bytes = min(2 * self.prefetch_bytes or total, total)
+        self.batch_bytes = min(total // _BATCH_SHARE, _MOST_BATCH_BYTES)
 
     @property
     def clock_runs(self) -> bool:

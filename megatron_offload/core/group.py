@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
+from typing import Self
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.profile import GroupKey
@@ -14,6 +15,7 @@ class GroupState(enum.Enum):
     """Where a group's tensors are."""
 
     RECORDING = "forward runs between start and commit; tensors are on the device, unmoved"
+    BATCHED = "the group moves, or stays, with the one that leads its batch"
     RESIDENT = "the tensors stay on the device until backward has used them"
     OFFLOADING = "copies to the host are issued; device memory is still held"
     ON_HOST = "device memory is released; the host holds the data"
@@ -25,10 +27,11 @@ class GroupState(enum.Enum):
 
 
 # By name, because what a boundary compares it with would else be looked up by Python's enum.
-RECORDING, RESIDENT, OFFLOADING, ON_HOST, RELOADING, RELOADED, DONE = GroupState
+RECORDING, BATCHED, RESIDENT, OFFLOADING, ON_HOST, RELOADING, RELOADED, DONE = GroupState
 
 MOVES: dict[GroupState, frozenset[GroupState]] = {
-    RECORDING: frozenset({RESIDENT, OFFLOADING, DONE}),
+    RECORDING: frozenset({BATCHED, RESIDENT, OFFLOADING, DONE}),
+    BATCHED: frozenset({DONE}),
     RESIDENT: frozenset({DONE}),
     # Back to RESIDENT: backward came before the release, the source is still there.
     OFFLOADING: frozenset({ON_HOST, RESIDENT, DONE}),
@@ -50,6 +53,10 @@ class Group(abc.ABC):
 
     Attributes:
         num_bytes: bytes that moving the group copies; set at commit.
+        is_pending: whether its forward is over and its batch not yet complete.
+        lead: the group whose state says where its tensors are; None for its own.
+        followers: the groups of the batch that it leads, in order; those of this step.
+        batch_bytes: bytes of all of those, and its own; set when the batch is complete.
         staying_bytes: bytes besides that were chosen to stay; set at commit.
         committed_at_bytes: when its forward ended, by the step's clock.
         held_bytes: what it takes of the budget just now.
@@ -57,9 +64,12 @@ class Group(abc.ABC):
     """
 
     # Defaults of the class: quicker to make than what each group sets for itself.
-    num_bytes = staying_bytes = committed_at_bytes = held_bytes = 0
+    num_bytes = staying_bytes = committed_at_bytes = held_bytes = batch_bytes = 0
     needs: tuple[GroupKey, ...] = ()
     state = RECORDING
+    is_pending = False
+    lead: Self | None = None
+    followers: tuple[Self, ...] = ()
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget) -> None:
         self.key = key
@@ -92,12 +102,15 @@ class Group(abc.ABC):
         self.state = to
 
     def hold(self) -> None:
-        """Count the group's bytes as held on the device until backward has left them behind."""
-        if self.held_bytes == 0 and not self.is_spent:
-            self.held_bytes = self.num_bytes
-            self.budget.held_bytes += self.num_bytes
+        """Count the batch's bytes as held on the device until backward has left them behind."""
+        if self.held_bytes == 0 and not (self.is_spent and all(x.is_spent for x in self.followers)):
+            self.held_bytes = self.batch_bytes
+            self.budget.held_bytes += self.batch_bytes
 
-    def let_go(self) -> None:
-        """Count nothing of the group as held any more."""
-        self.budget.held_bytes -= self.held_bytes
-        self.held_bytes = 0
+    def let_go(self, num_bytes: int | None = None) -> None:
+        """Count so many bytes of the batch as held no more; by default all."""
+        held_bytes = self.held_bytes
+        if num_bytes is None or num_bytes > held_bytes:
+            num_bytes = held_bytes
+        self.budget.held_bytes -= num_bytes
+        self.held_bytes = held_bytes - num_bytes

@@ -12,6 +12,10 @@ or an idle byte, never correctness.
 What backward has been in and may come to once more, as where a schedule takes the gradients of
 inputs and of weights in two passes, stays where it is and counts for nothing here: the budget is
 for what is ahead.
+
+Small groups of one chunk are decided about together: a *batch* is complete when it has enough bytes
+for a copy that is worth its launches, or when its chunk's forward is over. The last of it leads:
+backward comes to it first. What each group has is counted by itself all the same.
 """
 
 from __future__ import annotations
@@ -21,7 +25,15 @@ from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import DONE, OFFLOADING, ON_HOST, RECORDING, RESIDENT, Group
+from megatron_offload.core.group import (
+    BATCHED,
+    DONE,
+    OFFLOADING,
+    ON_HOST,
+    RECORDING,
+    RESIDENT,
+    Group,
+)
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.window import InFlightWindow
 
@@ -32,7 +44,8 @@ _Acted = TypeVar("_Acted", bound=Group, contravariant=True)
 class Actions(Protocol[_Acted]):
     """Who does what is decided, moves the group to its new state, and counts bytes in flight.
 
-    The release of a group is the window's: `InFlightWindow` is given what does it.
+    A group that leads a batch stands for all of it. The release of a group is the window's:
+    `InFlightWindow` is given what does it.
     """
 
     def stay(self, group: _Acted, reason: str) -> None:
@@ -114,6 +127,8 @@ class StepDecisions(Generic[G]):
         self.backward_at_bytes: list[int] = []
         self._actions = actions
         self._groups: dict[GroupKey, G] = {}
+        self._batch: list[G] = []
+        self._batch_bytes = 0
         self._in_use: G | None = None
         self._profile: StepProfile | None = None
         self._forecast = _NOTHING_SEEN
@@ -132,7 +147,9 @@ class StepDecisions(Generic[G]):
         """
         for group in self._groups.values():
             group.held_bytes = 0
+            group.followers = ()  # who know their lead: no circle
         self._groups.clear()
+        self._batch, self._batch_bytes = [], 0
         self.committed, self.backward_order, self.backward_at_bytes = [], [], []
         self._in_use = None
         self._reached_at_bytes = 0
@@ -160,13 +177,16 @@ class StepDecisions(Generic[G]):
 
     # Boundaries
 
-    def commit(self, group: G, stays_because: str = "", must_move: bool = False) -> None:
-        """Decide about a group whose forward is over.
+    def commit(
+        self, group: G, stays_because: str = "", *, must_move: bool = False, is_alone: bool = False
+    ) -> None:
+        """Decide about a group whose forward is over, or let its batch grow.
 
         Args:
             group: with its bytes.
             stays_because: why it was chosen to stay; empty where it may move.
             must_move: offload it unless it was chosen to stay, even where it comes back at once.
+            is_alone: it goes into no batch.
         """
         budget, window, actions = self.budget, self.window, self._actions
         num_bytes, passing_bytes = group.num_bytes, group.passing_bytes
@@ -179,17 +199,46 @@ class StepDecisions(Generic[G]):
         elif stays_because:
             actions.stay(group, stays_because)
         elif must_move:
+            group.batch_bytes = num_bytes
             actions.offload(group)
-        elif self.is_needed_soon(group):
-            actions.stay(group, "backward needs it before it could leave and come back")
-            group.hold()
         else:
-            actions.offload(group)
+            batch = self._batch
+            if batch and (is_alone or batch[0].key.chunk != group.key.chunk):
+                self.complete_batch()
+                batch = self._batch
+            batch.append(group)
+            self._batch_bytes += num_bytes
+            if self._batch_bytes < budget.batch_bytes and not is_alone:
+                group.is_pending = True
+                window.step_bytes += passing_bytes
+                return
+            self.complete_batch()
         window.pass_boundary(passing_bytes)
         self.look_ahead()
 
+    def complete_batch(self) -> None:
+        """Decide about the groups that wait for more of their batch, if there are any."""
+        if not self._batch:
+            return
+        (*followers, lead), self._batch = self._batch, []
+        lead.batch_bytes, self._batch_bytes = self._batch_bytes, 0
+        lead.is_pending = False
+        if followers:
+            lead.followers = tuple(followers)
+            for group in followers:
+                group.lead, group.is_pending = lead, False
+                group.advance(BATCHED)
+        if self.is_needed_soon(lead, lead.batch_bytes):
+            self._actions.stay(lead, "backward needs it before it could leave and come back")
+            lead.hold()
+        else:
+            self._actions.offload(lead)
+
     def enter_backward(self, group: G) -> None:
         """Backward has reached the end of ``group``: its data is needed from here on."""
+        if self._batch:
+            self.complete_batch()
+            self.window.pass_boundary(0)
         is_known = self.knows(group)
         if is_known:
             self.budget.is_warming_up = False
@@ -197,8 +246,8 @@ class StepDecisions(Generic[G]):
         if group.needs and is_known:
             for needed in map(self._groups.get, group.needs):
                 if needed is not None:
-                    self._bring_late(needed, is_known)
-        self._bring_late(group, is_known)
+                    self._bring_late(needed.lead or needed, is_known)
+        self._bring_late(group.lead or group, is_known)
         if has_moved:
             self.look_ahead()
 
@@ -213,17 +262,23 @@ class StepDecisions(Generic[G]):
 
     def leave_backward(self, group: G) -> None:
         """Backward has left a group."""
+        if group.is_pending:
+            self.complete_batch()
         if group.state is not DONE:
             group.advance(DONE)
             if self.knows(group):
-                passing_bytes = group.passing_bytes
-                group.let_go()
+                passing_bytes, lead = group.passing_bytes, group.lead or group
+                lead.let_go(group.num_bytes)
                 self.budget.drop_saved(passing_bytes)
+                if lead.followers and lead.followers[0] is not group:
+                    self.window.step_bytes += passing_bytes
+                    return  # backward is in the batch still
                 self.window.pass_boundary(passing_bytes)
         self.look_ahead()
 
     def bring_back(self, group: G) -> None:
         """Let a group be on the device ahead of its backward, wherever it is in the order."""
+        group = group.lead or group
         if group.state is OFFLOADING:
             self._actions.cancel(group, is_late=False)
         elif group.state is not ON_HOST:
@@ -237,13 +292,16 @@ class StepDecisions(Generic[G]):
 
     def _reach(self, group: G) -> bool:
         """Note where backward is; return whether what comes next is another, or has more room."""
-        behind, self._in_use = self._in_use, group
-        has_more_room = behind is not None and behind.held_bytes > 0
-        if behind is not None:
-            behind.let_go()
+        lead = group.lead or group
+        behind, self._in_use = self._in_use, lead
         key = group.key
         self.backward_order.append(key)
         self.backward_at_bytes.append(self.window.step_bytes)
+        if behind is lead and lead.followers:
+            return False
+        has_more_room = behind is not None and behind.held_bytes > 0
+        if behind is not None:
+            behind.let_go()
         position = self._position.get(key)
         if position is None:
             chunk = [other for other in self.committed if other.key.chunk == key.chunk]
@@ -251,7 +309,7 @@ class StepDecisions(Generic[G]):
             position = self._position.get(key)
         if position is None:
             return has_more_room
-        was_foreseen = position < self._next and group.state is not ON_HOST
+        was_foreseen = position < self._next and lead.state is not ON_HOST
         if was_foreseen:
             self._reached_at_bytes = self._forecast.needed_at_bytes.get(key, 0)
         else:
@@ -264,10 +322,11 @@ class StepDecisions(Generic[G]):
         self._position = {key: index for index, key in enumerate(self._order)}
         self._next = 0
 
-    def is_needed_soon(self, group: G) -> bool:
-        """Whether the group would have to come back at once if it were offloaded now.
+    def is_needed_soon(self, group: G, num_bytes: int) -> bool:
+        """Whether what a group leads would have to come back at once if it were offloaded now.
 
-        True where it is near, and it and all that backward needs before it fit into the budget.
+        True where the group is near, and those bytes and all that backward needs before it fit into
+        the budget.
         """
         if self._order is not self._forecast.order:
             return False
@@ -278,7 +337,7 @@ class StepDecisions(Generic[G]):
             return False
         bytes_before = self._forecast.bytes_before
         ahead_bytes = bytes_before[position] - bytes_before[self._next]
-        return self.budget.may_stay(ahead_bytes + group.num_bytes)
+        return self.budget.may_stay(ahead_bytes + num_bytes)
 
     def _is_near(self, key: GroupKey, distance_bytes: int) -> bool:
         needed_at_bytes = self._forecast.needed_at_bytes.get(key)
@@ -295,13 +354,15 @@ class StepDecisions(Generic[G]):
             group = groups.get(order[self._next])
             if group is None or group.state is RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
+            group = group.lead or group
             is_in_flight = group.state is OFFLOADING
             if is_in_flight or group.state is ON_HOST:
                 is_foretold = order is self._forecast.order
-                if is_foretold and not self._is_near(group.key, budget.lookahead_bytes):
+                if is_foretold and not self._is_near(order[self._next], budget.lookahead_bytes):
                     return
                 # What stays takes no more room.
-                if not (budget.may_stay if is_in_flight else budget.may_prefetch)(group.num_bytes):
+                may = budget.may_stay if is_in_flight else budget.may_prefetch
+                if not may(group.batch_bytes):
                     return
                 if is_in_flight:
                     self._actions.cancel(group, is_late=False)

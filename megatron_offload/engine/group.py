@@ -54,14 +54,14 @@ class Store(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """The copies of one group to the host, from their issue to their release."""
+    """The copies of one batch to the host, from their issue to their release."""
 
     group: OffloadGroup
     d2h: Event = None
     """The event behind them, once they are issued."""
-    parts: list[tuple[BlockRef, list[torch.Tensor], int]] = field(default_factory=list)
+    parts: list[tuple[BlockRef, list[torch.Tensor], int, str]] = field(default_factory=list)
     """Of each, the block, the aliases that keep its memory even where the graph is dropped before
-    the copy ends, and its storage."""
+    the copy ends, its storage, and the name of the group that moves it."""
     num_bytes: int = 0
     """What of it counts as in flight."""
 
@@ -211,6 +211,11 @@ class Rules:
     recompute: frozenset[str] | None = None
     """The units of recipes by which tensors are made again; None for all but dear ones."""
 
+    @property
+    def bounds_flight(self) -> bool:
+        """Whether groups or blocks in flight are counted."""
+        return self.max_inflight_groups is not None or self.max_inflight_blocks is not None
+
 
 class OffloadGroup(Group):
     """One layer group of one chunk.
@@ -231,7 +236,7 @@ class OffloadGroup(Group):
     """
 
     elsewhere_bytes = shared_bytes = small_bytes = 0
-    moving: Sequence[Block] = ()
+    moving: Sequence[BlockRef] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
 
@@ -253,6 +258,13 @@ class OffloadGroup(Group):
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""
         return [block for found in self.references if (block := found()) is not None]
+
+    def batch_blocks(self) -> list[Block]:
+        """Return those of the batch that it leads."""
+        blocks = self.blocks()
+        for group in self.followers:
+            blocks += group.blocks()
+        return blocks
 
     def adopt(self, block: Block) -> None:
         """Make a shared block one of this group's too: whoever needs it first reloads it."""

@@ -514,15 +514,20 @@ class PipelineOffloadManager:
         return not (
             self._stays_because
             or self.learner.keeps_because(group)
-            or self.decisions.is_needed_soon(group)
+            or self.decisions.is_needed_soon(group, group.num_bytes)
         )
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
         delayed, self._delayed = self._delayed, []
         for group, forced_released_tensors in delayed:
-            if group.state is GroupState.RECORDING:
+            if group.state is GroupState.RECORDING and not group.is_pending:
                 self.commit(group, forced_released_tensors)
+        self._complete_batch()
+
+    @guarded
+    def _complete_batch(self) -> None:
+        self.decisions.complete_batch()
 
     @guarded
     def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
@@ -559,6 +564,7 @@ class PipelineOffloadManager:
     @guarded
     def join_offloads(self) -> None:
         """Make the compute stream wait for all copies to the host, and release their sources."""
+        self.decisions.complete_batch()
         self.window.drain()
 
     @guarded

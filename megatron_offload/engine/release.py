@@ -19,7 +19,7 @@ from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST
 from megatron_offload.engine.group import Block, Flight, OffloadGroup
 from megatron_offload.engine.observer import Observer
-from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.storage import num_owners
 
 
@@ -62,9 +62,10 @@ class Sources:
         for observer in self._observers:
             observer.wait_issued(Wait.W2, group)
         self._held.popleft()
-        in_flight, observes, empty = self.copies_in_flight, self._backend.observes, self._empty
+        in_flight, observes, empty = self.copies_in_flight, backend.observes, self._empty
+        alone: tuple[HostRegion, str] | None = None
         alone_bytes = 0
-        for found, aliases, key in flight.parts:
+        for found, aliases, key, name in flight.parts:
             num_others = in_flight.pop(key) - 1
             if num_others:
                 in_flight[key] = num_others
@@ -91,11 +92,15 @@ class Sources:
                     block.storage_ref = StorageWeakRef(storage)
                 if block.storage_ref is None:
                     block.storage_key = 0  # another storage may be found under it from here on
-                assert block.region is not None
-                block.region.alone_bytes += block.num_bytes
+                region = block.region
+                assert region is not None
+                if alone is None or alone[0] is not region or alone[1] is not name:
+                    if alone is not None:
+                        self._host_pool.count_alone(*alone, alone_bytes)
+                    alone, alone_bytes = (region, name), 0
                 alone_bytes += block.num_bytes
-        if alone_bytes:
-            self._host_pool.alone.add(group.name, alone_bytes)
+        if alone is not None:
+            self._host_pool.count_alone(*alone, alone_bytes)
         self.budget.inflight_bytes -= flight.num_bytes
         flight.num_bytes = 0
         if group.state is OFFLOADING:

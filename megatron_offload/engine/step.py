@@ -61,6 +61,7 @@ class Step(StepDecisions[OffloadGroup]):
 
     def finish(self, *, names_leaks: bool) -> StepStats:
         """Release what is in flight and return the counters; may warn of what holds memory."""
+        self.complete_batch()
         self.window.drain()
         stats = self._transfers.counted()
         if names_leaks:
@@ -105,6 +106,8 @@ class Step(StepDecisions[OffloadGroup]):
         The storage of ``forced_released_tensors`` is emptied at the release, if it is copied.
         """
         transfers = self._transfers
+        if forced_released_tensors:
+            self.complete_batch()  # whose copies count here
         transfers.measure(group, may_drop=not stays_because)
         stats = transfers.stats.by_name[group.name]
         stats.num_groups += 1
@@ -117,7 +120,10 @@ class Step(StepDecisions[OffloadGroup]):
         forced = [] if stays_because else _blocks_of(group, forced_released_tensors)
         for block in forced:
             block.forced_release = True
-        self.commit(group, stays_because, must_move or group.rules.should_offload is not None)
+        rules = group.rules
+        must_move = must_move or rules.should_offload is not None
+        is_alone = rules.bounds_flight or bool(forced)
+        self.commit(group, stays_because, must_move=must_move, is_alone=is_alone)
         for block in forced:
             block.forced_release = block.flight is not None  # else it stays, whoever moves it later
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 
@@ -21,7 +21,7 @@ from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING
 from megatron_offload.core.profile import RemadeUnit, is_cheap
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import Block, Flight, OffloadGroup, Reload
+from megatron_offload.engine.group import Block, BlockRef, Flight, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.owners import ForeignOwners
@@ -81,27 +81,29 @@ class Transfers:
 
         Counts what stays by choice, or is kept anyway. ``may_drop`` says that something may move.
         """
-        moving: list[Block] = []
+        moving: list[BlockRef] = []
         owners = self.owners
         num_bytes = 0
-        for block in group.blocks():
-            if block.flight is not None:
+        for found in group.references:
+            block = found()
+            if block is None or block.flight is not None or block.group.is_pending:
                 continue
             if block.recipe is not None and self._drops(group, block, may_drop=may_drop):
                 continue
-            block_bytes = block.num_bytes
+            block_bytes, counted_bytes = block.num_bytes, block.counted_bytes
             if block.stays:
                 group.staying_bytes += block_bytes
-                self._count_kept(group, block, "beyond the share that moves")
+                self._count_kept(group.name, block, "beyond the share that moves")
                 continue
-            counted_bytes, block.counted_bytes = block.counted_bytes, block_bytes
-            group.shared_bytes += counted_bytes
+            block.counted_bytes = block_bytes
+            if counted_bytes:
+                group.shared_bytes += counted_bytes
             if owners.known and owners.knows(block):
                 group.elsewhere_bytes += block_bytes
                 self.stats.held_elsewhere_bytes += block_bytes - counted_bytes
             else:
                 num_bytes += block_bytes
-                moving.append(block)
+                moving.append(found)
         group.moving, group.num_bytes = moving, num_bytes
 
     def _drops(self, group: OffloadGroup, block: Block, *, may_drop: bool) -> bool:
@@ -137,27 +139,37 @@ class Transfers:
         return is_dropped
 
     def stay(self, group: OffloadGroup, reason: str) -> None:
-        """Leave a group whose forward is over on the device."""
-        moving, group.moving = group.moving, ()
-        for block in moving:
-            self._count_kept(group, block, reason)
+        """Leave a group whose forward is over on the device, and those that it leads."""
+        for one in (*group.followers, group):
+            moving, one.moving = one.moving, ()
+            for found in moving:
+                block = found()
+                if block is not None:
+                    self._count_kept(one.name, block, reason)
         group.advance(RESIDENT)
 
-    def _count_kept(self, group: OffloadGroup, block: Block, reason: str) -> None:
-        """Count a block as kept, but for what a group before this has counted of it."""
+    def _count_kept(self, name: str, block: Block, reason: str) -> None:
+        """Count a block as kept by a group, but for what a group before it has counted of it."""
         num_bytes = block.num_bytes - block.kept_bytes
         if num_bytes:
             block.kept_bytes = block.num_bytes
-            self.stats.by_name[group.name].keep(num_bytes, reason)
+            self.stats.by_name[name].keep(num_bytes, reason)
 
     def offload(self, group: OffloadGroup) -> None:
         """Issue the copies of the blocks that `measure` has found, and put them into the window.
 
-        A block for which the host has no room stays on the device. Moves the group to OFFLOADING,
-        or to RESIDENT where nothing is left to move.
+        A block for which the host has no room stays on the device, and so does one whose storage
+        was emptied since: whoever did that restores it before backward. Moves the group to
+        OFFLOADING, or to RESIDENT where nothing is left to move.
         """
-        backend, observers = self.backend, self.observers
-        moving, group.moving = group.moving, ()
+        backend, observers, by_name = self.backend, self.observers, self.stats.by_name
+        moving: list[tuple[Block, str]] = []
+        for one in group.followers:
+            moving += [(block, one.name) for block in _still_there(one.moving)]
+            one.moving = ()
+        name = group.name
+        moving += [(block, name) for found in group.moving if (block := found()) is not None]
+        group.moving = ()
         reused: list[Event] = []
         flight = Flight(group)
         parts, in_flight = flight.parts, self.sources.copies_in_flight
@@ -165,13 +177,14 @@ class Transfers:
         produced: list[Event] = []
         num_bytes = 0
         is_ready, is_watched = True, backend.observes or bool(observers)
-        for block, region, host in self._take_host(group, moving, reused):
-            aliases, key = block.aliases, block.storage_key
+        for (block, name), region, host in self._take_host(group, moving, reused):
+            aliases, key, block_bytes = block.aliases, block.storage_key, block.num_bytes
             source = aliases[0] if block.like is not None else _region_of(block)
             block.region, block.host, block.flight = region, host, flight
             block.address = source.data_ptr() - block.low
-            num_bytes += block.num_bytes
-            parts.append((weakref.ref(block), aliases, key))
+            num_bytes += block_bytes
+            by_name[name].offloaded_bytes += block_bytes
+            parts.append((weakref.ref(block), aliases, key, name))
             in_flight[key] = in_flight.get(key, 0) + 1
             if block.ready is not None:
                 _add(block.ready, produced)
@@ -200,7 +213,6 @@ class Transfers:
             observer.copy_issued("d2h", pairs, group)
         self.sources.hold(flight, num_bytes)
         self.window.add(group, len(pairs))
-        self.stats.by_name[group.name].offloaded_bytes += num_bytes
         group.advance(OFFLOADING)
         rules = group.rules
         if rules.max_inflight_groups is not None:
@@ -209,37 +221,40 @@ class Transfers:
             self.window.limit_blocks(rules.max_inflight_blocks)
 
     def _take_host(
-        self, group: OffloadGroup, blocks: Sequence[Block], reused: list[Event]
-    ) -> Iterable[tuple[Block, HostRegion, torch.Tensor]]:
+        self, group: OffloadGroup, moving: Sequence[tuple[Block, str]], reused: list[Event]
+    ) -> Iterable[tuple[tuple[Block, str], HostRegion, torch.Tensor]]:
         """Return the blocks for which there is host memory, with theirs; add who read it last."""
-        pool, name = self.host_pool, group.name
-        if len(blocks) > 1 and group.num_bytes <= self._shared_bytes:
-            region = pool.allocate_parts([(b.num_bytes, b.like) for b in blocks], name)
+        pool = self.host_pool
+        owners = group.references
+        for one in group.followers:
+            owners = owners + one.references
+        if len(moving) > 1 and group.batch_bytes <= self._shared_bytes:
+            region = pool.allocate_parts([(b.num_bytes, b.like) for b, _ in moving])
             if region is not None:
-                region.owners = group.references
+                region.owners = owners
                 if region.ready_event is not None:
                     reused.append(region.ready_event)
-                return zip(blocks, repeat(region), region.views, strict=False)
+                return zip(moving, repeat(region), region.views, strict=False)
         found = []
         num_unpinnable = pool.stats.num_unpinnable
-        for block in blocks:
-            region = pool.allocate(block.num_bytes, name, block.like)
+        for block, name in moving:
+            region = pool.allocate(block.num_bytes, block.like)
             if region is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes
-                self._count_kept(group, block, "the host memory is full")
+                self._count_kept(name, block, "the host memory is full")
                 continue
-            region.owners = group.references
+            region.owners = owners
             if region.ready_event is not None:
                 _add(region.ready_event, reused)
-            found.append((block, region, region.tensor))
+            found.append(((block, name), region, region.tensor))
         self.stats.num_unpinnable_blocks += pool.stats.num_unpinnable - num_unpinnable
         return found
 
     def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
         """Leave a group on the device whose copies are in flight."""
         self.stats.num_early_returns += is_late
-        for block in group.blocks():
+        for block in group.batch_blocks():
             self.sources.cancel(block)
         group.advance(RESIDENT)
 
@@ -262,7 +277,7 @@ class Transfers:
         if is_late:
             self.stats.num_late_reloads += 1
             self.stats.by_name[group.name].num_late_reloads += 1
-        return self._reload(group, group.blocks(), may_fail=not is_late)
+        return self._reload(group, group.batch_blocks(), may_fail=not is_late)
 
     def _reload(self, group: OffloadGroup, blocks: Iterable[Block], *, may_fail: bool) -> bool:
         """Issue the reload of blocks; return False where there is no memory, and that may be."""
@@ -327,7 +342,8 @@ class Transfers:
             observer.copy_issued("h2d", pairs, group)
         reload = Reload(event)
         read: HostRegion | None = None
-        num_bytes = num_parts = 0
+        num_parts = 0
+        by_name = self.stats.by_name
         for block, target in zip(blocks, targets, strict=True):
             region = block.region
             block.reload = reload
@@ -338,10 +354,9 @@ class Transfers:
                     self.host_pool.free(read, event, num_parts)
                 read, num_parts = region, 0
             num_parts += 1
-            num_bytes += block.num_bytes
+            by_name[block.group.name].reloaded_bytes += block.num_bytes
         if read is not None:
             self.host_pool.free(read, event, num_parts)
-        self.stats.by_name[group.name].reloaded_bytes += num_bytes
 
     def _revive(self, block: Block) -> bool:
         """Take a block's bytes from its source where something else has kept that alive.
@@ -415,12 +430,12 @@ class Transfers:
     @guarded
     def _ready_target(self, block: Block) -> torch.Tensor:
         """Reload what no one has reloaded, the whole group if it is on the host; and wait."""
-        group = block.group
+        group = block.group.lead or block.group
         if block.target is None:
             if block.region is None:
                 raise StateError(
-                    f"group {group.label} was saved in a step that was aborted; its data is gone, "
-                    "run the forward again"
+                    f"group {block.group.label} was saved in a step that was aborted; its data is "
+                    "gone, run the forward again"
                 )
             if group.state is ON_HOST:
                 self.reload(group, is_late=True)
@@ -437,8 +452,9 @@ class Transfers:
     def _wait_reloaded(self, block: Block) -> None:
         if block.reload is not None:  # else it never left the device
             self._wait(block.reload, block.group)
-        if block.group.state is RELOADING:
-            block.group.advance(RELOADED)
+        group = block.group.lead or block.group
+        if group.state is RELOADING:
+            group.advance(RELOADED)
 
     def _wait(self, reload: Reload, group: OffloadGroup) -> None:
         backend = self.backend
@@ -533,6 +549,15 @@ class Transfers:
     def _label(self, group: OffloadGroup) -> str:
         """Name a group for its copies; in full only where someone reads it."""
         return group.label if self.backend.observes else group.name
+
+
+def _still_there(references: Iterable[BlockRef]) -> Iterator[Block]:
+    """Yield the blocks that are needed and whose storage nobody has emptied since their commit."""
+    for found in references:
+        block = found()
+        # Where a storage is empty, a pointer into it is the offset alone.
+        if block is not None and block.aliases[0].data_ptr() >= block.high:
+            yield block
 
 
 def _region_of(block: Block) -> torch.Tensor:

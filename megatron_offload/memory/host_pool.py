@@ -147,21 +147,20 @@ class HostRegion:
     """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`.
 
     Each part is shown by one of ``views``; of the ``size_bytes`` of all, each rounded up to
-    `ALIGNMENT_BYTES`, ``alone_bytes`` are nowhere else. A new write must wait for ``ready_event``,
-    the newest H2D event of any former user (W5). ``num_users`` parts were not given back.
+    `ALIGNMENT_BYTES`, ``alone_bytes``, by name, are nowhere else. A new write must wait for
+    ``ready_event``, the newest H2D event of any former user (W5). ``num_users`` parts were not
+    given back.
     """
 
     __slots__ = (
-        *("_piece", "alone_bytes", "name", "num_users", "owners", "ready_event"),
-        *("size_bytes", "views"),
+        *("_piece", "alone_bytes", "num_users", "owners", "ready_event", "size_bytes", "views"),
     )
 
-    def __init__(self, piece: _Piece, parts: list[Part], name: str) -> None:
+    def __init__(self, piece: _Piece, parts: list[Part]) -> None:
         self._piece: _Piece | None = piece
         self.views = piece.show(parts)
         self.size_bytes = piece.num_bytes
-        self.name = name
-        self.alone_bytes = 0
+        self.alone_bytes: dict[str, int] = {}
         self.ready_event = piece.event
         self.num_users = len(parts)
         self.owners: list[Any] = []
@@ -213,15 +212,15 @@ class HostPool:
             )
 
     def allocate(
-        self, num_bytes: int, name: str = "", like: tuple[torch.Size, torch.dtype] | None = None
+        self, num_bytes: int, like: tuple[torch.Size, torch.dtype] | None = None
     ) -> HostRegion | None:
         """Lend ``num_bytes``, or return None when memory is short, which is warned of once."""
-        region = self.allocate_parts([(num_bytes, like)], name)
+        region = self.allocate_parts([(num_bytes, like)])
         if region is None:
             self._refuse(num_bytes)
         return region
 
-    def allocate_parts(self, parts: list[Part], name: str) -> HostRegion | None:
+    def allocate_parts(self, parts: list[Part]) -> HostRegion | None:
         """Lend memory for several tensors, each aligned; None when it is short, uncounted.
 
         A part without bytes, and a pool that is closed, are a `ValueError`.
@@ -240,7 +239,7 @@ class HostPool:
         stats.in_use_bytes += size_bytes
         if stats.in_use_bytes > stats.peak_in_use_bytes:
             stats.peak_in_use_bytes = stats.in_use_bytes
-        region = piece.region = HostRegion(piece, parts, name)
+        region = piece.region = HostRegion(piece, parts)
         return region
 
     def free(self, region: HostRegion, after: Event | None, num_parts: int = 1) -> None:
@@ -261,11 +260,16 @@ class HostPool:
             return
         region._piece = piece.region = None
         self.stats.in_use_bytes -= piece.num_bytes
-        if region.alone_bytes:
-            self.alone.add(region.name, -region.alone_bytes)
+        for name, num_bytes in region.alone_bytes.items():
+            self.alone.add(name, -num_bytes)
         if not self.is_closed:
             self._may_coalesce = True
             self._free[piece.num_bytes].append(piece)
+
+    def count_alone(self, region: HostRegion, name: str, num_bytes: int) -> None:
+        """Count bytes of a region that are nowhere else from here on, under a name."""
+        region.alone_bytes[name] = region.alone_bytes.get(name, 0) + num_bytes
+        self.alone.add(name, num_bytes)
 
     def regions(self) -> Iterator[HostRegion]:
         """Yield what is lent."""
@@ -323,7 +327,8 @@ class HostPool:
                 region.num_users = count_users(region)
                 if region.num_users:
                     stats.in_use_bytes += region.size_bytes
-                    self.alone.add(region.name, region.alone_bytes)
+                    for name, num_bytes in region.alone_bytes.items():
+                        self.alone.add(name, num_bytes)
                 else:
                     region._piece = piece.region = None  # whoever frees it late is told
         self._may_coalesce = True

@@ -341,7 +341,8 @@ class _Replay:
             self._compute(passed, group, work.backward_us, *sizes)
             # Its memory goes with its graph, unless a copy still reads it.
             group.is_alive = False
-            self._count_device(-work.kept_bytes - (0 if group.is_in_window else work.num_bytes))
+            is_read = (group.lead or group).is_in_window
+            self._count_device(-work.kept_bytes - (0 if is_read else work.num_bytes))
             if is_seen:
                 self._decisions.leave_backward(group)
 
@@ -400,10 +401,10 @@ class _Replay:
         """Write the issue of a copy to the host."""
         group.advance(GroupState.OFFLOADING)
         group.offload = self._issue(OpKind.OFFLOAD, group)
-        self.program.offloaded_bytes += group.num_bytes
-        self.program.moved.append(group.key)
-        self._use_host(group.num_bytes)
-        self._budget.inflight_bytes += group.num_bytes
+        self.program.offloaded_bytes += group.batch_bytes
+        self.program.moved += [one.key for one in (*group.followers, group)]
+        self._use_host(group.batch_bytes)
+        self._budget.inflight_bytes += group.batch_bytes
         group.is_in_window = True
         self._window.add(group)
 
@@ -412,32 +413,35 @@ class _Replay:
         group.is_in_window = False
         self._add(OpKind.AWAIT, group.offload, self._label(group))
         if group.state is GroupState.OFFLOADING:
-            self._budget.inflight_bytes -= group.num_bytes
+            self._budget.inflight_bytes -= group.batch_bytes
             group.advance(GroupState.ON_HOST)
-            self._count_device(-group.num_bytes)
-        elif not group.is_alive:
-            self._count_device(-group.num_bytes)
+            self._count_device(-group.batch_bytes)
+            return
+        for one in (*group.followers, group):
+            if not one.is_alive:
+                self._count_device(-one.num_bytes)
 
     def cancel(self, group: WorkGroup, *, is_late: bool) -> None:
         """Leave a group on the device whose copy is under way; its place on the host is free."""
         group.advance(GroupState.RESIDENT)
-        self._budget.inflight_bytes -= group.num_bytes
-        self._use_host(-group.num_bytes)
-        self.program.returned_bytes += group.num_bytes
+        self._budget.inflight_bytes -= group.batch_bytes
+        self._use_host(-group.batch_bytes)
+        self.program.returned_bytes += group.batch_bytes
 
     def reload(self, group: WorkGroup, *, is_late: bool) -> bool:
         """Write the issue of a copy to the device."""
         self.program.num_late += is_late
         group.advance(GroupState.RELOADING)
-        self._count_device(group.num_bytes)
+        self._count_device(group.batch_bytes)
         self._note_peaks(0)
         group.reload = self._issue(OpKind.RELOAD, group)
-        self.program.reloaded_bytes += group.num_bytes
-        self._use_host(-group.num_bytes)
+        self.program.reloaded_bytes += group.batch_bytes
+        self._use_host(-group.batch_bytes)
         return True
 
     def _await_reload(self, group: WorkGroup) -> None:
         """Write the wait for what comes back, where its first tensor is unpacked."""
+        group = group.lead or group
         if group.state is GroupState.RELOADING:
             self._add(OpKind.AWAIT, group.reload, self._label(group))
             group.advance(GroupState.RELOADED)
@@ -450,7 +454,7 @@ class _Replay:
 
     def _issue(self, kind: OpKind, group: WorkGroup) -> int:
         copies, label = self.program.copy_bytes, self._label(group)
-        copies.append(group.num_bytes)
+        copies.append(group.batch_bytes)
         if self._records:
             self.program.copy_labels.append(label)
         self._add(kind, len(copies) - 1, label)

@@ -6,21 +6,28 @@ import pytest
 from programs import KIB, assert_same, make_manager, make_model, one_forward_one_backward, run_step
 
 from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.engine.observer import Observer
 
 ORDER = one_forward_one_backward(8, depth=6)
 
 
-def watch(manager, monkeypatch):
+class Counts(Observer):
+    """Looks at the budget's two counts at every boundary."""
+
+    def __init__(self, budget):
+        self.budget = budget
+        self.seen = []
+
+    def group_committed(self, group):
+        self.seen.append((self.budget.inflight_bytes, self.budget.held_bytes))
+
+    backward_left = group_committed
+
+
+def watch(manager):
     """Return a list that gets the budget's two counts at every boundary."""
-    counts = []
-    passed = manager.window.pass_boundary
-
-    def pass_boundary(num_bytes):
-        passed(num_bytes)
-        counts.append((manager.budget.inflight_bytes, manager.budget.held_bytes))
-
-    monkeypatch.setattr(manager.window, "pass_boundary", pass_boundary)
-    return counts
+    manager.observers.append(counts := Counts(manager.budget))
+    return counts.seen
 
 
 def test_limits_that_are_not_set_follow_the_step():
@@ -84,22 +91,22 @@ def test_one_group_may_always_come_back():
 
 
 @pytest.mark.parametrize("inflight_bytes", [8 * KIB, 24 * KIB])
-def test_both_kinds_stay_within_the_total(inflight_bytes, monkeypatch):
+def test_both_kinds_stay_within_the_total(inflight_bytes):
     model = make_model()
     expected = run_step(model, None, ORDER)
     manager = make_manager(max_inflight_bytes=inflight_bytes, prefetch_bytes=16 * KIB)
-    counts = watch(manager, monkeypatch)
+    counts = watch(manager)
     for _ in range(3):
         assert_same(expected, run_step(model, manager, ORDER))
     assert max(inflight + held for inflight, held in counts) <= inflight_bytes + 16 * KIB
 
 
-def test_while_the_pipeline_fills_copies_take_the_room_that_nothing_needs_yet(monkeypatch):
+def test_while_the_pipeline_fills_copies_take_the_room_that_nothing_needs_yet():
     model = make_model()
     manager = make_manager(max_inflight_bytes=8 * KIB, prefetch_bytes=16 * KIB)
     for _ in range(2):
         run_step(model, manager, ORDER)
-    counts = watch(manager, monkeypatch)
+    counts = watch(manager)
     run_step(model, manager, ORDER)
     num_groups = len(manager.last_profile.groups) // 8
     filling = counts[: 4 * num_groups]  # the first four of six forwards

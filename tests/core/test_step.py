@@ -34,16 +34,16 @@ class Paper:
 
     def offload(self, group):
         self.note(group, GroupState.OFFLOADING, "offload")
-        self.budget.inflight_bytes += group.num_bytes
+        self.budget.inflight_bytes += group.batch_bytes
         self.window.add(group)
 
     def release(self, group):
         if group.state is GroupState.OFFLOADING:
-            self.budget.inflight_bytes -= group.num_bytes
+            self.budget.inflight_bytes -= group.batch_bytes
             self.note(group, GroupState.ON_HOST, "release")
 
     def cancel(self, group, *, is_late):
-        self.budget.inflight_bytes -= group.num_bytes
+        self.budget.inflight_bytes -= group.batch_bytes
         self.note(group, GroupState.RESIDENT, "late cancel" if is_late else "cancel")
 
     def reload(self, group, *, is_late):
@@ -115,7 +115,7 @@ def test_no_more_are_in_flight_than_a_chunk_allows(most):
     ):
         paper.decisions.begin_step(None)
         for order in range(4):
-            paper.forward(10)
+            paper.forward(10, is_alone=True)
             limit()
             assert paper.window.num_inflight == min(order + 1, most)
         paper.window.drain()

@@ -324,11 +324,11 @@ def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):
     allocate, pool = manager.host_pool.allocate_parts, manager.host_pool
     assert pool.stats.in_use_bytes > 0
 
-    def allocate_while_a_graph_dies(parts, name):
+    def allocate_while_a_graph_dies(parts):
         nonlocal old
         in_use_bytes, old = pool.stats.in_use_bytes, None
         assert pool.stats.in_use_bytes == in_use_bytes, "the pool is in use just now"
-        return allocate(parts, name)
+        return allocate(parts)
 
     monkeypatch.setattr(pool, "allocate_parts", allocate_while_a_graph_dies)
     check_steps(model, manager, ORDER)

@@ -381,7 +381,7 @@ def test_live_regions_never_overlap_whatever_is_asked(seed):
 def test_a_region_of_several_parts_shows_each_as_it_was_asked_for(backend):
     pool = make(backend)
     parts = [(1024, (torch.Size([16, 32]), torch.bfloat16)), (100, None)]
-    region = pool.allocate_parts(parts, "some")
+    region = pool.allocate_parts(parts)
     shaped, flat = region.views
     assert (shaped.dtype, shaped.shape, flat.nbytes) == (torch.bfloat16, (16, 32), 100)
     assert flat.data_ptr() == shaped.data_ptr() + 1024
@@ -390,12 +390,12 @@ def test_a_region_of_several_parts_shows_each_as_it_was_asked_for(backend):
     assert pool.stats.in_use_bytes == 1536, "one part is lent still"
     pool.free(region, None)
     assert pool.stats.in_use_bytes == 0
-    assert pool.allocate_parts(list(parts), "some").views[0] is shaped
+    assert pool.allocate_parts(list(parts)).views[0] is shaped
 
 
 def test_the_event_of_the_part_that_was_read_last_counts(backend):
     pool, first, second = make(backend, slab=2 * KIB), h2d_event(backend), h2d_event(backend)
-    region, other = pool.allocate_parts([(512, None)] * 2, ""), pool.allocate(1024)
+    region, other = pool.allocate_parts([(512, None)] * 2), pool.allocate(1024)
     pool.free(region, first)
     pool.free(other, second)
     pool.free(region, None)  # later, but read before
@@ -404,11 +404,10 @@ def test_the_event_of_the_part_that_was_read_last_counts(backend):
 
 def test_bytes_are_counted_by_name_with_their_peak(backend):
     pool = make(backend)
-    first, second = pool.allocate(512, "a"), pool.allocate(1024, "b")
-    first.alone_bytes += 512
-    pool.alone.add("a", 512)
-    second.alone_bytes += 1024
-    pool.alone.add("b", 1024)
+    first, second = pool.allocate(512), pool.allocate(1024)
+    pool.count_alone(first, "a", 512)
+    pool.count_alone(second, "b", 1000)
+    pool.count_alone(second, "b", 24)
     pool.free(second, None)
     assert pool.alone.peak() == (1536, {"a": 512, "b": 1024})
     assert pool.stats.peak_in_use_bytes == 1536
