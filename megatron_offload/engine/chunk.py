@@ -114,7 +114,7 @@ class ChunkOffloadHandler:
         found = blocks.get(storage_key)
         block = None if found is None else found()
         if block is not None and block.storage_key == storage_key:
-            is_before_copy = _is_before_copy(block)
+            is_before_copy = block.is_before_copy
             if is_before_copy or (block.covers(low, high) and block.version == version):
                 record.block = block
                 if is_before_copy:
@@ -188,7 +188,7 @@ class ChunkOffloadHandler:
         block = self._find_block(key)
         if block is None:
             self._recipes[key] = recipe
-        elif _is_before_copy(block):
+        elif block.is_before_copy:
             block.recipe = recipe
 
     def _input_of(
@@ -226,8 +226,3 @@ class ChunkOffloadHandler:
             return 0
         self._small_keys.add(storage_key)
         return num_bytes
-
-
-def _is_before_copy(block: Block) -> bool:
-    """Whether nothing was decided about a block, nor waits for its batch to be."""
-    return block.flight is None and not block.released and not block.group.is_pending

@@ -59,9 +59,9 @@ class Flight:
     group: OffloadGroup
     d2h: Event = None
     """The event behind them, once they are issued."""
-    parts: list[tuple[BlockRef, list[torch.Tensor], int, str]] = field(default_factory=list)
+    parts: list[tuple[BlockRef, list[torch.Tensor], int]] = field(default_factory=list)
     """Of each, the block, the aliases that keep its memory even where the graph is dropped before
-    the copy ends, its storage, and the name of the group that moves it."""
+    the copy ends, and its storage."""
     num_bytes: int = 0
     """What of it counts as in flight."""
 
@@ -90,6 +90,7 @@ class Block:
         like: shape and dtype of the tensor where one contiguous tensor is all of the region.
         ready: the event behind its producer, where the program has told.
         stays: whether it was chosen to stay on the device.
+        mover: the group that moves it, or would: the last to be committed with it on the device.
         counted_bytes: what of it some group's commit has counted.
         kept_bytes: what of it is counted as kept on the device.
         flight: the copies to the host that its own was issued with, once it was.
@@ -124,7 +125,7 @@ class Block:
     def __init__(
         self, store: Store, group: OffloadGroup, storage_key: int, version: int, alias: torch.Tensor
     ) -> None:
-        self.group = group
+        self.group = self.mover = group
         self.storage_key = storage_key
         self.version = version
         self.aliases = [alias]
@@ -135,6 +136,11 @@ class Block:
     def identity(self) -> tuple[GroupKey, int]:
         """What it is called in every step of the same program."""
         return self.group.key, self.index
+
+    @property
+    def is_before_copy(self) -> bool:
+        """Whether it has its source, and is in no batch that will be copied."""
+        return self.flight is None and not self.released and not self.mover.is_pending
 
     def live_source(self) -> torch.Tensor | None:
         """Return the flat bytes of a released source that is where it was; resizing moves one."""

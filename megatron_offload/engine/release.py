@@ -65,7 +65,7 @@ class Sources:
         in_flight, observes, empty = self.copies_in_flight, backend.observes, self._empty
         alone: tuple[HostRegion, str] | None = None
         alone_bytes = 0
-        for found, aliases, key, name in flight.parts:
+        for found, aliases, key in flight.parts:
             num_others = in_flight.pop(key) - 1
             if num_others:
                 in_flight[key] = num_others
@@ -92,7 +92,7 @@ class Sources:
                     block.storage_ref = StorageWeakRef(storage)
                 if block.storage_ref is None:
                     block.storage_key = 0  # another storage may be found under it from here on
-                region = block.region
+                region, name = block.region, block.mover.name
                 assert region is not None
                 if alone is None or alone[0] is not region or alone[1] is not name:
                     if alone is not None:

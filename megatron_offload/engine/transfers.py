@@ -86,7 +86,7 @@ class Transfers:
         num_bytes = 0
         for found in group.references:
             block = found()
-            if block is None or block.flight is not None or block.group.is_pending:
+            if block is None or block.flight is not None or block.mover.is_pending:
                 continue
             if block.recipe is not None and self._drops(group, block, may_drop=may_drop):
                 continue
@@ -103,6 +103,7 @@ class Transfers:
                 self.stats.held_elsewhere_bytes += block_bytes - counted_bytes
             else:
                 num_bytes += block_bytes
+                block.mover = group
                 moving.append(found)
         group.moving, group.num_bytes = moving, num_bytes
 
@@ -163,12 +164,11 @@ class Transfers:
         OFFLOADING, or to RESIDENT where nothing is left to move.
         """
         backend, observers, by_name = self.backend, self.observers, self.stats.by_name
-        moving: list[tuple[Block, str]] = []
+        moving: list[Block] = []
         for one in group.followers:
-            moving += [(block, one.name) for block in _still_there(one.moving)]
+            moving += _still_there(one.moving)
             one.moving = ()
-        name = group.name
-        moving += [(block, name) for found in group.moving if (block := found()) is not None]
+        moving += [block for found in group.moving if (block := found()) is not None]
         group.moving = ()
         reused: list[Event] = []
         flight = Flight(group)
@@ -177,14 +177,14 @@ class Transfers:
         produced: list[Event] = []
         num_bytes = 0
         is_ready, is_watched = True, backend.observes or bool(observers)
-        for (block, name), region, host in self._take_host(group, moving, reused):
+        for block, region, host in self._take_host(group, moving, reused):
             aliases, key, block_bytes = block.aliases, block.storage_key, block.num_bytes
             source = aliases[0] if block.like is not None else _region_of(block)
             block.region, block.host, block.flight = region, host, flight
             block.address = source.data_ptr() - block.low
             num_bytes += block_bytes
-            by_name[name].offloaded_bytes += block_bytes
-            parts.append((weakref.ref(block), aliases, key, name))
+            by_name[block.mover.name].offloaded_bytes += block_bytes
+            parts.append((weakref.ref(block), aliases, key))
             in_flight[key] = in_flight.get(key, 0) + 1
             if block.ready is not None:
                 _add(block.ready, produced)
@@ -221,15 +221,15 @@ class Transfers:
             self.window.limit_blocks(rules.max_inflight_blocks)
 
     def _take_host(
-        self, group: OffloadGroup, moving: Sequence[tuple[Block, str]], reused: list[Event]
-    ) -> Iterable[tuple[tuple[Block, str], HostRegion, torch.Tensor]]:
+        self, group: OffloadGroup, moving: Sequence[Block], reused: list[Event]
+    ) -> Iterable[tuple[Block, HostRegion, torch.Tensor]]:
         """Return the blocks for which there is host memory, with theirs; add who read it last."""
         pool = self.host_pool
         owners = group.references
         for one in group.followers:
             owners = owners + one.references
         if len(moving) > 1 and group.batch_bytes <= self._shared_bytes:
-            region = pool.allocate_parts([(b.num_bytes, b.like) for b, _ in moving])
+            region = pool.allocate_parts([(b.num_bytes, b.like) for b in moving])
             if region is not None:
                 region.owners = owners
                 if region.ready_event is not None:
@@ -237,17 +237,17 @@ class Transfers:
                 return zip(moving, repeat(region), region.views, strict=False)
         found = []
         num_unpinnable = pool.stats.num_unpinnable
-        for block, name in moving:
+        for block in moving:
             region = pool.allocate(block.num_bytes, block.like)
             if region is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes
-                self._count_kept(name, block, "the host memory is full")
+                self._count_kept(block.mover.name, block, "the host memory is full")
                 continue
             region.owners = owners
             if region.ready_event is not None:
                 _add(region.ready_event, reused)
-            found.append(((block, name), region, region.tensor))
+            found.append((block, region, region.tensor))
         self.stats.num_unpinnable_blocks += pool.stats.num_unpinnable - num_unpinnable
         return found
 
@@ -354,7 +354,7 @@ class Transfers:
                     self.host_pool.free(read, event, num_parts)
                 read, num_parts = region, 0
             num_parts += 1
-            by_name[block.group.name].reloaded_bytes += block.num_bytes
+            by_name[block.mover.name].reloaded_bytes += block.num_bytes
         if read is not None:
             self.host_pool.free(read, event, num_parts)
 
