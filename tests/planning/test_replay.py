@@ -120,7 +120,8 @@ def test_what_is_made_again_is_there_in_its_own_forward_and_backward_alone():
     assert (program.remade_bytes, program.remade_us) == (6, 0.5)
     alone = replay(one_rank(work(10, units=norm)), 0, settings)
     assert alone.peak_device_bytes == 10
-    moving = replay(job, 0, replace(settings, offloads=True, max_inflight_bytes=0))
+    kept = frozenset({GroupKey(0, 1)})
+    moving = replay(job, 0, replace(settings, offloads=True, max_inflight_bytes=0, kept=kept))
     assert moving.offloaded_bytes == 4
 
 
