@@ -266,11 +266,13 @@ class OffloadGroup(Group):
         return [block for found in self.references if (block := found()) is not None]
 
     def batch_blocks(self) -> list[Block]:
-        """Return those of the batch that it leads."""
+        """Return those of the batch that it leads, each once."""
         blocks = self.blocks()
+        if not self.followers:
+            return blocks
         for group in self.followers:
             blocks += group.blocks()
-        return blocks
+        return list(dict.fromkeys(blocks))
 
     def adopt(self, block: Block) -> None:
         """Make a shared block one of this group's too: whoever needs it first reloads it."""

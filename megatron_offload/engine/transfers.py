@@ -577,5 +577,5 @@ def _add(event: Event, events: list[Event]) -> None:
 
 def _count_users(region: HostRegion) -> int:
     """Count the blocks that are alive and have their data in a region."""
-    blocks = (found() for found in region.owners)
+    blocks = {found() for found in region.owners}  # of a batch, two groups may share one
     return sum(block is not None and block.region is region for block in blocks)

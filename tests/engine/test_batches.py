@@ -104,6 +104,7 @@ def test_what_two_groups_of_a_batch_share_is_copied_once():
         del shared
         manager.join_offloads()
         assert_same(expected, torch.autograd.grad(z.sum(), x))
+        assert copies.pairs["h2d"] == 1
     manager.reset()
     del z
     assert_nothing_left(manager)
