@@ -112,6 +112,17 @@ class GroupTimes(NamedTuple):
     """When backward had left it."""
 
 
+class MemorySample(NamedTuple):
+    """What the device memory of a process was at one time of a step."""
+
+    at_us: float
+    """By the clock of `GroupTimes`, of the host's calls: the allocator runs ahead of the device."""
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int = 0
+    """The most that was allocated since the sample before; 0 where it wasn't looked at."""
+
+
 class RunShape(NamedTuple):
     """Which part of which run a step was seen in: what a plan made from it is good for."""
 
@@ -150,8 +161,8 @@ class StepProfile:
     step_us: float = field(default=0.0, compare=False)
     """How long the step took on the compute stream, likewise; 0 where it was not timed."""
 
-    peak_bytes: int = field(default=0, compare=False)
-    """The most device memory that the process reserved; 0 where nobody looked."""
+    memory: tuple[MemorySample, ...] = field(default=(), compare=False)
+    """At the boundaries of the groups, in the order of the program; maybe once more at the end."""
 
     run: RunShape = field(default=RunShape(), compare=False)
 
@@ -169,7 +180,7 @@ class StepProfile:
     """Likewise to the device."""
 
     counts_what_moved: bool = field(default=False, compare=False)
-    """Whether ``peak_bytes`` counts what was on the host as if it had stayed on the device."""
+    """Whether ``memory`` counts what was on the host as if it had stayed on the device."""
 
     def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.

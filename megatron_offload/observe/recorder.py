@@ -8,8 +8,9 @@ just then is added, and to a peak between two looks the larger count of both.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -19,6 +20,7 @@ from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
+    MemorySample,
     RunShape,
     StepProfile,
 )
@@ -63,7 +65,7 @@ def profile_step(
 
     Time and memory go from the block's begin to the end of the step. The record is filled when the
     block is left, unless by an exception. The simulated device has no memory of its own: there it
-    is what a `LiveActivationMeter` counts that observes the manager; without one nobody tells.
+    is what a `LiveActivationMeter` counts that observes the manager; without one are no samples.
 
     Args:
         manager: whose groups are recorded.
@@ -99,6 +101,7 @@ class _Look(NamedTuple):
     """What was found at one place of the program; ``away`` is what lies on the host alone."""
 
     time: Any
+    host_us: float
     memory: DeviceMemory | None
     away_bytes: int
     most_away_bytes: int
@@ -136,10 +139,10 @@ class _Recorder(BoundaryObserver, LossTimer):
         backend = self._backend
         with backend.uncounted():
             passed = backend.timestamp(backend.compute_stream())
-            found, away_bytes = self._memory(), self._away()
+            now_us, found, away_bytes = time.perf_counter() * 1e6, self._memory(), self._away()
             most_bytes = max(away_bytes, self._settled_away_bytes)
             num_marks = len(self._loss_marks)
-            self._looks.append(_Look(passed, found, away_bytes, most_bytes, num_marks))
+            self._looks.append(_Look(passed, now_us, found, away_bytes, most_bytes, num_marks))
             self._settled_away_bytes = away_bytes
 
     def _away(self) -> int:
@@ -260,7 +263,7 @@ class _Recorder(BoundaryObserver, LossTimer):
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
             step_us=at_us[-1],
-            peak_bytes=self._peak_bytes(),
+            memory=self._samples([marks[group.key] for group in learned.groups], at_us),
             run=self._run or learned.run,
             offloaded_bytes=self._offloaded_bytes,
             waited_us=sum(waits_us),
@@ -278,23 +281,42 @@ class _Recorder(BoundaryObserver, LossTimer):
             at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
         return at_us
 
-    def _peak_bytes(self) -> int:
-        """Return the most that was reserved, as if nothing had moved; 0 where nobody tells."""
-        reserved_bytes = most_bytes = most_with_away_bytes = 0
-        for look in self._looks[1:]:
+    def _samples(
+        self, marks: Iterable[Mapping[Boundary, int]], at_us: Sequence[float]
+    ) -> tuple[MemorySample, ...]:
+        """Return a sample for each boundary that counts, and one for the step's end."""
+        counts = {place for mark in marks for place in mark.values()} | {len(self._looks) - 1}
+        samples = []
+        began_us = self._looks[0].host_us
+        peak_bytes = 0  # of what lies between two of these looks, with those that don't count
+        most_bytes = most_with_away_bytes = 0
+        for place, look in enumerate(self._looks[1:], start=1):
             if look.memory is None:
-                return 0
-            allocated_bytes, peak_bytes = (
-                look.memory.allocated_bytes,
-                look.memory.peak_allocated_bytes,
-            )
-            reserved_bytes = max(reserved_bytes, look.memory.reserved_bytes)
-            most_bytes = max(most_bytes, allocated_bytes, peak_bytes)
-            with_away_bytes = peak_bytes and peak_bytes + look.most_away_bytes
-            with_away_bytes = max(with_away_bytes, allocated_bytes + look.away_bytes)
-            most_with_away_bytes = max(most_with_away_bytes, with_away_bytes)
+                return ()
+            allocated_bytes, peak = look.memory.allocated_bytes, look.memory.peak_allocated_bytes
+            most_bytes = max(most_bytes, allocated_bytes, peak)
+            allocated_bytes += look.away_bytes
+            if peak:
+                peak_bytes = max(peak_bytes, peak + look.most_away_bytes)
+            most_with_away_bytes = max(most_with_away_bytes, allocated_bytes, peak_bytes)
+            if place in counts:
+                samples.append(
+                    MemorySample(
+                        look.host_us - began_us if self._is_of_device else at_us[place],
+                        allocated_bytes,
+                        look.memory.reserved_bytes,
+                        peak_bytes,
+                    )
+                )
+                peak_bytes = 0
         # What the allocator can't use is taken to be as much.
-        return max(reserved_bytes + most_with_away_bytes - most_bytes, most_with_away_bytes)
+        more_bytes = most_with_away_bytes - most_bytes
+        return tuple(
+            each._replace(
+                reserved_bytes=max(each.reserved_bytes + more_bytes, each.allocated_bytes)
+            )
+            for each in samples
+        )
 
 
 def _timed(group: GroupProfile, remade_us: Mapping[tuple[GroupKey, str], float]) -> GroupProfile:

@@ -16,6 +16,7 @@ from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
+    MemorySample,
     RemadeUnit,
     RunShape,
     StepProfile,
@@ -24,6 +25,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.text import read_text, replace_text
 from megatron_offload.planning.records import (
     MAX_FILE_BYTES,
+    MAX_GROUPS,
     Amount,
     Name,
     many,
@@ -33,8 +35,11 @@ from megatron_offload.planning.records import (
     to_data,
 )
 
+_MOST_SAMPLES = 4 * MAX_GROUPS + 1
+"""At the start, the commit, and backward's begin and end of each group, and at the step's end."""
+
 _PLAIN = (
-    *("step_us", "peak_bytes", "offloaded_bytes", "counts_what_moved"),
+    *("step_us", "offloaded_bytes", "counts_what_moved"),
     *("waited_us", "d2h_gbps", "h2d_gbps"),
 )
 
@@ -51,7 +56,7 @@ _UNIT = record_model(RemadeUnit, needs=many(record_model(GroupKey)))
 _PROFILE = record_model(
     StepProfile,
     format=(Literal["megatron_offload profile"], ...),
-    version=(Literal[2], ...),
+    version=(Literal[1], ...),
     run=(_RUN, ...),
     counts_what_moved=(bool, False),
     waited_us=(_Amount | None, None),
@@ -62,6 +67,7 @@ _PROFILE = record_model(
     backward_order=None,
     backward_at_bytes=None,
     times=many(record_model(GroupTimes)),
+    memory=many(record_model(MemorySample), _MOST_SAMPLES),
 )
 
 
@@ -83,7 +89,7 @@ def profile_to_json(profile: StepProfile) -> str:
     places = zip(profile.backward_order, at_bytes, strict=True)
     data: dict[str, Any] = {
         "format": "megatron_offload profile",
-        "version": 2,
+        "version": 1,
         "run": to_data(profile.run) | {"versions": dict(profile.run.versions)},
         **{name: getattr(profile, name) for name in _PLAIN},
         "groups": [
@@ -92,6 +98,7 @@ def profile_to_json(profile: StepProfile) -> str:
         ],
         "backward": [to_data(key) | {"at_bytes": at} for key, at in places],
         "times": [to_data(times) for times in profile.times],
+        "memory": [to_data(sample) for sample in profile.memory],
     }
     return json.dumps(data) + "\n"
 
@@ -112,6 +119,7 @@ def parse_profile(text: str, source: str) -> StepProfile:
         backward_order=tuple(record_of(GroupKey, each) for each in read.backward),
         backward_at_bytes=at_bytes,
         times=tuple(record_of(GroupTimes, each) for each in read.times),
+        memory=tuple(record_of(MemorySample, each) for each in read.memory),
         run=record_of(RunShape, read.run, versions=tuple(read.run.versions.items())),
     )
     _check(profile, source)
@@ -150,6 +158,7 @@ def _check(profile: StepProfile, source: str) -> None:
     clocks = {
         "groups": [group.committed_at_bytes for group in profile.groups],
         "backward": profile.backward_at_bytes,
+        "memory": [sample.at_us for sample in profile.memory],
     }
     for name, clock in clocks.items():
         if any(one > next_one for one, next_one in pairwise(clock)):
@@ -159,3 +168,5 @@ def _check(profile: StepProfile, source: str) -> None:
     for group, times in zip(profile.groups, profile.times, strict=False):
         if list(times) != sorted(times) and group.key in backwards:
             refuse(f"'times' of group {group.name!r} (chunk {group.key.chunk}) run backwards")
+    if any(sample.allocated_bytes > sample.reserved_bytes for sample in profile.memory):
+        refuse("'memory': more is allocated than reserved")

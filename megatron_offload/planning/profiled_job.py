@@ -19,6 +19,7 @@ from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
+    MemorySample,
     RemadeUnit,
     RunShape,
     StepProfile,
@@ -278,16 +279,21 @@ def measured_peak_bytes(profile: StepProfile) -> int:
             f"the profile of pipeline rank {profile.run.pp_rank} is of a step that moved "
             f"{profile.offloaded_bytes} bytes, which its memory doesn't count; profile another"
         )
-    return profile.peak_bytes
+    return max((max(sample[1:]) for sample in profile.memory), default=0)
 
 
 def profiles_of(job: Job) -> list[StepProfile]:
-    """Return what each pipeline rank would see in a step without offload."""
+    """Return what each pipeline rank would see in a step without offload.
+
+    Memory is one sample, at the end: what the step has taken at most.
+    """
     step, schedule = simulate(job, record=True), job.schedule
     profiles = []
     for rank, result in enumerate(step.ranks):
         work = RankWork(job, rank)
         times = Footprint(work.profile, result).times_us
+        reserved_bytes = result.peak_reserved_bytes
+        memory = MemorySample(step.step_us, job.static_bytes[rank], reserved_bytes, reserved_bytes)
         num_virtual = len(schedule.stages_of(rank))
         profiles.append(
             replace(
@@ -295,7 +301,7 @@ def profiles_of(job: Job) -> list[StepProfile]:
                 groups=tuple(_with_units(work)),
                 times=tuple(GroupTimes(*times[group.key]) for group in work.profile.groups),
                 step_us=step.step_us,
-                peak_bytes=result.peak_reserved_bytes,
+                memory=(memory,),
                 run=RunShape(
                     schedule.num_microbatches, rank, schedule.num_ranks, num_virtual, rank
                 ),

@@ -231,10 +231,10 @@ def test_a_machine_that_is_given_wins_over_what_a_run_recorded(tmp_path):
     assert load_run(folder, set=["machine.d2h_gbps=3"]).job.machine.d2h_gbps == 3
 
 
-def test_without_a_peak_of_memory_it_is_what_groups_save(tmp_path):
+def test_without_samples_of_memory_it_is_what_groups_save(tmp_path):
     folder = ran(tmp_path / "run")
     for rank in range(2):
-        edited(folder, rank, lambda data: data.update(peak_bytes=0))
+        edited(folder, rank, lambda data: data.update(memory=[]))
     source = load_run(folder)
     saved = [sum(g.num_bytes for g in profile.groups) for profile in source.profiles]
     peaks = [rank.peak_reserved_bytes for rank in simulate(source.job).ranks]

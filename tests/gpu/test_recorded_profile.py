@@ -72,7 +72,11 @@ def test_times_and_bytes_are_those_that_are_taken_by_hand():
         assert each.committed_us - each.started_us == pytest.approx(forward_us, rel=0.05, abs=20)
         assert each.done_us - each.backward_us == pytest.approx(backward_us, rel=0.05, abs=20)
     assert profile.step_us == pytest.approx(1e3 * began.elapsed_time(ended), rel=0.05)
-    assert profile.peak_bytes >= max(by_hand["start_bytes"] for by_hand in seen)
+    starts = [each.started_us for each in profile.times]
+    boundaries = sorted(time for each in profile.times for time in each)
+    assert len(profile.memory) == len(boundaries) + 1
+    found = [profile.memory[boundaries.index(start)].allocated_bytes for start in starts]
+    assert found == [by_hand["start_bytes"] for by_hand in seen]
     manager.close()
 
 
@@ -90,6 +94,7 @@ def test_a_resident_step_shows_what_groups_save_and_the_device_really_has():
     profile = recorded.profile
     assert all(group.num_bytes > 0 for group in profile.groups)
     peak_bytes = measured_peak_bytes(profile)
+    assert max(sample.peak_bytes for sample in profile.memory) <= recorded.peak_allocated_bytes
     assert peak_bytes <= recorded.peak_reserved_bytes
     reference = run_step(model, None, inputs)
     assert_same(reference, results)
@@ -159,11 +164,12 @@ def test_the_peaks_of_the_process_are_told_though_they_are_reset():
         run_step(model, manager, inputs)
     assert torch.cuda.max_memory_allocated() < before[0]
     assert (recorded.peak_allocated_bytes, recorded.peak_reserved_bytes) == before
-    assert recorded.profile.peak_bytes <= before[1]
+    assert max(sample.peak_bytes for sample in recorded.profile.memory) < before[0]
     with profile_step(manager, peaks=False) as recorded:
         torch.empty(4096 * MIB, dtype=torch.uint8, device="cuda")
         run_step(model, manager, inputs)
     assert torch.cuda.max_memory_allocated() >= 4096 * MIB
+    assert {sample.peak_bytes for sample in recorded.profile.memory} == {0}
     manager.close()
 
 

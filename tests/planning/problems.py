@@ -10,6 +10,7 @@ from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
+    MemorySample,
     RunShape,
     StepProfile,
 )
@@ -38,6 +39,7 @@ def random_profile(rng):
     )
     order = rng.sample(keys, rng.randint(0, len(keys)))
     has_clock = rng.random() < 0.8
+    num_samples = rng.choice([0, 4 * len(keys)])
     return StepProfile(
         groups=groups,
         backward_order=tuple(order),
@@ -46,7 +48,14 @@ def random_profile(rng):
         if rng.random() < 0.8
         else (),
         step_us=rng.uniform(0, 1e9),
-        peak_bytes=rng.randrange(2**62),
+        memory=tuple(
+            MemorySample(at_us, allocated, allocated + rng.randrange(2**40), rng.randrange(2**40))
+            for at_us, allocated in zip(
+                sorted(rng.uniform(0, 1e9) for _ in range(num_samples)),
+                [rng.randrange(2**62) for _ in range(num_samples)],
+                strict=True,
+            )
+        ),
         run=RunShape(
             rng.randint(1, 99),
             rng.randrange(pp_size),

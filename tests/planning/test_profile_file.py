@@ -24,7 +24,10 @@ def example():
     return next(
         profile
         for profile in profiles
-        if len(profile.backward_order) > 1 and profile.backward_at_bytes and profile.times
+        if len(profile.backward_order) > 1
+        and profile.backward_at_bytes
+        and profile.times
+        and profile.memory
     )
 
 
@@ -66,7 +69,7 @@ def set_at(*path, to):
     [
         (set_at("groups", 0, "nmae", to="x"), r"unknown key 'groups.0.nmae'; did you mean 'name'"),
         (set_at("run", "pp_sise", to=2), "unknown key 'run.pp_sise'; did you mean 'pp_size'"),
-        (set_at("version", to=1), "'version'"),
+        (set_at("version", to=2), "'version'"),
         (set_at("format", to="plan"), "'format'"),
         (lambda data: data.pop("run"), "'run' is required"),
         (set_at("groups", 0, "num_bytes", to=-1), "'groups.0.num_bytes'"),
@@ -88,6 +91,8 @@ def set_at(*path, to):
         (set_at("backward", 0, "at_bytes", to=2**63 - 1), "'backward' are not in the order"),
         (set_at("groups", 0, "committed_at_bytes", to=2**63 - 1), "'groups' are not in the order"),
         (lambda data: data["times"].pop(), "'times' holds"),
+        (set_at("memory", 0, "at_us", to=1e12), "'memory' are not in the order"),
+        (set_at("memory", 0, "reserved_bytes", to=0), "more is allocated than reserved"),
     ],
 )
 def test_what_no_step_can_have_shown_is_refused(change, message):
