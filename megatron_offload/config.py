@@ -59,6 +59,7 @@ RECOMPUTE_UNITS: tuple[str, ...] = (
     "mlp_act",
     "mlp_fc1",
     "rope",
+    "mla_up",
     "moe_permute",
     "pointwise",
     "cast",

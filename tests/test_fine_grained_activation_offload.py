@@ -89,17 +89,23 @@ def test_one_manager_whoever_asks(manager):
     assert copy.deepcopy(manager) is manager
 
 
-def test_the_class_attribute_says_which_manager_the_process_has(manager):
+def test_the_class_attribute_says_which_manager_the_process_has(manager, x, weight):
     assert PipelineOffloadManager.OFFLOAD_MGR is manager
-    engine = manager.engine
+    own = PipelineOffloadManager(CONFIG)
+    PipelineOffloadManager.OFFLOAD_MGR = own
     try:
-        PipelineOffloadManager.reset_instance()
+        assert PipelineOffloadManager.get_instance() is own
+        begin(own)
+        layer(x, weight).sum().backward()
+        own.reset()
+        assert own.last_step.offloaded_bytes > 0
+        assert own.engine is engine_manager.PipelineOffloadManager.get_instance()
+        PipelineOffloadManager.OFFLOAD_MGR = None
         new = PipelineOffloadManager.get_instance()
-        assert new is not manager
+        assert new is not own
         assert new.config == CONFIG
-        assert PipelineOffloadManager.OFFLOAD_MGR is new
     finally:
-        engine_manager.PipelineOffloadManager.instance = engine
+        PipelineOffloadManager.OFFLOAD_MGR = manager
 
 
 def test_the_rest_of_the_names_are_the_engine_s(manager):

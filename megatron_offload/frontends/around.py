@@ -37,7 +37,7 @@ A manager by hand, `offload_modules`, megatron-core's call sites and the trainer
 
 _OPERATIONS = ("norm", "mlp_act", "pointwise", "cast", "layout")
 _BY_NAME = "*"
-_MEGATRON = ("norm", "mlp_act", "mlp_fc1", "rope", "moe_permute", _BY_NAME)
+_MEGATRON = ("norm", "mlp_act", "mlp_fc1", "rope", "mla_up", "moe_permute", _BY_NAME)
 _RECOMPUTED = {
     "OffloadActivations": _OPERATIONS,
     "CPUOffload": _OPERATIONS,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -314,7 +314,31 @@ class _Order:
     """What the engine had reached last when `current` was taken."""
 
 
-class PipelineOffloadManager:
+class _OneInProcess(type):
+    """Makes `OFFLOAD_MGR` the engine's one manager, to read and to set."""
+
+    _last: PipelineOffloadManager | None = None
+
+    @property
+    def OFFLOAD_MGR(cls) -> PipelineOffloadManager | None:  # noqa: N802 - the documented name
+        """The process's manager; None before it was asked for.
+
+        May be set: to another, or to None for a new one of the same configuration.
+        """
+        engine, last = Engine.instance, _OneInProcess._last
+        if engine is not None and (last is None or last.engine is not engine):
+            last = _OneInProcess._last = PipelineOffloadManager(engine=engine)
+        return None if engine is None else last
+
+    @OFFLOAD_MGR.setter
+    def OFFLOAD_MGR(cls, manager: PipelineOffloadManager | None) -> None:  # noqa: N802
+        if manager is None:
+            Engine.reset_instance()
+        else:
+            _OneInProcess._last, Engine.instance = manager, manager.engine
+
+
+class PipelineOffloadManager(metaclass=_OneInProcess):
     """Megatron's manager: its documented names, and the engine's for whoever runs a step.
 
     Args:
@@ -322,9 +346,6 @@ class PipelineOffloadManager:
         backend: where tensors live; by default what ``config.backend`` names.
         engine: a manager of the engine to hold, in place of a new one of ``config``.
     """
-
-    OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
-    """The process's manager; None before it was asked for."""
 
     def __init__(
         self,
@@ -343,9 +364,9 @@ class PipelineOffloadManager:
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """Return the process's manager, made at the first call; a view of the engine's."""
-        engine, manager = Engine.get_instance(), PipelineOffloadManager.OFFLOAD_MGR
-        if manager is None or manager.engine is not engine:
-            manager = PipelineOffloadManager.OFFLOAD_MGR = PipelineOffloadManager(engine=engine)
+        Engine.get_instance()
+        manager = PipelineOffloadManager.OFFLOAD_MGR
+        assert manager is not None
         return manager
 
     @classmethod

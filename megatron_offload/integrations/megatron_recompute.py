@@ -41,6 +41,7 @@ _IMPLEMENTATIONS = {
 _MODELS = {"gpt.gpt_model": "GPTModel", "hybrid.hybrid_model": "HybridModel"}
 _PREPARE = "preprocess_for_fine_grained_offloading"
 _EXPERTS = {"transformer.mlp": "MLP", "transformer.moe.experts": "TEGroupedMLP"}
+_LATENT, _PROJECT = "transformer.multi_latent_attention", "get_query_key_value_tensors"
 
 _PARTS = functions_of_torch(dict.fromkeys(("gelu", "silu", "mul", "add", "to"), "mlp_act"))
 """What an activation is made of where it isn't fused."""
@@ -74,13 +75,14 @@ def exchange_methods(exchanged: Exchanges) -> None:
     wrappers = [
         *((f"models.{module}", name, _PREPARE, _preparing) for module, name in _MODELS.items()),
         *((module, name, "forward", _letting_functions_tell) for module, name in _EXPERTS.items()),
+        (_LATENT, "MLASelfAttention", _PROJECT, _projecting),
     ]
     for module, class_name, name, wrap in wrappers:
         owner = getattr(_module(module), class_name, None)
         if owner is not None and name in vars(owner):
             exchanged.replace(owner, name, wrap(vars(owner)[name]))
     exchanged.on_undo(_forget_models)
-    told_by_integrations.update(("rope", "moe_permute"))
+    told_by_integrations.update(("rope", "mla_up", "moe_permute"))
 
 
 def _module(name: str) -> Any:
@@ -168,3 +170,47 @@ def _letting_functions_tell(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return theirs(self, *args, **kwargs)
 
     return forward
+
+
+def _projecting(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the place where Megatron's own ``mla_up_proj`` would be checkpointed tell instead."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    @functools.wraps(theirs)
+    def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        manager, config = _manager(), self.config
+        is_told = "mla_up" in manager.config.recompute and not self.recompute_up_proj
+        has_state = config.fp8 or config.fp4
+        communicates = config.sequence_parallel
+        if not is_told or not manager.records() or has_state or communicates:
+            return theirs(self, *args, **kwargs)
+
+        def project(_: Any, run_function: Callable[..., Any], *inputs: Any) -> Any:
+            outputs = run_function(*inputs)
+            again = _Shared(run_function)
+            for place, output in enumerate(outputs):
+                function = functools.partial(again, place)
+                tell(manager, output, function, inputs, {}, "mla_up", reads, holds_constants=True)
+            return outputs
+
+        reads = [tensor for child in self.children() for tensor in child.parameters()]
+        with Exchanges() as exchanged:
+            exchanged.replace(CheckpointWithoutOutput, "checkpoint", project)
+            exchanged.replace(self, "recompute_up_proj", True)
+            exchanged.replace(self, "qkv_up_checkpoint", None)
+            return theirs(self, *args, **kwargs)
+
+    return get_query_key_value_tensors
+
+
+class _Shared:
+    """A function of several outputs, run once for all of them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __call__(self, place: int, *args: Any) -> torch.Tensor:
+        if place not in self._made:
+            self._made = dict(enumerate(self._function(*args)))
+        return self._made.pop(place)

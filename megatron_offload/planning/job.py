@@ -48,7 +48,8 @@ class GroupWork:
     backward_temp_bytes: int = 0
     """The most its backward takes for a while beyond what was saved."""
     backward_block_bytes: int = 0
-    """What its backward takes besides and leaves no gaps of behind: one block of one size."""
+    """What its backward takes besides and leaves no gaps of behind: one block of one size, or a
+    layer that is made again."""
     is_marked: bool = True
     """Whether the engine sees it as a group; if not, all that it saves stays."""
     units: tuple[UnitWork, ...] = ()

@@ -16,6 +16,8 @@ LAYER_GROUPS = (
 )
 """The groups of a layer, in its order; the last three take the place of a dense MLP's."""
 
+Unit = Literal["norm", "mlp_act", "moe_act"]
+
 _MOST = 10**9
 _MOST_LAYERS = 10**5
 """Larger sizes are a slip of the pen."""
@@ -91,6 +93,9 @@ class ModelDescription(StrictModel):
     deterministic: bool = False
     """Whether attention's backward is the deterministic one of TransformerEngine, which for a while
     takes a value for every score."""
+
+    recompute: Literal["full"] | tuple[Unit, ...] = ()
+    """What the job makes again without this package: every layer, or outputs of these kinds."""
 
     modules: tuple[str, ...] = LAYER_GROUPS
     """Groups that the engine sees; see `LAYER_GROUPS`."""
@@ -182,4 +187,5 @@ class ModelDescription(StrictModel):
     def num_launches(self) -> int:
         """Kernels of a layer, forward and backward together: megatron-core's, by reading it."""
         rotation = (4 if self.fused_kernels else 40) if self.rotary else 0
-        return 36 + rotation
+        again = 11 + rotation // 2 if self.recompute == "full" else 0
+        return 36 + rotation + again

@@ -186,6 +186,8 @@ class LayerCosts:
     def layer(self, index: int) -> list[GroupWork]:
         """Return the groups of the layer at this place of the model."""
         model, groups = self.model, self._layer(index)
+        if model.recompute == "full":
+            return [_made_again(groups, self.hidden_bytes)]
         marked = [group.name for group in groups if group.is_marked and group.name in model.modules]
         for place, group in enumerate(groups):
             name, parent = group.name, _MADE_FROM.get(group.name)
@@ -193,7 +195,8 @@ class LayerCosts:
             if name in marked and parent in marked:
                 distances = (marked.index(name) - marked.index(parent),)
             units = tuple(unit._replace(parents=distances) for unit in group.units)
-            groups[place] = replace(group, units=units, is_marked=name in marked)
+            group = replace(group, units=units, is_marked=name in marked)
+            groups[place] = group.making_again(model.recompute)
         return groups
 
     def _layer(self, index: int) -> list[GroupWork]:
@@ -326,3 +329,23 @@ class LayerCosts:
             is_marked=False,
         )
         return [replace(head, is_marked=False), entropy]
+
+
+def _made_again(groups: list[GroupWork], input_bytes: int) -> GroupWork:
+    """Return a layer that keeps its input alone, and is made again in backward."""
+    forward_us = sum(group.forward_us for group in groups)
+    saved_bytes = sum(group.num_bytes + group.kept_bytes for group in groups)
+    return GroupWork(
+        "layer",
+        0,
+        forward_us,
+        forward_us + sum(group.backward_us for group in groups),
+        kept_bytes=input_bytes,
+        # What its groups save goes as soon as the next has taken it, or with the whole layer.
+        forward_temp_bytes=max(
+            group.num_bytes + group.kept_bytes + group.forward_temp_bytes for group in groups
+        ),
+        backward_temp_bytes=max(group.backward_temp_bytes for group in groups),
+        backward_block_bytes=saved_bytes + max(group.backward_block_bytes for group in groups),
+        is_marked=False,
+    )

@@ -84,7 +84,7 @@ CASES = {
         "v_head_dim": 16,
         "rope_type": "rope",
         "normalization": "LayerNorm",
-        "remakes": REMADE,
+        "remakes": REMADE | {"mla_up"},
     },
     "delayed": {
         **MOE,

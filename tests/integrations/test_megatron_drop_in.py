@@ -42,7 +42,7 @@ REMADE = {
     "moe-gated-fused": BOTH,
     "moe-permute": BOTH | {"moe_permute"},
     "rope": BOTH | {"rope"},
-    "latent": BOTH,
+    "latent": BOTH | {"mla_up"},
 }
 STAYS = ["nothing-listed-is-large", "full-recompute"]
 LATER_ONLY = {

@@ -281,3 +281,38 @@ def test_gpus_of_a_node_count_those_of_tensor_parallelism():
     assert job(8, gpus_per_node=16).ranks_per_node == 2
     with pytest.raises(ConfigError, match=r"tensor_parallel 8 doesn't fit into a node of .* 4"):
         job(8)
+
+
+def test_full_recompute_keeps_the_inputs_of_layers_and_takes_their_forward_again():
+    plain, full = job_from_model(describe()), job_from_model(describe(recompute="full"))
+    before, after = plain.stages[1].groups, full.stages[1].groups
+    assert [(group.name, group.kept_bytes // MIB) for group in after] == [("layer", 64)] * 2
+    forward_us = sum(group.forward_us for group in before)
+    assert sum(group.forward_us for group in after) == pytest.approx(forward_us)
+    backward_us = sum(group.backward_us for group in before)
+    assert sum(group.backward_us for group in after) == pytest.approx(backward_us + forward_us)
+
+
+@pytest.mark.parametrize("file", ["shape_a", "shape_b", "shape_c"])
+def test_full_recompute_is_predicted_as_it_was_measured(file):
+    data = json.loads((ROOT / "docs" / "benchmarks" / "h200" / f"{file}.json").read_text())
+    runs = {run["mode"]: run["ranks"] for run in data["runs"] if run["status"] == "ok"}
+    model = COMPARE["described"](data["sizes"])
+    full = model.model_copy(update={"recompute": "full"})
+    steps = [simulate(job_from_model(each)) for each in (model, full)]
+    times = [max(rank["step_ms"] for rank in runs[mode]) for mode in ("none", "recompute")]
+    assert steps[1].step_us / steps[0].step_us == pytest.approx(times[1] / times[0], abs=0.015)
+    for rank, measured in zip(steps[1].ranks, runs["recompute"], strict=True):
+        assert rank.peak_device_bytes == pytest.approx(measured["peak_allocated_bytes"], rel=0.03)
+        assert rank.peak_reserved_bytes == pytest.approx(measured["peak_reserved_bytes"], rel=0.08)
+
+
+def test_units_that_the_job_makes_again_are_no_longer_saved():
+    def saved(*units):
+        groups = job_from_model(describe(recompute=list(units))).stages[1].groups
+        return sum(group.num_bytes for group in groups[:6]) // MIB
+
+    assert saved() - saved("norm") == 2 * 64
+    assert saved() - saved("norm", "mlp_act") == 2 * 64 + 256
+    with pytest.raises(ConfigError, match="recompute"):
+        describe(recompute=["nrm"])
