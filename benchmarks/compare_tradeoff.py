@@ -16,6 +16,7 @@ import json
 import re
 from pathlib import Path
 
+import altair
 from compare_simulation import FOLDER, ROOT, machine_of
 
 from megatron_offload.planning.choice import Chooser
@@ -23,7 +24,7 @@ from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_of
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.report.console import console, plain_table
-from megatron_offload.report.plots import plot_tradeoff
+from megatron_offload.report.plots import tradeoff_chart
 from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, write_tradeoff
 
 GIB = 2**30
@@ -108,7 +109,10 @@ def main() -> None:
     words = f"{sizes['layers']} layers, hidden {sizes['hidden']}, sequence {sizes['seq']}, "
     words += f"PP={sizes['pp']}, VPP={sizes['vpp']}, {sizes['microbatches']} microbatches, H200"
     tradeoff = TradeOff(memory=MEMORY, points=tuple(points))
-    plot_tradeoff(tradeoff, ROOT / "docs" / "images" / "tradeoff_h200.png", f"GPT, {words}")
+    names = [f"{number}  {point.label}" for number, point in enumerate(tradeoff.by_memory, start=1)]
+    title = altair.Title(f"GPT, {words}", subtitle=names, anchor="start")
+    chart = tradeoff_chart(tradeoff).properties(title=title)
+    chart.save(ROOT / "docs" / "images" / "tradeoff_h200.png", scale_factor=1.5)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ be, and learned from in turn.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -21,14 +22,19 @@ from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.host_need import HostNeed
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
 
 _NUM_FITS = 3
 """How often the host pool is cut to what the last step alone used: each of the first needs less
-than the one before. Later `HostNeed` looks at more steps."""
+than the one before."""
+
+_NUM_STEPS = 8
+"""How many steps are looked at then: pinning is slow, and unpinning waits for the device."""
+
+_LEAST_SURPLUS_SHARE = 0.1
+"""Less of what is pinned stays so."""
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +92,7 @@ class Learner:
         self._budget = transfers.budget
         self._owners = transfers.owners
         self._num_fits_left = _NUM_FITS
-        self._host_need = HostNeed(int(config.host_slab_bytes))
+        self._peaks: deque[int] = deque(maxlen=_NUM_STEPS)
         self._planned: tuple[StepProfile, ModulesPolicy] | None = None
         self._largest_bytes = 0
         self._ratio = policy if isinstance(policy, RatioPolicy) else None
@@ -263,12 +269,22 @@ class Learner:
     # Memory
 
     def _fit_host_pool(self) -> None:
-        """Unpin what the last steps didn't need; blocks the host where there is such."""
-        pool, need = self._host_pool, self._host_need
+        """Unpin what the last steps didn't need; blocks the host where there is such.
+
+        Each time, twice as many steps are looked at before the next: lengths that alternate soon
+        stop it.
+        """
+        pool, peaks = self._host_pool, self._peaks
+        peaks.append(pool.stats.peak_in_use_bytes)
         at_once = self.is_steady and self._num_fits_left > 0
-        peak_bytes, pinned_bytes = pool.take_peak_bytes(), pool.stats.slab_bytes_total
-        keep_bytes = need.keep_bytes(peak_bytes, pinned_bytes, at_once=at_once)
-        if keep_bytes is not None:
+        if not at_once and len(peaks) < (peaks.maxlen or 0):
+            return
+        keep_bytes = peaks[-1] if at_once else max(peaks)
+        pinned_bytes = pool.stats.slab_bytes_total
+        surplus_bytes = pinned_bytes - keep_bytes
+        is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * pinned_bytes
+        if surplus_bytes >= pool.slab_bytes and is_much:
             self._backend.sync_copies()
             pool.shrink(keep_bytes)
-            need.note_cut(keep_bytes, pool.stats.slab_bytes_total, at_once=at_once)
+            if not at_once:
+                self._peaks = deque(maxlen=2 * len(peaks))

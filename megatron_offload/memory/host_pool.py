@@ -199,7 +199,6 @@ class HostPool:
         self._free: defaultdict[int, deque[_Piece]] = defaultdict(deque)
         self._may_coalesce = False
         self._num_reads = 0
-        self._past_peak_bytes = 0
         # The smallest slab that could not be pinned: nothing as large is tried again.
         self._unpinnable_bytes: int | None = None
         self._warned_of: set[str] = set()
@@ -276,16 +275,8 @@ class HostPool:
         for slab in self._slabs:
             yield from (piece.region for piece in slab if piece.region is not None)
 
-    def take_peak_bytes(self) -> int:
-        """Return the most bytes in use since this was last asked."""
-        peak_bytes = max(self._past_peak_bytes, self.stats.peak_in_use_bytes)
-        self._past_peak_bytes = 0
-        self.stats.peak_in_use_bytes = self.stats.in_use_bytes
-        return peak_bytes
-
     def restart_peaks(self) -> None:
         """Let the peaks of all counts begin with what there is now."""
-        self._past_peak_bytes = max(self._past_peak_bytes, self.stats.peak_in_use_bytes)
         self.stats.peak_in_use_bytes = self.stats.in_use_bytes
         self.alone.restart_peak()
 

@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_offload.core.trace import (
@@ -64,14 +63,6 @@ _COLUMNS = 2000
 """Parts of a step; what is shorter than one is drawn together, for no screen shows more."""
 
 _CHUNK = re.compile(r"\[chunk (\d+),")
-
-
-def plot_tradeoff(tradeoff: TradeOff, path: Path, title: str = "Memory against time") -> None:
-    """Draw what settings cost in memory and in time, and their names, into a PNG file."""
-    names = [f"{number}  {point.label}" for number, point in enumerate(tradeoff.by_memory, start=1)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    words = _altair().Title(_safe(title), subtitle=[*map(_safe, names)], anchor="start")
-    tradeoff_chart(tradeoff).properties(title=words).save(path, format="png", scale_factor=1.5)
 
 
 def timeline_chart(trace: StepTrace, end_us: float) -> Any:

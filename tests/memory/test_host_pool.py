@@ -224,17 +224,6 @@ def test_a_slab_larger_than_the_machine_is_told_with_its_numbers(backend, caplog
     assert not caplog.records
 
 
-def test_the_recent_peak_starts_anew_from_what_is_in_use(backend):
-    pool = make(backend)
-    regions = [pool.allocate(4 * KIB) for _ in range(3)]
-    for region in regions[:2]:
-        pool.free(region, None)
-    assert pool.take_peak_bytes() == 12 * KIB
-    assert pool.take_peak_bytes() == 4 * KIB
-    pool.allocate(2 * KIB)
-    assert pool.take_peak_bytes() == 6 * KIB
-
-
 def test_what_could_not_be_pinned_is_not_tried_again_until_shrink():
     backend = Unpinnable(0)
     pool = make(backend)
@@ -416,7 +405,6 @@ def test_bytes_are_counted_by_name_with_their_peak(backend):
     assert (pool.alone.peak()[0], pool.stats.peak_in_use_bytes) == (512, 512)
     pool.free(first, None)
     assert not any(pool.alone.by_name.values())
-    assert pool.take_peak_bytes() == 1536
 
 
 def test_a_recovery_keeps_what_is_owned_and_frees_the_rest(backend):

@@ -16,7 +16,6 @@ from megatron_offload.core.trace import (
 )
 from megatron_offload.report.plots import (
     last_us,
-    plot_tradeoff,
     timeline_chart,
     tradeoff_chart,
 )
@@ -134,7 +133,7 @@ def test_labels_are_text_and_no_formulas(tmp_path):
         ),
         TradeOffPoint(label="untimed", peak_bytes=2**31, step_time_percent=None),
     )
-    path = tmp_path / "deep" / "tradeoff.png"
+    path = tmp_path / "tradeoff.png"
     formula = r"$\frac{$"
-    plot_tradeoff(TradeOff(memory=formula, points=points), path, formula)
+    tradeoff_chart(TradeOff(memory=formula, points=points)).save(path)
     assert path.read_bytes().startswith(PNG)
