@@ -454,6 +454,7 @@ def test_forward_record_joins_the_copies_to_the_host(manager, x, weight):
     manager.configure(CONFIG.model_copy(update={"max_inflight_bytes": 1 << 30}))
     begin(manager)
     y = layer(x, weight)
+    manager.flush_delayed_groups()
     assert manager.engine.window.num_inflight == 1
     event = RecordedEvent()
     facade.fine_grained_offloading_forward_record(event)

@@ -37,7 +37,7 @@ class Step(StepDecisions[OffloadGroup]):
     def begin(self) -> None:
         """Forget the last step's groups and count from zero."""
         for group in self.groups():
-            if not group.blocks():
+            if group.leaf_hook is not None and not group.blocks():
                 group.unhook()
         self.num_chunks = 0
         self._transfers.begin_step()

@@ -16,6 +16,8 @@ from megatron_offload.autotune.loop import tune
 
 NUM_RANKS = 3
 TIMEOUT_S = 3.0
+PLANNING_S = 10.0
+"""A plan of a job takes two of them where nothing else runs."""
 
 
 def join(said):
@@ -56,7 +58,7 @@ def one_of_each_kind(rank):
 def a_job(rank, *, steps):
     """Take so many steps with a loop; return what has become of it."""
     job = VirtualJob(0.1)
-    loop = tune(job.manager, timeout_s=TIMEOUT_S)
+    loop = tune(job.manager, timeout_s=PLANNING_S)
     for _ in range(steps):
         job.step()
     kept = sorted(map(tuple, job.manager.learner.kept))

@@ -233,8 +233,8 @@ def test_each_virtual_stage_makes_again_what_the_plan_says(tmp_path):
         remaking_step(manager)
     run = RunShape(num_microbatches=1, vp_size=2)
     profile = replace(manager.last_profile, run=run)
-    units = [UnitChoice(0, "norm", 1, 0.0, True, "why"), UnitChoice(0, "act", 1, 0.0, False, "why")]
-    units.append(UnitChoice(1, "act", 1, 0.0, True, "why"))
+    units = [UnitChoice(0, "norm", 1, 0.0, True), UnitChoice(0, "act", 1, 0.0, False)]
+    units.append(UnitChoice(1, "act", 1, 0.0, True))
     plan = RatioPolicy(1.0).make_plan([profile])
     plan = replace(plan, ranks=(replace(plan.ranks[0], units=tuple(units)),))
     follower = make_follower(plan, tmp_path / "plan.json")
@@ -253,7 +253,7 @@ def test_each_virtual_stage_makes_again_what_the_plan_says(tmp_path):
 
 def test_what_a_plan_makes_again_and_the_run_can_not_is_said(tmp_path):
     plan = make_plan(make_model())
-    unit = UnitChoice(0, "norm", 1, 0.0, True, "why")
+    unit = UnitChoice(0, "norm", 1, 0.0, True)
     plan = replace(plan, ranks=(replace(plan.ranks[0], units=(unit,)),))
     manager = make_follower(plan, tmp_path / "plan.json")
     with pytest.raises(ConfigError, match=r"it makes 'norm' again on pipeline rank 0, and the run"):

@@ -217,7 +217,7 @@ def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says(timing):
         assert without_bytes == 3 * 4 * ROWS * 4 * WIDTH
         for chosen in (layers[:2], layers):
             (rank,) = plan_by_rule(ModulesConfig(), [profile]).ranks
-            units = tuple(UnitChoice(0, unit, 0, 0.0, True, "") for unit in ["mlp_act", *chosen])
+            units = tuple(UnitChoice(0, unit, 0, 0.0, True) for unit in ["mlp_act", *chosen])
             plan = plan_of("any", [profile], [dataclasses.replace(rank, units=units)])
             manager.follow_plan(plan)
             for _ in range(2):

@@ -158,7 +158,7 @@ def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says():
         profile = manager.last_profile
         (rank,) = plan_by_rule(ModulesConfig(), [profile]).ranks
         chosen = ["norm", *(f"mlp_fc1:{layer}.mlp.linear_fc1" for layer in range(2))]
-        units = tuple(UnitChoice(0, unit, 0, 0.0, True, "") for unit in chosen)
+        units = tuple(UnitChoice(0, unit, 0, 0.0, True) for unit in chosen)
         manager.follow_plan(plan_of("any", [profile], [replace(rank, units=units)]))
         for _ in range(2):
             assert_same(expected, train(model, None, manager))
