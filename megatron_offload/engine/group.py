@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.backends.base import Event
+from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey, RemadeUnit
@@ -239,12 +239,14 @@ class OffloadGroup(Group):
         moving: between the look at its bytes and the decision, the blocks that can move.
         remade: what of it is made again, or could be; set at commit.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
+        stream: what the program computed on when it began to wait for its batch.
     """
 
     elsewhere_bytes = shared_bytes = small_bytes = 0
     moving: Sequence[BlockRef] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
+    stream: Stream = None
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)

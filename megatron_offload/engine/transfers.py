@@ -202,6 +202,10 @@ class Transfers:
         d2h_stream = backend.d2h_stream
         if not is_ready:
             backend.wait_compute(d2h_stream, Wait.W1)
+            if group.followers or group.stream is not None:
+                # What waited for its batch may have been made on another stream than this.
+                streams = {one.stream for one in (*group.followers, group)}
+                produced += map(backend.record, streams - {None, backend.compute_stream()})
         for event in produced:
             backend.wait(d2h_stream, event, Wait.W1)
         for event in reused:
