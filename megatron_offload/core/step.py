@@ -233,12 +233,11 @@ class StepDecisions(Generic[G]):
             lead.hold()
         else:
             self._actions.offload(lead)
+        self.window.pass_boundary(0)
 
     def enter_backward(self, group: G) -> None:
         """Backward has reached the end of ``group``: its data is needed from here on."""
-        if self._batch:
-            self.complete_batch()
-            self.window.pass_boundary(0)
+        self.complete_batch()
         is_known = self.knows(group)
         if is_known:
             self.budget.is_warming_up = False

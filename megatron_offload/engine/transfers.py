@@ -165,11 +165,9 @@ class Transfers:
         """
         backend, observers, by_name = self.backend, self.observers, self.stats.by_name
         moving: list[Block] = []
-        for one in group.followers:
+        for one in (*group.followers, group):
             moving += _still_there(one.moving)
             one.moving = ()
-        moving += [block for found in group.moving if (block := found()) is not None]
-        group.moving = ()
         reused: list[Event] = []
         flight = Flight(group)
         parts, in_flight = flight.parts, self.sources.copies_in_flight

@@ -116,16 +116,18 @@ def test_what_two_groups_of_a_batch_share_is_copied_once():
     assert_nothing_left(manager)
 
 
-def test_what_was_emptied_before_its_batch_was_complete_stays():
+@pytest.mark.parametrize("leads", [False, True])
+def test_what_was_emptied_before_its_batch_was_complete_stays(leads):
     # As selective recompute does: the storage is emptied, and filled again before backward.
     manager = make_manager(**ROOM)
     manager.begin_chunk()
     x, y, other = torch.randn(512, requires_grad=True), torch.randn(512), torch.randn(512)
-    expected = torch.autograd.grad((x * y * other).sum(), x)
-    z = add(manager, x, y)
+    product = x * other * y if leads else x * y * other
+    expected = torch.autograd.grad(product.sum(), x)
+    z = add(manager, add(manager, x, other) if leads else x, y)
     values = y.clone()
     y.untyped_storage().resize_(0)
-    z = add(manager, z, other)
+    z = z if leads else add(manager, z, other)
     manager.join_offloads()
     assert manager.transfers.stats.offloaded_bytes == other.nbytes
     y.untyped_storage().resize_(values.nbytes)
