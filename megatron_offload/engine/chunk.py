@@ -144,8 +144,6 @@ class ChunkOffloadHandler:
             told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
             if told is not None and told[0] == version:
                 block.ready = told[1]
-        if rules.should_offload is not None and not transfers.owners.knows(block):
-            block.stays = not rules.should_offload(block.num_bytes)
         return record
 
     def add_recipe(

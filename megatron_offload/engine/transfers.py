@@ -82,7 +82,7 @@ class Transfers:
         Counts what stays by choice, or is kept anyway. ``may_drop`` says that something may move.
         """
         moving: list[BlockRef] = []
-        owners = self.owners
+        owners, chooses = self.owners, group.rules.should_offload
         num_bytes = 0
         for found in group.references:
             block = found()
@@ -91,6 +91,8 @@ class Transfers:
             if block.recipe is not None and self._drops(group, block, may_drop=may_drop):
                 continue
             block_bytes, counted_bytes = block.num_bytes, block.counted_bytes
+            if chooses is not None and not counted_bytes and not owners.knows(block):
+                block.stays = block.stays or not chooses(block_bytes)
             if block.stays:
                 group.staying_bytes += block_bytes
                 self._count_kept(group.name, block, "beyond the share that moves")

@@ -1,6 +1,7 @@
 """Offload of a share of the activations, counted in bytes, under a tag.
 
-What something else keeps on the device anyway is neither moved nor counted.
+What something else keeps on the device anyway is neither moved nor counted, and neither is what
+backward makes again.
 """
 
 from __future__ import annotations

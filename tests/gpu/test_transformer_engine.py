@@ -256,8 +256,8 @@ def test_a_whole_model_keeps_its_bits_and_its_weights(kind, precision, caches, w
             return y
 
         assert_same_bits(train(model, recipe, counted, caches=caches), expected)
-        assert_nothing_left(offload.manager)
         assert offload.end_step()
+        assert_nothing_left(offload.manager)
         moved = [*moved[1:], offload.last_step.offloaded_bytes]
         assert len(set(moved)) == 1, "the first step moves what all others do"
         if kind == "linear" and recipe is None:
@@ -332,8 +332,8 @@ def test_each_operation_of_a_fused_mlp_moves_exactly_its_own(precision):
                 for name, operation in names.items():
                     policy.set_activation_offloading(operation, name in chosen)
             assert_same_bits(train(chooser, recipe, plain, caches=False), expected)
-            assert_nothing_left(groups.manager)
             groups.end_step_if_over()
+            assert_nothing_left(groups.manager)
             moved[chosen] = groups.manager.last_step.offloaded_bytes
     finally:
         policy.reset_operation_groups()
