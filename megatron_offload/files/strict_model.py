@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     ValidationError,
 )
+from pydantic.fields import FieldInfo
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.text import MAX_TEXT_BYTES, read_json
@@ -127,8 +128,8 @@ def _explain(model: type[BaseModel], issue: Any) -> str:
     where = shorten(".".join(str(part) for part in issue["loc"]))
     if issue["type"] == "extra_forbidden":
         section = _section_at(model, issue["loc"][:-1])
-        fields = section.model_fields if section is not None else {}
-        return f"unknown key {where!r}{did_you_mean(str(issue['loc'][-1]), fields)}"
+        keys = _fields_of(section) if section is not None else ()
+        return f"unknown key {where!r}{did_you_mean(str(issue['loc'][-1]), keys)}"
     if issue["type"] == "missing":
         return f"{where!r} is required"
     if issue["input"] is None:
@@ -145,13 +146,17 @@ def _section_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseM
     """Return the section that a path leads to; None where that can't be told."""
     sections = [model]
     for part in path:
-        fields = [section.model_fields.get(str(part)) for section in sections]
+        fields = [_fields_of(section).get(str(part)) for section in sections]
         inner = [each for field in fields if field for each in _models_in(field.annotation)]
         if inner:
             sections = inner
         elif isinstance(part, str):  # which of a union's sections it was, by its kind
             sections = [each for each in sections if _is_kind(each, part)]
     return sections[0] if len(sections) == 1 else None
+
+
+def _fields_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -12,9 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_offload.core.machine import MachineConfig
-from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, validate
-from megatron_offload.files.text import read_json, replace_text
+from megatron_offload.files.strict_model import StrictModel, read_model
+from megatron_offload.files.text import replace_text
 from megatron_offload.machine.profile import CopyRates
 
 BANDWIDTHS_NAME = "bandwidths.json"
@@ -84,10 +83,7 @@ def save_bandwidths(bandwidths: Bandwidths, path: str | Path) -> None:
 
 def load_bandwidths(path: str | Path) -> Bandwidths:
     """Read what `save_bandwidths` has written; `ConfigError` says all that is wrong."""
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold bandwidths, got a {type(data).__name__}")
-    return validate(Bandwidths, data, str(path))
+    return read_model(Bandwidths, Path(path))
 
 
 def _total_gbps(machine: Sequence[CopyRates]) -> float:

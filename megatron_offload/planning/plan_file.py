@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.text import read_text, replace_text
+from megatron_offload.files.strict_model import validate
+from megatron_offload.files.text import parse_json, read_text, replace_text
 from megatron_offload.planning.plan import (
     GroupChoice,
     MeasuredCost,
@@ -23,8 +24,8 @@ from megatron_offload.planning.plan import (
 from megatron_offload.planning.records import (
     MAX_FILE_BYTES,
     Number,
+    either,
     many,
-    read_model,
     record_model,
     record_of,
     to_data,
@@ -34,20 +35,13 @@ _MOST_RANKS = 100_000
 
 _MEASURED = record_model(MeasuredCost)
 
-_CHOICE = record_model(
-    GroupChoice,
-    moves=None,
-    choice=(Literal["offload", "keep"], ...),
-)
+_CHOICE = record_model(GroupChoice, moves=either(Literal["offload", "keep"]))
 
-_UNIT = record_model(
-    UnitChoice, is_remade=None, choice=(Literal["recompute", "not recompute"], ...)
-)
+_UNIT = record_model(UnitChoice, is_remade=either(Literal["recompute", "not recompute"]))
 
 _RANK = record_model(
     RankPlan,
-    choices=None,
-    groups=many(_CHOICE),
+    choices=(many(_CHOICE)[0], Field(alias="groups")),
     units=(many(_UNIT)[0] | None, ...),
 )
 
@@ -77,59 +71,20 @@ def load_plan(path: str | Path) -> OffloadPlan:
 
 def plan_to_json(plan: OffloadPlan) -> str:
     """Return the plan as JSON, the same text for the same plan."""
-    data = {
-        "format": "megatron_offload plan",
-        "version": 2,
-        **to_data(plan),
-        "measured": plan.measured and plan.measured._asdict(),
-        "ranks": [_rank_data(rank) for rank in plan.ranks],
-    }
+    data = {"format": "megatron_offload plan", "version": 2} | to_data(plan)
+    for rank in data["ranks"]:
+        rank["groups"] = rank.pop("choices")
+        for group in rank["groups"]:
+            group["choice"] = "offload" if group.pop("moves") else "keep"
+        for unit in rank["units"] or ():
+            unit["choice"] = "recompute" if unit.pop("is_remade") else "not recompute"
     return json.dumps(data, indent=1) + "\n"
-
-
-def _rank_data(rank: RankPlan) -> dict[str, Any]:
-    data = to_data(rank)
-    del data["choices"]
-    if rank.units is not None:
-        data["units"] = [
-            to_data(unit) | {"choice": "recompute" if unit.is_remade else "not recompute"}
-            for unit in rank.units
-        ]
-        for unit in data["units"]:
-            del unit["is_remade"]
-    return data | {"groups": [_choice_data(choice) for choice in rank.choices]}
-
-
-def _choice_data(choice: GroupChoice) -> dict[str, Any]:
-    data = to_data(choice)
-    return data | {"choice": "offload" if data.pop("moves") else "keep"}
 
 
 def parse_plan(text: str, source: str) -> OffloadPlan:
     """Return the plan that a JSON text holds; ``source`` names it in errors."""
-    read = read_model(_PLAN, text, source, "a plan")
-    plan = record_of(
-        OffloadPlan,
-        read,
-        ranks=tuple(
-            record_of(
-                RankPlan, rank, choices=tuple(map(_choice, rank.groups)), units=_units(rank.units)
-            )
-            for rank in read.ranks
-        ),
-        measured=read.measured and record_of(MeasuredCost, read.measured),
-    )
+    plan: OffloadPlan = record_of(validate(_PLAN, parse_json(text, source), source))
     for pp_rank, rank in enumerate(plan.ranks):
         if len({choice.key for choice in rank.choices}) != len(rank.choices):
             raise ConfigError(f"{source}: two groups of rank {pp_rank} have one chunk and order")
     return plan
-
-
-def _choice(read: Any) -> GroupChoice:
-    return record_of(GroupChoice, read, moves=read.choice == "offload")
-
-
-def _units(read: Any) -> tuple[UnitChoice, ...] | None:
-    if read is None:
-        return None
-    return tuple(record_of(UnitChoice, one, is_remade=one.choice == "recompute") for one in read)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from megatron_offload.core.profile import (
     GroupKey,
@@ -22,14 +22,14 @@ from megatron_offload.core.profile import (
     StepProfile,
 )
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.text import read_text, replace_text
+from megatron_offload.files.strict_model import validate
+from megatron_offload.files.text import parse_json, read_text, replace_text
 from megatron_offload.planning.records import (
     MAX_FILE_BYTES,
     MAX_GROUPS,
     Amount,
     Name,
     many,
-    read_model,
     record_model,
     record_of,
     to_data,
@@ -38,17 +38,15 @@ from megatron_offload.planning.records import (
 _MOST_SAMPLES = 4 * MAX_GROUPS + 1
 """At the start, the commit, and backward's begin and end of each group, and at the step's end."""
 
-_PLAIN = (
-    *("step_us", "offloaded_bytes", "counts_what_moved"),
-    *("waited_us", "d2h_gbps", "h2d_gbps"),
-)
-
 _Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 _RUN = record_model(
     RunShape,
     modules=many(Name, 1000),
-    versions=(Annotated[dict[Name, Name], Field(max_length=100)], ...),
+    versions=(
+        Annotated[dict[Name, Name], Field(max_length=100), AfterValidator(lambda x: (*x.items(),))],
+        ...,
+    ),
 )
 
 _UNIT = record_model(RemadeUnit, needs=many(record_model(GroupKey)))
@@ -85,54 +83,25 @@ def load_profile(path: str | Path) -> StepProfile:
 
 def profile_to_json(profile: StepProfile) -> str:
     """Return the profile as JSON, the same text for the same profile."""
-    at_bytes = profile.backward_at_bytes or (None,) * len(profile.backward_order)
-    places = zip(profile.backward_order, at_bytes, strict=True)
-    data: dict[str, Any] = {
-        "format": "megatron_offload profile",
-        "version": 1,
-        "run": to_data(profile.run) | {"versions": dict(profile.run.versions)},
-        **{name: getattr(profile, name) for name in _PLAIN},
-        "groups": [
-            to_data(group) | {"remade": [_unit_data(unit) for unit in group.remade]}
-            for group in profile.groups
-        ],
-        "backward": [to_data(key) | {"at_bytes": at} for key, at in places],
-        "times": [to_data(times) for times in profile.times],
-        "memory": [to_data(sample) for sample in profile.memory],
-    }
+    data = {"format": "megatron_offload profile", "version": 1} | to_data(profile)
+    data["run"]["versions"] = dict(profile.run.versions)
+    keys = data.pop("backward_order")
+    all_at_bytes = data.pop("backward_at_bytes") or [None] * len(keys)
+    places = zip(keys, all_at_bytes, strict=True)
+    data["backward"] = [key | {"at_bytes": at_bytes} for key, at_bytes in places]
     return json.dumps(data) + "\n"
 
 
 def parse_profile(text: str, source: str) -> StepProfile:
     """Return the profile that a JSON text holds; ``source`` names it in errors."""
-    read = read_model(_PROFILE, text, source, "a profile")
+    read: Any = validate(_PROFILE, parse_json(text, source), source)
     at_bytes = tuple(each.at_bytes for each in read.backward if each.at_bytes is not None)
     if len(at_bytes) not in (0, len(read.backward)):
         raise ConfigError(f"{source}: some of 'backward' have 'at_bytes' and some have none")
-    profile = record_of(
-        StepProfile,
-        read,
-        groups=tuple(
-            record_of(GroupProfile, each, remade=tuple(map(_unit_of, each.remade)))
-            for each in read.groups
-        ),
-        backward_order=tuple(record_of(GroupKey, each) for each in read.backward),
-        backward_at_bytes=at_bytes,
-        times=tuple(record_of(GroupTimes, each) for each in read.times),
-        memory=tuple(record_of(MemorySample, each) for each in read.memory),
-        run=record_of(RunShape, read.run, versions=tuple(read.run.versions.items())),
-    )
+    order = record_of(read.backward)
+    profile: StepProfile = record_of(read, backward_order=order, backward_at_bytes=at_bytes)
     _check(profile, source)
     return profile
-
-
-def _unit_data(unit: RemadeUnit) -> dict[str, Any]:
-    return to_data(unit) | {"needs": [key._asdict() for key in unit.needs]}
-
-
-def _unit_of(read: Any) -> RemadeUnit:
-    needs = tuple(GroupKey(each.chunk, each.order) for each in read.needs)
-    return record_of(RemadeUnit, read, needs=needs)
 
 
 def _check(profile: StepProfile, source: str) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_type_hints
+from dataclasses import is_dataclass
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import AfterValidator, Field, create_model
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, validate
-from megatron_offload.files.text import parse_json
+from megatron_offload.files.strict_model import StrictModel
 
 MAX_GROUPS = 100_000
 """Groups of one rank's step, at most."""
@@ -36,7 +34,11 @@ _FIELDS: dict[Any, Any] = {
     bool: bool,
 }
 
-_Record = TypeVar("_Record")
+
+class _Object(StrictModel):
+    """What a file holds of a record."""
+
+    record: ClassVar[Any]
 
 
 def record_model(record: Any, **fields: Any) -> Any:
@@ -56,7 +58,9 @@ def record_model(record: Any, **fields: Any) -> Any:
         elif name not in fields:
             own[name] = (_FIELDS[hint], ...)
     given = {name: field for name, field in fields.items() if field is not None}
-    return create_model(record.__name__, __base__=StrictModel, **own, **given)
+    model = create_model(record.__name__, __base__=_Object, **own, **given)
+    model.record = record
+    return model
 
 
 def many(model: Any, most: int = MAX_GROUPS, *, least: int = 0) -> Any:
@@ -64,27 +68,34 @@ def many(model: Any, most: int = MAX_GROUPS, *, least: int = 0) -> Any:
     return Annotated[tuple[model, ...], Field(min_length=least, max_length=most)], ...
 
 
-def read_model(model: type[BaseModel], text: str, source: str, what: str) -> Any:
-    """Return what a JSON text holds; `ConfigError` says all that is wrong, one line each."""
-    data = parse_json(text, source)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source} must hold {what}, got a {type(data).__name__}")
-    return validate(model, data, source)
+def either(words: Any) -> Any:
+    """Return a required field, ``choice`` in a file: whether it is the first of two words."""
+    first, _ = get_args(words)
+    return Annotated[words, AfterValidator(lambda word: word == first)], Field(alias="choice")
 
 
-def record_of(record: Callable[..., _Record], read: BaseModel, **changed: Any) -> _Record:
-    """Return the record that was read, with some fields in another form."""
-    fields = dict(read) | changed
-    if "key" in _hints(record):
+def record_of(read: Any, **changed: Any) -> Any:
+    """Return the record that was read, with all in it, and some fields in another form."""
+    if isinstance(read, tuple):
+        return tuple(map(record_of, read))
+    if not isinstance(read, _Object):
+        return read
+    fields = {name: record_of(value) for name, value in read} | changed
+    hints = _hints(read.record)
+    if "key" in hints:
         fields["key"] = GroupKey(fields["chunk"], fields["order"])
-    return record(**{name: fields[name] for name in _hints(record)})
+    return read.record(**{name: fields[name] for name in hints})
 
 
-def to_data(record: Any) -> dict[str, Any]:
-    """Return a record's fields as they stand in a file, one level deep."""
-    fields = {name: getattr(record, name) for name in _hints(record.__class__)}
-    key = fields.pop("key", None)
-    return fields if key is None else key._asdict() | fields
+def to_data(record: Any) -> Any:
+    """Return a record, with all in it, as it stands in a file."""
+    is_named = hasattr(record, "_fields")
+    if isinstance(record, tuple) and not is_named:
+        return [to_data(one) for one in record]
+    if not (is_named or is_dataclass(record)):
+        return record
+    fields = {name: to_data(getattr(record, name)) for name in _hints(record.__class__)}
+    return fields.pop("key", {}) | fields
 
 
 @functools.cache

@@ -161,7 +161,7 @@ def edited(folder, rank, edit):
         (lambda d: d.update(times=[]), "holds no times"),
         (lambda d: d.update(offloaded_bytes=5), "moved 5 bytes"),
         (None, "each of 2 pipeline ranks, got those of 0; missing: 1"),
-        ("bandwidths.json", "bandwidths.json must hold bandwidths, got a list"),
+        ("bandwidths.json", "bandwidths.json must hold a mapping of keys to values, got a list"),
     ],
 )
 def test_profiles_that_don_t_belong_together_are_refused(tmp_path, capsys, edit, expected):
