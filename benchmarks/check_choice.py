@@ -30,7 +30,7 @@ from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWor
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_of, profiles_of
-from megatron_offload.planning.schedule import make_schedule, one_f_one_b
+from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import Simulation, settings_of, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +104,9 @@ def small_job(rng: random.Random) -> Job:
         us, size = rng.uniform(1000, 8000), rng.randint(2, 8) * 16 * MIB
         groups.append(GroupWork(f"part{index}", size, us, 2 * us))
     narrow = Machine(both_gbps=8, d2h_gbps=10, h2d_gbps=10, node_gbps=20)
-    return with_units(rng, Job(one_f_one_b(1, 2), (StageWork(tuple(groups)),), (0,), narrow))
+    return with_units(
+        rng, Job(make_schedule("1f1b", 1, 2), (StageWork(tuple(groups)),), (0,), narrow)
+    )
 
 
 def all_steps(job: Job, chooser: Chooser) -> Iterator[Simulation]:

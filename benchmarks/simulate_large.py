@@ -26,7 +26,7 @@ from megatron_offload.planning.description import (
     num_parameters,
 )
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
-from megatron_offload.planning.schedule import one_f_one_b
+from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
 
@@ -101,7 +101,7 @@ def deep_job(num_ranks: int, num_microbatches: int) -> Job:
         for stage in range(num_ranks)
     )
     machine = Machine(gpus_per_node=8, node_gbps=410.0, node_d2h_gbps=328.0)
-    schedule = one_f_one_b(num_ranks, num_microbatches)
+    schedule = make_schedule("1f1b", num_ranks, num_microbatches)
     return Job(schedule, stages, (GIB,) * num_ranks, machine)
 
 

@@ -7,9 +7,9 @@ arXiv:2104.04473).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 
 from megatron_offload.errors import ConfigError, did_you_mean
 
@@ -99,51 +99,44 @@ class Schedule:
         return tuple(sorted({one.stage for one in self.ranks[rank]}))
 
 
-def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return GPipe's schedule: all forwards, then all backwards."""
-    return _unsplit("gpipe", num_ranks, num_microbatches, [num_microbatches] * num_ranks)
+_NAMES = ("gpipe", "1f1b", "interleaved")
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return 1F1B: a warm-up that is shorter on later ranks, then forward and backward in turn."""
-    return _unsplit("1f1b", num_ranks, num_microbatches, range(num_ranks - 1, -1, -1))
-
-
-def _unsplit(name: str, num_ranks: int, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
-    """Return a schedule of one stage a rank, by how many forwards each begins with."""
-    ranks = []
-    for rank, num_warmup in enumerate(warmups):
-        forwards = [Pass(rank, PassKind.FORWARD, m) for m in range(num_microbatches)]
-        backwards = [Pass(rank, PassKind.BACKWARD, m) for m in range(num_microbatches)]
-        ranks.append(_in_turn(forwards, backwards, num_warmup))
-    return Schedule(name, num_ranks, num_microbatches, tuple(ranks))
-
-
-def interleaved_one_f_one_b(
-    num_ranks: int, num_virtual: int, num_microbatches: int, group_size: int | None = None
+def make_schedule(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_virtual: int = 1,
+    group_size: int | None = None,
 ) -> Schedule:
-    """Return interleaved 1F1B, as megatron-core runs it: each rank has several virtual stages.
+    """Return the schedule of a name, as megatron-core runs it.
 
-    Microbatches go through a virtual stage in groups: of as many as there are ranks, or of
-    ``group_size``, Megatron's ``microbatch_group_size_per_vp_stage``. The last may be smaller.
+    ``gpipe`` runs all forwards, then all backwards; ``1f1b`` a warm-up that is shorter on later
+    ranks, then forward and backward in turn. So does ``interleaved``, which alone has several
+    virtual stages of each rank. Microbatches go through a virtual stage in groups: of as many as
+    there are ranks, or of ``group_size``, Megatron's ``microbatch_group_size_per_vp_stage``. The
+    last may be smaller.
 
     Raises:
-        ConfigError: a group is smaller than there are ranks, or larger than the step.
+        ConfigError: there is no such schedule; a group is smaller than there are ranks, or larger
+            than the step.
     """
-    size = group_size or num_ranks
-    smallest = min(size, num_microbatches % size or size)
-    if smallest < num_ranks or size > num_microbatches:
-        fitting = [
-            one
-            for one in range(num_ranks, num_microbatches + 1)
-            if not 0 < num_microbatches % one < num_ranks
-        ]
+    if name not in _NAMES:
+        raise ConfigError(f"unknown schedule {name!r}{did_you_mean(name, _NAMES)}")
+    is_interleaved = name == "interleaved"
+    if (num_virtual, group_size) != (1, None) and not is_interleaved:
         raise ConfigError(
-            f"interleaved 1F1B takes its {num_microbatches} microbatches in groups of at least its "
-            f"{num_ranks} ranks, the last of what is left, and {size} leave "
-            f"{num_microbatches % size}; microbatch_group_size_per_vp_stage could be "
-            f"{', '.join(map(str, fitting[:5])) or 'nothing: give more microbatches'}"
+            f"schedule {name!r} has no virtual stages, got {num_virtual}, in groups of {group_size}"
         )
+    sizes = {"ranks": num_ranks, "microbatches": num_microbatches, "virtual stages": num_virtual}
+    for what, number in sizes.items():
+        if number < 1:
+            raise ConfigError(f"a schedule has at least one of its {what}, got {number}")
+    if num_ranks * num_microbatches * num_virtual * 2 > _MOST_PASSES:
+        raise ConfigError(f"a schedule has at most {_MOST_PASSES} passes")
+    size = group_size or num_ranks
+    if is_interleaved:
+        _check_groups(num_ranks, num_microbatches, size)
     table = [
         (virtual, microbatch)
         for first in range(0, num_microbatches, size)
@@ -156,52 +149,27 @@ def interleaved_one_f_one_b(
         backwards = [
             Pass((num_virtual - 1 - v) * num_ranks + rank, PassKind.BACKWARD, m) for v, m in table
         ]
-        num_warmup = 2 * (num_ranks - rank - 1) + (num_virtual - 1) * size
-        ranks.append(_in_turn(forwards, backwards, num_warmup))
-    return Schedule("interleaved", num_ranks * num_virtual, num_microbatches, tuple(ranks))
+        num_later = num_ranks - rank - 1
+        num_warmup = 2 * num_later + (num_virtual - 1) * size if is_interleaved else num_later
+        num_warmup = len(table) if name == "gpipe" else min(num_warmup, len(table))
+        in_turn = zip(forwards[num_warmup:], backwards, strict=False)
+        last = backwards[len(table) - num_warmup :]
+        ranks.append((*forwards[:num_warmup], *chain.from_iterable(in_turn), *last))
+    return Schedule(name, num_ranks * num_virtual, num_microbatches, tuple(ranks))
 
 
-def _in_turn(
-    forwards: Sequence[Pass], backwards: Sequence[Pass], num_warmup: int
-) -> tuple[Pass, ...]:
-    """Return so many forwards, then a forward and a backward in turn, then the last backwards."""
-    num_warmup = min(num_warmup, len(forwards))
-    passes = list(forwards[:num_warmup])
-    for index, forward in enumerate(forwards[num_warmup:]):
-        passes += [forward, backwards[index]]
-    return (*passes, *backwards[len(forwards) - num_warmup :])
-
-
-_MAKERS: dict[str, Callable[[int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-}
-
-
-def make_schedule(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    num_virtual: int = 1,
-    group_size: int | None = None,
-) -> Schedule:
-    """Return the schedule of a name: ``gpipe``, ``1f1b`` or ``interleaved``.
-
-    ``interleaved`` alone has several virtual stages of each rank, and takes ``group_size``.
-    """
-    names = (*_MAKERS, "interleaved")
-    if name not in names:
-        raise ConfigError(f"unknown schedule {name!r}{did_you_mean(name, names)}")
-    if (num_virtual, group_size) != (1, None) and name != "interleaved":
-        raise ConfigError(
-            f"schedule {name!r} has no virtual stages, got {num_virtual}, in groups of {group_size}"
-        )
-    sizes = {"ranks": num_ranks, "microbatches": num_microbatches, "virtual stages": num_virtual}
-    for what, number in sizes.items():
-        if number < 1:
-            raise ConfigError(f"a schedule has at least one of its {what}, got {number}")
-    if num_ranks * num_microbatches * num_virtual * 2 > _MOST_PASSES:
-        raise ConfigError(f"a schedule has at most {_MOST_PASSES} passes")
-    if name == "interleaved":
-        return interleaved_one_f_one_b(num_ranks, num_virtual, num_microbatches, group_size)
-    return _MAKERS[name](num_ranks, num_microbatches)
+def _check_groups(num_ranks: int, num_microbatches: int, size: int) -> None:
+    smallest = min(size, num_microbatches % size or size)
+    if smallest >= num_ranks and size <= num_microbatches:
+        return
+    fitting = [
+        one
+        for one in range(num_ranks, num_microbatches + 1)
+        if not 0 < num_microbatches % one < num_ranks
+    ]
+    raise ConfigError(
+        f"interleaved 1F1B takes its {num_microbatches} microbatches in groups of at least its "
+        f"{num_ranks} ranks, the last of what is left, and {size} leave "
+        f"{num_microbatches % size}; microbatch_group_size_per_vp_stage could be "
+        f"{', '.join(map(str, fitting[:5])) or 'nothing: give more microbatches'}"
+    )

@@ -44,7 +44,7 @@ from megatron_offload.planning.profiled_job import (
     measured_peak_bytes,
     schedule_of,
 )
-from megatron_offload.planning.schedule import PassKind, interleaved_one_f_one_b, one_f_one_b
+from megatron_offload.planning.schedule import PassKind, make_schedule
 from megatron_offload.planning.simulate import simulate
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -520,7 +520,9 @@ def record_rank(job, rank):
     return recorded.profile
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b(2, 6), interleaved_one_f_one_b(2, 2, 4)])
+@pytest.mark.parametrize(
+    "schedule", [make_schedule("1f1b", 2, 6), make_schedule("interleaved", 2, 4, 2)]
+)
 def test_a_simulation_from_recorded_profiles_is_the_step_that_was_recorded(schedule):
     stages = tuple(stage(number) for number in range(schedule.num_stages))
     machine = Machine(p2p_latency_us=7.0, p2p_gbps=1.0)

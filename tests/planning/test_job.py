@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
-from megatron_offload.planning.schedule import one_f_one_b
+from megatron_offload.planning.schedule import make_schedule
 
 WORK = GroupWork("mlp", 10, 1.0, 2.0)
 STAGE = StageWork((WORK,))
@@ -48,4 +48,4 @@ def test_settings_are_not_negative():
 )
 def test_a_job_fits_its_schedule(stages, static_bytes, said):
     with pytest.raises(ConfigError, match=said):
-        Job(one_f_one_b(2, 2), stages, static_bytes)
+        Job(make_schedule("1f1b", 2, 2), stages, static_bytes)

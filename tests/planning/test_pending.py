@@ -15,7 +15,7 @@ from megatron_offload.planning.job import (
     StageWork,
 )
 from megatron_offload.planning.replay import replay
-from megatron_offload.planning.schedule import Pass, PassKind, make_schedule, one_f_one_b
+from megatron_offload.planning.schedule import Pass, PassKind, make_schedule
 from megatron_offload.planning.simulate import simulate
 
 SIZES = (100, 10, 1)
@@ -82,7 +82,7 @@ def test_the_reserved_estimate_counts_it_when_it_is_there_and_not_the_most_of_it
     # begins with four outputs and two gradients pending. All eight are so only in the end.
     large = 2 * 1024**2
     stage = StageWork((GroupWork("g", 3 * large, 1.0, 2.0),), large, 0, 0.0)
-    job = Job(one_f_one_b(2, 4), (stage,) * 2, (0, 0))
+    job = Job(make_schedule("1f1b", 2, 4), (stage,) * 2, (0, 0))
     first = simulate(job).ranks[0]
     assert first.peak_device_bytes == 2 * 3 * large
     assert first.peak_taken_bytes == first.peak_reserved_bytes == (2 * 3 + 4 + 2) * large

@@ -22,15 +22,7 @@ from megatron_offload.planning.profiled_job import (
     schedule_of,
 )
 from megatron_offload.planning.replay import RankWork
-from megatron_offload.planning.schedule import (
-    Pass,
-    PassKind,
-    Schedule,
-    gpipe,
-    interleaved_one_f_one_b,
-    make_schedule,
-    one_f_one_b,
-)
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import settings_of, simulate
 
 MACHINE = Machine(p2p_latency_us=7.0, p2p_gbps=1.0)
@@ -77,7 +69,9 @@ def marked_all(job):
     return replace(job, stages=stages)
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b(3, 6), interleaved_one_f_one_b(2, 2, 4)])
+@pytest.mark.parametrize(
+    "schedule", [make_schedule("1f1b", 3, 6), make_schedule("interleaved", 2, 4, 2)]
+)
 def test_a_profiled_step_takes_the_time_that_it_took(schedule):
     stages = tuple(stage(number) for number in range(schedule.num_stages))
     job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
@@ -93,7 +87,7 @@ def test_a_profiled_step_takes_the_time_that_it_took(schedule):
 
 
 def test_waiting_for_the_pipeline_is_no_work():
-    schedule = one_f_one_b(4, 8)
+    schedule = make_schedule("1f1b", 4, 8)
     job = Job(schedule, tuple(stage(0) for _ in range(4)), (0,) * 4, MACHINE)
     again = job_from_profiles(with_gaps(job), schedule, MACHINE, job.static_bytes)
     first = simulate(job).ranks[0]
@@ -102,7 +96,7 @@ def test_waiting_for_the_pipeline_is_no_work():
 
 
 def test_what_no_profile_can_tell_is_refused():
-    job = Job(one_f_one_b(2, 4), (stage(0), stage(1)), (0, 0), MACHINE)
+    job = Job(make_schedule("1f1b", 2, 4), (stage(0), stage(1)), (0, 0), MACHINE)
     timed = with_gaps(job)
     untimed = [replace(profile, times=()) for profile in timed]
     with pytest.raises(ConfigError, match="no times"):
@@ -110,7 +104,7 @@ def test_what_no_profile_can_tell_is_refused():
     with pytest.raises(ConfigError, match="2 ranks, profiles are of 1"):
         job_from_profiles(timed[:1], job.schedule, MACHINE, (0, 0))
     with pytest.raises(ConfigError, match="the profile has 4 chunks, the schedule 6"):
-        job_from_profiles(timed, one_f_one_b(2, 6), MACHINE, (0, 0))
+        job_from_profiles(timed, make_schedule("1f1b", 2, 6), MACHINE, (0, 0))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -133,7 +127,7 @@ def test_a_job_of_profiles_has_their_peaks_and_takes_their_time(virtual):
         assert two.peak_reserved_bytes == one.peak_reserved_bytes
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b(3, 6), gpipe(2, 4)])
+@pytest.mark.parametrize("schedule", [make_schedule("1f1b", 3, 6), make_schedule("gpipe", 2, 4)])
 def test_a_schedule_is_what_was_seen(schedule):
     stages = tuple(stage(number) for number in range(schedule.num_stages))
     job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
@@ -159,7 +153,7 @@ def test_virtual_stages_are_interleaved_1f1b_or_refused(group_size):
 def test_memory_that_leaves_out_what_moved_is_refused():
     moved = [replace(one, offloaded_bytes=9) for one in profiles_of(make_job())]
     with pytest.raises(ConfigError, match=r"rank 0 .* moved 9 bytes, which its memory doesn't"):
-        job_of(moved, one_f_one_b(2, 4), MACHINE)
+        job_of(moved, make_schedule("1f1b", 2, 4), MACHINE)
 
 
 def test_a_rank_that_moves_nothing_has_no_engine_and_what_a_plan_keeps_does_not_move():

@@ -15,7 +15,7 @@ from megatron_offload.planning.job import (
     UnitWork,
 )
 from megatron_offload.planning.replay import OpKind, RankWork, replay
-from megatron_offload.planning.schedule import Pass, PassKind, Schedule, gpipe
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 
 
 def work(num_bytes, **more):
@@ -23,7 +23,7 @@ def work(num_bytes, **more):
 
 
 def one_rank(*groups, num_microbatches=1):
-    return Job(gpipe(1, num_microbatches), (StageWork(groups),), (0,))
+    return Job(make_schedule("gpipe", 1, num_microbatches), (StageWork(groups),), (0,))
 
 
 def kinds(program):

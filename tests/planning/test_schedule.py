@@ -9,15 +9,7 @@ from problems import peak_in_flight
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.schedule import (
-    Pass,
-    PassKind,
-    Schedule,
-    gpipe,
-    interleaved_one_f_one_b,
-    make_schedule,
-    one_f_one_b,
-)
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
 
 NAMES = ("gpipe", "1f1b", "interleaved")
@@ -28,13 +20,13 @@ def words(schedule, rank):
 
 
 def test_small_schedules_are_the_published_ones():
-    assert words(gpipe(2, 3), 1) == "1F0 1F1 1F2 1B0 1B1 1B2"
-    schedule = one_f_one_b(3, 4)
+    assert words(make_schedule("gpipe", 2, 3), 1) == "1F0 1F1 1F2 1B0 1B1 1B2"
+    schedule = make_schedule("1f1b", 3, 4)
     assert words(schedule, 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
     assert words(schedule, 1) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"
     assert words(schedule, 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
-    assert words(interleaved_one_f_one_b(2, 2, 2), 0) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
-    assert words(interleaved_one_f_one_b(2, 2, 4), 1) == (
+    assert words(make_schedule("interleaved", 2, 2, 2), 0) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
+    assert words(make_schedule("interleaved", 2, 4, 2), 1) == (
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
     )
 
@@ -69,8 +61,11 @@ def test_every_size_is_whole_and_can_run(name, num_ranks):
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), (4, 2), (1, 5), (8, 8)])
 def test_what_is_held(num_ranks, num_microbatches):
     for rank in range(num_ranks):
-        assert peak_in_flight(gpipe(num_ranks, num_microbatches), rank) == num_microbatches
-        held = peak_in_flight(one_f_one_b(num_ranks, num_microbatches), rank)
+        assert (
+            peak_in_flight(make_schedule("gpipe", num_ranks, num_microbatches), rank)
+            == num_microbatches
+        )
+        held = peak_in_flight(make_schedule("1f1b", num_ranks, num_microbatches), rank)
         assert held == min(num_ranks - rank, num_microbatches)
 
 
@@ -85,7 +80,7 @@ def test_interleaved_is_megatron_core_s_own(num_ranks, num_virtual, num_microbat
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
     size = group_size or num_ranks
     table = schedules.get_schedule_table(num_microbatches, num_virtual, size)
-    schedule = interleaved_one_f_one_b(num_ranks, num_virtual, num_microbatches, group_size)
+    schedule = make_schedule("interleaved", num_ranks, num_microbatches, num_virtual, group_size)
     stage = StageWork((GroupWork("g", 0, 1.0, 2.0),))
     job = Job(schedule, (stage,) * schedule.num_stages, (0,) * num_ranks)
     assert simulate(job).step_us > 0, "no rank waits for ever"
@@ -107,7 +102,7 @@ def test_interleaved_is_megatron_core_s_own(num_ranks, num_virtual, num_microbat
 def test_1f1b_is_torch_s_own():
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     for num_ranks, num_microbatches in ((4, 8), (3, 3)):
-        schedule = one_f_one_b(num_ranks, num_microbatches)
+        schedule = make_schedule("1f1b", num_ranks, num_microbatches)
         for rank in range(num_ranks):
             num_warmup = min(num_microbatches, num_ranks - rank - 1)
             operations = torch_schedules._get_1f1b_rank_ops(
@@ -170,6 +165,6 @@ def test_sizes_that_no_schedule_has(arguments, reason):
 
 
 def test_many_ranks():
-    schedule = interleaved_one_f_one_b(64, 4, 256)
+    schedule = make_schedule("interleaved", 64, 256, 4)
     assert schedule.num_stages == 256
     assert peak_in_flight(schedule, 0) == 2 * 63 + 3 * 64 + 1

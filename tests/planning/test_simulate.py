@@ -12,7 +12,7 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import HELD_BYTES, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
-from megatron_offload.planning.schedule import gpipe, make_schedule, one_f_one_b
+from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
 
@@ -37,7 +37,7 @@ def one_way(gbps):
 def two_groups(gbps, num_bytes=100 * KB):
     """One rank, one microbatch, two groups: forwards of 100 us, backwards of 200."""
     groups = tuple(GroupWork(name, num_bytes, 100.0, 200.0) for name in ("first", "last"))
-    return Job(gpipe(1, 1), (StageWork(groups),), (KB,), one_way(gbps))
+    return Job(make_schedule("gpipe", 1, 1), (StageWork(groups),), (KB,), one_way(gbps))
 
 
 # The last group is needed at once and stays: with 100 kB in all it fits. The first is copied from
@@ -58,7 +58,7 @@ def test_a_fast_link_costs_only_the_reload_that_has_no_room_before():
 
 def test_what_has_room_and_time_costs_nothing():
     groups = tuple(GroupWork(f"g{index}", 100 * KB, 100.0, 200.0) for index in range(6))
-    job = Job(gpipe(1, 2), (StageWork(groups),), (0,), one_way(2.0))
+    job = Job(make_schedule("gpipe", 1, 2), (StageWork(groups),), (0,), one_way(2.0))
     settings = RankSettings(max_inflight_bytes=200 * KB, prefetch_bytes=200 * KB)
     simulation = simulate(job, settings)
     assert simulation.ranks[0].reloaded_bytes >= 800 * KB
@@ -83,7 +83,7 @@ def test_without_offload_memory_is_all_that_was_saved():
 
 def test_a_released_group_is_gone_from_the_device_and_in_no_ones_way():
     groups = tuple(GroupWork(f"g{index}", 100 * KB, 100.0, 200.0) for index in range(4))
-    job = Job(gpipe(1, 1), (StageWork(groups),), (KB,), one_way(10.0))
+    job = Job(make_schedule("gpipe", 1, 1), (StageWork(groups),), (KB,), one_way(10.0))
     rank = simulate(job, TIGHT).ranks[0]
     # One is being saved while the one before it is in flight.
     assert rank.peak_device_bytes == KB + 200 * KB
@@ -92,7 +92,7 @@ def test_a_released_group_is_gone_from_the_device_and_in_no_ones_way():
 
 def test_temporaries_and_buffers_count_while_a_group_runs():
     work = GroupWork("g", 5, 1.0, 1.0, kept_bytes=7, forward_temp_bytes=20, backward_temp_bytes=30)
-    job = Job(gpipe(1, 1), (StageWork((work,), buffer_bytes=100),), (1000,), FAST)
+    job = Job(make_schedule("gpipe", 1, 1), (StageWork((work,), buffer_bytes=100),), (1000,), FAST)
     assert simulate(job).ranks[0].peak_device_bytes == 1000 + 5 + 7 + 30 + 100
 
 
@@ -127,7 +127,7 @@ def test_virtual_stages_divide_the_bubble():
 
 def test_ranks_of_a_node_share_it_and_those_of_two_do_not():
     work = (GroupWork("g", 100 * KB, 100.0, 200.0),) * 4
-    schedule = gpipe(2, 4)
+    schedule = make_schedule("gpipe", 2, 4)
     shared = FAST.model_copy(
         update={"d2h_gbps": 1.0, "h2d_gbps": 1.0, "node_gbps": 1.0, "gpus_per_node": 2}
     )
@@ -228,14 +228,14 @@ def test_more_bandwidth_moves_the_same_and_is_not_slower(seed):
 
 
 def test_settings_are_for_each_rank():
-    job = Job(one_f_one_b(2, 2), stages(2, 2), (0, 0))
+    job = Job(make_schedule("1f1b", 2, 2), stages(2, 2), (0, 0))
     assert simulate(job, RankSettings()) == simulate(job, [RankSettings()] * 2)
     with pytest.raises(ConfigError, match="2 ranks, settings are for 1"):
         simulate(job, [RankSettings()])
 
 
 def test_a_recorded_step_is_a_trace_file_for_perfetto(tmp_path):
-    job = Job(one_f_one_b(2, 3), stages(2, 3), (0, 0))
+    job = Job(make_schedule("1f1b", 2, 3), stages(2, 3), (0, 0))
     settings = RankSettings(max_inflight_bytes=2 * KB, prefetch_bytes=2 * KB)
     traces = [rank.trace for rank in simulate(job, settings, record=True).ranks]
     write_traces(tmp_path / "trace.json", traces)

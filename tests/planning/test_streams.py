@@ -15,13 +15,7 @@ from megatron_offload.planning.job import (
     StageWork,
 )
 from megatron_offload.planning.replay import OpKind, RankProgram
-from megatron_offload.planning.schedule import (
-    Pass,
-    PassKind,
-    Schedule,
-    gpipe,
-    one_f_one_b,
-)
+from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD, FairShare, run_streams
 
@@ -36,7 +30,7 @@ MACHINE = Machine(
     p2p_latency_us=5.0,
     p2p_gbps=1.0,
 )
-JOB = Job(gpipe(1, 1), (StageWork(()),), (0,), MACHINE)
+JOB = Job(make_schedule("gpipe", 1, 1), (StageWork(()),), (0,), MACHINE)
 
 
 def run(*ops, copy_bytes=(), machine=MACHINE):
@@ -85,7 +79,7 @@ def test_a_rate_that_changes_on_the_way_counts_from_there_on():
 def test_messages_take_their_latency_and_their_bytes_and_gradients_go_back_as_large():
     work = (GroupWork("g", 0, 100.0, 200.0),)
     stages = (StageWork(work, output_bytes=20 * KB), StageWork(work, output_bytes=999 * KB))
-    job = Job(one_f_one_b(2, 1), stages, (0, 0), MACHINE)
+    job = Job(make_schedule("1f1b", 2, 1), stages, (0, 0), MACHINE)
     simulation = simulate(job)
     assert simulation.step_us == pytest.approx(600 + 2 * 25)
     assert simulation.ranks[0].stall_us[PIPELINE] == pytest.approx(300 + 2 * 25)
@@ -100,7 +94,7 @@ def works(job, rank, settings=None):
 def test_who_sends_goes_on_at_once():
     slow = MACHINE.model_copy(update={"p2p_latency_us": 1000.0})
     stage = StageWork((GroupWork("g", 0, 100.0, 200.0),))
-    job = Job(one_f_one_b(2, 4), (stage, stage), (0, 0), slow)
+    job = Job(make_schedule("1f1b", 2, 4), (stage, stage), (0, 0), slow)
     assert works(job, 0)[:2] == [0, 100]
     assert works(job, 1)[:3] == [1100, 1200, 1400], "the second has come meanwhile"
 

@@ -13,7 +13,7 @@ from megatron_offload.core.trace import HELD_BYTES, LIVE_BYTES, read_traces
 from megatron_offload.planning.bandwidths import FROM_COPIES, load_bandwidths
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_from_profiles, measured_peak_bytes
-from megatron_offload.planning.schedule import one_f_one_b
+from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.train.records import read_steps
 
@@ -71,7 +71,7 @@ def test_the_profiles_of_two_ranks_can_be_planned_and_simulated_with(tmp_path):
     for profile in profiles:
         assert len(profile.memory) == 4 * len(profile.groups) + 1
         assert len(profile.groups) == 6 * 2 * 2
-    job = job_from_profiles(profiles, one_f_one_b(2, 6), Machine(), (0, 0))
+    job = job_from_profiles(profiles, make_schedule("1f1b", 2, 6), Machine(), (0, 0))
     simulation = simulate(job)
     # Whatever else the machine does delays single microbatches, of which the median is taken. How
     # close it comes on a machine of one's own is held on the virtual clock.
