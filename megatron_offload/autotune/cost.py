@@ -32,7 +32,7 @@ def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCo
     for rank, passes in enumerate(job.schedule.ranks):
         steps = shown.get(rank)
         lost_us: tuple[float, ...] = ()
-        if steps:
+        if steps and all(step.lost_us for step in steps):
             slowest = max(steps, key=lambda step: sum(map(sum, step.lost_us)))
             slowed_us = slowest.copied_bytes / _COPIES_GBPS / 1e3 / len(passes)
             lost_us = tuple(us + slowed_us for us in _by_pass(passes, slowest.lost_us))

@@ -25,6 +25,9 @@ _MARGIN_SHARE = 96
 _SLACK_SHARE = 48
 """A rank that leaves more than this share of its target unused may reserve more."""
 
+_NOISE = 0.02
+"""Steps of one program differ by this share; beyond it, what they take longer is lost."""
+
 _AIM_SHARE = 0.9
 """Of what a step may cost, what plans aim at, so that one that costs a little more is kept."""
 
@@ -57,6 +60,10 @@ class PlanSearch(ABC):
         ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
         self.plan = replace(self.plan, ranks=ranks, measured=cost)
         self._tried.append(self.plan)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Let another plan be followed, or settle."""
         is_first = len(self._tried) == 1
         plan, began_s = None, time.thread_time()
         if is_first or self._num_left:
@@ -76,9 +83,10 @@ class PlanSearch(ABC):
         self.is_settled = True
         self.plan = min(self._tried, key=self._rating)
         self.is_kept = not self._rating(self.plan)[0]
+        promise = self._promise()
         if not self.is_kept:
             self.plan = self._instead()
-        self.said = f"{_what(self.plan)}{self._promise()}"
+        self.said = f"{_what(self.plan)}{promise}"
 
     @abstractmethod
     def _next(self) -> OffloadPlan | None:
@@ -104,6 +112,11 @@ class CostSearch(PlanSearch):
     is taken to grow evenly with the other; beyond them, just as fast. Where none was quick enough,
     the last is found without predictions: cost is taken to grow evenly with what is freed. It grows
     faster the less memory is left, so that is quick enough.
+
+    What waits and makings again have lost tells small costs well, and nothing of the host's: where
+    that launches too slowly, all the engine does takes the step's time. So where the device can
+    hold a step without offload, one is measured first, and others may take hardly longer than that
+    and what they have lost.
     """
 
     def __init__(
@@ -112,6 +125,32 @@ class CostSearch(PlanSearch):
         super().__init__(chooser, policy)
         self._limit = policy.most_slowdown_percent
         self._capacity_bytes = capacity_bytes
+        self._bare: OffloadPlan | None = None
+        """Under which nothing moves; with its cost once that is known."""
+
+    def note(self, cost: MeasuredCost, reserved_bytes: Sequence[int | None]) -> None:
+        """As with any search; the step that is seen may be the one without offload."""
+        if self._bare is not None and self._bare.measured is None:
+            self._bare = replace(self._bare, measured=cost)
+            first = self._tried[0]
+            assert first.measured is not None
+            self.plan = self._tried[0] = replace(first, measured=self._beside_bare(first.measured))
+            super()._go_on()
+        else:
+            super().note(self._beside_bare(cost), reserved_bytes)
+
+    def _beside_bare(self, cost: MeasuredCost) -> MeasuredCost:
+        """Return a cost with what the step takes longer than one without offload."""
+        if self._bare is None or self._bare.measured is None:
+            return cost
+        longer_us = cost.step_us - (1 + _NOISE) * self._bare.measured.step_us
+        return cost._replace(lost_us=max(cost.lost_us, longer_us))
+
+    def _go_on(self) -> None:
+        if self._bare is None and self._num_left and self._fits_without:
+            self.plan = self._bare = self._under(self._chooser.highest_bytes)
+        else:
+            super()._go_on()
 
     def _next(self) -> OffloadPlan | None:
         chooser, tried = self._chooser, self._tried
@@ -152,7 +191,7 @@ class CostSearch(PlanSearch):
 
     def _is_better(self, plan: OffloadPlan) -> bool:
         """Whether it is new, and takes less than those that were quick enough."""
-        if any(map(plan.is_like, self._tried)):
+        if any(map(plan.is_like, self._tried)) or (self._bare and plan.is_like(self._bare)):
             return False
         margin_bytes = self._chooser.highest_bytes // _MARGIN_SHARE
         quick = filter(self._is_quick, self._tried)
@@ -167,13 +206,19 @@ class CostSearch(PlanSearch):
         return (0.0 if self._is_quick(plan) else _cost(plan)), most_bytes
 
     def _instead(self) -> OffloadPlan:
-        if self._capacity_bytes is not None and self._chooser.highest_bytes > self._capacity_bytes:
+        if self._capacity_bytes is not None and not self._fits_without:
             return self.plan
         return self._under(self._chooser.highest_bytes)
 
+    @property
+    def _fits_without(self) -> bool:
+        """Whether the device is known to hold a step without offload."""
+        most_bytes = self._capacity_bytes
+        return most_bytes is not None and self._chooser.highest_bytes <= most_bytes
+
     def _promise(self) -> str:
-        found = min(self._tried, key=self._rating).measured
-        return f"; this costs {found}, at most {self._limit:g} % is wanted"
+        would = "this costs" if self.is_kept else "the quickest that was tried costs"
+        return f"; {would} {self.plan.measured}, at most {self._limit:g} % is wanted"
 
 
 class MemorySearch(PlanSearch):

@@ -102,8 +102,11 @@ class AutomaticGroups:
             chunk.rules.min_tensor_bytes = self.min_tensor_bytes
         chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
-        hooks = saved_tensors_hooks(self.pack, unpack) if self.manager.do_offload else None
-        if hooks is not None:
+        hooks = None
+        if self.manager.is_passing:
+            self.manager.pass_by()
+        elif self.manager.do_offload:
+            hooks = saved_tensors_hooks(self.pack, unpack)
             hooks.__enter__()
         self._forwards.append(_Forward(chunk, hooks, name or self.name))
 

@@ -74,6 +74,7 @@ class Learner:
         profile: the last step, or None.
         kept: groups that the policy keeps on the device, each with the reason.
         is_steady: whether the last two steps had the same groups.
+        moves_nothing: whether a plan of this run's own lets this rank move and make again nothing.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Learner:
         self.pp_rank: int | None = None
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
-        self.is_steady = False
+        self.is_steady = self.moves_nothing = False
         self._config = config
         self._listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
@@ -141,8 +142,10 @@ class Learner:
         Raises:
             ConfigError: the plan has no such rank.
         """
+        self._is_own = is_own
         if plan is None:
             self.plan = self._planned = None
+            self.moves_nothing = False
             self._budget.follow_plan(None, None)
             self.kept = {}
             if self.profile is not None:
@@ -164,6 +167,8 @@ class Learner:
         rank = plan.ranks[pp_rank]
         self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
         self.kept = dict(rank.kept)
+        is_idle = not rank.moved_bytes and rank.recompute is not None and not any(rank.recompute)
+        self.moves_nothing = self._is_own and is_idle
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
         """Return the units that a virtual stage makes again; None for all but dear ones."""

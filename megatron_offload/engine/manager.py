@@ -53,6 +53,9 @@ _logger = logging.getLogger(__name__)
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
 
+_LOOK_EVERY = 64
+"""Of the steps of which nothing would move, one in so many is recorded: the program may change."""
+
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it moves: take the step inside "
     "`with manager.step():`, or call begin_chunk() before each forward. This is said once"
@@ -204,6 +207,7 @@ class PipelineOffloadManager:
         if min_tensor_elements is not None and not is_set:
             smallest = (0, min_tensor_elements)
         self._chunk = self.new_chunk(vp_stage or 0, *smallest)
+        self._num_begun += 1
         self._chunk.rules.max_inflight_groups = max_inflight_groups
         self._begun_at_backward = None
         return self._chunk
@@ -229,6 +233,9 @@ class PipelineOffloadManager:
         A program that says nothing of its chunks inside `step` has one for all forwards between
         two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
         """
+        if self.is_passing:
+            self.pass_by()
+            return None
         chunk, since = self._chunk, self._begun_at_backward
         is_over = since is not None and since != self.decisions.num_backwards
         if (chunk is None or (is_over and not chunk.open_groups)) and self.records():
@@ -304,9 +311,29 @@ class PipelineOffloadManager:
         """Return the chunk whose forward runs, if any."""
         return self._chunk
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether this step runs as if there were no offload, since nothing of it would move.
+
+        Not where somebody watches its groups, and not one step in 64.
+        """
+        learner = self.learner
+        return (
+            learner.moves_nothing
+            and learner.is_steady
+            and self.step_number % _LOOK_EVERY != 0
+            and not any(observer.needs_groups for observer in self.observers)
+        )
+
+    def pass_by(self) -> None:
+        """Tell who watches that a group would start here, and is none."""
+        if self.do_offload and is_recording():
+            for observer in self.observers:
+                observer.passed_by()
+
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
-        return self.do_offload and is_recording()
+        return self.do_offload and is_recording() and not self.is_passing
 
     @graph_break
     def reset(self) -> None:
@@ -328,7 +355,10 @@ class PipelineOffloadManager:
 
     def end_step_if_over(self) -> bool:
         """End the step if its groups were committed and no graph is left; return whether it was."""
-        is_over = bool(self.decisions.committed) and self.decisions.is_idle()
+        if self.is_passing and self.last_profile is not None:  # a step has as many as the last
+            is_over = self._num_begun > max(group.key.chunk for group in self.last_profile.groups)
+        else:
+            is_over = bool(self.decisions.committed) and self.decisions.is_idle()
         if is_over:
             self.reset()
         return is_over
@@ -338,6 +368,9 @@ class PipelineOffloadManager:
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.decisions.num_backwards:
             self._learn()
+        elif self.is_passing:
+            for observer in self.observers:
+                observer.step_passed_by()
         self._begin_step()
 
     def _learn(self) -> None:
@@ -402,6 +435,7 @@ class PipelineOffloadManager:
 
     def _begin_step(self) -> None:
         self.step_number += 1
+        self._num_begun = 0
         self._chunk = self._begun_at_backward = None
         for chunk in self._entered:
             chunk.forget_groups()
@@ -471,7 +505,7 @@ class PipelineOffloadManager:
             chunk.add_recipe(output, function, inputs, unit, reads)
 
     def _chunk_of_recipes(self) -> ChunkOffloadHandler | None:
-        is_recorded = self._chunk is not None and self.do_offload
+        is_recorded = self._chunk is not None and self.do_offload and not self.is_passing
         return self._chunk if is_recorded and is_recording(needs_grad=False) else None
 
     @graph_break

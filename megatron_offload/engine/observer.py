@@ -22,8 +22,10 @@ class Observer:
     """Watches a manager; each method does nothing unless it is overridden.
 
     What takes the device's or the engine's time is told before and after: ``commits`` and
-    ``committed``.
+    ``committed``. While one watches that ``needs_groups``, each step's groups are recorded.
     """
+
+    needs_groups = True
 
     def group_starts(self, group: OffloadGroup) -> None:
         """A forward enters a group."""
@@ -75,6 +77,12 @@ class Observer:
 
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
         """The compute stream waits: in W2 for a group's offload, whose source is then released."""
+
+    def passed_by(self) -> None:
+        """A forward comes to where a group would start, in a step of which nothing is recorded."""
+
+    def step_passed_by(self) -> None:
+        """Such a step is over."""
 
     def step_ended(self, profile: StepProfile) -> None:
         """A step with a backward is over and nothing is in flight; ``last_step`` counts it."""

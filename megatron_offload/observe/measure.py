@@ -23,7 +23,7 @@ class MeasuredStep(NamedTuple):
     """From the start of its first group to its end."""
     lost_us: list[list[float]]
     """What went into waiting for copies and making tensors again: by chunk, in its forward and in
-    its backward."""
+    its backward. Empty where the step passed by."""
     copied_bytes: int
     """To the host and back."""
     reserved_bytes: int | None
@@ -107,6 +107,8 @@ class StepTimer(LossTimer):
     The host waits for nothing before that.
     """
 
+    needs_groups = False
+
     def __init__(self, manager: PipelineOffloadManager) -> None:
         super().__init__(manager.backend)
         self._manager = manager
@@ -140,6 +142,14 @@ class StepTimer(LossTimer):
             self._num_chunks = 1 + max(group.key.chunk for group in profile.groups)
             stats = self._manager.last_step
             self._copied_bytes = stats.offloaded_bytes + stats.reloaded_bytes
+
+    def passed_by(self) -> None:
+        if self._began is None:
+            self._began = self.now()
+
+    def step_passed_by(self) -> None:
+        if self._began is not None and not self.has_ended:
+            self._ended = self.now()
 
     def read(self) -> MeasuredStep:
         """Wait for the step's end on the device; return what was seen."""

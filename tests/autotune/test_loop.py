@@ -10,6 +10,7 @@ from virtual_clock import ORDER, VirtualJob
 
 from megatron_offload.autotune.loop import tune
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.observer import Observer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
 
@@ -99,6 +100,53 @@ def test_what_the_device_cannot_hold_moves_whatever_that_costs(log):
     assert loop.plan.ranks[0].predicted_peak_bytes <= 120 * KIB
     assert loop.plan.moved_bytes > 0
     assert log.records[-1].levelno == logging.WARNING
+
+
+class Launches(Observer):
+    """The host's time for each group, which no copy and no wait shows."""
+
+    needs_groups = False
+
+    def __init__(self, backend, group_us):
+        self.backend, self.group_us = backend, group_us
+
+    def group_commits(self, group, *, is_delayed):
+        self.backend.advance_compute(self.group_us)
+
+
+def host_bound_job(group_us, **settings):
+    """Return a job on a device that can hold all of it, and whose host is the limit."""
+    job = VirtualJob(1.0, **settings)
+    job.manager.observers[:] = [Launches(job.backend, group_us)]  # and nobody counts its bytes
+    job.backend.capacity_bytes = lambda: 1 << 30
+    return job
+
+
+def test_where_the_host_has_no_time_for_it_nothing_moves_and_nothing_is_recorded(log):
+    job = host_bound_job(10.0)
+    loop = settled(job)
+    assert loop.plan.moved_bytes == 0
+    assert job.manager.is_passing
+    assert job.step_us() == pytest.approx(COMPUTE_US)
+    assert job.manager.last_step.num_groups == 0
+    assert "costs 14." in log.messages[-1]
+    with profile_step(job.manager) as recorded:
+        job.step()
+    assert len(recorded.profile.groups) == 48, "who wants to see groups does"
+
+
+def test_what_the_host_takes_of_a_step_counts_beyond_the_noise_of_steps():
+    job = host_bound_job(0.5)
+    assert settled(job).plan.moved_bytes > 0
+
+
+def test_a_program_that_changes_while_nothing_moves_is_seen_to_have_changed(log):
+    job = host_bound_job(10.0)
+    settled(job)
+    job.manager.step_number = 62
+    for _ in range(5):
+        run_step(job.model[:2], job.manager, ORDER)
+    assert "the program has changed" in log.text
 
 
 # Memory.

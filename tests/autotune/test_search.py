@@ -130,6 +130,35 @@ def test_where_no_plan_is_quick_enough_nothing_moves_unless_that_does_not_fit():
         assert not search.is_kept
 
 
+@pytest.mark.parametrize(("host_us", "fits"), [(1000.0, True), (1000.0, False), (40.0, True)])
+def test_what_a_step_takes_longer_counts_where_one_without_offload_fits(host_us, fits):
+    """Its host takes so long with everything, in proportion with less; no wait shows that."""
+    search = search_of(FakeChooser(), auto(10.0), FULL if fits else FULL - 1)
+    followed = []
+
+    def show(plan):
+        followed.append(plan)
+        longer_us = host_us * plan.moved_bytes / (FULL * 7 / 8)
+        return MeasuredCost(1000.0 + longer_us, 1.0 if plan.moved_bytes else 0.0), [None]
+
+    play(search, show)
+    assert (followed[1].moved_bytes == 0) == fits if len(followed) > 1 else not fits
+    everything = followed[0].moved_bytes
+    if fits and host_us > 100:
+        assert 0 < search.plan.moved_bytes <= 0.13 * everything
+        assert search.is_kept
+    else:
+        assert search.plan.moved_bytes == everything
+
+
+def test_what_is_seen_to_take_too_long_is_said_where_nothing_moves():
+    search = search_of(FakeChooser(), auto(1.0), FULL)
+    play(search, lambda plan: (MeasuredCost(2000.0 if plan.moved_bytes else 1000.0, 0.0), [None]))
+    assert search.plan.moved_bytes == 0
+    assert not search.is_kept
+    assert "the quickest that was tried costs 96.08 % of a step of 2.0 ms" in search.said
+
+
 @pytest.mark.parametrize("plans", [0, 3])
 def test_a_plan_that_moves_nothing_or_is_trusted_needs_no_steps(plans):
     search = costing(20.0, auto(plans=plans), FakeChooser(free=0, grain=FULL if plans else 1))

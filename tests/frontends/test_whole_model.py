@@ -6,6 +6,7 @@ import contextlib
 import gc
 import resource
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from megatron_offload import OffloadConfig
 from megatron_offload.core.group import GroupState
+from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.frontends import whole_model
 from megatron_offload.frontends.whole_model import (
@@ -23,6 +25,7 @@ from megatron_offload.frontends.whole_model import (
     get_act_offloading_ctx_manager,
 )
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.planning.plan import plan_of, rank_plan
 
 BUDGETS = {"max_inflight_bytes": None, "prefetch_bytes": None}
 TIGHT = {"max_inflight_bytes": 0, "prefetch_bytes": 4096}
@@ -72,6 +75,38 @@ def test_reloads_run_ahead_of_backward():
         assert offload.end_step()
         assert offload.last_step.num_late_reloads == 0
         assert offload.last_step.reloaded_bytes > 0
+
+
+def test_where_its_own_plan_moves_nothing_it_stands_aside_and_looks_now_and_then():
+    model, inputs = zoo.make("transformer")
+    generator = torch.Generator().manual_seed(1)
+    offload = make_offload(**TIGHT)
+    manager = offload.manager
+    manager.tuner = None
+    counts = []
+
+    def step():
+        with offload:
+            is_hooked = owner_of_hooks() is not None
+            losses = [zoo.loss_of(model, inputs(generator)) for _ in range(2)]
+        sum(losses).backward()
+        del losses
+        assert offload.end_step()
+        counts.append((is_hooked, manager.last_step.num_groups > 0))
+
+    while not manager.learner.is_steady:
+        step()
+    profile, num_before = manager.last_profile, manager.step_number
+    keys = dict.fromkeys((group.key for group in profile.groups), "as planned")
+    rank = replace(rank_plan(profile, keys, ""), units=())
+    manager.learner.follow_plan(plan_of("auto", [profile], [rank]), is_own=True)
+    counts.clear()
+    for _ in range(64):
+        step()
+    assert counts.index((True, True)) == 64 - num_before
+    assert counts.count((False, False)) == 63
+    assert manager.last_profile.has_groups_of(profile)
+    assert_nothing_left(manager)
 
 
 def test_backward_inside_the_block_is_right_too():
