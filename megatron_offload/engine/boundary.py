@@ -21,6 +21,7 @@ import torch
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.marks import is_parameter
 
 Tensors = TypeVar("Tensors", bound=torch.Tensor | Sequence[Any] | None)
 
@@ -108,10 +109,8 @@ def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tens
     if type(tensors) is torch.Tensor:  # much the most frequent, and no parameter
         return tensors if tensors.requires_grad else None
     for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors or ():
-        if (
-            isinstance(tensor, torch.Tensor)
-            and tensor.requires_grad
-            and not isinstance(tensor, torch.nn.Parameter)
-        ):
+        if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+            continue
+        if not is_parameter(tensor):
             return tensor
     return None

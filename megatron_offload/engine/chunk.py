@@ -15,7 +15,7 @@ import torch
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, BlockRef, OffloadGroup, Rules
-from megatron_offload.engine.marks import Marks
+from megatron_offload.engine.marks import Marks, is_parameter
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.recipe import FunctionRecipe, Input
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -96,7 +96,7 @@ class ChunkOffloadHandler:
         """
         transfers = self.transfers
         for observer in transfers.observers:
-            if not isinstance(tensor, torch.nn.Parameter):
+            if not is_parameter(tensor):
                 observer.tensor_saved(tensor)
         storage_key = self.marks.activation_storage(tensor, transfers.backend)
         if storage_key is None:
@@ -165,9 +165,10 @@ class ChunkOffloadHandler:
         constants = list(reads)
         for given in inputs:
             part = given
-            if isinstance(given, torch.nn.Parameter):
+            is_tensor = isinstance(given, torch.Tensor)
+            if is_tensor and is_parameter(given):
                 constants.append(given)
-            elif isinstance(given, torch.Tensor):
+            elif is_tensor:
                 part, block, recipe = self._input_of(given, unit)
                 if part is None:
                     constants.append(given)

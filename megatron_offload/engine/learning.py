@@ -88,6 +88,7 @@ class Learner:
         self._config = config
         self._listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
+        self._unlisted: dict[str, bool] = {}
         self._backend = transfers.backend
         self._host_pool = transfers.host_pool
         self._budget = transfers.budget
@@ -240,7 +241,11 @@ class Learner:
         return self.kept.get(group.key, default)
 
     def _is_unlisted(self, name: str) -> bool:
-        return bool(self._listed) and not any(fnmatchcase(name, one) for one in self._listed)
+        known = self._unlisted.get(name)
+        if known is None:
+            is_listed = not self._listed or any(fnmatchcase(name, one) for one in self._listed)
+            known = self._unlisted[name] = not is_listed
+        return known
 
     def without_unlisted(self, profile: StepProfile) -> StepProfile:
         """Count what groups that stay anyway save as out of reach; warn of names without group."""

@@ -47,6 +47,11 @@ def has_mark(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter: of a plain one known without torch's own, slow check."""
+    return type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+
+
 def is_opted_out(tensor: torch.Tensor) -> bool:
     """Whether a mark on a tensor, or on what it is a view of, says that it stays."""
     base = tensor._base
@@ -72,7 +77,7 @@ class Marks:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Mark a tensor, and all that shares its storage."""
-        if isinstance(tensor, torch.nn.Parameter):
+        if is_parameter(tensor):
             self._parameters[id(tensor)] = tensor
             self._are_storages_old = True
             return
@@ -100,7 +105,7 @@ class Marks:
         if tensor.__dict__ and has_mark(tensor):
             return None
         base = tensor._base
-        if base is not None and (isinstance(base, torch.nn.Parameter) or has_mark(base)):
+        if base is not None and (has_mark(base) or is_parameter(base)):
             return None
         storage_key: int = tensor.untyped_storage()._cdata
         if self._are_storages_old:

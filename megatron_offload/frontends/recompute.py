@@ -27,6 +27,7 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.random_states import RandomStates, are_captured
 from megatron_offload.frontends.module_names import (
     EagerHook,
@@ -280,7 +281,7 @@ def tell(
 def _constant(argument: Any) -> Any:
     """Return an argument in a tuple where it is no activation with a gradient."""
     is_input = isinstance(argument, torch.Tensor) and argument.requires_grad
-    return None if is_input and not isinstance(argument, nn.Parameter) else (_argument(argument),)
+    return None if is_input and not is_parameter(argument) else (_argument(argument),)
 
 
 def _fill_in(function: Callable[..., Any], constants: Sequence[Any], *inputs: Any) -> Any:
@@ -293,7 +294,8 @@ def _holds_tensor(container: Any) -> bool:
 
 
 def _argument(argument: Any) -> Any:
-    return _lasting(argument) if isinstance(argument, nn.Parameter) else argument
+    is_tensor = isinstance(argument, torch.Tensor)
+    return _lasting(argument) if is_tensor and is_parameter(argument) else argument
 
 
 def _call(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:

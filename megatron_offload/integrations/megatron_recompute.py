@@ -103,6 +103,11 @@ def _telling(theirs: Callable[..., Any], unit: str) -> Callable[..., Any]:
     return call
 
 
+@functools.cache
+def _activating(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    return _telling(theirs, "mlp_act")
+
+
 def _permuting(theirs: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(theirs)
 
@@ -166,6 +171,14 @@ def _letting_functions_tell(theirs: Callable[..., Any]) -> Callable[..., Any]:
         is_fused = config.bias_activation_fusion or config.use_te_activation_func
         if is_fused or "mlp_act" not in manager.config.recompute or not manager.records():
             return theirs(self, *args, **kwargs)
+        own = vars(self)
+        activate = own.get("activation_func")
+        if activate and len(args) == 1 and not kwargs and not config.gated_linear_unit:
+            own["activation_func"] = _activating(activate)  # all there is to tell
+            try:
+                return theirs(self, *args)
+            finally:
+                own["activation_func"] = activate
         with RecomputeFunctions(manager, _PARTS):
             return theirs(self, *args, **kwargs)
 
