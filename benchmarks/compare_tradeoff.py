@@ -19,13 +19,14 @@ from pathlib import Path
 import altair
 from compare_simulation import FOLDER, ROOT, machine_of
 
+from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_of
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.plots import tradeoff_chart
-from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, write_tradeoff
+from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
 
 GIB = 2**30
 MEMORY = "reserved memory"
@@ -105,10 +106,10 @@ def main() -> None:
             plan = chooser.under((int(target * GIB),) * sizes["pp"])
             add_simulated(f"target {target:g} GiB", plan)
     console().print(table)
-    write_tradeoff(ROOT / "docs" / "benchmarks" / "tradeoff.json", MEMORY, points)
+    tradeoff = TradeOff(memory=MEMORY, points=tuple(points))
+    write_model(ROOT / "docs" / "benchmarks" / "tradeoff.json", tradeoff)
     words = f"{sizes['layers']} layers, hidden {sizes['hidden']}, sequence {sizes['seq']}, "
     words += f"PP={sizes['pp']}, VPP={sizes['vpp']}, {sizes['microbatches']} microbatches, H200"
-    tradeoff = TradeOff(memory=MEMORY, points=tuple(points))
     names = [f"{number}  {point.label}" for number, point in enumerate(tradeoff.by_memory, start=1)]
     title = altair.Title(f"GPT, {words}", subtitle=names, anchor="start")
     chart = tradeoff_chart(tradeoff).properties(title=title)

@@ -27,7 +27,7 @@ from megatron_offload.cli.source import SourceOptions, load_source
 from megatron_offload.cli.train import RunOptions, read_config
 from megatron_offload.core.policy_config import AutoConfig, PlanFileConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.text import replace_text
+from megatron_offload.files.strict_model import write_model
 from megatron_offload.report.console import console
 from megatron_offload.report.tables import compare_table, group_table, memory_table, rank_table
 from megatron_offload.train.config import TrainConfig
@@ -59,7 +59,7 @@ def run(given: RunOptions) -> int:
         result = compare_reports(*reports)
         _print(config, reports, result)
         write_config(config, folder)
-        replace_text(folder / COMPARISON_NAME, result.model_dump_json(indent=2) + "\n")
+        write_model(folder / COMPARISON_NAME, result)
         for line in (f"findings: {folder / COMPARISON_NAME}", *_plan(folder), _report(folder)):
             console().print(line)
     return 0 if result.is_identical else 1

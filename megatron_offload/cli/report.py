@@ -32,9 +32,15 @@ from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.report.console import console
 from megatron_offload.report.report import NEEDED, MemoryKind, Pair, Report, render_report
-from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, read_tradeoff
+from megatron_offload.report.tradeoff import TRADEOFF_NAME, TradeOff, TradeOffPoint
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import FOLDERS, RunReport, read_comparison, read_steps
+from megatron_offload.train.records import (
+    COMPARISON_NAME,
+    FOLDERS,
+    Comparison,
+    RunReport,
+    read_steps,
+)
 from megatron_offload.train.run_folder import (
     CONFIG_NAME,
     FACTS_NAME,
@@ -83,11 +89,11 @@ def read_report(folder: Path) -> Report:
     A missing file is a gap that the page names; a damaged one is a `ConfigError`.
     """
     main = main_folder(folder)
-    is_comparison = main != folder
-    offloaded, plain = RunReport(read_steps(main)), None
+    offloaded, plain, comparison = RunReport(read_steps(main)), None, None
     if not offloaded.steps:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
-    if is_comparison:
+    if main != folder:
+        comparison = read_model(Comparison, folder / COMPARISON_NAME)
         plain = RunReport(read_steps(folder / FOLDERS[0], offloaded.steps[-1].step))
     path, facts_path = folder / CONFIG_NAME, main / FACTS_NAME
     config = validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
@@ -113,7 +119,7 @@ def read_report(folder: Path) -> Report:
         step_time_s=times,
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
-        findings=read_comparison(folder).findings if is_comparison else None,
+        findings=comparison.findings if comparison else None,
         traces=read_run_traces(folder),
         plan=plan,
         plan_is_followed=is_followed,
@@ -157,8 +163,8 @@ def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) 
 
     ``change`` says how much longer a step took, as a share; None where that was not measured.
     """
-    path = folder / "tradeoff.json"
-    given = read_tradeoff(path) if path.exists() else None
+    path = folder / TRADEOFF_NAME
+    given = read_model(TradeOff, path) if path.exists() else None
     if given is None and change is None:
         return None
     kinds = {kind.name: kind.highest for kind in memory}

@@ -28,14 +28,14 @@ from megatron_offload.core.policy_config import (
 from megatron_offload.core.profile import StepProfile, kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files.strict_model import validate
+from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_json
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.bandwidths import (
     BANDWIDTHS_NAME,
     DEFAULTS,
+    Bandwidths,
     link_machine,
-    load_bandwidths,
     measured_machine,
 )
 from megatron_offload.planning.description import (
@@ -274,7 +274,7 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
     data = read_json(facts) if facts.exists() else None
     is_simulated = isinstance(data, dict) and data.get("is_simulated") is True
     recorded = Recorded.read(place)
-    bandwidths = load_bandwidths(measured) if measured.exists() else None
+    bandwidths = read_model(Bandwidths, measured) if measured.exists() else None
     if given.machine is not None:
         section, origin = _read_machine(given.machine), str(given.machine)
     elif bandwidths is not None:
@@ -320,7 +320,7 @@ def _read_machine(path: Path) -> dict[str, Any]:
             f"{path} holds no bandwidths of GPUs; run: megatron-offload doctor --output FILE"
         )
     profile = validate(MachineProfile, found, f"{path}: profile")
-    return measured_machine([profile.gpus]).model_dump()
+    return measured_machine(profile.gpus).model_dump()
 
 
 def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
-from megatron_offload.files.text import MAX_TEXT_BYTES, read_json
+from megatron_offload.files.text import MAX_TEXT_BYTES, read_json, replace_text
 
 
 def _plain_size(value: Any) -> Any:
@@ -122,6 +122,11 @@ def validate(model: type[Model], data: Any, source: str) -> Model:
 def read_model(model: type[Model], path: Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Model:
     """Build ``model`` from a JSON file; ConfigError as for `read_json` and `validate`."""
     return validate(model, read_json(path, limit_bytes=limit_bytes), str(path))
+
+
+def write_model(path: Path, model: BaseModel) -> None:
+    """Write a JSON file that `read_model` reads, as `replace_text` does."""
+    replace_text(path, model.model_dump_json(indent=1) + "\n")
 
 
 def _explain(model: type[BaseModel], issue: Any) -> str:

@@ -1,19 +1,17 @@
 """The bandwidths that a plan rests on, where they come from, and their file in a run's folder.
 
-Of machines that differ the slowest counts.
+Of GPUs that differ the slowest counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatron_offload.core.machine import MachineConfig
-from megatron_offload.files.strict_model import StrictModel, read_model
-from megatron_offload.files.text import replace_text
+from megatron_offload.files.strict_model import StrictModel
 from megatron_offload.machine.profile import CopyRates
 
 BANDWIDTHS_NAME = "bandwidths.json"
@@ -39,18 +37,15 @@ class Bandwidths(StrictModel):
     """Where they come from, in words; a plan has room for it and for the path of its file."""
 
 
-def measured_machine(machines: Sequence[Sequence[CopyRates]]) -> MachineConfig:
-    """Return what every rank of a job can count on: the numbers of the slowest GPU and machine."""
-    rates = [gpu for machine in machines for gpu in machine]
-    slowest = min(machines, key=lambda machine: _total_gbps(machine) / len(machine))
+def measured_machine(gpus: Sequence[CopyRates]) -> MachineConfig:
+    """Return what every rank of a job can count on, by the GPUs of one of its machines."""
     return MachineConfig(
-        d2h_gbps=min(rate.d2h_gbps for rate in rates),
-        h2d_gbps=min(rate.h2d_gbps for rate in rates),
-        both_gbps=min(min(rate.both_d2h_gbps, rate.both_h2d_gbps) for rate in rates),
-        node_gbps=_total_gbps(slowest),
+        d2h_gbps=min(gpu.d2h_gbps for gpu in gpus),
+        h2d_gbps=min(gpu.h2d_gbps for gpu in gpus),
+        both_gbps=min(min(gpu.both_d2h_gbps, gpu.both_h2d_gbps) for gpu in gpus),
+        node_gbps=sum(gpu.node_d2h_gbps + gpu.node_h2d_gbps for gpu in gpus),
         node_d2h_gbps=None,  # all GPUs were not measured one way
-        node_h2d_gbps=None,
-        gpus_per_node=len(slowest),
+        gpus_per_node=len(gpus),
     )
 
 
@@ -62,7 +57,6 @@ def link_machine(d2h_gbps: float, h2d_gbps: float) -> MachineConfig:
         both_gbps=min(d2h_gbps, h2d_gbps),
         node_gbps=d2h_gbps + h2d_gbps,
         node_d2h_gbps=None,
-        node_h2d_gbps=None,
         gpus_per_node=1,
     )
 
@@ -74,18 +68,3 @@ def slowest_link(rates: Sequence[tuple[float, float]]) -> Bandwidths:
         return Bandwidths(machine=MachineConfig(), gpus_per_rank=1, origin=DEFAULTS)
     slowest = (min(gbps) for gbps in zip(*seen, strict=True))
     return Bandwidths(machine=link_machine(*slowest), gpus_per_rank=1, origin=FROM_COPIES)
-
-
-def save_bandwidths(bandwidths: Bandwidths, path: str | Path) -> None:
-    """Write a file in the place of the one that is there, if any."""
-    replace_text(path, bandwidths.model_dump_json(indent=1) + "\n")
-
-
-def load_bandwidths(path: str | Path) -> Bandwidths:
-    """Read what `save_bandwidths` has written; `ConfigError` says all that is wrong."""
-    return read_model(Bandwidths, Path(path))
-
-
-def _total_gbps(machine: Sequence[CopyRates]) -> float:
-    """Return what all GPUs of a machine copy together, in and out added."""
-    return sum(gpu.node_d2h_gbps + gpu.node_h2d_gbps for gpu in machine)

@@ -1,16 +1,16 @@
-"""What settings of one job cost in memory and in time, and the file that says so."""
+"""What settings of one job cost in memory and in time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field
 
-from megatron_offload.files.strict_model import StrictModel, read_model
-from megatron_offload.files.text import replace_text
+from megatron_offload.files.strict_model import StrictModel
+
+TRADEOFF_NAME = "tradeoff.json"
 
 
 class TradeOffPoint(StrictModel):
@@ -33,7 +33,7 @@ class TradeOffPoint(StrictModel):
 
 
 class TradeOff(StrictModel):
-    """The points of one job."""
+    """The points of one job; a report looks for them in `TRADEOFF_NAME` in its run's folder."""
 
     memory: str = Field(default="device memory", max_length=200)
     """What ``peak_bytes`` is the peak of, such as "reserved memory"."""
@@ -57,14 +57,3 @@ def frontier(points: Iterable[TradeOffPoint]) -> list[TradeOffPoint]:
             lowest = percent
             best.append(point)
     return best
-
-
-def read_tradeoff(path: str | Path) -> TradeOff:
-    """Read what `write_tradeoff` wrote; ConfigError where there is something else, or nothing."""
-    return read_model(TradeOff, Path(path))
-
-
-def write_tradeoff(path: str | Path, memory: str, points: Sequence[TradeOffPoint]) -> None:
-    """Write points of one job; a report looks for ``tradeoff.json`` in its run's folder."""
-    tradeoff = TradeOff(memory=memory, points=tuple(points))
-    replace_text(path, tradeoff.model_dump_json(indent=1) + "\n")

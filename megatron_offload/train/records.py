@@ -18,7 +18,7 @@ import pydantic
 
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, read_model, validate
+from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.files.text import open_regular, parse_json, replace_text
 
 LOG_NAME = "steps.jsonl"
@@ -198,8 +198,3 @@ def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:
         == offloaded.parameters,
     }
     return Comparison(findings=findings)
-
-
-def read_comparison(folder: Path) -> Comparison:
-    """Read ``compare.json``."""
-    return read_model(Comparison, folder / COMPARISON_NAME)

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from pydantic import Field
 
 from megatron_offload.errors import ConfigError, shorten
-from megatron_offload.files.strict_model import StrictModel, read_model
+from megatron_offload.files.strict_model import StrictModel, read_model, write_model
 from megatron_offload.files.text import open_regular, replace_text, sync_folder
 from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.config import TrainConfig
@@ -131,7 +131,7 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: 
         date=datetime.now(UTC).replace(microsecond=0),
         versions=found_versions(),
     )
-    replace_text(folder / FACTS_NAME, facts.model_dump_json(indent=2) + "\n")
+    write_model(folder / FACTS_NAME, facts)
     write_config(config, folder)
 
 
@@ -207,7 +207,7 @@ class CheckpointFolder:
     def publish(self, manifest: Manifest) -> None:
         """Describe a checkpoint whose tensors are on disk, name it, and remove what is too old."""
         part, path = self.part_of(manifest.step), self.path_of(manifest.step)
-        replace_text(part / _MANIFEST, manifest.model_dump_json(indent=1))
+        write_model(part / _MANIFEST, manifest)
         os.rename(part, path)
         for folder in (self.path, self.path.parent):
             sync_folder(folder)

@@ -11,12 +11,13 @@ from jobs import MODULES, RATES, load_model, load_run, measured, ran, run_withou
 
 from megatron_offload.cli.main import main
 from megatron_offload.core.machine import Machine, MachineConfig
-from megatron_offload.planning.bandwidths import Bandwidths, save_bandwidths
+from megatron_offload.files.strict_model import read_model, write_model
+from megatron_offload.planning.bandwidths import Bandwidths
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile_file import load_profile, save_profile
 from megatron_offload.planning.simulate import settings_of, simulate
-from megatron_offload.report.tradeoff import read_tradeoff
+from megatron_offload.report.tradeoff import TradeOff
 
 pytest.importorskip("simpy")
 
@@ -54,7 +55,7 @@ def test_a_plan_of_a_model_is_a_file_for_it(model, tmp_path, capsys):
 def test_the_curve_lies_beside_the_plan_with_the_plan_on_it(model, tmp_path):
     output = tmp_path / "deep.json"
     assert plan("--model", model, "--max-cost", "1%", "--output", output, "--curve", 3) == 0
-    curve = read_tradeoff(tmp_path / "tradeoff.json")
+    curve = read_model(TradeOff, tmp_path / "tradeoff.json")
     assert curve.memory == "reserved memory"
     assert all(point.is_predicted for point in curve.points)
     assert [point.label.split()[0] for point in curve.points] == [
@@ -120,7 +121,7 @@ def test_a_run_is_planned_from_its_profiles(tmp_path, model):
     ran(folder / "with_offload")  # of a comparison that run counts
     assert plan(folder, "--max-cost", 1000, "--curve", 2) == 0
     assert load_plan(folder / "plan.json").moved_bytes > 0
-    assert read_tradeoff(folder / "tradeoff.json").memory == "reserved memory"
+    assert read_model(TradeOff, folder / "tradeoff.json").memory == "reserved memory"
     seen, described = (simulate(source.job) for source in (load_run(folder), load_model(model)))
     for one, other in zip(seen.ranks, described.ranks, strict=True):
         assert one.peak_reserved_bytes == other.peak_reserved_bytes
@@ -199,7 +200,7 @@ def recorded(folder, **changes):
     bandwidths = Bandwidths(
         machine=machine, gpus_per_rank=2, origin="measured now, one GPU, not kept"
     ).model_copy(update=changes)
-    save_bandwidths(bandwidths, folder / "bandwidths.json")
+    write_model(folder / "bandwidths.json", bandwidths)
     return bandwidths
 
 
@@ -335,7 +336,7 @@ def test_the_curve_of_a_run_has_its_own_settings_on_it(tmp_path):
         f"offload: {{modules: {MODULES}, fraction: 1.0, max_inflight_bytes: 8MiB}}"
     )
     assert plan(folder, "--device-target", "1TiB", "--curve", 1) == 0
-    points = {point.label: point for point in read_tradeoff(folder / "tradeoff.json").points}
+    points = {point.label: point for point in read_model(TradeOff, folder / "tradeoff.json").points}
     point = points["this run's own settings"]
     source = load_run(folder)
     step = simulate(source.job, source.settings())

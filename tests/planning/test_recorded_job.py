@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_offload.core.machine import Machine
+from megatron_offload.files.strict_model import read_model
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_of
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.report.tradeoff import read_tradeoff
+from megatron_offload.report.tradeoff import TradeOff
 
 GIB = 2**30
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
@@ -55,7 +56,7 @@ def test_auto_has_kept_its_promise():
 
 
 def test_the_documented_curve_is_the_measured_one():
-    points = read_tradeoff(BENCHMARKS / "tradeoff.json").points
+    points = read_model(TradeOff, BENCHMARKS / "tradeoff.json").points
     documented = {point.label: point for point in points if not point.is_predicted}
     assert len(documented) == len(MEASURED["rows"]) // 4
     for target in (34, 30, 26, 22):

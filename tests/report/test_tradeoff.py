@@ -8,7 +8,8 @@ import random
 import pytest
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.report.tradeoff import TradeOffPoint, frontier, read_tradeoff, write_tradeoff
+from megatron_offload.files.strict_model import read_model, write_model
+from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, frontier
 
 
 def point(peak_bytes, percent, **more):
@@ -34,8 +35,8 @@ def test_the_frontier_holds_what_nothing_beats():
 
 def test_a_file_comes_back_as_it_was(tmp_path):
     points = (point(3, 0.1), point(2, 1 / 3, is_predicted=True, is_plan=True))
-    write_tradeoff(tmp_path / "tradeoff.json", "reserved memory", points)
-    found = read_tradeoff(tmp_path / "tradeoff.json")
+    write_model(tmp_path / "tradeoff.json", TradeOff(memory="reserved memory", points=points))
+    found = read_model(TradeOff, tmp_path / "tradeoff.json")
     assert (found.memory, found.points) == ("reserved memory", points)
 
 
@@ -52,4 +53,4 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, change, expected):
     path = tmp_path / "tradeoff.json"
     path.write_text(json.dumps(change))
     with pytest.raises(ConfigError, match=expected):
-        read_tradeoff(path)
+        read_model(TradeOff, path)

@@ -6,9 +6,10 @@ import pytest
 from cli.jobs import load_run, ran
 
 from megatron_offload.cli.compare import _plan
+from megatron_offload.files.strict_model import read_model
 from megatron_offload.planning.plan_file import load_plan, save_plan
 from megatron_offload.planning.policy import RatioPolicy
-from megatron_offload.report.tradeoff import read_tradeoff
+from megatron_offload.report.tradeoff import TradeOff
 
 
 def test_without_profiles_there_is_no_plan(tmp_path):
@@ -22,7 +23,7 @@ def test_profiles_of_the_run_make_a_plan_and_a_curve(tmp_path):
     curve = tmp_path / "tradeoff.json"
     assert _plan(tmp_path) == [f"plan: {path}", f"predicted trade-off: {curve}"]
     assert load_plan(path).policy == "auto"
-    assert sum(point.is_plan for point in read_tradeoff(curve).points) == 1
+    assert sum(point.is_plan for point in read_model(TradeOff, curve).points) == 1
 
 
 @pytest.mark.parametrize("kind", ["auto", "plan_file"])
@@ -36,7 +37,7 @@ def test_the_plan_that_the_run_followed_stays_and_another_does_not(tmp_path, kin
     assert _plan(tmp_path)[0] == f"plan: {tmp_path / 'plan.json'}"
     found = load_plan(tmp_path / "plan.json")
     assert [rank.choices for rank in found.ranks] == [rank.choices for rank in plan.ranks]
-    (marked,) = (p for p in read_tradeoff(tmp_path / "tradeoff.json").points if p.is_plan)
+    (marked,) = (p for p in read_model(TradeOff, tmp_path / "tradeoff.json").points if p.is_plan)
     assert marked.label == "the plan (ratio)"
     (folder / "config.yaml").unlink()
     _plan(tmp_path)

@@ -13,9 +13,10 @@ from megatron_offload.cli.main import main
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.report.tradeoff import TradeOffPoint, write_tradeoff
+from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import RunFacts
 
@@ -116,7 +117,7 @@ def test_what_the_run_did_is_a_measured_point_beside_predicted_ones(tmp_path):
             is_plan=True,
         ),
     ]
-    write_tradeoff(folder / "tradeoff.json", "saved activations", points)
+    write_model(folder / "tradeoff.json", TradeOff(memory="saved activations", points=points))
     write_plan(folder / "plan.json")
     found = report.read_report(folder).tradeoff
     assert list(found.points[:2]) == points

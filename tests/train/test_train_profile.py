@@ -10,7 +10,8 @@ from training_runs import numbers, run, words
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import HELD_BYTES, LIVE_BYTES, read_traces
-from megatron_offload.planning.bandwidths import FROM_COPIES, load_bandwidths
+from megatron_offload.files.strict_model import read_model
+from megatron_offload.planning.bandwidths import FROM_COPIES, Bandwidths
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_from_profiles, measured_peak_bytes
 from megatron_offload.planning.schedule import make_schedule
@@ -31,7 +32,7 @@ def test_a_profiled_step_changes_no_bit_and_moves_what_others_move(train, tmp_pa
     assert not list((tmp_path / "plain").glob("profile_*"))
     assert not (tmp_path / "plain/bandwidths.json").exists()
     assert not (tmp_path / "profiled/plan.json").exists()
-    bandwidths = load_bandwidths(tmp_path / "profiled/bandwidths.json")
+    bandwidths = read_model(Bandwidths, tmp_path / "profiled/bandwidths.json")
     assert bandwidths.origin == FROM_COPIES
     steps = [record.ranks[0] for record in read_steps(tmp_path / "profiled")]
     assert [step.is_profiled for step in steps] == [False, False, True, False, False]
