@@ -92,30 +92,17 @@ class FairShare:
         return Rates(*(rate * 1e3 for rate in rates))
 
 
-class _Copy:
-    """A copy under way."""
-
-    __slots__ = ("index", "queue", "rate", "rest_bytes", "since_us", "start_us", "version")
-
-    def __init__(self, queue: _Queue, index: int, num_bytes: float, now_us: float) -> None:
-        self.queue = queue
-        self.index = index
-        self.rest_bytes = num_bytes
-        self.rate = 0.0
-        self.start_us = self.since_us = now_us
-        self.version = 0
-
-
 class _Queue:
     """A copy stream: copies in the order of issue, one at a time."""
-
-    __slots__ = ("busy", "is_d2h", "rank", "waiting")
 
     def __init__(self, rank: RankStreams, *, is_d2h: bool) -> None:
         self.rank = rank
         self.is_d2h = is_d2h
-        self.busy: _Copy | None = None
         self.waiting: deque[int] = deque()
+        self.copy: int | None = None
+        """The one that is under way."""
+        self.rest_bytes = self.rate = self.start_us = self.since_us = 0.0
+        self.num_rates = 0
 
 
 class RankStreams:
@@ -231,7 +218,8 @@ class _Step:
             else:
                 queue = rank.d2h if kind == OpKind.OFFLOAD else rank.h2d
                 queue.waiting.append(number)
-                if queue.busy is None and self._begin_copy(queue):
+                if queue.copy is None:
+                    self._begin_copy(queue)
                     self._share_anew(node)
         rank.end_us = environment.now
         rank.is_done = True
@@ -246,59 +234,56 @@ class _Step:
 
     # Copies
 
-    def _begin_copy(self, queue: _Queue) -> bool:
+    def _begin_copy(self, queue: _Queue) -> None:
         """Begin the next copy of an idle queue, if there is one."""
-        if not queue.waiting:
-            return False
-        index = queue.waiting.popleft()
-        num_bytes = queue.rank.program.copy_bytes[index]
-        queue.busy = _Copy(queue, index, num_bytes, self.environment.now)
-        return True
+        queue.copy = queue.waiting.popleft() if queue.waiting else None
+        if queue.copy is not None:
+            queue.rest_bytes, queue.rate = queue.rank.program.copy_bytes[queue.copy], 0.0
+            queue.start_us = queue.since_us = self.environment.now
 
-    def _end_copy(self, copy: _Copy, version: int, node: list[RankStreams], _: object) -> None:
-        """End a copy, unless its rate has changed since this end was set."""
-        if version != copy.version:
+    def _end_copy(self, queue: _Queue, num_rates: int, node: list[RankStreams], _: object) -> None:
+        """End a queue's copy, unless its rate has changed since this end was set."""
+        if num_rates != queue.num_rates:
             return
-        queue, now_us = copy.queue, self.environment.now
-        rank = queue.rank
-        rank.is_over[copy.index] = True
+        rank, copy, now_us = queue.rank, queue.copy, self.environment.now
+        assert copy is not None
+        rank.is_over[copy] = True
         if rank.trace is not None:
             stream, program = "d2h" if queue.is_d2h else "h2d", rank.program
-            label, num_bytes = program.copy_labels[copy.index], program.copy_bytes[copy.index]
-            duration_us = now_us - copy.start_us
-            rank.note(Span(stream, stream, label, copy.start_us, duration_us, num_bytes))
-        queue.busy = None
+            label, num_bytes = program.copy_labels[copy], program.copy_bytes[copy]
+            duration_us = now_us - queue.start_us
+            rank.note(Span(stream, stream, label, queue.start_us, duration_us, num_bytes))
         self._begin_copy(queue)
         self._share_anew(node)
-        if rank.awaited is not None and rank.awaited[0] == copy.index:
+        if rank.awaited is not None and rank.awaited[0] == copy:
             rank.awaited[1].succeed(queue.is_d2h)
 
     def _share_anew(self, node: list[RankStreams]) -> None:
         """Share a node's bandwidth among the copies that run now."""
         num_d2h = num_h2d = num_both = 0
         for rank in node:
-            if rank.d2h.busy is not None:
-                if rank.h2d.busy is not None:
+            if rank.d2h.copy is not None:
+                if rank.h2d.copy is not None:
                     num_both += 1
                 else:
                     num_d2h += 1
-            elif rank.h2d.busy is not None:
+            elif rank.h2d.copy is not None:
                 num_h2d += 1
         rates = self._share.rates(num_d2h, num_h2d, num_both)
         for rank in node:
-            d2h, h2d = rank.d2h.busy, rank.h2d.busy
-            if d2h is not None:
-                self._set_rate(d2h, rates.d2h if h2d is None else rates.both_d2h, node)
-            if h2d is not None:
-                self._set_rate(h2d, rates.h2d if d2h is None else rates.both_h2d, node)
+            d2h, h2d = rank.d2h, rank.h2d
+            if d2h.copy is not None:
+                self._set_rate(d2h, rates.d2h if h2d.copy is None else rates.both_d2h, node)
+            if h2d.copy is not None:
+                self._set_rate(h2d, rates.h2d if d2h.copy is None else rates.both_h2d, node)
 
-    def _set_rate(self, copy: _Copy, rate: float, node: list[RankStreams]) -> None:
-        if rate == copy.rate:
+    def _set_rate(self, queue: _Queue, rate: float, node: list[RankStreams]) -> None:
+        if rate == queue.rate:
             return
         now_us = self.environment.now
-        copy.rest_bytes -= copy.rate * (now_us - copy.since_us)
-        copy.rate, copy.since_us = rate, now_us
-        copy.version += 1
-        end = self.environment.timeout(max(0.0, copy.rest_bytes) / rate)
+        queue.rest_bytes -= queue.rate * (now_us - queue.since_us)
+        queue.rate, queue.since_us = rate, now_us
+        queue.num_rates += 1
+        end = self.environment.timeout(max(0.0, queue.rest_bytes) / rate)
         assert end.callbacks is not None
-        end.callbacks.append(partial(self._end_copy, copy, copy.version, node))
+        end.callbacks.append(partial(self._end_copy, queue, queue.num_rates, node))
