@@ -107,7 +107,7 @@ def _print(config: TrainConfig, reports: Sequence[RunReport], result: Comparison
 
 def _plan(folder: Path) -> list[str]:
     """Plan from the profiles that the run has left, or predict the plan that it followed."""
-    if not rank_files(folder, "profile"):
+    if not rank_files(folder / FOLDERS[1], "profile"):
         return []
     try:
         source = load_source(SourceOptions(folder=folder))

@@ -53,7 +53,13 @@ from megatron_offload.planning.profiled_job import job_of, profiles_of, schedule
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import Simulation, settings_of
 from megatron_offload.report.console import console
-from megatron_offload.train.run_folder import CONFIG_NAME, FACTS_NAME, PLAN_NAME, rank_files
+from megatron_offload.train.run_folder import (
+    CONFIG_NAME,
+    FACTS_NAME,
+    PLAN_NAME,
+    main_folder,
+    rank_files,
+)
 
 _SIZES = ("max_inflight_bytes", "prefetch_bytes")
 _RUN_FIELDS = ("num_microbatches", "pp_size", "vp_size", "modules", "versions")
@@ -262,14 +268,13 @@ def _described(path: Path, given: SourceOptions) -> Source:
 
 
 def _profiled(folder: Path, given: SourceOptions) -> Source:
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give run.output of a run")
-    paths = rank_files(folder, "profile")
+    place = main_folder(folder)
+    paths = rank_files(place, "profile")
     if not paths:
         raise ConfigError(
             f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
         )
-    profiles, place = _of_one_run(paths), paths[0].parent
+    profiles = _of_one_run(paths)
     facts, measured = place / FACTS_NAME, place / BANDWIDTHS_NAME
     data = read_json(facts) if facts.exists() else None
     is_simulated = isinstance(data, dict) and data.get("is_simulated") is True

@@ -145,17 +145,15 @@ def main_folder(folder: Path) -> Path:
     """Return the folder that a report is about: of a comparison, that with offload."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give run.output of a run")
-    return folder / FOLDERS[1] if (folder / COMPARISON_NAME).exists() else folder
+    offloaded = folder / FOLDERS[1]
+    return offloaded if offloaded.is_dir() else folder
 
 
 def rank_files(folder: Path, kind: str) -> list[Path]:
-    """Return a run's traces or profiles by rank, or else those of a comparison's run that moves."""
-    for place in (folder, folder / FOLDERS[1]):
-        names = {path: RANK_NAME.fullmatch(path.name) for path in place.glob(f"{kind}_*")}
-        ranks = {int(name[2]): path for path, name in names.items() if name}
-        if ranks:
-            return [ranks[rank] for rank in sorted(ranks)]
-    return []
+    """Return the traces or profiles in a run's own folder, by rank."""
+    names = {path: RANK_NAME.fullmatch(path.name) for path in folder.glob(f"{kind}_*")}
+    ranks = {int(name[2]): path for path, name in names.items() if name}
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 class Manifest(StrictModel):
