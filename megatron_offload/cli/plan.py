@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 from rich.table import Table
@@ -43,9 +43,9 @@ from megatron_offload.report.tables import plan_table
 from megatron_offload.report.tradeoff import TRADEOFF_NAME, TradeOff, TradeOffPoint
 from megatron_offload.train.run_folder import PLAN_NAME
 
-
-def _without_sign(value: Any) -> Any:
-    return value.removesuffix("%") if isinstance(value, str) else value
+_Percent = Annotated[
+    float, BeforeValidator(lambda x: str(x).removesuffix("%")), Field(ge=0, le=1000)
+]
 
 
 class Given(SourceOptions):
@@ -54,7 +54,7 @@ class Given(SourceOptions):
     device_target: tuple[TargetBytes, ...] | None = None
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
-    max_cost: Annotated[float, BeforeValidator(_without_sign), Field(ge=0, le=1000)] | None = None
+    max_cost: _Percent | None = None
     """Percent that the step may take longer at most; 1 unless set."""
 
     output: OutputFile | None = None

@@ -51,9 +51,8 @@ class BoundaryObserver(Observer, ABC):
     def leave_backwards(self, inner: OffloadGroup | None = None) -> None:
         """Leave the groups that backward is in, but for those around ``inner``."""
         for kind, group in list(self.open):
-            if kind == "backward" and not (inner is not None and _surrounds(group, inner)):
+            is_around = inner is not None and (
+                group.key.chunk == inner.key.chunk and group.key.order < inner.key.order
+            )
+            if kind == "backward" and not is_around:
                 self.backward_leaves(group)
-
-
-def _surrounds(outer: OffloadGroup, inner: OffloadGroup) -> bool:
-    return outer.key.chunk == inner.key.chunk and outer.key.order < inner.key.order

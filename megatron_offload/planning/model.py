@@ -129,14 +129,12 @@ class ModelDescription(StrictModel):
             ("heads", self.kv_heads or self.heads),
             ("heads", self.tensor_parallel),
             ("ffn", self.tensor_parallel),
+            ("experts", self.expert_parallel),
+            ("sequence", self.context_parallel),
         )
         for what, number in divisors:
             if getattr(self, what) % number:
                 raise ValueError(f"{what} {getattr(self, what)} is no multiple of {number}")
-        if self.experts and self.experts % self.expert_parallel:
-            raise ValueError(f"experts {self.experts} is no multiple of {self.expert_parallel}")
-        if self.sequence % self.context_parallel:
-            raise ValueError(f"sequence {self.sequence} is no multiple of {self.context_parallel}")
         num_stages = self.pipeline_parallel * self.virtual_stages
         if self.stage_layers is not None:
             if len(self.stage_layers) != num_stages or sum(self.stage_layers) != self.layers:

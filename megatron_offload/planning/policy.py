@@ -45,7 +45,7 @@ class ModulesPolicy:
         kept: dict[GroupKey, str] = {}
         by_key: dict[GroupKey, GroupProfile] = {}
         for group in profile.groups:
-            if not self._is_listed(group.name):
+            if self.modules and not any(fnmatchcase(group.name, one) for one in self.modules):
                 kept[group.key] = "not among the modules that move"
             elif group.num_bytes > 0:
                 by_key[group.key] = group
@@ -75,9 +75,6 @@ class ModulesPolicy:
         delta_bytes = profile.run.pp_rank * self.delta_bytes_across_pp_ranks
         policy = replace(self, keep_bytes=self.keep_bytes + delta_bytes)
         return rank_plan(profile, policy.plan(profile), "of a module that moves")
-
-    def _is_listed(self, name: str) -> bool:
-        return not self.modules or any(fnmatchcase(name, pattern) for pattern in self.modules)
 
 
 @dataclass(frozen=True, slots=True)
