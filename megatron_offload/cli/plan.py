@@ -43,9 +43,7 @@ from megatron_offload.report.tables import plan_table
 from megatron_offload.report.tradeoff import TRADEOFF_NAME, TradeOff, TradeOffPoint
 from megatron_offload.train.run_folder import PLAN_NAME
 
-_Percent = Annotated[
-    float, BeforeValidator(lambda x: str(x).removesuffix("%")), Field(ge=0, le=1000)
-]
+_WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 
 
 class Given(SourceOptions):
@@ -54,7 +52,7 @@ class Given(SourceOptions):
     device_target: tuple[TargetBytes, ...] | None = None
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
-    max_cost: _Percent | None = None
+    max_cost: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None
     """Percent that the step may take longer at most; 1 unless set."""
 
     output: OutputFile | None = None
