@@ -263,7 +263,10 @@ class MeasuredLoop:
 
     def _settle(self, said: str, level: int = logging.INFO) -> None:
         self.is_settled, self.said = True, said
-        self._manager.backend.trim_device()  # what only other plans, and looking, needed
+        if self._learner.moves_nothing:
+            self._manager.trim()  # no step comes that would unpin what the first have pinned
+        else:
+            self._manager.backend.trim_device()  # what only other plans, and looking, needed
         if self._ranks.answers:
             _logger.log(level, "%s: %s", self._policy.kind, said)
 

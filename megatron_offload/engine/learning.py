@@ -155,6 +155,8 @@ class Learner:
         self.plan = plan
         self._is_plan_confirmed, self._is_other_run_said = is_own, False
         self._begin_plan(self.pp_rank)
+        if is_own and not self.moves_nothing:  # else others may follow that need what is pinned
+            self._num_fits_left = _NUM_FITS - 1
 
     def _begin_plan(self, pp_rank: int | None) -> None:
         plan = self.plan

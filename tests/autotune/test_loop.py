@@ -102,6 +102,18 @@ def test_what_the_device_cannot_hold_moves_whatever_that_costs(log):
     assert log.records[-1].levelno == logging.WARNING
 
 
+def test_what_a_plan_needs_no_more_is_unpinned_soon_and_not_in_the_middle_of_a_run():
+    job = VirtualJob(0.1, host_slab_bytes=16 * KIB)
+    settled(job)
+    for _ in range(2):
+        job.step()
+    pinned_bytes = job.manager.host_pool.stats.slab_bytes_total
+    assert pinned_bytes < 0.7 * job.manager.host_pool.stats.peak_slab_bytes
+    for _ in range(20):
+        job.step()
+    assert job.manager.host_pool.stats.slab_bytes_total == pinned_bytes
+
+
 class Launches(Observer):
     """The host's time for each group, which no copy and no wait shows."""
 
@@ -127,6 +139,7 @@ def test_where_the_host_has_no_time_for_it_nothing_moves_and_nothing_is_recorded
     loop = settled(job)
     assert loop.plan.moved_bytes == 0
     assert job.manager.is_passing
+    assert job.manager.host_pool.stats.slab_bytes_total == 0
     assert job.step_us() == pytest.approx(COMPUTE_US)
     assert job.manager.last_step.num_groups == 0
     assert "costs 14." in log.messages[-1]
