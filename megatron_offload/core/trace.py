@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,21 +25,22 @@ STREAMS = ("compute", "d2h", "h2d")
 PIPELINE_WAIT = "pipeline"
 """The wait of a stall that is for another stage, and no copy: only a simulation can tell."""
 
-INFLIGHT_BYTES = "bytes in flight"
-"""Copied or being copied to the host, with the device memory still held."""
 
-HOST_BYTES = "bytes on the host"
-"""Held in host memory, from the issue of the offload to the issue of the reload."""
+class ByteCount(StrEnum):
+    """The counters of bytes in a trace."""
 
-PREFETCHED_BYTES = "bytes prefetched, not consumed"
-"""Back on the device, or kept there because it is needed soon, and not yet consumed."""
+    INFLIGHT = "bytes in flight"
+    """Copied or being copied to the host, with the device memory still held."""
+    HOST = "bytes on the host"
+    """Held in host memory, from the issue of the offload to the issue of the reload."""
+    PREFETCHED = "bytes prefetched, not consumed"
+    """Back on the device, or kept there because it is needed soon, and not yet consumed."""
+    LIVE = "bytes saved"
+    """What the groups between their commit and their backward have saved, wherever it lies."""
+    HELD = "bytes saved, on the device"
+    """The part of `LIVE` that takes device memory; an upper bound while a copy that was called off
+    is still in flight."""
 
-LIVE_BYTES = "bytes saved"
-"""What the groups between their commit and their backward have saved, wherever it lies."""
-
-HELD_BYTES = "bytes saved, on the device"
-"""The part of `LIVE_BYTES` that takes device memory; an upper bound while a copy that was called
-off is still in flight."""
 
 _MAX_TRACE_BYTES = 1024**3
 """Larger files are no trace of a few steps."""

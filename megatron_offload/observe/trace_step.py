@@ -15,17 +15,7 @@ import torch
 
 from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.core.trace import (
-    HELD_BYTES,
-    HOST_BYTES,
-    INFLIGHT_BYTES,
-    LIVE_BYTES,
-    PREFETCHED_BYTES,
-    STREAMS,
-    Counter,
-    Span,
-    StepTrace,
-)
+from megatron_offload.core.trace import STREAMS, ByteCount, Counter, Span, StepTrace
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
@@ -139,13 +129,13 @@ class _Tracer(BoundaryObserver):
         on_host, in_flight = self._host_pool.stats.in_use_bytes, self._inflight.total()
         live_bytes = sum(self._live_bytes.values())
         values: dict[str, float] = {
-            INFLIGHT_BYTES: in_flight,
-            HOST_BYTES: on_host,
-            PREFETCHED_BYTES: self._budget.held_bytes,
-            LIVE_BYTES: live_bytes,
+            ByteCount.INFLIGHT: in_flight,
+            ByteCount.HOST: on_host,
+            ByteCount.PREFETCHED: self._budget.held_bytes,
+            ByteCount.LIVE: live_bytes,
             # What lies on the host and in flight is held twice; what came back before its release
             # is in flight alone.
-            HELD_BYTES: min(max(live_bytes - on_host + in_flight, 0), live_bytes),
+            ByteCount.HELD: min(max(live_bytes - on_host + in_flight, 0), live_bytes),
         }
         changed = [name for name in values if values[name] != self._last_values.get(name)]
         if changed:

@@ -8,14 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from megatron_offload.core.trace import (
-    HELD_BYTES,
-    HOST_BYTES,
-    INFLIGHT_BYTES,
-    PREFETCHED_BYTES,
-    Counter,
-    StepTrace,
-)
+from megatron_offload.core.trace import ByteCount, Counter, StepTrace
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
@@ -124,7 +117,7 @@ def _result(job: Job, rank: RankStreams) -> RankResult:
     if rank.trace is not None:
         began_us = [*rank.began_us, rank.end_us]
         for position, *counts in program.memory:
-            names = (HELD_BYTES, INFLIGHT_BYTES, PREFETCHED_BYTES, HOST_BYTES)
+            names = (ByteCount.HELD, ByteCount.INFLIGHT, ByteCount.PREFETCHED, ByteCount.HOST)
             for name, num_bytes in zip(names, counts, strict=True):
                 rank.trace.counters.append(Counter(name, began_us[position], num_bytes))
     own = {one.name: getattr(program, one.name) for one in fields(StepCounts)}

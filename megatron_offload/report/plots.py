@@ -13,18 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_offload.core.trace import (
-    HELD_BYTES,
-    HOST_BYTES,
-    INFLIGHT_BYTES,
-    LIVE_BYTES,
-    PIPELINE_WAIT,
-    PREFETCHED_BYTES,
-    STREAMS,
-    Counter,
-    Span,
-    StepTrace,
-)
+from megatron_offload.core.trace import PIPELINE_WAIT, STREAMS, ByteCount, Counter, Span, StepTrace
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.report.console import printable
@@ -45,12 +34,12 @@ _KINDS = {
     "h2d": ("#cc79a7", "reload (H2D)"),
 }
 
-_COUNTERS = {
-    LIVE_BYTES: "#8a9199",
-    HELD_BYTES: "#0072b2",
-    HOST_BYTES: "#009e73",
-    INFLIGHT_BYTES: _KINDS["d2h"][0],
-    PREFETCHED_BYTES: _KINDS["h2d"][0],
+_COUNTERS: dict[str, str] = {
+    ByteCount.LIVE: "#8a9199",
+    ByteCount.HELD: "#0072b2",
+    ByteCount.HOST: "#009e73",
+    ByteCount.INFLIGHT: _KINDS["d2h"][0],
+    ByteCount.PREFETCHED: _KINDS["h2d"][0],
 }
 
 _PLAN = "a plan"

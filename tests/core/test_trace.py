@@ -21,12 +21,8 @@ from programs import (
 from megatron_offload.backends.base import Wait
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.core.trace import (
-    HELD_BYTES,
-    HOST_BYTES,
-    INFLIGHT_BYTES,
-    LIVE_BYTES,
-    PREFETCHED_BYTES,
     STREAMS,
+    ByteCount,
     Counter,
     Span,
     StepTrace,
@@ -51,7 +47,7 @@ def small_trace(rank=0):
             Span("d2h", "d2h", "a", 8.0, 6.0, 12000),
             Span("h2d", "h2d", "a", 16.0, 2.0, 8000),
         ],
-        counters=[Counter(INFLIGHT_BYTES, 8.0, 12000), Counter(INFLIGHT_BYTES, 14.0, 0)],
+        counters=[Counter(ByteCount.INFLIGHT, 8.0, 12000), Counter(ByteCount.INFLIGHT, 14.0, 0)],
     )
 
 
@@ -105,7 +101,7 @@ def test_a_file_holds_valid_chrome_events(tmp_path):
     place = {"pid": 3, "tid": 1, "ts": 8.0, "dur": 6.0}
     args = {"group": "a", "bytes": 12000, "GB/s": 2.0}
     assert {"ph": "X", "name": "d2h a", "cat": "d2h", **place, "args": args} in events
-    counter = {"ph": "C", "name": INFLIGHT_BYTES, "pid": 3, "ts": 8.0, "args": {"bytes": 12000}}
+    counter = {"ph": "C", "name": ByteCount.INFLIGHT, "pid": 3, "ts": 8.0, "args": {"bytes": 12000}}
     assert counter in events
     assert read_traces(path)[0] == small_trace(rank=3)
 
@@ -172,15 +168,15 @@ def test_a_traced_step_is_the_same_step(timing, inflight_bytes):
     assert manager.backend.stall_us == untraced.backend.stall_us
     assert trace.num_bytes["d2h"] == manager.last_step.offloaded_bytes > 0
     assert trace.num_bytes["h2d"] == manager.last_step.reloaded_bytes > 0
-    assert max(values_of(trace, HOST_BYTES)) == manager.last_step.peak_host_bytes
+    assert max(values_of(trace, ByteCount.HOST)) == manager.last_step.peak_host_bytes
     for stream in STREAMS:
         for earlier, later in itertools.pairwise(trace.of(stream)):
             assert earlier.end_us <= later.start_us
-    for name in (INFLIGHT_BYTES, HOST_BYTES, PREFETCHED_BYTES, LIVE_BYTES, HELD_BYTES):
+    for name in ByteCount:
         values = values_of(trace, name)
         assert values[0] == values[-1] == 0, name
         assert max(values) > 0, name
-    assert max(values_of(trace, HELD_BYTES)) <= max(values_of(trace, LIVE_BYTES))
+    assert max(values_of(trace, ByteCount.HELD)) <= max(values_of(trace, ByteCount.LIVE))
 
 
 def test_the_manager_is_left_as_it_was():
@@ -250,9 +246,9 @@ def test_virtual_times_are_exact():
         Span("h2d", "h2d", b, 712, 128, 256),
         Span("h2d", "h2d", a, 1040, 128, 256),
     ]
-    inflight = [(c.time_us, c.value) for c in trace.counters if c.name == INFLIGHT_BYTES]
+    inflight = [(c.time_us, c.value) for c in trace.counters if c.name == ByteCount.INFLIGHT]
     assert inflight == [(0, 0), (100, 256), (356, 0), (456, 256), (712, 0)]
-    live = [(c.time_us, c.value) for c in trace.counters if c.name == LIVE_BYTES]
+    live = [(c.time_us, c.value) for c in trace.counters if c.name == ByteCount.LIVE]
     assert live == [(0, 0), (100, 256), (456, 512), (1040, 256), (1368, 0)]
     assert trace.duration_us == 1368
     assert trace.stall_us == {"W2": 512, "W4": 256}
@@ -274,4 +270,4 @@ def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():
             losses.append(x.square().mean())
         for loss in losses:
             loss.backward()
-    assert values_of(trace, LIVE_BYTES)[-1] < max(values_of(trace, LIVE_BYTES)) / 2
+    assert values_of(trace, ByteCount.LIVE)[-1] < max(values_of(trace, ByteCount.LIVE)) / 2

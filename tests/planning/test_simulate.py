@@ -9,7 +9,7 @@ import pytest
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.core.trace import HELD_BYTES, read_traces, write_traces
+from megatron_offload.core.trace import ByteCount, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.schedule import make_schedule
@@ -205,7 +205,7 @@ def test_what_holds_for_every_step(seed):
             for span in rank.trace.of(stream):
                 assert span.start_us >= ends_us - 1e-6
                 ends_us = span.end_us
-        saved = [c.value for c in rank.trace.counters if c.name == HELD_BYTES]
+        saved = [c.value for c in rank.trace.counters if c.name == ByteCount.HELD]
         assert 7 * KB + max(saved, default=0) == rank.peak_device_bytes
     assert simulation.step_us >= without.step_us - 1e-6
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.core.trace import (
-    HELD_BYTES,
-    INFLIGHT_BYTES,
-    LIVE_BYTES,
-    PREFETCHED_BYTES,
-    Counter,
-    Span,
-    StepTrace,
-)
+from megatron_offload.core.trace import ByteCount, Counter, Span, StepTrace
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
 from megatron_offload.report.report import MemoryKind, Pair, Report
@@ -24,7 +16,7 @@ HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>{{ 7 * 7 }}
 
 
 def trace(rank):
-    names = (LIVE_BYTES, HELD_BYTES, INFLIGHT_BYTES, PREFETCHED_BYTES)
+    names = (ByteCount.LIVE, ByteCount.HELD, ByteCount.INFLIGHT, ByteCount.PREFETCHED)
     return StepTrace(
         rank,
         [

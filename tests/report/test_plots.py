@@ -6,14 +6,7 @@ import re
 
 import pytest
 
-from megatron_offload.core.trace import (
-    HELD_BYTES,
-    LIVE_BYTES,
-    PIPELINE_WAIT,
-    Counter,
-    Span,
-    StepTrace,
-)
+from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, Counter, Span, StepTrace
 from megatron_offload.report.plots import (
     last_us,
     timeline_chart,
@@ -29,7 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def trace(rank):
     spans = [Span("compute", "forward", "x[chunk 0, 0]", 0, 10), Span("d2h", "d2h", "x", 3, 5, 64)]
-    return StepTrace(rank, spans, [Counter(LIVE_BYTES, 1, 64)])
+    return StepTrace(rank, spans, [Counter(ByteCount.LIVE, 1, 64)])
 
 
 def rows_of(chart, field):
@@ -42,7 +35,7 @@ def test_each_part_of_a_picture_has_data_of_its_own():
     traces = [trace(rank) for rank in range(2)]
     for number, one in enumerate(traces):
         one.spans[0] = Span("compute", "forward", f"x[chunk {number}, 0]", 0, 10)
-        one.counters.append(Counter(LIVE_BYTES, 2, 64 * number))
+        one.counters.append(Counter(ByteCount.LIVE, 2, 64 * number))
     picture = altair.vconcat(*(timeline_chart(one, 20.0) for one in traces))
     vega = str(vl_convert.vegalite_to_vega(picture.to_json()))
     drawn = re.findall(r"'(?:from|facet)': \{(?:'name': '\w+', )?'data': '(data_\d+)'", vega)
@@ -65,8 +58,8 @@ def test_spans_stand_where_their_times_say_and_ranks_share_an_axis():
 
 def test_a_long_trace_makes_no_large_chart_and_keeps_its_peak():
     spans = [Span("compute", "forward", "x", i, 0.4, 1) for i in range(20_000)]
-    counters = [Counter(LIVE_BYTES, i, (i % 7) * 2**20) for i in range(20_000)]
-    counters.append(Counter(LIVE_BYTES, 10_000.5, 2**30))
+    counters = [Counter(ByteCount.LIVE, i, (i % 7) * 2**20) for i in range(20_000)]
+    counters.append(Counter(ByteCount.LIVE, 10_000.5, 2**30))
     chart = timeline_chart(StepTrace(0, spans, counters), 20_000.0)
     assert len(rows_of(chart, "stream")) <= 2000
     sizes = [row["size"] for row in rows_of(chart, "size") if "stream" not in row]
@@ -75,11 +68,19 @@ def test_a_long_trace_makes_no_large_chart_and_keeps_its_peak():
 
 
 def test_a_curve_holds_its_last_value_to_the_end():
-    counters = [Counter(LIVE_BYTES, 0, 0), Counter(LIVE_BYTES, 500, 10), Counter(HELD_BYTES, 0, 3)]
+    counters = [
+        Counter(ByteCount.LIVE, 0, 0),
+        Counter(ByteCount.LIVE, 500, 10),
+        Counter(ByteCount.HELD, 0, 3),
+    ]
     one = StepTrace(0, [Span("compute", "forward", "", 0, 1000)], counters)
     rows = rows_of(timeline_chart(one, 1000.0), "size")
     found = [(row["what"], row["size"]) for row in rows]
-    assert found == [*((LIVE_BYTES, x) for x in (0, 10, 10)), (HELD_BYTES, 3), (HELD_BYTES, 3)]
+    assert found == [
+        *((ByteCount.LIVE, x) for x in (0, 10, 10)),
+        (ByteCount.HELD, 3),
+        (ByteCount.HELD, 3),
+    ]
 
 
 def test_passes_over_chunks_are_named():

@@ -9,7 +9,7 @@ import torch
 from training_runs import numbers, run, words
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.trace import HELD_BYTES, LIVE_BYTES, read_traces
+from megatron_offload.core.trace import ByteCount, read_traces
 from megatron_offload.files.strict_model import read_model
 from megatron_offload.planning.bandwidths import FROM_COPIES, Bandwidths
 from megatron_offload.planning.profile_file import load_profile
@@ -93,7 +93,7 @@ def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, t
     assert trace.num_bytes["d2h"] == steps[2]["ranks"][0]["offloaded_bytes"] > 0
     kinds = {span.kind for span in trace.of("compute")}
     assert {"forward", "backward", "other"} <= kinds
-    assert {LIVE_BYTES, HELD_BYTES} <= {counter.name for counter in trace.counters}
+    assert {ByteCount.LIVE, ByteCount.HELD} <= {counter.name for counter in trace.counters}
     # Virtual copies beside real compute, in the same unit as the clock on the wall; the optimizer's
     # part, which isn't traced, is long on a busy machine.
     measured_us = 1e6 * steps[2]["step_time_s"]
