@@ -71,7 +71,6 @@ def _run(words: list[str]) -> int:
 
 
 def _about(words: Sequence[str]) -> str:
-    """Return the help of all commands."""
     parser = _Parser(
         prog="megatron-offload",
         description="Exact activation offload for pipeline-parallel transformers.",

@@ -51,7 +51,6 @@ class Finding:
 
     level: Level
     title: str
-    """What was looked at."""
     found: str
     """What was found, with the numbers."""
     advice: str = ""

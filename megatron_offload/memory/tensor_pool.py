@@ -245,4 +245,3 @@ OffloadTensorPool = GPUTensorPool
 """The name in Megatron-core 0.19."""
 
 PoolKey = tuple[tuple[int, ...], torch.dtype]
-"""A shape and a dtype."""

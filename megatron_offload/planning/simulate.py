@@ -13,7 +13,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.replay import RankProgram, StepCounts, replay
-from megatron_offload.planning.streams import RELEASE, RELOAD, RankStreams, run_streams
+from megatron_offload.planning.streams import RankStreams, run_streams
 
 SEGMENT_BYTES = 2 * 1024**2
 """PyTorch's caching allocator takes large memory from the device in multiples of this."""
@@ -41,12 +41,6 @@ class Simulation:
     step_us: float
     """Until the last rank is done."""
     ranks: tuple[RankResult, ...]
-
-    @property
-    def stall_us(self) -> dict[str, float]:
-        """The stalls of the rank that lost most to its copies, by cause."""
-        worst = max(self.ranks, key=lambda one: one.stall_us[RELEASE] + one.stall_us[RELOAD])
-        return worst.stall_us
 
 
 def simulate(

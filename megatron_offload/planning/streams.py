@@ -181,7 +181,6 @@ class _Step:
     def _compute_stream(
         self, rank: RankStreams, node: list[RankStreams]
     ) -> Generator[simpy.Event, None, None]:
-        """Go through one rank's program."""
         environment, program = self.environment, rank.program
         num_ops, joined_us = len(program.kinds), 0.0
         for position, kind in enumerate(program.kinds):

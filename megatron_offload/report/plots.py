@@ -20,7 +20,6 @@ from megatron_offload.report.console import printable
 from megatron_offload.report.tradeoff import TradeOff, frontier
 
 NEEDED = ("altair", "vl_convert")
-"""Packages that a chart needs."""
 
 # Okabe and Ito's colours, which people of any colour vision tell apart.
 _KINDS = {

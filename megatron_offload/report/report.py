@@ -26,7 +26,6 @@ from megatron_offload.report.tables import plan_rows
 from megatron_offload.report.tradeoff import TradeOff
 
 NEEDED = ("jinja2", *plots.NEEDED)
-"""Packages that a page needs."""
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -72,7 +71,6 @@ class Report:
     num_steps: int
     device: str
     is_simulated: bool
-    """Whether there was no GPU: times then say nothing about one."""
     date: str
     memory: Sequence[MemoryKind]
     """What was measured, the one that counts most first."""

@@ -17,7 +17,6 @@ class TradeOffPoint(StrictModel):
     """One setting of a job."""
 
     label: str = Field(max_length=200)
-    """What to call the setting."""
 
     peak_bytes: int = Field(ge=0, lt=2**63)
     """Peak device memory of the rank that needs most."""
@@ -39,7 +38,6 @@ class TradeOff(StrictModel):
     """What ``peak_bytes`` is the peak of, such as "reserved memory"."""
 
     points: Annotated[tuple[TradeOffPoint, ...], Field(min_length=1, max_length=10_000)]
-    """In any order."""
 
     @property
     def by_memory(self) -> list[TradeOffPoint]:

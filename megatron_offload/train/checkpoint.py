@@ -188,7 +188,6 @@ def _groups_with_step(optimizer: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the torch optimizers inside megatron-core's."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in chained if part.optimizer is not None]
 

@@ -62,7 +62,6 @@ class _Trainer:
     _signals: Sequence[int]
     _say: Callable[[str], None]
     _first: int = 1
-    """The step that comes first."""
 
     def __post_init__(self) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
