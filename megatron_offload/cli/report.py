@@ -134,15 +134,7 @@ def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:
     if isinstance(policy, PlanFileConfig) and Path(policy.path).exists():
         followed = load_plan(policy.path)
     plan = load_plan(path) if path.exists() else followed
-    return plan, followed is not None and _done_by(plan) == _done_by(followed)
-
-
-def _done_by(plan: OffloadPlan | None) -> list[Any]:
-    """Return what a plan does, whatever it says of that."""
-    return [
-        ({choice.key: choice.moves for choice in rank.choices}, rank.recompute)
-        for rank in (plan.ranks if plan else ())
-    ]
+    return plan, plan is not None and followed is not None and plan.is_like(followed)
 
 
 def _memory(

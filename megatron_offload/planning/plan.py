@@ -166,7 +166,12 @@ class OffloadPlan:
 
         def deeds(plan: OffloadPlan) -> list[object]:
             return [
-                (rank.kept.keys(), rank.recompute, rank.max_inflight_bytes, rank.prefetch_bytes)
+                (
+                    {choice.key: choice.moves for choice in rank.choices},
+                    rank.recompute,
+                    rank.max_inflight_bytes,
+                    rank.prefetch_bytes,
+                )
                 for rank in plan.ranks
             ]
 
