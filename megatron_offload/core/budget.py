@@ -24,14 +24,18 @@ class DeviceBudget:
     ``total_bytes`` is both together, and ``lookahead_bytes`` how far ahead, by the step's clock,
     what is on the host is looked at for its reload: twice what may come back, since backward of one
     half hides the reload of the other. Groups that are committed behind one another move as one
-    until they have ``batch_bytes``. It ``is_warming_up`` until the first backward of a step that
-    was seen before.
+    until they have ``batch_bytes``, which no plan makes more than ``most_batch_bytes``. It
+    ``is_warming_up`` until the first backward of a step that was seen before.
     """
 
     def __init__(
         self, max_inflight_bytes: int | None = None, prefetch_bytes: int | None = None
     ) -> None:
         self._user = max_inflight_bytes, prefetch_bytes
+        self.most_batch_bytes = _MOST_BATCH_BYTES
+        if max_inflight_bytes is not None and prefetch_bytes is not None:
+            share_bytes = (max_inflight_bytes + prefetch_bytes) // _BATCH_SHARE
+            self.most_batch_bytes = min(share_bytes, _MOST_BATCH_BYTES)
         self._plan: tuple[int | None, int | None] = None, None
         self._default = 0, 0
         self._choose_limits()
@@ -73,7 +77,7 @@ class DeviceBudget:
         self.prefetch_bytes = self._default[1] if prefetch_bytes is None else prefetch_bytes
         self.total_bytes = total = self.max_inflight_bytes + self.prefetch_bytes
         self.lookahead_bytes = min(2 * self.prefetch_bytes or total, total)
-        self.batch_bytes = min(total // _BATCH_SHARE, _MOST_BATCH_BYTES)
+        self.batch_bytes = min(total // _BATCH_SHARE, self.most_batch_bytes)
 
     @property
     def clock_runs(self) -> bool:

@@ -25,9 +25,10 @@ from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import Packed, SavedWrapper, is_wrapper
 
-_GROUP_BYTES = 1 << 20
-"""A group ends when it has this much: what is larger than this moves alone, so that its memory is
-released as soon as its copy is done; what is smaller travels together."""
+_LEAST_GROUP_BYTES = 1 << 20
+_GROUP_SHARE = 32
+"""A group ends when it has this fraction of what its forward has saved so far: a batch of copies is
+no smaller, and each group costs the host as much as several tensors."""
 
 
 @dataclass(slots=True)
@@ -40,6 +41,8 @@ class _Forward:
     group: OffloadGroup | None = None
     num_tensors: int = 0
     num_bytes: int = 0
+    total_bytes: int = 0
+    """Of all its groups."""
 
 
 @dataclass(slots=True, eq=False)
@@ -172,11 +175,20 @@ class AutomaticGroups:
         saved = _Saved(self, group, record)
         forward.num_tensors += 1
         forward.num_bytes += record.block.num_bytes
-        most = self.max_inflight_tensors
-        is_full = most is not None and forward.num_tensors >= most
-        if is_full or forward.num_bytes >= _GROUP_BYTES:
+        forward.total_bytes += record.block.num_bytes
+        if self._is_full(forward):
             self._commit(forward)
         return saved
+
+    def _is_full(self, forward: _Forward) -> bool:
+        num_tensors, num_bytes = forward.num_tensors, forward.num_bytes
+        most = self.max_inflight_tensors
+        if num_bytes < _LEAST_GROUP_BYTES:
+            return most is not None and num_tensors >= most
+        if most is not None and num_tensors >= most // 2:  # as many may be in flight meanwhile
+            return True
+        most_bytes = self.manager.budget.most_batch_bytes
+        return num_bytes >= min(forward.total_bytes // _GROUP_SHARE, most_bytes)
 
     def _commit(self, forward: _Forward) -> None:
         group, forward.group = forward.group, None

@@ -223,6 +223,29 @@ def test_large_tensors_move_one_by_one_and_small_ones_together():
     z.sum().backward()
 
 
+@pytest.mark.parametrize("most", [1000, 5])
+def test_a_long_forward_has_few_groups_and_they_are_those_of_every_step(most):
+    offload = make_offload(max_fwd_stash_size=most)
+    offload.manager.tuner = None
+    x = torch.ones(1 << 18, requires_grad=True)
+    sizes = []
+    for _ in range(3):
+        with offload:
+            y = x
+            for _ in range(160):
+                y = y.mul(0.1).exp()  # of 1 MiB each, one is saved
+        y.sum().backward()
+        del y
+        groups = offload.manager.decisions.groups()
+        sizes.append([len(group.references) for group in groups])
+        assert offload.end_step()
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert sizes[0] == sorted(sizes[0][:-1]) + sizes[0][-1:]
+    assert sum(sizes[0]) == 160
+    assert (sizes[0][0], max(sizes[0])) == (1, min(5, most // 2))
+    offload.close()
+
+
 def test_what_is_recomputed_in_a_backward_inside_the_block_stays():
     model, inputs = zoo.make("reentrant")
     x = inputs(torch.Generator().manual_seed(1)).requires_grad_()
