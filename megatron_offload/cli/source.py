@@ -46,7 +46,6 @@ from megatron_offload.planning.description import (
 )
 from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.plan import check_profiles
-from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_of, profiles_of, schedule_of
@@ -161,7 +160,8 @@ class Source:
         Flags win over each. ConfigError: a plan that can't be read, or is another job's.
         """
         if plan_path is not None:
-            plan = load_plan(plan_path)
+            followed = PlanFileConfig(kind="plan_file", path=str(plan_path))
+            plan = plan_by_rule(followed, self.profiles)
         elif self.recorded is None:
             return [self.default] * self.job.schedule.num_ranks
         else:
@@ -170,8 +170,6 @@ class Source:
             except ConfigError as error:
                 where = f"{self.recorded.path}: offload.policy"
                 raise ConfigError(f"{where}: {error}; --plan FILE takes another") from error
-        for profile in self.profiles:
-            plan.check(profile)
         return settings_of(plan, self.default)
 
     def show(

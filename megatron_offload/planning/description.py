@@ -186,10 +186,8 @@ def load_description(
 ) -> JobDescription:
     """Read a job; `ConfigError` says all that is wrong, one line each.
 
-    Args:
-        path: the file's.
-        overrides: ``section.key=value`` pairs that win over the file.
-        machine: a section in the place of the file's.
+    ``machine`` is a section in the place of the file's; over both win the ``section.key=value``
+    pairs of ``overrides``.
     """
     data = load_yaml(path)
     if data.keys() & _TRAINERS:

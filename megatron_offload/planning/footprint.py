@@ -25,11 +25,7 @@ class LiveGroup(NamedTuple):
 
 
 class Footprint:
-    """One rank's step without offload, a row for each piece of work.
-
-    Args:
-        profile: of its groups.
-        step: what was simulated of it, and recorded.
+    """One rank's step without offload, as simulated and recorded, a row for each piece of work.
 
     Attributes:
         rows: bytes that are taken while a piece of work runs.

@@ -77,26 +77,21 @@ class UnitChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one pipeline rank does.
-
-    Attributes:
-        choices: one for each group of its step, in the order of their commits.
-        max_inflight_bytes: device memory for groups on their way to the host: how late each is
-            released. None leaves it to the engine, as in ``OffloadConfig``.
-        prefetch_bytes: the same for groups that are back ahead of their use.
-        predicted_peak_bytes: most device memory at one time; None where nothing was predicted.
-        measured_peak_bytes: most that the rank was seen to reserve; None where it was not measured.
-        predicted_step_us: length of a step.
-        units: what is made again, and what could be; None leaves that to ``OffloadConfig``.
-    """
+    """What one pipeline rank does. Peaks and times are None where there are none."""
 
     choices: tuple[GroupChoice, ...]
+    """One for each group of its step, in the order of their commits."""
     max_inflight_bytes: int | None = None
+    """Device memory for groups on their way to the host: how late each is released. None leaves it
+    to the engine, as in ``OffloadConfig``."""
     prefetch_bytes: int | None = None
+    """The same for groups that are back ahead of their use."""
     predicted_peak_bytes: int | None = None
     predicted_step_us: float | None = None
     measured_peak_bytes: int | None = None
+    """Most that the rank was seen to reserve."""
     units: tuple[UnitChoice, ...] | None = None
+    """What is made again, and what could be; None leaves that to ``OffloadConfig``."""
 
     @property
     def recompute(self) -> tuple[frozenset[str], ...] | None:
@@ -133,23 +128,16 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """What all pipeline ranks do.
-
-    Attributes:
-        policy: kind of the policy that made it.
-        num_microbatches: of one step.
-        vp_size: virtual pipeline stages of each rank.
-        ranks: one plan for each pipeline rank, in order.
-        bandwidths: where the bandwidths come from that it rests on, in words; empty for none.
-        measured: what steps that follow it were measured to cost; None where none were.
-    """
+    """What all pipeline ranks do, in their order, as a policy of some kind has found it."""
 
     policy: str
     num_microbatches: int
     vp_size: int
     ranks: tuple[RankPlan, ...]
     bandwidths: str = ""
+    """Where the bandwidths come from that it rests on, in words; empty for none."""
     measured: MeasuredCost | None = None
+    """What steps that follow it were measured to cost; None where none were."""
 
     @property
     def moved_bytes(self) -> int:
@@ -213,13 +201,9 @@ def rank_plan(
     moved: str,
     **settings: Any,
 ) -> RankPlan:
-    """Return the plan of a rank from what stays, with reasons; groups without bytes stay anyway.
+    """Return the plan of a rank from what stays, with reasons, and the reason of all that moves.
 
-    Args:
-        profile: its step.
-        kept: groups that stay.
-        moved: the reason of all others.
-        **settings: further attributes of `RankPlan`.
+    Groups without bytes stay anyway; ``settings`` are further attributes of `RankPlan`.
     """
     choices = []
     for group in profile.groups:

@@ -21,24 +21,20 @@ from megatron_offload.planning.plan_file import load_plan
 
 @dataclass(frozen=True, slots=True)
 class ModulesPolicy:
-    """Megatron-core's policy: all groups of the listed modules, less what these numbers keep.
-
-    Attributes:
-        fraction: share of each chunk's groups that moves, earliest first, in [0, 1].
-        keep_bytes: bytes that stay on the device besides, taken from the groups whose backward
-            comes first, because they are gone soonest anyway. Megatron sets it to pipeline rank
-            times ``delta_offload_bytes_across_pp_ranks``.
-        modules: names or patterns of the groups that move; empty: all that were marked.
-        delta_bytes_across_pp_ranks: in a plan of all ranks, rank r has r times so many
-            ``keep_bytes`` more.
-    """
+    """Megatron-core's policy: all groups of the listed modules, less what these numbers keep."""
 
     kind: ClassVar[str] = "modules"
 
     fraction: float = 1.0
+    """Share of each chunk's groups that moves, earliest first, in [0, 1]."""
     keep_bytes: int = 0
+    """What stays on the device besides, of the groups whose backward comes first, because they are
+    gone soonest anyway. Megatron has pipeline rank times ``delta_offload_bytes_across_pp_ranks``.
+    """
     modules: tuple[str, ...] = ()
+    """Names or patterns of the groups that move; empty: all that were marked."""
     delta_bytes_across_pp_ranks: int = 0
+    """In a plan of all ranks, rank r has r times so many ``keep_bytes`` more."""
 
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
         """Return the groups that stay on the device, each with the reason."""

@@ -44,12 +44,8 @@ class _Object(StrictModel):
 def record_model(record: Any, **fields: Any) -> Any:
     """Return the model of a record's object: the record's fields, all required, checked by type.
 
-    A `GroupKey` stands as its two numbers.
-
-    Args:
-        record: a class of records.
-        **fields: as `pydantic.create_model` takes them, in place of the record's or besides; None
-            for one that the object doesn't have.
+    A `GroupKey` stands as its two numbers. Other ``fields`` come in place of the record's, or
+    besides, as `pydantic.create_model` takes them; None for one that the object doesn't have.
     """
     own: dict[str, Any] = {}
     for name, hint in _hints(record).items():

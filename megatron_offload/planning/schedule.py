@@ -39,13 +39,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The passes of a training step, in the order of each rank; checked when it is made.
-
-    Attributes:
-        name: what it is called.
-        num_stages: stages of the whole pipeline.
-        num_microbatches: of one step.
-        ranks: for each pipeline rank its passes, in order.
+    """The passes of a training step through all stages, in the order of each pipeline rank.
 
     Raises:
         ConfigError: a pass is missing, doubled, of nowhere or too early, or a stage lies on two

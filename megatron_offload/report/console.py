@@ -25,14 +25,10 @@ _CONTROLS = re.compile(
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return the console for results, or for messages.
+    """Return the console for results, or that for messages, on the standard error stream.
 
     In a pipe or a file tables are plain ASCII and as wide as what is in them, whatever ``COLUMNS``
     says. In a terminal they fold to its width, as long as their words fit.
-
-    Args:
-        stderr: for messages: the standard error stream.
-        quiet: print nothing.
     """
     return _Output(stderr=stderr, quiet=quiet)
 
