@@ -59,7 +59,7 @@ def install() -> None:
     for name, member in vars(_OUR_CLASS).items():  # for those who hold Megatron's class itself
         if isinstance(member, (staticmethod, types.FunctionType)):
             _exchanged.replace(their_class, name, member)
-    _opt_out_discarded_outputs()
+    _mend_checkpoints()
     exchange_methods(_exchanged)
     tell_pipeline_rank(_pipeline_rank)  # the calls of megatron-core 0.16 don't say it
     _exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
@@ -92,11 +92,16 @@ def _put_back_copies(back: dict[int, Any], their_class: type) -> None:
             layer.off_interface = their_class
 
 
-def _opt_out_discarded_outputs() -> None:
-    """Keep the outputs of ``CheckpointWithoutOutput``, which Megatron empties in place."""
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+def _mend_checkpoints() -> None:
+    """Keep the outputs of ``CheckpointWithoutOutput``, which Megatron empties in place; not inputs.
 
-    theirs = CheckpointWithoutOutput.checkpoint
+    Up to 0.19 it saves detached copies of these. Autograd keeps such leaves, whatever the hooks of
+    saved tensors do, so that nothing would be freed.
+    """
+    from megatron.core.tensor_parallel import random
+
+    theirs = random.CheckpointWithoutOutput.checkpoint
+    their_forward = random.CheckpointWithoutOutputFunction.forward
 
     @functools.wraps(theirs)
     def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
@@ -107,7 +112,22 @@ def _opt_out_discarded_outputs() -> None:
                 manager.mark_not_offload(output)
         return outputs
 
-    _exchanged.replace(CheckpointWithoutOutput, "checkpoint", checkpoint)
+    @functools.wraps(their_forward)
+    def forward(ctx: Any, run_function: Callable[..., Any], owner: Any, *args: Any) -> Any:
+        save = ctx.save_for_backward
+
+        def save_inputs(*saved: Any) -> None:
+            # It detaches what it computes on again itself.
+            save(*(args if [*map(type, saved)] == [*map(type, args)] else saved))
+
+        ctx.save_for_backward = save_inputs
+        try:
+            return their_forward(ctx, run_function, owner, *args)
+        finally:
+            del ctx.save_for_backward
+
+    _exchanged.replace(random.CheckpointWithoutOutput, "checkpoint", checkpoint)
+    _exchanged.replace(random.CheckpointWithoutOutputFunction, "forward", staticmethod(forward))
 
 
 def _pipeline_rank() -> int:

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 torch.set_num_threads(1)
 
@@ -385,14 +386,64 @@ def check_tracker():
     }
 
 
+def check_inputs():
+    """Move the inputs of ``CheckpointWithoutOutput``, as ``install`` saves them and as Megatron."""
+    from megatron.core.tensor_parallel import random
+
+    from megatron_offload import OffloadConfig, PipelineOffloadManager, group_commit, group_start
+
+    norm, linear = torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)
+    manager = PipelineOffloadManager.get_instance()
+
+    def train(**settings):
+        found, kept = [], []
+        settings = {"backend": "simulated", "min_tensor_bytes": 0, "recompute": (), **settings}
+        manager.configure(OffloadConfig(max_inflight_bytes=0, fraction=1.0, **settings))
+        for step in range(3):
+            torch.manual_seed(step)
+            x = h = torch.randn(256, 64, requires_grad=True)
+            inputs = []
+            with manager.step():
+                manager.begin_chunk()
+                for _ in range(6):
+                    h = group_start(h * 2, "attn_norm")
+                    inputs.append(StorageWeakRef(h.untyped_storage()))
+                    checkpoint = random.CheckpointWithoutOutput()
+                    with manager:
+                        y = checkpoint.checkpoint(norm, h)
+                    out = linear(y)
+                    checkpoint.discard_output_and_register_recompute(out)
+                    h = group_commit(out, "attn_norm")
+                    del y, out
+                kept.append(sum(not one.expired() for one in inputs))
+                h.sum().backward()
+            found.append(x.grad)
+        return found, kept, manager.last_step.held_elsewhere_bytes
+
+    expected, without, _ = train(enabled=False)
+    found, mended, held_bytes = train()
+    function = random.CheckpointWithoutOutputFunction
+    with mock.patch.object(function, "forward", staticmethod(function.forward.__wrapped__)):
+        _, theirs, _ = train()
+    return {
+        "equal": all(map(torch.equal, expected, found)),
+        "kept": {"without": without, "mended": mended, "theirs": theirs},
+        "held_bytes": held_bytes,
+    }
+
+
 def namespaces():
     """Return what every megatron module, and the class that layers call, holds; by identity."""
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as target
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+    from megatron.core.tensor_parallel.random import (
+        CheckpointWithoutOutput,
+        CheckpointWithoutOutputFunction,
+    )
 
     owners = {n: m for n, m in sys.modules.items() if n.startswith("megatron.")}
     owners["interface"] = target.FineGrainedActivationOffloadingInterface
     owners["checkpoint"] = CheckpointWithoutOutput
+    owners["checkpoint's function"] = CheckpointWithoutOutputFunction
     return {
         f"{owner}:{name}": id(value)
         for owner, module in owners.items()
@@ -474,10 +525,11 @@ def main(order, *cases):
     with one_process():
         for case in cases:
             results[case] = run_case(case, built_first=built_first)
-        tracker = check_tracker()
+        tracker, inputs = check_tracker(), check_inputs()
         references = check_references()
     version = megatron.core.__version__
     findings = {"version": version, "cases": results, "references": references, "tracker": tracker}
+    findings["inputs"] = inputs
     sys.stdout.write("\n" + json.dumps(findings) + "\n")
 
 

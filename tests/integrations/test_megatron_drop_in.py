@@ -189,6 +189,17 @@ def test_what_draws_in_a_fork_of_megatrons_tracker_is_made_again_to_the_bit(run)
     assert found["equal"], "results, and the states that the tracker ends with"
 
 
+@by_run
+def test_inputs_of_checkpoints_without_output_leave_the_device(run):
+    """Megatron saves detached copies of them, which autograd keeps whatever hooks do."""
+    found = finding(run)["inputs"]
+    assert found["equal"]
+    kept = found["kept"]
+    assert kept["without"] == kept["theirs"] == [6, 6, 6]
+    assert kept["mended"] == [2, 2, 2], "the last two are needed soon"
+    assert found["held_bytes"] == 0
+
+
 # What can't be installed into.
 
 
