@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -166,6 +167,22 @@ def test_a_page_s_snippet_runs(block, tmp_path, monkeypatch):
         names = {"__name__": "snippet"}
         for part, text in (("before", before), (block.place, block.text), ("after", after)):
             exec(compile(text, part, "exec"), names)  # noqa: S102 - our own pages
+
+
+def headings(page):
+    """Return a page's headings as links name them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link:
+            assert target.exists(), link
+            assert not heading or heading in headings(target), link
 
 
 def test_the_state_diagram_is_drawn_from_the_table():
