@@ -102,8 +102,7 @@ def fit_achieved_share(
 ) -> float:
     """Return the ``achieved_share`` with which a step takes this time, nothing moved."""
     # The time is all but linear in 1 / share, so a secant on that is there at once.
-    points: list[tuple[float, float]] = []
-    inverse = 1 / model.achieved_share
+    before, before_us, inverse = 0.0, 0.0, 1 / model.achieved_share
     for _ in range(20):
         if inverse < 1:
             break
@@ -111,11 +110,10 @@ def fit_achieved_share(
         got_us = simulate(job_from_model(fitted, machine)).step_us
         if abs(got_us / step_us - 1) < 1e-6:
             return fitted.achieved_share
-        points = [*points[-1:], (inverse, got_us)]
-        (x0, y0), (x1, y1) = points if len(points) == 2 else [(0.0, 0.0), *points]
-        if y0 == y1:  # the host alone decides
+        if got_us == before_us:  # the host alone decides
             break
-        inverse = x1 + (step_us - y1) * (x1 - x0) / (y1 - y0)
+        step = (step_us - got_us) * (inverse - before) / (got_us - before_us)
+        before, before_us, inverse = inverse, got_us, inverse + step
     raise ConfigError(f"no achieved_share up to 1 makes a step of {step_us:g} us of this model")
 
 
