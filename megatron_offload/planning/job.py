@@ -65,11 +65,13 @@ class GroupWork:
         unit_bytes = sum(unit.num_bytes for unit in self.units)
         check(owner, unit_bytes <= self.num_bytes, f"its units have {unit_bytes} bytes, it fewer")
 
-    def making_again(self, names: Collection[str]) -> GroupWork:
-        """Return the same work with some units made again.
+    def making_again(self, names: Collection[str] | None) -> GroupWork:
+        """Return the same work with some units made again; None: all cheap ones.
 
         Their bytes are there while its forward runs, which makes them, and while its backward does.
         """
+        if names is None:
+            names = [unit.unit for unit in self.units if is_cheap(unit.unit)]
         chosen = tuple(unit for unit in self.units if unit.unit in names)
         if not (chosen and self.is_marked):
             return self
@@ -186,17 +188,10 @@ class Job:
         """Return the same step, with units of a rank made again as `RankSettings` says."""
         if recompute is not None and not any(recompute):
             return self
-        stages = list(self.stages)
+        stages, chosen = list(self.stages), dict(enumerate(recompute or ()))
         for place, stage in enumerate(self.schedule.stages_of(rank)):
-            works = stages[stage].groups
-            if recompute is None:
-                groups = tuple(
-                    work.making_again([u.unit for u in work.units if is_cheap(u.unit)])
-                    for work in works
-                )
-            else:
-                names = recompute[place] if place < len(recompute) else ()
-                groups = tuple(work.making_again(names) for work in works)
+            names = None if recompute is None else chosen.get(place, ())
+            groups = tuple(work.making_again(names) for work in stages[stage].groups)
             stages[stage] = replace(stages[stage], groups=groups)
         return replace(self, stages=tuple(stages))
 

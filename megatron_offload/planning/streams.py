@@ -259,16 +259,9 @@ class _Step:
 
     def _share_anew(self, node: list[RankStreams]) -> None:
         """Share a node's bandwidth among the copies that run now."""
-        num_d2h = num_h2d = num_both = 0
-        for rank in node:
-            if rank.d2h.copy is not None:
-                if rank.h2d.copy is not None:
-                    num_both += 1
-                else:
-                    num_d2h += 1
-            elif rank.h2d.copy is not None:
-                num_h2d += 1
-        rates = self._share.rates(num_d2h, num_h2d, num_both)
+        busy = [(rank.d2h.copy is not None, rank.h2d.copy is not None) for rank in node]
+        ways = ((True, False), (False, True), (True, True))
+        rates = self._share.rates(*map(busy.count, ways))
         for rank in node:
             d2h, h2d = rank.d2h, rank.h2d
             if d2h.copy is not None:
