@@ -193,6 +193,16 @@ PRELUDES = {
         f"{_LAYERS}rank = 0\n",
         "from pathlib import Path\nassert Path('trace_0.json').is_file()",
     ),
+    "class OffloadTrainer(Trainer)": (
+        "import torch\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments\n"
+        "model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2,\n"
+        "    intermediate_size=128, num_attention_heads=2))\n"
+        "words = torch.randint(64, (64,))\n"
+        "dataset = [{'input_ids': words, 'labels': words}] * 8\n"
+        "arguments = TrainingArguments('out', max_steps=2, report_to=[], use_cpu=True)\n",
+        "assert offload.last_step.offloaded_bytes > 0\noffload.close()",
+    ),
     'load_file("runs/long/checkpoints': (
         "from pathlib import Path\nimport torch\nfrom safetensors.torch import save_file\n"
         "folder = Path('runs/long/checkpoints/step_000025')\nfolder.mkdir(parents=True)\n"

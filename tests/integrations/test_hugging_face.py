@@ -1,0 +1,124 @@
+"""Models and the trainer of transformers, with gradient checkpointing and without."""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import pairwise
+
+import pytest
+import torch
+from programs import assert_nothing_left, assert_same
+
+from megatron_offload import OffloadActivations, OffloadConfig
+
+transformers = pytest.importorskip("transformers", reason="no transformers")
+
+LAYERS, HIDDEN, BATCH, LENGTH, WORDS = 4, 64, 2, 128, 256
+STATE_BYTES = BATCH * LENGTH * HIDDEN * 4
+KINDS = [None, {"use_reentrant": False}, {"use_reentrant": True}]
+
+
+def make_model(checkpointing):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    return model
+
+
+def make_offload():
+    return OffloadActivations(
+        config=OffloadConfig(
+            backend="simulated",
+            host_memory_bytes="256MiB",
+            max_inflight_bytes=0,
+            prefetch_bytes=0,
+            policy={"kind": "modules"},
+        )
+    )
+
+
+def train(model, context, num_microbatches=2):
+    """Take a step; return losses and gradients."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(num_microbatches):
+        words = torch.randint(WORDS, (BATCH, LENGTH))
+        with context:
+            loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        losses.append(loss.detach())
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return losses + gradients
+
+
+@pytest.mark.parametrize("checkpointing", KINDS, ids=["none", "not reentrant", "reentrant"])
+def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing):
+    model, offload = make_model(checkpointing), make_offload()
+    expected = train(model, contextlib.nullcontext())
+    for _ in range(3):
+        assert_same(expected, train(model, offload))
+        assert offload.end_step()
+        assert_nothing_left(offload.manager)
+    moved_bytes = offload.last_step.offloaded_bytes  # of a microbatch
+    if checkpointing is None:
+        assert moved_bytes > 20 * LAYERS * STATE_BYTES
+    else:  # the layers' inputs, and what norm, head and loss save
+        head_bytes = 3 * BATCH * LENGTH * WORDS * 4 + 3 * STATE_BYTES
+        assert LAYERS * STATE_BYTES <= moved_bytes <= LAYERS * STATE_BYTES + head_bytes
+    offload.close()
+
+
+def losses_of_trainer(folder, offload):
+    class OffloadTrainer(transformers.Trainer):
+        def compute_loss(self, *args, **kwargs):
+            with offload or contextlib.nullcontext():
+                return super().compute_loss(*args, **kwargs)
+
+    generator = torch.Generator().manual_seed(2)
+    words = torch.randint(WORDS, (16, LENGTH), generator=generator)
+    trainer = OffloadTrainer(
+        model=make_model({"use_reentrant": False}),
+        args=transformers.TrainingArguments(
+            folder,
+            max_steps=4,
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=True,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=2,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=[{"input_ids": one, "labels": one} for one in words],
+        eval_dataset=[{"input_ids": one, "labels": one} for one in words[:4]],
+    )
+    trainer.train()
+    parameters = [p.detach().clone() for p in trainer.model.parameters()]
+    keys = {"loss", "grad_norm", "eval_loss"}
+    return parameters, [log[key] for log in trainer.state.log_history for key in keys & log.keys()]
+
+
+def test_its_trainer_prints_the_same_losses_and_ends_with_the_same_weights(tmp_path):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    offload = make_offload()
+    runs = [losses_of_trainer(tmp_path, one) for one in (None, offload, offload)]
+    for (expected, losses), (found, others) in pairwise(runs):
+        assert_same(expected, found)
+        assert losses == others
+    assert offload.last_step.offloaded_bytes > 0
+    offload.close()
