@@ -5,6 +5,7 @@ A *span* between two modules reaches functions that are no modules.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from megatron_offload.frontends.module_names import (
     named_modules,
 )
 from megatron_offload.frontends.recompute import adopt_model
+
+_logger = logging.getLogger(__name__)
 
 
 class _Span(NamedTuple):
@@ -76,6 +79,7 @@ def offload_modules(
     *,
     manager: PipelineOffloadManager | None = None,
     pp_rank: int | None = None,
+    is_part: bool = False,
 ) -> ModuleOffload:
     """Make groups of the chosen modules of a model, or of all chunks of a pipeline rank.
 
@@ -92,6 +96,8 @@ def offload_modules(
         manager: by default the process's.
         pp_rank: pipeline rank, for what is said by rank; None is what
             `megatron_offload.engine.learning.tell_pipeline_rank` was told.
+        is_part: whether something else begins the forwards, and tells what is made again; what no
+            module matches is then left out, with a warning: it may be in another part.
 
     Raises:
         ConfigError: a name that only Megatron's call sites serve, or that matches no module.
@@ -102,14 +108,14 @@ def offload_modules(
     result = ModuleOffload(manager)
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     modules = [named_modules(chunk) for chunk in chunks]
-    kinds = {name: _kind_of(name, modules) for name in wanted}
+    kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}
     try:
-        for stage, chunk in enumerate(chunks):
+        for stage, chunk in enumerate(() if is_part else chunks):
             _begin_chunks(result, chunk, stage, pp_rank)
         # Spans last: their ends lie inside the boundaries of the modules beside them.
         for name, kind in sorted(kinds.items(), key=lambda item: isinstance(item[1], _Span)):
             result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
-        for chunk in chunks:
+        for chunk in () if is_part else chunks:
             result._handles += adopt_model(chunk, manager)
     except BaseException:
         result.remove()
@@ -118,11 +124,16 @@ def offload_modules(
     return result
 
 
-def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]]) -> _Kind:
+def _kind_of(
+    name: str, modules: Sequence[Mapping[str, nn.Module]], is_part: bool = False
+) -> _Kind | None:
     """Return what a name stands for in these model chunks; a child's own name counts last."""
     for kind in (_NAMED.get(name, [name]), [name]):
         if any(_find(found, kind) for found in modules):
             return kind
+    if is_part:
+        _logger.warning("no module in this part of the model matches %r", name)
+        return None
     if name in MEGATRON_MODULES:
         raise ConfigError(
             f"{name!r} is marked by megatron-core's own call sites: list it in "

@@ -12,28 +12,36 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.autotune.loop import tune
+from megatron_offload.config import EXTRA_MODULES, split_modules
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import IntegrationError
+from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import exchange_methods, stand_ins
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 _exchanged = Exchanges()
 
+_marked: WeakKeyDictionary[nn.Module, ModuleOffload] = WeakKeyDictionary()
+"""By model, the hooks on modules that ``offload_modules`` names beyond Megatron's own names."""
+
 
 def install() -> None:
     """Put this implementation in megatron-core's place, in this process; twice is once.
 
     Layers then record into `PipelineOffloadManager.get_instance`; configure that one. Megatron's
-    own ``TransformerConfig`` fields say which groups are marked, as ever. Where nothing says what
-    stays of them, the first steps find it (`megatron_offload.autotune.loop.tune`).
+    ``TransformerConfig`` says which groups are marked, as ever; its ``offload_modules`` takes
+    `EXTRA_MODULES` and patterns too. Where nothing says what stays of them, the first steps find it
+    (`megatron_offload.autotune.loop.tune`).
 
     Raises:
         IntegrationError: megatron-core is absent, or older than 0.16.
@@ -60,7 +68,8 @@ def install() -> None:
         if isinstance(member, (staticmethod, types.FunctionType)):
             _exchanged.replace(their_class, name, member)
     _mend_checkpoints()
-    exchange_methods(_exchanged)
+    exchange_methods(_exchanged, _marking)
+    _serve_our_names()
     tell_pipeline_rank(_pipeline_rank)  # the calls of megatron-core 0.16 don't say it
     _exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
     tune(PipelineOffloadManager.get_instance())
@@ -128,6 +137,51 @@ def _mend_checkpoints() -> None:
 
     _exchanged.replace(random.CheckpointWithoutOutput, "checkpoint", checkpoint)
     _exchanged.replace(random.CheckpointWithoutOutputFunction, "forward", staticmethod(forward))
+
+
+def _serve_our_names() -> None:
+    """Take names in ``offload_modules`` that Megatron doesn't know, and mark what they stand for.
+
+    The configuration keeps all names: Megatron's layers look for their own among them.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    theirs = TransformerConfig.__post_init__
+
+    @functools.wraps(theirs)
+    def __post_init__(self: Any) -> None:  # noqa: N807 - once for each microbatch
+        names = self.offload_modules
+        if not self.fine_grained_activation_offloading or not names:
+            return theirs(self)
+        known = [name for name in names if not _is_ours(name)]
+        self.offload_modules = known or ["core_attn"]  # it wants one
+        try:
+            theirs(self)
+        except AssertionError:
+            split_modules(known)  # says which of them nobody knows
+            raise
+        finally:
+            self.offload_modules = list(names)
+
+    _exchanged.replace(TransformerConfig, "__post_init__", __post_init__)
+    _exchanged.on_undo(_marked.clear)
+
+
+def _is_ours(name: str) -> bool:
+    return name in EXTRA_MODULES or "." in name or "*" in name
+
+
+def _marking(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(theirs)
+    def preprocess_for_fine_grained_offloading(self: Any) -> None:
+        theirs(self)
+        manager, marked = PipelineOffloadManager.get_instance(), _marked.get(self)
+        if marked is None or marked.manager is not manager:
+            names = filter(_is_ours, self.config.offload_modules)
+            _marked[self] = offload_modules(self, names, manager=manager, is_part=True)
+            _exchanged.on_undo(_marked[self].remove)
+
+    return preprocess_for_fine_grained_offloading
 
 
 def _pipeline_rank() -> int:

@@ -70,10 +70,14 @@ def stand_ins() -> Iterator[tuple[Any, Any]]:
         yield moe.sort_chunks_by_idxs, _sorting(moe.sort_chunks_by_idxs)
 
 
-def exchange_methods(exchanged: Exchanges) -> None:
-    """Exchange methods of megatron-core's classes for those that tell, or let others tell."""
+def exchange_methods(exchanged: Exchanges, around_models: Callable[..., Any]) -> None:
+    """Exchange methods of megatron-core's classes for those that tell, or let others tell.
+
+    ``around_models`` wraps in turn what a model calls before each forward.
+    """
     wrappers = [
-        *((f"models.{module}", name, _PREPARE, _preparing) for module, name in _MODELS.items()),
+        *((f"models.{m}", name, _PREPARE, _preparing) for m, name in _MODELS.items()),
+        *((f"models.{m}", name, _PREPARE, around_models) for m, name in _MODELS.items()),
         *((module, name, "forward", _letting_functions_tell) for module, name in _EXPERTS.items()),
         (_LATENT, "MLASelfAttention", _PROJECT, _projecting),
     ]

@@ -30,6 +30,8 @@ LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-co
 ATTENTION = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
 MOVES = {
     "dense": ATTENTION,
+    "names-beyond": ATTENTION | {"mlp_fc1", "**.linear_fc2"},
+    "names-beyond-alone": {"mlp_fc1"},
     "moe": ATTENTION | {"expert_fc1", "moe_act"},
     "moe-recompute-act": {"expert_fc1", "moe_act"},
     "selective-recompute": {"attn_norm", "attn_proj", "mlp_norm"},
