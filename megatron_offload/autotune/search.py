@@ -28,6 +28,9 @@ _SLACK_SHARE = 48
 _NOISE = 0.02
 """Steps of one program differ by this share; beyond it, what they take longer is lost."""
 
+_SPARE_SHARE = 8
+"""A step without offload is taken where it may take this share more than is predicted."""
+
 _AIM_SHARE = 0.9
 """Of what a step may cost, what plans aim at, so that one that costs a little more is kept."""
 
@@ -147,7 +150,8 @@ class CostSearch(PlanSearch):
         return cost._replace(lost_us=max(cost.lost_us, longer_us))
 
     def _go_on(self) -> None:
-        if self._bare is None and self._num_left and self._fits_without:
+        spare_bytes = self._chooser.highest_bytes // _SPARE_SHARE
+        if self._bare is None and self._num_left and self._fits_without(spare_bytes):
             self.plan = self._bare = self._under(self._chooser.highest_bytes)
         else:
             super()._go_on()
@@ -206,15 +210,14 @@ class CostSearch(PlanSearch):
         return (0.0 if self._is_quick(plan) else _cost(plan)), most_bytes
 
     def _instead(self) -> OffloadPlan:
-        if self._capacity_bytes is not None and not self._fits_without:
+        if self._capacity_bytes is not None and not self._fits_without():
             return self.plan
         return self._under(self._chooser.highest_bytes)
 
-    @property
-    def _fits_without(self) -> bool:
-        """Whether the device is known to hold a step without offload."""
+    def _fits_without(self, spare_bytes: int = 0) -> bool:
+        """Whether the device is known to hold a step without offload, with so much to spare."""
         most_bytes = self._capacity_bytes
-        return most_bytes is not None and self._chooser.highest_bytes <= most_bytes
+        return most_bytes is not None and self._chooser.highest_bytes + spare_bytes <= most_bytes
 
     def _promise(self) -> str:
         would = "this costs" if self.is_kept else "the quickest that was tried costs"

@@ -133,7 +133,7 @@ def test_where_no_plan_is_quick_enough_nothing_moves_unless_that_does_not_fit():
 @pytest.mark.parametrize(("host_us", "fits"), [(1000.0, True), (1000.0, False), (40.0, True)])
 def test_what_a_step_takes_longer_counts_where_one_without_offload_fits(host_us, fits):
     """Its host takes so long with everything, in proportion with less; no wait shows that."""
-    search = search_of(FakeChooser(), auto(10.0), FULL if fits else FULL - 1)
+    search = search_of(FakeChooser(), auto(10.0), 9 * FULL // 8 - (not fits))
     followed = []
 
     def show(plan):
@@ -152,7 +152,7 @@ def test_what_a_step_takes_longer_counts_where_one_without_offload_fits(host_us,
 
 
 def test_what_is_seen_to_take_too_long_is_said_where_nothing_moves():
-    search = search_of(FakeChooser(), auto(1.0), FULL)
+    search = search_of(FakeChooser(), auto(1.0), 2 * FULL)
     play(search, lambda plan: (MeasuredCost(2000.0 if plan.moved_bytes else 1000.0, 0.0), [None]))
     assert search.plan.moved_bytes == 0
     assert not search.is_kept
