@@ -5,34 +5,13 @@ Bandwidths are in GB/s, 10^9 bytes a second, of one direction unless said.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import fields
 from typing import Annotated
 
 from pydantic import Field
 
-from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import Bytes, StrictModel
 
 _Bandwidth = Annotated[float, Field(gt=0)]
-
-
-def check(owner: str, is_right: bool, message: str) -> None:
-    """Raise `ConfigError` about ``owner`` unless something is right."""
-    if not is_right:
-        raise ConfigError(f"{owner}: {message}")
-
-
-def check_numbers(described: object, owner: str, *, above_zero: Sequence[str] = ()) -> None:
-    """Refuse what is negative, infinite or no number, and zero where there must be something."""
-    for field in fields(described):  # type: ignore[arg-type]
-        value = getattr(described, field.name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        check(owner, math.isfinite(value) and value >= 0, f"{field.name} can't be {value}")
-        if field.name in above_zero:
-            check(owner, value > 0, f"{field.name} must be above 0")
 
 
 class MachineConfig(StrictModel):

@@ -6,14 +6,24 @@ second, of one direction unless said.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
-from megatron_offload.core.machine import Machine, check, check_numbers
+from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupKey, is_cheap
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
+
+
+def _check_numbers(described: Any, owner: str) -> None:
+    """Refuse what is negative, infinite or no number."""
+    for field in fields(described):
+        value = getattr(described, field.name)
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            raise ConfigError(f"{owner}: {field.name} can't be {value}")
 
 
 class UnitWork(NamedTuple):
@@ -60,10 +70,10 @@ class GroupWork:
     """The other groups that this is made from, as `UnitWork.parents`."""
 
     def __post_init__(self) -> None:
-        owner = f"group {self.name!r}"
-        check_numbers(self, owner)
+        _check_numbers(self, f"group {self.name!r}")
         unit_bytes = sum(unit.num_bytes for unit in self.units)
-        check(owner, unit_bytes <= self.num_bytes, f"its units have {unit_bytes} bytes, it fewer")
+        if unit_bytes > self.num_bytes:
+            raise ConfigError(f"group {self.name!r}: its units have {unit_bytes} bytes, it fewer")
 
     def making_again(self, names: Collection[str] | None) -> GroupWork:
         """Return the same work with some units made again; None: all cheap ones.
@@ -110,7 +120,7 @@ class StageWork:
     """What it takes besides for a marked group, where there is an engine."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "stage")
+        _check_numbers(self, "stage")
 
     def slowness(self, *, has_engine: bool) -> float:
         """Return by how much the host draws out the stage's passes: the slower of two counts."""
@@ -140,7 +150,7 @@ class RankSettings:
     """What each pass of the rank takes besides, as it was measured."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "settings")
+        _check_numbers(self, "settings")
 
 
 NO_OFFLOAD = RankSettings(offloads=False, recompute=())
@@ -169,20 +179,15 @@ class Job:
     largest temporaries of the rank, which is an estimate and no more."""
 
     def __post_init__(self) -> None:
-        schedule = self.schedule
-        check_numbers(self, "job", above_zero=("gpus_per_rank",))
-        num_stages, num_static = len(self.stages), len(self.static_bytes)
-        check(
-            "job",
-            num_stages == schedule.num_stages,
-            f"the schedule has {schedule.num_stages} stages, and {num_stages} are described",
-        )
-        check(
-            "job",
-            num_static == schedule.num_ranks,
-            f"the schedule has {schedule.num_ranks} ranks, static_bytes are given for {num_static}",
-        )
-        check("job", min(self.static_bytes) >= 0, "static_bytes can't be negative")
+        _check_numbers(self, "job")
+        schedule, stages, static = self.schedule, len(self.stages), len(self.static_bytes)
+        if stages != schedule.num_stages or static != schedule.num_ranks:
+            raise ConfigError(
+                f"job: the schedule has {schedule.num_stages} stages, and {stages} are described; "
+                f"it has {schedule.num_ranks} ranks, static_bytes are given for {static}"
+            )
+        if self.gpus_per_rank < 1 or min(self.static_bytes) < 0:
+            raise ConfigError("job: gpus_per_rank must be above 0, static_bytes can't be negative")
 
     def making_again(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
         """Return the same step, with units of a rank made again as `RankSettings` says."""
