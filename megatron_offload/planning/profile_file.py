@@ -28,6 +28,7 @@ from megatron_offload.planning.records import (
     MAX_FILE_BYTES,
     MAX_GROUPS,
     Amount,
+    Duration,
     Name,
     many,
     record_model,
@@ -37,8 +38,6 @@ from megatron_offload.planning.records import (
 
 _MOST_SAMPLES = 4 * MAX_GROUPS + 1
 """At the start, the commit, and backward's begin and end of each group, and at the step's end."""
-
-_Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 _RUN = record_model(
     RunShape,
@@ -57,9 +56,9 @@ _PROFILE = record_model(
     version=(Literal[1], ...),
     run=(_RUN, ...),
     counts_what_moved=(bool, False),
-    waited_us=(_Amount | None, None),
-    d2h_gbps=(_Amount, 0.0),
-    h2d_gbps=(_Amount, 0.0),
+    waited_us=(Duration | None, None),
+    d2h_gbps=(Duration, 0.0),
+    h2d_gbps=(Duration, 0.0),
     groups=many(record_model(GroupProfile, remade=(many(_UNIT)[0], ()))),
     backward=many(record_model(GroupKey, at_bytes=(Amount | None, ...))),
     backward_order=None,

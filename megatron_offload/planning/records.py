@@ -23,13 +23,13 @@ Number = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 
 Name = Annotated[str, Field(strict=True, max_length=200)]
 
-_Duration = Annotated[float, Field(strict=True, ge=0)]
+Duration = Annotated[float, Field(strict=True, ge=0)]
 
 _FIELDS: dict[Any, Any] = {
     int: Amount,
     int | None: Amount | None,
-    float: _Duration,
-    float | None: _Duration | None,
+    float: Duration,
+    float | None: Duration | None,
     str: Name,
     bool: bool,
 }
