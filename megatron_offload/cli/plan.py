@@ -33,14 +33,14 @@ from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import TargetBytes, write_model
+from megatron_offload.files.strict_model import TargetBytes
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.simulate import Simulation, simulate
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import plan_table
-from megatron_offload.report.tradeoff import TRADEOFF_NAME, TradeOff, TradeOffPoint
+from megatron_offload.report.tradeoff import TRADEOFF_NAME, TradeOffPoint, write_tradeoff
 from megatron_offload.train.run_folder import PLAN_NAME
 
 _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
@@ -127,7 +127,7 @@ def write(outcome: Outcome, path: Path) -> Path | None:
         return None
     curve = path.parent / TRADEOFF_NAME
     with writing(curve):
-        write_model(curve, TradeOff(memory=outcome.source.memory, points=outcome.points))
+        write_tradeoff(curve, outcome.source.memory, outcome.points)
     return curve
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from megatron_offload.files.strict_model import StrictModel
+from megatron_offload.files.strict_model import StrictModel, write_model
 
 TRADEOFF_NAME = "tradeoff.json"
 
@@ -32,7 +33,7 @@ class TradeOffPoint(StrictModel):
 
 
 class TradeOff(StrictModel):
-    """The points of one job; a report looks for them in `TRADEOFF_NAME` in its run's folder."""
+    """The points of one job."""
 
     memory: str = Field(default="device memory", max_length=200)
     """What ``peak_bytes`` is the peak of, such as "reserved memory"."""
@@ -55,3 +56,8 @@ def frontier(points: Iterable[TradeOffPoint]) -> list[TradeOffPoint]:
             lowest = percent
             best.append(point)
     return best
+
+
+def write_tradeoff(path: str | Path, memory: str, points: Iterable[TradeOffPoint]) -> None:
+    """Write points of one job; a report looks for `TRADEOFF_NAME` in its run's folder."""
+    write_model(Path(path), TradeOff(memory=memory, points=tuple(points)))

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import read_model, write_model
-from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, frontier
+from megatron_offload.files.strict_model import read_model
+from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint, frontier, write_tradeoff
 
 
 def point(peak_bytes, percent, **more):
@@ -35,7 +35,7 @@ def test_the_frontier_holds_what_nothing_beats():
 
 def test_a_file_comes_back_as_it_was(tmp_path):
     points = (point(3, 0.1), point(2, 1 / 3, is_predicted=True, is_plan=True))
-    write_model(tmp_path / "tradeoff.json", TradeOff(memory="reserved memory", points=points))
+    write_tradeoff(tmp_path / "tradeoff.json", "reserved memory", points)
     found = read_model(TradeOff, tmp_path / "tradeoff.json")
     assert (found.memory, found.points) == ("reserved memory", points)
 
