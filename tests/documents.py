@@ -180,7 +180,7 @@ for _ in range(2):
 
 _MOVED = "assert manager.last_step.offloaded_bytes > 0, manager.last_step"
 PRELUDES = {
-    "megatron_core.install()": ("", "assert megatron_core.is_installed()"),
+    "megatron_core.install(config)": ("", "assert megatron_core.is_installed()"),
     'offload_modules(model_chunks, ["mlp_fc1"': (_MEGATRON, ""),
     'offload_modules(model, ["layers.*.attention", "layers.*.mlp"])\nfor batch': (_LAYERS, _MOVED),
     "torch.compile(layer)": (f"{_LAYERS}{_EAGER}", _MOVED),
@@ -271,7 +271,7 @@ PRELUDES = {
 """For each snippet a text that it alone holds: what comes before it, and what must be so after."""
 
 SLOW_SNIPPETS = {
-    "megatron_core.install()": "imports all of megatron-core",
+    "megatron_core.install(config)": "imports all of megatron-core",
     "torch.compile(layer)": "compiles",
     "chooser.under([20 << 30] * 4)": "chooses for four ranks",
     "loop = tune(manager)": "finds what to move",

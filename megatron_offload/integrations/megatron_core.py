@@ -19,26 +19,30 @@ from torch import nn
 
 import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.autotune.loop import tune
-from megatron_offload.config import EXTRA_MODULES, split_modules
+from megatron_offload.config import EXTRA_MODULES, OffloadConfig, split_modules
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
-from megatron_offload.integrations.megatron_recompute import exchange_methods, stand_ins
+from megatron_offload.integrations.megatron_recompute import exchange_methods, hook_model, stand_ins
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 _exchanged = Exchanges()
 
+_wanted: list[OffloadConfig] | None = None
+"""What the process's manager is to be configured by at the first forward; None behind it."""
+
 _marked: WeakKeyDictionary[nn.Module, ModuleOffload] = WeakKeyDictionary()
 """By model, the hooks on modules that ``offload_modules`` names beyond Megatron's own names."""
 
 
-def install() -> None:
+def install(config: OffloadConfig | None = None) -> None:
     """Put this implementation in megatron-core's place, in this process; twice is once.
 
-    Layers then record into `PipelineOffloadManager.get_instance`; configure that one. Megatron's
+    Layers then record into `PipelineOffloadManager.get_instance`; ``config`` is for that one, which
+    is left alone until the first forward if CUDA hasn't begun: only the job knows its device.
     ``TransformerConfig`` says which groups are marked, as ever; its ``offload_modules`` takes
     `EXTRA_MODULES` and patterns too. Where nothing says what stays of them, the first steps find it
     (`megatron_offload.autotune.loop.tune`).
@@ -46,33 +50,46 @@ def install() -> None:
     Raises:
         IntegrationError: megatron-core is absent, or older than 0.16.
     """
-    if _exchanged:
-        return
-    target = import_from_megatron(_MODULE)
-    pairs = [
-        (value, getattr(facade, name))
-        for name, value in vars(target).items()
-        if name in facade.__all__ and getattr(value, "__module__", "") == _MODULE
-    ]
-    pairs += stand_ins()
-    ours = {id(theirs): ours for theirs, ours in pairs}
-    # The first to be noted is the last to be undone.
-    back = {id(ours): theirs for theirs, ours in pairs}
-    their_class = target.FineGrainedActivationOffloadingInterface
-    _exchanged.on_undo(functools.partial(_put_back_copies, back, their_class))
-    for module in _loaded_modules():
-        for name, value in list(vars(module).items()):
-            if id(value) in ours:
-                _exchanged.replace(module, name, ours[id(value)])
-    for name, member in vars(_OUR_CLASS).items():  # for those who hold Megatron's class itself
-        if isinstance(member, (staticmethod, types.FunctionType)):
-            _exchanged.replace(their_class, name, member)
-    _mend_checkpoints()
-    exchange_methods(_exchanged, _marking)
-    _serve_our_names()
-    tell_pipeline_rank(_pipeline_rank)  # the calls of megatron-core 0.16 don't say it
-    _exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
-    tune(PipelineOffloadManager.get_instance())
+    global _wanted
+    if not _exchanged:
+        target = import_from_megatron(_MODULE)
+        pairs = [
+            (value, getattr(facade, name))
+            for name, value in vars(target).items()
+            if name in facade.__all__ and getattr(value, "__module__", "") == _MODULE
+        ]
+        pairs += stand_ins()
+        ours = {id(theirs): ours for theirs, ours in pairs}
+        # The first to be noted is the last to be undone.
+        back = {id(ours): theirs for theirs, ours in pairs}
+        their_class = target.FineGrainedActivationOffloadingInterface
+        _exchanged.on_undo(functools.partial(_put_back_copies, back, their_class))
+        for module in _loaded_modules():
+            for name, value in list(vars(module).items()):
+                if id(value) in ours:
+                    _exchanged.replace(module, name, ours[id(value)])
+        for name, member in vars(_OUR_CLASS).items():  # for those who hold Megatron's class itself
+            if isinstance(member, (staticmethod, types.FunctionType)):
+                _exchanged.replace(their_class, name, member)
+        _mend_checkpoints()
+        exchange_methods(_exchanged, _marking)
+        _serve_our_names()
+        tell_pipeline_rank(_pipeline_rank)  # the calls of megatron-core 0.16 don't say it
+        _exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
+        _wanted = []
+    _wanted = _wanted if config is None else [config]
+    if torch.cuda.is_initialized() or not torch.cuda.is_available():
+        _begin()
+
+
+def _begin() -> None:
+    """Configure the process's manager, on the device that is current now."""
+    global _wanted
+    manager = PipelineOffloadManager.get_instance()
+    for config in _wanted or ():
+        manager.configure(config)
+    tune(manager)
+    _wanted = None
 
 
 uninstall = _exchanged.undo
@@ -124,12 +141,10 @@ def _mend_checkpoints() -> None:
     @functools.wraps(their_forward)
     def forward(ctx: Any, run_function: Callable[..., Any], owner: Any, *args: Any) -> Any:
         save = ctx.save_for_backward
-
-        def save_inputs(*saved: Any) -> None:
-            # It detaches what it computes on again itself.
-            save(*(args if [*map(type, saved)] == [*map(type, args)] else saved))
-
-        ctx.save_for_backward = save_inputs
+        # It detaches what it computes on again itself.
+        ctx.save_for_backward = lambda *saved: save(
+            *(args if [*map(type, saved)] == [*map(type, args)] else saved)
+        )
         try:
             return their_forward(ctx, run_function, owner, *args)
         finally:
@@ -174,7 +189,10 @@ def _is_ours(name: str) -> bool:
 def _marking(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(theirs)
     def preprocess_for_fine_grained_offloading(self: Any) -> None:
+        if _wanted is not None:
+            _begin()
         theirs(self)
+        hook_model(self)
         manager, marked = PipelineOffloadManager.get_instance(), _marked.get(self)
         if marked is None or marked.manager is not manager:
             names = filter(_is_ours, self.config.offload_modules)

@@ -73,10 +73,9 @@ def stand_ins() -> Iterator[tuple[Any, Any]]:
 def exchange_methods(exchanged: Exchanges, around_models: Callable[..., Any]) -> None:
     """Exchange methods of megatron-core's classes for those that tell, or let others tell.
 
-    ``around_models`` wraps in turn what a model calls before each forward.
+    ``around_models`` wraps what a model calls before each forward; it is to call `hook_model`.
     """
     wrappers = [
-        *((f"models.{m}", name, _PREPARE, _preparing) for m, name in _MODELS.items()),
         *((f"models.{m}", name, _PREPARE, around_models) for m, name in _MODELS.items()),
         *((module, name, "forward", _letting_functions_tell) for module, name in _EXPERTS.items()),
         (_LATENT, "MLASelfAttention", _PROJECT, _projecting),
@@ -147,17 +146,13 @@ def _first_of(function: Callable[..., Any], given: dict[str, Any], chunks: torch
     return function(input=chunks, **given)[0]
 
 
-def _preparing(theirs: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(theirs)
-    def preprocess_for_fine_grained_offloading(self: nn.Module) -> None:
-        theirs(self)
-        config = _manager().config
-        if config.enabled and _hooked.get(self, ((), []))[0] != config.recompute:
-            refuse_unserved("megatron_core.install()", config)
-            handles = recompute_modules(named_modules(self), config.recompute, _manager)
-            _hooked[self] = config.recompute, handles
-
-    return preprocess_for_fine_grained_offloading
+def hook_model(model: nn.Module) -> None:
+    """Let what a model's modules make be made again, if it isn't yet."""
+    config = _manager().config
+    if config.enabled and _hooked.get(model, ((), []))[0] != config.recompute:
+        refuse_unserved("megatron_core.install()", config)
+        handles = recompute_modules(named_modules(model), config.recompute, _manager)
+        _hooked[model] = config.recompute, handles
 
 
 def _forget_models() -> None:

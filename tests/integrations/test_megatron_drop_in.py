@@ -18,8 +18,10 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.cpp_extension import get_default_build_root
 
+from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations import megatron_core
 
@@ -284,3 +286,30 @@ def test_calls_that_dont_say_their_pipeline_rank_get_megatrons(monkeypatch):
     finally:
         megatron_core.uninstall()
     assert rank_of(1, None) == 0
+
+
+def test_before_cuda_begins_the_manager_is_left_alone_until_the_first_forward(monkeypatch):
+    """A job says its device later; until then each rank would take memory on the first."""
+    monkeypatch.setattr(PipelineOffloadManager, "instance", None)
+    config = OffloadConfig(prefetch_bytes="3MiB", backend="simulated")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "is_initialized", lambda: False)
+        megatron_core.install(config)
+    try:
+        assert PipelineOffloadManager.instance is None
+        found = []
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        model.config = types.SimpleNamespace(offload_modules=["core_attn", "*.0", "layers.*"])
+        note = megatron_core._marking(
+            lambda _: found.append(PipelineOffloadManager.get_instance().config)
+        )
+        note(model)
+        note(model)
+        assert found == [config, config]
+        assert PipelineOffloadManager.instance.tuner is not None
+        PipelineOffloadManager.instance.configure(OffloadConfig(backend="simulated"))
+        note(model)
+        assert found[2] != config, "what the program says later stays"
+    finally:
+        megatron_core.uninstall()
