@@ -44,7 +44,6 @@ TORCHLESS = (
     "files/",
     "planning/",
     *(f"backends/{name}.py" for name in ("host_limit", "numa")),
-    "machine/profile.py",
     "report/tables.py",
     *(f"train/{name}.py" for name in ("config", "run_folder")),
 )

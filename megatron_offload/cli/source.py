@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megatron_offload.cli.options import OptionsWithKeys
 from megatron_offload.config import OffloadConfig, apply_overrides, find_config, load_yaml
-from megatron_offload.core.machine import Machine
+from megatron_offload.core.machine import Machine, MachineProfile
 from megatron_offload.core.policy_config import (
     ModulesConfig,
     PlanFileConfig,
@@ -30,7 +30,6 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_json
-from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.bandwidths import (
     BANDWIDTHS_NAME,
     DEFAULTS,

@@ -1,17 +1,18 @@
-"""What copies and messages of a node get: the bandwidths that plans and simulations reckon with.
+"""What copies and messages of a node get: what plans and simulations reckon with, and was measured.
 
 Bandwidths are in GB/s, 10^9 bytes a second, of one direction unless said.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from megatron_offload.files.strict_model import Bytes, StrictModel
 
 _Bandwidth = Annotated[float, Field(gt=0)]
+_Rate = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class MachineConfig(StrictModel):
@@ -59,3 +60,29 @@ class Machine(MachineConfig):
 
     p2p_latency_us: float = Field(default=10.0, ge=0)
     """Of a message of any size."""
+
+
+class CopyRates(StrictModel):
+    """How fast one GPU copies, in 10^9 bytes a second, from and to page-locked memory."""
+
+    d2h_gbps: _Rate
+    """To the host, alone."""
+    h2d_gbps: _Rate
+    """To the device, alone."""
+    both_d2h_gbps: _Rate
+    """To the host while as much comes back."""
+    both_h2d_gbps: _Rate
+    """To the device meanwhile."""
+    node_d2h_gbps: _Rate
+    """To the host while all GPUs of the job on this machine copy both ways."""
+    node_h2d_gbps: _Rate
+    """To the device meanwhile."""
+
+
+class MachineProfile(StrictModel):
+    """What was measured on a machine."""
+
+    version: Literal[4] = 4
+    measured_at: AwareDatetime
+    gpus: tuple[CopyRates, ...] = Field(max_length=64)
+    """Those that the process could use, in CUDA's order."""

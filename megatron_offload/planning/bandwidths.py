@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_offload.core.machine import MachineConfig
+from megatron_offload.core.machine import CopyRates, MachineConfig
 from megatron_offload.files.strict_model import StrictModel
-from megatron_offload.machine.profile import CopyRates
 
 BANDWIDTHS_NAME = "bandwidths.json"
 """Beside the profiles of a run that has planned."""

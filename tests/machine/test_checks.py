@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from megatron_offload.core.machine import CopyRates
 from megatron_offload.machine import examine as checks
-from megatron_offload.machine.profile import CopyRates
 
 GIB_IN_KIB = 1 << 20
 

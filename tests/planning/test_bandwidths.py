@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from megatron_offload.core.machine import MachineConfig
+from megatron_offload.core.machine import CopyRates, MachineConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model, write_model
-from megatron_offload.machine.profile import CopyRates
 from megatron_offload.planning.bandwidths import (
     DEFAULTS,
     Bandwidths,
