@@ -151,16 +151,10 @@ def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")
 def check_environment(environ: Mapping[str, str]) -> list[Finding]:
     """Say which environment variables stand in the way of copies beside kernels, or help."""
     name = "PYTORCH_CUDA_ALLOC_CONF"
-    findings = [
-        Finding("ok", name, shorten(repr(environ[name])))
-        if environ.get(name)
-        else Finding(
-            "note",
-            name,
-            "not set",
-            "where much more is reserved than allocated, try expandable_segments:True",
-        )
-    ]
+    advice = "where much more is reserved than allocated, try expandable_segments:True"
+    findings = [Finding("note", name, "not set", advice)]
+    if environ.get(name):
+        findings = [Finding("ok", name, shorten(repr(environ[name])))]
     for name, effect in _SLOW.items():
         if environ.get(name, "0") not in ("", "0"):
             found = f"{shorten(repr(environ[name]))}: {effect}"

@@ -79,10 +79,10 @@ class LayerCosts:
     def _traffic(self, num_bytes: float) -> float:
         return num_bytes / (self.model.memory_gbps * _MEMORY_SHARE * 1e3)
 
-    def _split(self, *tensor_bytes: int) -> tuple[int, int]:
-        """Return what of some tensors is large enough to move, and what stays."""
+    def _saved(self, *tensor_bytes: int) -> dict[str, Any]:
+        """Return what of saved tensors is large enough to move, and what stays."""
         moving = sum(each for each in tensor_bytes if each >= self.model.min_tensor_bytes)
-        return moving, sum(tensor_bytes) - moving
+        return {"num_bytes": moving, "kept_bytes": sum(tensor_bytes) - moving}
 
     def _linear(
         self,
@@ -112,19 +112,15 @@ class LayerCosts:
             weight_bytes = num_experts * inputs * outputs * model.value_bytes
         gradient_bytes = 0 if model.fused_gradients else weight_bytes
         weight_us += self._traffic(3 * gradient_bytes)
-        num_bytes, kept_bytes = self._split(*saved)
-        input_bytes, output_bytes = (
-            copies * width * self.token_bytes for width in (inputs, outputs)
-        )
+        token_bytes = copies * self.token_bytes
         return GroupWork(
             name,
-            num_bytes,
+            **self._saved(*saved),
             forward_us=product_us + self._traffic(2 * norm_bytes + 3 * residual_bytes),
             # A norm's gradient is added to that of the residual.
             backward_us=again_us + weight_us + self._traffic(6 * norm_bytes),
-            kept_bytes=kept_bytes,
-            forward_temp_bytes=output_bytes + gathered_bytes,
-            backward_temp_bytes=gradient_bytes + input_bytes + output_bytes + gathered_bytes,
+            forward_temp_bytes=outputs * token_bytes + gathered_bytes,
+            backward_temp_bytes=gradient_bytes + (inputs + outputs) * token_bytes + gathered_bytes,
             units=tuple(unit for unit in units if unit.num_bytes >= model.min_tensor_bytes),
         )
 
@@ -148,13 +144,11 @@ class LayerCosts:
         self, name: str, saved: tuple[int, ...], output_bytes: int, forward: float, backward: float
     ) -> GroupWork:
         """Return the group of what only reads and writes, so many bytes each way."""
-        num_bytes, kept_bytes = self._split(*saved)
         return GroupWork(
             name,
-            num_bytes,
+            **self._saved(*saved),
             forward_us=self._traffic(forward),
             backward_us=self._traffic(backward),
-            kept_bytes=kept_bytes,
             forward_temp_bytes=output_bytes,
             backward_temp_bytes=saved[0] + output_bytes,
         )
@@ -168,16 +162,12 @@ class LayerCosts:
         num_scores = self.tokens * model.sequence * model.heads // model.tensor_parallel
         rotated = (2 if model.fused_kernels else _ROTATION) if model.rotary else 0
         rotation_bytes = rotated * (hidden + self.kv_bytes)
-        num_bytes, kept_bytes = self._split(
-            hidden, self.kv_bytes, self.kv_bytes, hidden, self.scores_bytes
-        )
         return GroupWork(
             "core_attn",
-            num_bytes,
+            **self._saved(hidden, self.kv_bytes, self.kv_bytes, hidden, self.scores_bytes),
             # Values are copied, slowly; gradients are put side by side.
             forward_us=forward_us + self._traffic(rotation_bytes + 5 * self.kv_bytes),
             backward_us=backward_us + self._traffic(rotation_bytes + 2 * qkv_bytes),
-            kept_bytes=kept_bytes,
             forward_temp_bytes=qkv_bytes,
             backward_temp_bytes=2 * qkv_bytes + hidden,
             backward_block_bytes=model.deterministic * num_scores * model.value_bytes,
