@@ -27,7 +27,7 @@ from rich.table import Table
 from megatron_offload.cli.output import OutputFile, progress, write_timelines
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.units import format_bytes
-from megatron_offload.planning.simulate import RankResult, Simulation, simulate
+from megatron_offload.planning.simulate import Simulation, simulate
 from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
 from megatron_offload.report.console import plain_table
 
@@ -68,23 +68,17 @@ def run(given: Given) -> int:
 
 def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Iterator[Table]:
     """Yield a table of times and one of memory, a line for each rank."""
-    ranks = list(enumerate(zip(without.ranks, offloaded.ranks, strict=True)))
-
-    def times(plain: RankResult, rank: RankResult) -> list[str]:
+    times, memory = [], []
+    for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls = (rank.stall_us[cause] for cause in (PIPELINE, RELEASE, RELOAD))
         spent_us = (plain.end_us, rank.end_us, rank.compute_us, rank.remade_us, *stalls)
-        return [f"{us / 1e3:.1f}" for us in spent_us]
-
-    def memory(plain: RankResult, rank: RankResult) -> list[str]:
+        times.append([index, *(f"{us / 1e3:.1f}" for us in spent_us)])
         peaks = (plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes)
         moved = (rank.offloaded_bytes, rank.reloaded_bytes, rank.remade_bytes)
-        return [*map(format_bytes, (*peaks, *moved)), str(rank.num_late)]
-
+        memory.append([index, *map(format_bytes, (*peaks, *moved)), rank.num_late])
     columns = ["rank", "ends without", "with offload", "compute", "made again"]
     columns += ["pipeline", "W2 release", "W4 reload"]
-    rows = ([index, *times(*pair)] for index, pair in ranks)
-    yield plain_table(f"Time of {source.title} in ms: PREDICTED", columns, 0, rows)
+    yield plain_table(f"Time of {source.title} in ms: PREDICTED", columns, 0, times)
     columns = ["rank", f"peak {source.memory}", "with offload", "peak host"]
     columns += ["out", "back", "made again", "late"]
-    rows = ([index, *memory(*pair)] for index, pair in ranks)
-    yield plain_table(f"Memory of {source.title}: PREDICTED", columns, 0, rows)
+    yield plain_table(f"Memory of {source.title}: PREDICTED", columns, 0, memory)
