@@ -181,6 +181,7 @@ for _ in range(2):
 _MOVED = "assert manager.last_step.offloaded_bytes > 0, manager.last_step"
 PRELUDES = {
     "megatron_core.install(config)": ("", "assert megatron_core.is_installed()"),
+    "mcore.install(OffloadConfig": ("", "assert mcore.is_installed()"),
     'offload_modules(model_chunks, ["mlp_fc1"': (_MEGATRON, ""),
     'offload_modules(model, ["layers.*.attention", "layers.*.mlp"])\nfor batch': (_LAYERS, _MOVED),
     "torch.compile(layer)": (f"{_LAYERS}{_EAGER}", _MOVED),
@@ -272,6 +273,7 @@ PRELUDES = {
 
 SLOW_SNIPPETS = {
     "megatron_core.install(config)": "imports all of megatron-core",
+    "mcore.install(OffloadConfig": "likewise",
     "torch.compile(layer)": "compiles",
     "chooser.under([20 << 30] * 4)": "chooses for four ranks",
     "loop = tune(manager)": "finds what to move",
