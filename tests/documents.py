@@ -87,6 +87,8 @@ NOT_RUN = {
 
 NOT_RUN_PREFIXES = {
     "torchrun ": "needs several machines or GPUs",
+    "megatron-offload run ": "needs a GPU and Megatron-LM's own script",
+    "VERL_USE_EXTERNAL_MODULES=": "needs verl",
     "python3 benchmarks/bench_": _BENCHMARK,
     "PYTHONPATH=.venv/megatron-core-later .venv/bin/python benchmarks/bench_": _BENCHMARK,
     "python3 scripts/check_bitwise.py ": "trains 126 models; tests/test_check_bitwise.py",
@@ -181,7 +183,13 @@ for _ in range(2):
 _MOVED = "assert manager.last_step.offloaded_bytes > 0, manager.last_step"
 PRELUDES = {
     "megatron_core.install(config)": ("", "assert megatron_core.is_installed()"),
-    "mcore.install(OffloadConfig": ("", "assert mcore.is_installed()"),
+    "import megatron_offload.auto": (
+        "import sys\nfrom types import SimpleNamespace\n"
+        "cfg = SimpleNamespace(model=SimpleNamespace())\n"
+        "sys.modules.pop('megatron_offload.auto', None)  # as in a new process\n",
+        "from megatron_offload.integrations import megatron_core as core\n"
+        "assert core.is_installed()",
+    ),
     'offload_modules(model_chunks, ["mlp_fc1"': (_MEGATRON, ""),
     'offload_modules(model, ["layers.*.attention", "layers.*.mlp"])\nfor batch': (_LAYERS, _MOVED),
     "torch.compile(layer)": (f"{_LAYERS}{_EAGER}", _MOVED),
@@ -273,7 +281,7 @@ PRELUDES = {
 
 SLOW_SNIPPETS = {
     "megatron_core.install(config)": "imports all of megatron-core",
-    "mcore.install(OffloadConfig": "likewise",
+    "import megatron_offload.auto": "likewise",
     "torch.compile(layer)": "compiles",
     "chooser.under([20 << 30] * 4)": "chooses for four ranks",
     "loop = tune(manager)": "finds what to move",
@@ -281,6 +289,8 @@ SLOW_SNIPPETS = {
 """Of `PRELUDES`, those that take seconds, and why."""
 
 SHOWN = {
+    "megatron-offload: a step of rank 0": "what the launcher prints",
+    "megatron sft ": "another trainer's command",
     "bitwise identical: yes": "what the quickstart prints",
     "megatron_offload/": "the tree",
     "<run.output>/checkpoints/": "a folder's tree",

@@ -14,7 +14,15 @@ import megatron_offload
 
 PACKAGE = Path(megatron_offload.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-TOP = {"__init__.py", "__main__.py", "config.py", "errors.py", "fine_grained_activation_offload.py"}
+TOP = {
+    "__init__.py",
+    "__main__.py",
+    "auto.py",
+    "config.py",
+    "errors.py",
+    "fine_grained_activation_offload.py",
+    "run.py",
+}
 ROOMS = (
     "errors.py",
     "files",
@@ -31,9 +39,11 @@ ROOMS = (
     "frontends",
     "fine_grained_activation_offload.py",
     "integrations",
+    "auto.py",
     "train",
     "cli",
     "__main__.py",
+    "run.py",
 )
 """From the ground up: a room imports what stands before it."""
 TORCHLESS = (
@@ -44,6 +54,7 @@ TORCHLESS = (
     "files/",
     "planning/",
     *(f"backends/{name}.py" for name in ("host_limit", "numa")),
+    "machine/profile.py",
     "report/tables.py",
     *(f"train/{name}.py" for name in ("config", "run_folder")),
 )

@@ -2,13 +2,15 @@
 
 Each command is a module of this folder: its docstring is the text of its help, its model ``Given``
 holds the options, and ``run(given)`` returns the exit status. Only the one asked for is imported.
+The one that runs another program has a function ``read`` in place of the model, and ``run`` returns
+what is left to call then, whose errors are no longer the command's.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -16,6 +18,7 @@ from megatron_offload import __version__
 from megatron_offload.errors import ConfigError, OffloadError, did_you_mean
 
 COMMANDS = {
+    "run": "run a Megatron job's own script with offload",
     "train": "train a GPT with pipeline parallelism",
     "compare": "train without and then with offload, and compare every step's bits",
     "plan": "choose what moves, from profiles or a described model",
@@ -35,10 +38,14 @@ exit status: 0 fine, 1 other bits, a failed rank or a target that can't be kept,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default this process's; return its exit status."""
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
         sys.stderr.write("megatron-offload: interrupted\n")
         return 130
+    if isinstance(status, int):
+        return status
+    status()
+    return 0
 
 
 def read_command(words: Sequence[str]) -> tuple[Any, Any]:
@@ -50,18 +57,20 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
         raise ConfigError(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
     module = import_module(f"megatron_offload.cli.{name}")
     parser = _Parser(prog=f"megatron-offload {name}", description=module.__doc__)
+    if hasattr(module, "read"):
+        return module, module.read(parser, more)
     add_flags(parser, module.Given)
     return module, read_options(module.Given, parser, more)
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str]) -> int | Callable[[], object]:
     # Inside, as an interrupt may come while they are imported.
     from megatron_offload.report.console import console
 
     try:
         if words and not words[0].startswith("-"):
             command, given = read_command(words)
-            status: int = command.run(given)
+            status: int | Callable[[], object] = command.run(given)
             return status
         sys.stdout.write(_about(words))
         return 0

@@ -10,7 +10,7 @@ import gc
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import megatron_offload.fine_grained_activation_offload as facade
-from megatron_offload.autotune.loop import tune
+from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import EXTRA_MODULES, OffloadConfig, split_modules
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
@@ -29,29 +29,30 @@ from megatron_offload.integrations.megatron_recompute import exchange_methods, h
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
-_exchanged = Exchanges()
+exchanged = Exchanges()
+"""What `install` has exchanged, and whoever adds to it; `uninstall` puts it back."""
 
-_wanted: list[OffloadConfig] | None = None
-"""What the process's manager is to be configured by at the first forward; None behind it."""
+_wanted: tuple[OffloadConfig | None, MeasuredLoop | None] | None = None
+"""What the process's manager is to have at the first forward; None behind it."""
 
 _marked: WeakKeyDictionary[nn.Module, ModuleOffload] = WeakKeyDictionary()
 """By model, the hooks on modules that ``offload_modules`` names beyond Megatron's own names."""
 
 
-def install(config: OffloadConfig | None = None) -> None:
+def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = None) -> None:
     """Put this implementation in megatron-core's place, in this process; twice is once.
 
     Layers then record into `PipelineOffloadManager.get_instance`; ``config`` is for that one, which
     is left alone until the first forward if CUDA hasn't begun: only the job knows its device.
     ``TransformerConfig`` says which groups are marked, as ever; its ``offload_modules`` takes
     `EXTRA_MODULES` and patterns too. Where nothing says what stays of them, the first steps find it
-    (`megatron_offload.autotune.loop.tune`).
+    (`megatron_offload.autotune.loop.tune`), or a ``tuner`` that is given with a config.
 
     Raises:
         IntegrationError: megatron-core is absent, or older than 0.16.
     """
     global _wanted
-    if not _exchanged:
+    if not exchanged:
         target = import_from_megatron(_MODULE)
         pairs = [
             (value, getattr(facade, name))
@@ -59,25 +60,21 @@ def install(config: OffloadConfig | None = None) -> None:
             if name in facade.__all__ and getattr(value, "__module__", "") == _MODULE
         ]
         pairs += stand_ins()
-        ours = {id(theirs): ours for theirs, ours in pairs}
         # The first to be noted is the last to be undone.
         back = {id(ours): theirs for theirs, ours in pairs}
         their_class = target.FineGrainedActivationOffloadingInterface
-        _exchanged.on_undo(functools.partial(_put_back_copies, back, their_class))
-        for module in _loaded_modules():
-            for name, value in list(vars(module).items()):
-                if id(value) in ours:
-                    _exchanged.replace(module, name, ours[id(value)])
+        exchanged.on_undo(functools.partial(_put_back_copies, back, their_class))
+        exchange_everywhere(pairs)
         for name, member in vars(_OUR_CLASS).items():  # for those who hold Megatron's class itself
             if isinstance(member, (staticmethod, types.FunctionType)):
-                _exchanged.replace(their_class, name, member)
+                exchanged.replace(their_class, name, member)
         _mend_checkpoints()
-        exchange_methods(_exchanged, _marking)
+        exchange_methods(exchanged, _marking)
         _serve_our_names()
-        tell_pipeline_rank(_pipeline_rank)  # the calls of megatron-core 0.16 don't say it
-        _exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
-        _wanted = []
-    _wanted = _wanted if config is None else [config]
+        tell_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
+        exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
+        _wanted = None, None
+    _wanted = _wanted if config is None else (config, tuner)
     if torch.cuda.is_initialized() or not torch.cuda.is_available():
         _begin()
 
@@ -86,19 +83,30 @@ def _begin() -> None:
     """Configure the process's manager, on the device that is current now."""
     global _wanted
     manager = PipelineOffloadManager.get_instance()
-    for config in _wanted or ():
+    config, tuner = _wanted or (None, None)
+    if config is not None:
         manager.configure(config)
+    manager.tuner = tuner or manager.tuner
     tune(manager)
     _wanted = None
 
 
-uninstall = _exchanged.undo
+def exchange_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Exchange the first of each pair for the second, wherever a loaded module refers to it."""
+    ours = {id(theirs): ours for theirs, ours in pairs}
+    for module in _loaded_modules():
+        for name, value in list(vars(module).items()):
+            if id(value) in ours:
+                exchanged.replace(module, name, ours[id(value)])
+
+
+uninstall = exchanged.undo
 """Puts megatron-core's own implementation back; without `install` it does nothing."""
 
 
 def is_installed() -> bool:
     """Whether `install` is in effect."""
-    return bool(_exchanged)
+    return bool(exchanged)
 
 
 _OUR_CLASS = facade.FineGrainedActivationOffloadingInterface
@@ -150,8 +158,8 @@ def _mend_checkpoints() -> None:
         finally:
             del ctx.save_for_backward
 
-    _exchanged.replace(random.CheckpointWithoutOutput, "checkpoint", checkpoint)
-    _exchanged.replace(random.CheckpointWithoutOutputFunction, "forward", staticmethod(forward))
+    exchanged.replace(random.CheckpointWithoutOutput, "checkpoint", checkpoint)
+    exchanged.replace(random.CheckpointWithoutOutputFunction, "forward", staticmethod(forward))
 
 
 def _serve_our_names() -> None:
@@ -178,8 +186,8 @@ def _serve_our_names() -> None:
         finally:
             self.offload_modules = list(names)
 
-    _exchanged.replace(TransformerConfig, "__post_init__", __post_init__)
-    _exchanged.on_undo(_marked.clear)
+    exchanged.replace(TransformerConfig, "__post_init__", __post_init__)
+    exchanged.on_undo(_marked.clear)
 
 
 def _is_ours(name: str) -> bool:
@@ -197,18 +205,18 @@ def _marking(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
         if marked is None or marked.manager is not manager:
             names = filter(_is_ours, self.config.offload_modules)
             _marked[self] = offload_modules(self, names, manager=manager, is_part=True)
-            _exchanged.on_undo(_marked[self].remove)
+            exchanged.on_undo(_marked[self].remove)
 
     return preprocess_for_fine_grained_offloading
 
 
-def _pipeline_rank() -> int:
-    """Return the pipeline rank by Megatron's global state; 0 where a job has none."""
+def pipeline(what: str = "rank") -> int:
+    """Return Megatron's pipeline ``rank`` or ``world_size``; 0 or 1 where a job has none."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        return 0
-    return int(parallel_state.get_pipeline_model_parallel_rank())
+        return int(what != "rank")
+    return int(getattr(parallel_state, f"get_pipeline_model_parallel_{what}")())
 
 
 def import_from_megatron(name: str) -> types.ModuleType:

@@ -14,6 +14,7 @@ from megatron_offload.cli.main import COMMANDS, main
 from megatron_offload.files.strict_model import _models_in
 
 WRITES = {
+    "run": ["--offload-report", "SCRIPT", "torchrun"],
     "train": ["run.output", "steps.jsonl"],
     "compare": ["compare.json", "report.html", "plan.json"],
     "plan": ["profile_<rank>.json", "plan.json", "tradeoff.json", "--device-target", "--max-cost"],

@@ -9,9 +9,10 @@ import ast
 import re
 
 import pytest
-from test_signatures import ROOT, SOURCE, source_of
+from test_signatures import LATER, ROOT, SOURCE, source_of
 
 from megatron_offload import fine_grained_activation_offload as facade
+from megatron_offload.integrations import megatron_launch
 
 INTERFACE = "FineGrainedActivationOffloadingInterface"
 MANAGER = "PipelineOffloadManager"
@@ -32,7 +33,7 @@ TABLE = contract()
 
 
 def test_the_table_is_read():
-    assert len(TABLE) == 6
+    assert len(TABLE) == 7
     assert len(TABLE[INTERFACE]) > 18
 
 
@@ -116,3 +117,14 @@ def definitions(version):
 @pytest.mark.parametrize("owner", ["TransformerConfig", "GPTModel", "CheckpointWithoutOutput"])
 def test_megatron_core_has_what_install_replaces(version, owner):
     assert TABLE[owner] <= definitions(version)[owner]
+
+
+def test_the_parser_has_what_the_launcher_replaces():
+    path = LATER / "megatron" / "training" / "arguments.py"
+    if not path.is_file():
+        pytest.skip(f"no megatron.training in {LATER}")
+    defined = {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
+    names = TABLE["megatron.training.arguments"]
+    assert names <= defined
+    source = ast.parse((ROOT / megatron_launch.__file__).read_text())
+    assert names <= {getattr(node, "name", "") for node in ast.walk(source)}

@@ -1,0 +1,53 @@
+"""Run a script of Megatron-LM, or of a trainer over megatron-core, with this package's offload.
+
+reads    SCRIPT, which gets all words behind it; --offload-config
+prints   what the script does; on rank 0, when what moves is settled, one line about that
+writes   what the script does; --offload-report
+
+The flags below are the script's too, where it parses its own by megatron.training: its --help lists
+them, and what stands behind SCRIPT wins. Offload is on unless the configuration has enabled: false,
+with Megatron's --offload-modules if they are given; these may be mlp_fc1, mlp_act, mlp_fc2,
+expert_fc2, shared_experts, router, layer and patterns such as decoder.layers.*.mlp too.
+Under torchrun: torchrun ... -m megatron_offload.run SCRIPT ...
+
+exit status: 0 the script ended well, 2 bad input or the script's own, others are the script's
+
+example: megatron-offload run --offload-policy auto --offload-report runs/job pretrain_gpt.py ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.integrations.offload_flags import add_flags
+
+
+def read(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Return the options: those before the script, and the script with its words."""
+    add_flags(parser)
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("script", metavar="SCRIPT", help="the job's own program")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    return parser.parse_args(words)
+
+
+def run(given: argparse.Namespace) -> Callable[[], object]:
+    """Put offload in place; return the script's run, whose errors and exit are its own."""
+    path = Path(given.script)
+    if not given.module and not path.exists():
+        raise ConfigError(f"there is no script {given.script!r}")
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd() if given.module else path.resolve().parent)
+    from megatron_offload.integrations.megatron_launch import prepare
+
+    prepare({name: value for name, value in vars(given).items() if name.startswith("offload_")})
+    sys.argv[:] = [given.script, *given.words]
+    if given.module:
+        return partial(runpy.run_module, given.script, run_name="__main__", alter_sys=True)
+    return partial(runpy.run_path, given.script, run_name="__main__")

@@ -1,0 +1,144 @@
+"""What a job over megatron-core gets before its own program runs: offload, and flags for it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import re
+from argparse import ArgumentParser
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_offload.autotune.loop import MeasuredLoop
+from megatron_offload.config import OffloadConfig
+from megatron_offload.core.trace import write_traces
+from megatron_offload.core.units import format_bytes
+from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.learning import read_policy
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import StateError, is_installed
+from megatron_offload.frontends.around import refuse_unserved
+from megatron_offload.integrations import megatron_core
+from megatron_offload.integrations.offload_flags import add_flags, read_flags
+from megatron_offload.machine.job_ranks import rank_in
+from megatron_offload.observe.recorder import profile_step
+from megatron_offload.observe.trace_step import trace_step
+from megatron_offload.planning.plan_file import save_plan
+from megatron_offload.planning.profile_file import save_profile
+from megatron_offload.report.console import console
+
+_logger = logging.getLogger(__name__)
+
+_MODULES = ("qkv_linear", "core_attn", "attn_proj")
+_DENSE = ("mlp_fc1", "mlp_act", "mlp_fc2")
+_MOE = ("expert_fc1", "moe_act")
+"""What is marked where neither the job nor the configuration says that."""
+
+_ENGINE, _VARIABLE = "transformer_engine", "NVTE_CPU_OFFLOAD_V1"
+
+
+def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
+    """Install with the configuration that parsed flags stand for; return it."""
+    config, report = read_flags(given), given.get("offload_report")
+    read_policy(config)
+    refuse_unserved("megatron_core.install()", config)
+    megatron_core.install(config, ToldLoop(Path(report) if report else None))
+    return config
+
+
+def prepare(given: Mapping[str, Any]) -> None:
+    """Install by parsed flags, and let Megatron's parser take them too; errors as `install`'s."""
+    install_by_flags(given)
+    try:
+        theirs: Any = importlib.import_module("megatron.training.arguments")
+    except ImportError:  # another trainer's job, whose flags are its own
+        return
+    add, validate = theirs.add_megatron_arguments, theirs.validate_args
+
+    @functools.wraps(add)
+    def add_megatron_arguments(parser: ArgumentParser) -> Any:
+        parser = add(parser)
+        for action in parser._actions:  # in 0.19 a bare % in one of them ends --help
+            action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
+        add_flags(parser.add_argument_group("activation offload (megatron-offload)"), given)
+        return parser
+
+    @functools.wraps(validate)
+    def validate_args(args: Any, *more: Any, **named: Any) -> Any:
+        config = install_by_flags({**given, **vars(args)})
+        if config.enabled:
+            usual = _MODULES + (_MOE if getattr(args, "num_experts", None) else _DENSE)
+            names = config.modules if "modules" in config.model_fields_set else usual
+            args.offload_modules = list(args.offload_modules or names)
+            args.fine_grained_activation_offloading = True
+        with Exchanges() as asked:
+            if args.fine_grained_activation_offloading:
+                # Megatron asks for TransformerEngine and a variable, which its handler needs.
+                has_engine = args.transformer_impl == _ENGINE and is_installed(_ENGINE)
+                asked.replace(args, "fine_grained_activation_offloading", has_engine)
+                before = os.environ.get(_VARIABLE)
+                asked.on_undo(lambda: before and os.environ.update({_VARIABLE: before}))
+                asked.on_undo(lambda: os.environ.pop(_VARIABLE))
+                os.environ[_VARIABLE] = "1"
+            return validate(args, *more, **named)
+
+    pairs = [(add, add_megatron_arguments), (validate, validate_args)]
+    megatron_core.exchange_everywhere(pairs)
+
+
+class ToldLoop(MeasuredLoop):
+    """Says once on the first rank what is on, when that is settled.
+
+    Args:
+        report: where every rank leaves what one step showed; None for nowhere.
+    """
+
+    def __init__(self, report: Path | None = None) -> None:
+        super().__init__(timeout_s=60.0)
+        self._report = report
+        self._telling: Generator[None, None, None] | None = None
+
+    def __call__(self, manager: PipelineOffloadManager) -> None:
+        """Look back at the step that has ended, and prepare for the next."""
+        super().__call__(manager)
+        if self.is_settled:
+            self._telling = self._telling or self._tell(manager)
+            next(self._telling, None)
+
+    def _tell(self, manager: PipelineOffloadManager) -> Generator[None, None, None]:
+        rank, folder, is_seen = rank_in(), self._report, False
+        while not is_seen:
+            # It may be no whole step, or someone else profiles it.
+            with suppress(StateError), ExitStack() as looking:
+                if folder is not None:
+                    trace = looking.enter_context(trace_step(manager, rank))
+                    seen = looking.enter_context(profile_step(manager, peaks=False))
+                yield
+                while not (manager.last_step.num_groups or manager.is_passing):
+                    yield  # an evaluation
+                looking.close()
+                is_seen = True
+        if folder is not None:
+            run = seen.profile.run._replace(rank=rank, pp_size=megatron_core.pipeline("world_size"))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_traces(folder / f"trace_{rank}.json", [trace])
+                save_profile(replace(seen.profile, run=run), folder / f"profile_{rank}.json")
+                if self.plan is not None and rank == 0:
+                    save_plan(self.plan, folder / "plan.json")
+            except OSError as error:
+                _logger.warning("no report in %s: %s", folder, error)
+        if rank == 0:
+            stats, pinned = manager.last_step, manager.host_pool.stats.slab_bytes_total
+            sizes = {name: group.offloaded_bytes for name, group in stats.by_name.items()}
+            moved = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size]
+            console().print(
+                f"megatron-offload: a step of rank 0 moves {', '.join(moved) or 'nothing'}, makes "
+                f"{format_bytes(stats.remade_bytes)} again, pins {format_bytes(pinned)} on the "
+                f"host{self.said and '; '}{self.said}"
+            )

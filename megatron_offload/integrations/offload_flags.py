@@ -1,0 +1,55 @@
+"""The launcher's flags, in its own parser and in Megatron's, and the configuration they stand for.
+
+Parsed values are plain: Megatron keeps its arguments in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_offload.config import OffloadConfig, apply_overrides, load_yaml
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.files.strict_model import validate
+
+_KINDS = ("auto", "memory_target", "modules", "ratio", "plan_file")
+_FLAGS: dict[str, tuple[str, Any, str]] = {
+    "policy": ("KIND", str, f"{', '.join(_KINDS)}; auto unless something is set"),
+    "memory-target": ("SIZE[,SIZE]", str, "most a rank reserves, such as 60GiB; or one for each"),
+    "most-slowdown-percent": ("P", float, "of the step's time, which auto may cost; 1 unless set"),
+    "recompute": ("UNIT[,UNIT]", str, "made again, not moved; norm,mlp_act unless set; or none"),
+    "config": ("FILE", str, "YAML with any keys of OffloadConfig; flags win"),
+    "set": ("KEY=VALUE", str, "one more of these keys; may be given again"),
+    "report": ("FOLDER", str, "for trace_RANK.json and profile_RANK.json of one step, plan.json"),
+}
+"""By name without the prefix: what stands for the value in the help, its type, and the help."""
+
+
+def add_flags(place: Any, defaults: Mapping[str, Any] | None = None) -> None:
+    """Add the flags to a parser or to a group of one."""
+    for name, (metavar, kind, text) in _FLAGS.items():
+        how: Any = {"metavar": metavar, "type": kind, "help": text}
+        how["default"] = (defaults or {}).get(f"offload_{name.replace('-', '_')}")
+        how["action"] = "append" if name == "set" else "store"
+        place.add_argument(f"--offload-{name}", **how)
+
+
+def read_flags(given: Mapping[str, Any]) -> OffloadConfig:
+    """Return the configuration that parsed flags stand for; `ConfigError` says what is wrong."""
+    values = (given.get(f"offload_{name.replace('-', '_')}") for name in _FLAGS)
+    kind, target, slowdown, units, path, pairs, _ = values
+    kind = kind or ("memory_target" if target else "auto" if slowdown is not None else None)
+    if kind and kind not in _KINDS:
+        raise ConfigError(f"there is no policy {kind!r}{did_you_mean(kind, _KINDS)}")
+    data = load_yaml(path) if path else {}
+    policy = data.get("policy")
+    if kind and not (isinstance(policy, dict) and policy.get("kind") == kind):
+        data = {**data, "policy": {"kind": kind}}
+    pairs = list(pairs or ())
+    if target:
+        pairs.append(f"policy.target_bytes={f'[{target}]' if ',' in target else target}")
+    if slowdown is not None:
+        pairs.append(f"policy.most_slowdown_percent={slowdown}")
+    if units:
+        pairs.append(f"recompute=[{'' if units == 'none' else units}]")
+    return validate(OffloadConfig, apply_overrides(data, pairs), "offload")

@@ -1,0 +1,1 @@
+"""Lies beside the script."""

@@ -1,0 +1,69 @@
+"""A job's own script: parses, validates and configures as Megatron's pretrain does.
+
+The last line of its output is JSON. The words after ``--then`` say how it ends.
+"""
+
+import json
+import os
+import sys
+
+at_start = {"name": __name__, "argv": sys.argv[:], "path": sys.path[0]}
+
+import launcher_beside  # noqa: E402 - what lies beside the script
+import megatron.core  # noqa: E402
+from megatron.training import arguments, initialize  # noqa: E402
+
+
+def add_own(parser):
+    parser.add_argument("--then", default="")
+    return parser
+
+
+def config_of(args):
+    from megatron.core.transformer import transformer_config
+
+    names = ("num_layers", "hidden_size", "num_attention_heads")
+    return transformer_config.TransformerConfig(
+        **{name: getattr(args, name) for name in names},
+        fine_grained_activation_offloading=args.fine_grained_activation_offloading,
+        offload_modules=args.offload_modules,
+    )
+
+
+# Where pretrain finds it: in 0.16 under a name that another module has imported.
+holder = initialize if hasattr(initialize, "validate_args") else arguments
+
+if __name__ == "__main__":
+    args = holder.parse_args(add_own)
+    plain = {key: value for key, value in vars(args).items() if key.startswith("offload_")}
+    given = args.offload_modules
+    before = list(given)
+    holder.validate_args(args)
+    config = config_of(args)
+    config_of(args)
+    from megatron_offload import PipelineOffloadManager
+    from megatron_offload.integrations import megatron_core
+
+    settings = PipelineOffloadManager.get_instance().config
+    found = {
+        **at_start,
+        "version": megatron.core.__version__,
+        "beside": launcher_beside.__name__,
+        "plain": plain,
+        "unchanged": given == before,
+        "copied": config.offload_modules is not args.offload_modules,
+        "on": config.fine_grained_activation_offloading,
+        "modules": config.offload_modules,
+        "seen": getattr(args, "seen", None),
+        "variable": os.environ.get("NVTE_CPU_OFFLOAD_V1"),
+        "policy": settings.policy and settings.policy.model_dump(mode="json", exclude_unset=True),
+        "recompute": settings.recompute,
+        "installed": megatron_core.is_installed(),
+    }
+    megatron_core.uninstall()
+    found["restored"] = holder.validate_args.__module__ == "megatron.training.arguments"
+    found["restored"] &= not hasattr(holder.validate_args, "__wrapped__")
+    sys.stdout.write(json.dumps(found) + "\n")
+    if args.then == "raise":
+        raise RuntimeError("the job's own")
+    sys.exit(int(args.then or 0))

@@ -1,0 +1,355 @@
+"""``megatron-offload run``: what a job's script sees of it, and what Megatron's parser takes.
+
+The wheel of 0.16.1 has no ``megatron.training``; `STAND_IN` does there what Megatron-LM's own
+sources of that version do with the functions that are exchanged. ``MEGATRON_LM`` may name a
+checkout of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_offload import OffloadConfig, PipelineOffloadManager
+from megatron_offload.cli import main as cli
+from megatron_offload.errors import ConfigError, IntegrationError
+from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.integrations import megatron_core, megatron_launch
+from megatron_offload.integrations.offload_flags import read_flags
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("launcher_program.py")
+LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
+VERSIONS = ("0.16", "later")
+
+STAND_IN = {
+    "arguments.py": """
+import argparse, os
+
+def add_megatron_arguments(parser):
+    for name in ("num-layers", "hidden-size", "num-attention-heads"):
+        parser.add_argument("--" + name, type=int)
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--fine-grained-activation-offloading", action="store_true")
+    parser.add_argument("--offload-modules", nargs="*", default=[])
+    return parser
+
+def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser)
+    return parser.parse_args()
+
+def validate_args(args, defaults={}):
+    args.seen = os.environ.get("NVTE_CPU_OFFLOAD_V1")
+    if args.fine_grained_activation_offloading:
+        raise AssertionError("TransformerEngine is absent")
+    return args
+""",
+    # Holds what it has imported, as the real one does.
+    "initialize.py": "from megatron.training.arguments import parse_args, validate_args\n",
+    "__init__.py": "from . import initialize\n",
+}
+
+MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"]
+REAL = (
+    "--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --lr 1e-4 --train-iters 1 "
+    "--tokenizer-type NullTokenizer --vocab-size 64 --mock-data --no-gradient-accumulation-fusion"
+)
+OUR_NAMES = ["--offload-modules", "core_attn", "mlp_fc1", "decoder.layers.*.mlp"]
+
+
+@pytest.fixture(scope="session")
+def paths(tmp_path_factory):
+    """By version, where Python finds megatron."""
+    folder = tmp_path_factory.mktemp("launcher")
+    later, older = folder / "later", folder / "0.16"
+    later.mkdir()
+    # The later one asks for Python 3.12, of which its parser needs this.
+    (later / "sitecustomize.py").write_text(
+        "import typing\nif not hasattr(typing, 'override'): typing.override = lambda method: method"
+    )
+    training = older / "megatron" / "training"
+    training.mkdir(parents=True)
+    for name, text in STAND_IN.items():
+        (training / name).write_text(text)
+    return {
+        "0.16": [os.environ.get("MEGATRON_LM", str(older))],
+        "later": [str(LATER), str(later)],
+    }
+
+
+@pytest.fixture(scope="session")
+def launch(paths):
+    @functools.cache
+    def run(version, *words, entry="megatron_offload.run"):
+        if version == "later" and not LATER.is_dir():
+            pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER")
+        environment = {name: x for name, x in os.environ.items() if not name.startswith("NVTE_")}
+        environment["PYTHONPATH"] = os.pathsep.join([*paths[version], str(ROOT)])
+        return subprocess.run(
+            [sys.executable, "-m", entry, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            cwd=ROOT.parent,
+        )
+
+    return run
+
+
+def job(version, *words):
+    return (str(PROGRAM), *MODEL, *(REAL.split() if version == "later" else ()), *words)
+
+
+BEFORE = ("--offload-policy", "auto", "--offload-recompute", "norm")
+BEHIND = ("--offload-most-slowdown-percent", "3", *OUR_NAMES)
+
+
+def found_by(launch, version):
+    done = launch(version, *BEFORE, *job(version, *BEHIND))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_script_runs_as_if_python_had_been_given_it(launch, version):
+    found = found_by(launch, version)
+    assert found["version"].startswith("0.16.") == (version == "0.16")
+    assert found["name"] == "__main__"
+    assert found["argv"] == [*job(version, *BEHIND)]
+    assert found["path"] == str(PROGRAM.parent)
+    assert found["beside"] == "launcher_beside"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_flags_count_before_the_script_and_behind_it(launch, version):
+    found = found_by(launch, version)
+    assert found["policy"] == {"kind": "auto", "most_slowdown_percent": 3.0}
+    assert found["recompute"] == ["norm"]
+    kinds = {type(value) for value in found["plain"].values()}
+    assert kinds <= {str, float, list, type(None)}, "args are checkpointed"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_names_are_accepted_and_no_list_of_the_arguments_is_changed(launch, version):
+    found = found_by(launch, version)
+    assert found["modules"] == OUR_NAMES[1:]
+    assert found["on"]
+    assert found["unchanged"]
+    assert found["copied"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_variable_is_set_while_megatron_validates_alone(launch, version):
+    found = found_by(launch, version)
+    assert found["variable"] is None
+    assert version == "later" or found["seen"] == "1"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_uninstall_puts_megatrons_functions_back(launch, version):
+    found = found_by(launch, version)
+    assert found["installed"]
+    assert found["restored"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_scripts_own_help_lists_our_flags(launch, version):
+    done = launch(version, str(PROGRAM), "--help")
+    assert done.returncode == 0, done.stderr
+    group = done.stdout.partition("activation offload (megatron-offload):\n")[2]
+    for name in ("policy", "memory-target", "most-slowdown-percent", "recompute", "config", "set"):
+        assert f"  --offload-{name} " in group
+    assert "--num-layers" in done.stdout
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_unknown_module_is_refused_with_the_nearest_name(launch, version):
+    done = launch(version, *job(version, "--offload-modules", "core_attn", "mlp_fc3"))
+    assert done.returncode == 1
+    assert "unknown offload module 'mlp_fc3'; did you mean 'mlp_fc2'?" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("then", "status"), [("raise", 1), ("7", 7)])
+def test_what_the_script_raises_and_its_exit_status_pass_through(launch, then, status):
+    done = launch("0.16", *job("0.16", "--then", then))
+    assert done.returncode == status
+    assert ("RuntimeError: the job's own" in done.stderr) == (status == 1)
+    assert "megatron-offload:" not in done.stderr
+
+
+@pytest.mark.slow
+def test_without_a_word_offload_is_on_for_attention_and_mlp(launch):
+    done = launch("0.16", *job("0.16"))
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["on"]
+    assert found["policy"] is None
+    assert {"qkv_linear", "core_attn", "mlp_fc1", "mlp_fc2"} <= set(found["modules"])
+
+
+# Without a process of their own
+
+
+@pytest.fixture
+def not_prepared(monkeypatch):
+    """Let a command run no more than its script."""
+    monkeypatch.setattr(megatron_launch, "prepare", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+
+
+@pytest.mark.usefixtures("not_prepared")
+def test_exceptions_of_ours_in_the_script_are_no_errors_of_the_command(tmp_path, capsys):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import sys\nfrom megatron_offload.errors import ConfigError\n"
+        "assert sys.argv[1:] == ['-x']\n"
+        "raise ConfigError('in the job')\n"
+    )
+    with pytest.raises(ConfigError, match="in the job"):
+        cli.main(["run", str(script), "-x"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("not_prepared")
+def test_a_module_runs_too_and_ends_with_its_status(tmp_path, monkeypatch):
+    (tmp_path / "a_job.py").write_text("import sys\nsys.exit((__name__, sys.argv[1:]))\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_error:
+        cli.main(["run", "-m", "a_job", "--num-layers", "2"])
+    assert exit_error.value.code == ("__main__", ["--num-layers", "2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--offload-policy", "autoo", __file__), "no policy 'autoo'; did you mean 'auto'?"),
+        (("--ofload-policy", "auto", "x.py"), "unrecognized arguments: --ofload-policy"),
+        (("/nowhere.py",), "there is no script '/nowhere.py'"),
+        ((), "required: SCRIPT"),
+        (("--offload-recompute", "nrom", __file__), "'nrom'; did you mean 'norm'?"),
+        (
+            ("--offload-set", "modles=[x]", __file__),
+            "key 'modles'; did you mean 'modules'?",
+        ),
+        (("--offload-config", "/nowhere.yaml", __file__), "/nowhere.yaml"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(words, expected, capsys):
+    assert cli.main(["run", *words]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_flags_win_over_the_file(tmp_path):
+    path = tmp_path / "offload.yaml"
+    path.write_text("policy: {kind: auto, most_slowdown_percent: 4}\nprefetch_bytes: 2MiB\n")
+    from_file = read_flags({"offload_config": str(path)})
+    assert from_file.policy.most_slowdown_percent == 4
+    given = {"offload_memory_target": "20GiB,21GiB", "offload_set": ["prefetch_bytes=3MiB"]}
+    config = read_flags({**given, "offload_config": str(path)})
+    assert config.policy.targets(2) == (20 << 30, 21 << 30)
+    assert config.prefetch_bytes == 3 << 20
+    assert read_flags({"offload_recompute": "none"}).recompute == ()
+
+
+def test_what_is_settled_is_said_once_and_one_step_is_reported(tmp_path, capsys):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    loop = megatron_launch.ToldLoop(tmp_path / "report")
+    manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0, fraction=1.0))
+    manager.tuner = loop
+    with offload_modules(model, ["*"], manager=manager):
+        for _ in range(5):
+            with torch.no_grad(), manager.step():
+                model(torch.randn(8, 64))  # an evaluation
+            with manager.step():
+                model(torch.randn(8, 64)).sum().backward()
+    assert manager.tuner is loop
+    said = capsys.readouterr().out
+    assert said.count("megatron-offload: a step of rank 0 moves *") == 1
+    assert {path.name for path in loop_files(tmp_path)} == {"trace_0.json", "profile_0.json"}
+    assert cli.main(["trace", str(tmp_path / "report")]) == 0
+    manager.close()
+
+
+# As a plug-in
+
+
+@pytest.fixture
+def plugged(monkeypatch):
+    """Import the plug-in anew in an environment; return the process's manager."""
+
+    def plug(**environment):
+        for name in ("CONFIG", "SET", "REPORT"):
+            monkeypatch.delenv(f"MEGATRON_OFFLOAD_{name}", raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(f"MEGATRON_OFFLOAD_{name}", str(value))
+        monkeypatch.delitem(sys.modules, "megatron_offload.auto", raising=False)
+        importlib.import_module("megatron_offload.auto")
+        return PipelineOffloadManager.get_instance()
+
+    before = PipelineOffloadManager.instance
+    PipelineOffloadManager.instance = None
+    yield plug
+    megatron_core.uninstall()
+    PipelineOffloadManager.instance = before
+
+
+def test_importing_the_plug_in_installs_by_the_environment(plugged, tmp_path):
+    path = tmp_path / "offload.yaml"
+    path.write_text("policy: {kind: ratio, ratio: 0.5}\nprefetch_bytes: 2MiB\n")
+    settings = "policy.ratio=0.25 recompute=[norm]"
+    manager = plugged(CONFIG=path, SET=settings, REPORT=tmp_path / "report")
+    assert megatron_core.is_installed()
+    assert manager.config.policy.ratio == 0.25
+    assert manager.config.recompute == ("norm",)
+    assert manager.config.prefetch_bytes == 2 << 20
+    assert isinstance(manager.tuner, megatron_launch.ToldLoop)
+
+
+def test_the_plug_in_alone_installs_the_defaults(plugged):
+    assert plugged().config == OffloadConfig()
+    assert megatron_core.is_installed()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("modles=[x]", "unknown key 'modles'; did you mean 'modules'"),
+        ("recompute=[nrom]", "'nrom'; did you mean 'norm'"),
+        ("recompute=[pointwise]", "can't make 'pointwise' again"),
+        ("policy.kind=plan_file policy.path=/nowhere", "/nowhere"),
+    ],
+)
+def test_a_plug_in_that_is_wrongly_configured_stops_the_job(plugged, settings, expected):
+    with pytest.raises(ConfigError, match=expected):
+        plugged(SET=settings)
+    assert not megatron_core.is_installed()
+
+
+def test_a_process_without_megatron_core_goes_on_without_offload(plugged, monkeypatch, caplog):
+    def absent(name):
+        raise IntegrationError("megatron-core 0.16 or later is needed")
+
+    monkeypatch.setattr(megatron_core, "import_from_megatron", absent)
+    plugged()
+    assert "no offload in this process: megatron-core 0.16" in caplog.text
+    assert not megatron_core.is_installed()
+
+
+def loop_files(folder):
+    return (folder / "report").iterdir()
