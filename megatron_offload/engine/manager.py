@@ -84,11 +84,16 @@ class PipelineOffloadManager:
     instance: PipelineOffloadManager | None = None
     """The process's manager: None before it was asked for; may be set to another."""
 
+    at_first_use: Callable[[PipelineOffloadManager], None] | None = None
+    """Is called with that one once it is made."""
+
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """Return the process's manager, made at the first call."""
         if PipelineOffloadManager.instance is None:
             PipelineOffloadManager.instance = PipelineOffloadManager()
+            if PipelineOffloadManager.at_first_use is not None:
+                PipelineOffloadManager.at_first_use(PipelineOffloadManager.instance)
         return PipelineOffloadManager.instance
 
     @classmethod

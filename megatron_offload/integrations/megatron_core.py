@@ -32,9 +32,6 @@ _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 exchanged = Exchanges()
 """What `install` has exchanged, and whoever adds to it; `uninstall` puts it back."""
 
-_wanted: tuple[OffloadConfig | None, MeasuredLoop | None] | None = None
-"""What the process's manager is to have at the first forward; None behind it."""
-
 _marked: WeakKeyDictionary[nn.Module, ModuleOffload] = WeakKeyDictionary()
 """By model, the hooks on modules that ``offload_modules`` names beyond Megatron's own names."""
 
@@ -43,7 +40,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
     """Put this implementation in megatron-core's place, in this process; twice is once.
 
     Layers then record into `PipelineOffloadManager.get_instance`; ``config`` is for that one, which
-    is left alone until the first forward if CUDA hasn't begun: only the job knows its device.
+    is not made before it is used if CUDA hasn't begun: only the job knows its device.
     ``TransformerConfig`` says which groups are marked, as ever; its ``offload_modules`` takes
     `EXTRA_MODULES` and patterns too. Where nothing says what stays of them, the first steps find it
     (`megatron_offload.autotune.loop.tune`), or a ``tuner`` that is given with a config.
@@ -51,7 +48,6 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
     Raises:
         IntegrationError: megatron-core is absent, or older than 0.16.
     """
-    global _wanted
     if not exchanged:
         target = import_from_megatron(_MODULE)
         pairs = [
@@ -73,22 +69,29 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
         _serve_our_names()
         tell_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
         exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
-        _wanted = None, None
-    _wanted = _wanted if config is None else (config, tuner)
-    if torch.cuda.is_initialized() or not torch.cuda.is_available():
-        _begin()
+        exchanged.on_undo(_forget_wish)
+    its = PipelineOffloadManager
+    if config is not None or its.at_first_use is None:
+        its.at_first_use = functools.partial(_begin, config, tuner)
+    if its.instance or torch.cuda.is_initialized() or not torch.cuda.is_available():
+        manager = its.get_instance()
+        if its.at_first_use is not None:  # it was made before
+            its.at_first_use(manager)
 
 
-def _begin() -> None:
+def _begin(
+    config: OffloadConfig | None, tuner: MeasuredLoop | None, manager: PipelineOffloadManager
+) -> None:
     """Configure the process's manager, on the device that is current now."""
-    global _wanted
-    manager = PipelineOffloadManager.get_instance()
-    config, tuner = _wanted or (None, None)
+    _forget_wish()
     if config is not None:
         manager.configure(config)
     manager.tuner = tuner or manager.tuner
     tune(manager)
-    _wanted = None
+
+
+def _forget_wish() -> None:
+    PipelineOffloadManager.at_first_use = None
 
 
 def exchange_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
@@ -197,8 +200,6 @@ def _is_ours(name: str) -> bool:
 def _marking(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(theirs)
     def preprocess_for_fine_grained_offloading(self: Any) -> None:
-        if _wanted is not None:
-            _begin()
         theirs(self)
         hook_model(self)
         manager, marked = PipelineOffloadManager.get_instance(), _marked.get(self)

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from argparse import ArgumentParser
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +88,24 @@ def prepare(given: Mapping[str, Any]) -> None:
             return validate(args, *more, **named)
 
     pairs = [(add, add_megatron_arguments), (validate, validate_args)]
+    utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
+    bind = getattr(utils, "set_ideal_affinity_for_current_gpu", None)
+    if bind is not None:
+        pairs.append((bind, _going_on(bind)))
     megatron_core.exchange_everywhere(pairs)
+
+
+def _going_on(bind: Callable[[], None]) -> Callable[[], None]:
+    """Let a job go on where a package is missing by which Megatron finds a GPU's processors."""
+
+    @functools.wraps(bind)
+    def set_ideal_affinity_for_current_gpu() -> None:
+        try:
+            bind()
+        except (ImportError, RuntimeError) as error:
+            _logger.warning("this process is bound to no processors near its GPU: %s", error)
+
+    return set_ideal_affinity_for_current_gpu
 
 
 class ToldLoop(MeasuredLoop):

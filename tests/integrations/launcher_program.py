@@ -11,6 +11,7 @@ at_start = {"name": __name__, "argv": sys.argv[:], "path": sys.path[0]}
 
 import launcher_beside  # noqa: E402 - what lies beside the script
 import megatron.core  # noqa: E402
+from megatron.core.pipeline_parallel import utils  # noqa: E402
 from megatron.training import arguments, initialize  # noqa: E402
 
 
@@ -41,6 +42,8 @@ if __name__ == "__main__":
     holder.validate_args(args)
     config = config_of(args)
     config_of(args)
+    if hasattr(utils, "set_ideal_affinity_for_current_gpu"):
+        utils.set_ideal_affinity_for_current_gpu()  # raises where cuda-python is missing
     from megatron_offload import PipelineOffloadManager
     from megatron_offload.integrations import megatron_core
 

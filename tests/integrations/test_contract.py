@@ -33,7 +33,7 @@ TABLE = contract()
 
 
 def test_the_table_is_read():
-    assert len(TABLE) == 7
+    assert len(TABLE) == 8
     assert len(TABLE[INTERFACE]) > 18
 
 
@@ -119,12 +119,12 @@ def test_megatron_core_has_what_install_replaces(version, owner):
     assert TABLE[owner] <= definitions(version)[owner]
 
 
-def test_the_parser_has_what_the_launcher_replaces():
-    path = LATER / "megatron" / "training" / "arguments.py"
+@pytest.mark.parametrize("module", [name for name in TABLE if name.startswith("megatron.")])
+def test_megatron_has_what_the_launcher_replaces(module):
+    path = LATER.joinpath(*module.split(".")).with_suffix(".py")
     if not path.is_file():
-        pytest.skip(f"no megatron.training in {LATER}")
-    defined = {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
-    names = TABLE["megatron.training.arguments"]
-    assert names <= defined
+        pytest.skip(f"no {module} in {LATER}")
+    names = TABLE[module]
+    assert names <= {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
     source = ast.parse((ROOT / megatron_launch.__file__).read_text())
     assert names <= {getattr(node, "name", "") for node in ast.walk(source)}

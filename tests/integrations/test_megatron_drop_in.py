@@ -298,6 +298,7 @@ def test_before_cuda_begins_the_manager_is_left_alone_until_the_first_forward(mo
         megatron_core.install(config)
     try:
         assert PipelineOffloadManager.instance is None
+        megatron_core.install()
         found = []
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         model.config = types.SimpleNamespace(offload_modules=["core_attn", "*.0", "layers.*"])
