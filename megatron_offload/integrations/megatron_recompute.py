@@ -106,11 +106,6 @@ def _telling(theirs: Callable[..., Any], unit: str) -> Callable[..., Any]:
     return call
 
 
-@functools.cache
-def _activating(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    return _telling(theirs, "mlp_act")
-
-
 def _permuting(theirs: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(theirs)
 
@@ -171,9 +166,9 @@ def _letting_functions_tell(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if is_fused or "mlp_act" not in manager.config.recompute or not manager.records():
             return theirs(self, *args, **kwargs)
         own = vars(self)
-        activate = own.get("activation_func")
+        activate = None if torch.compiler.is_compiling() else own.get("activation_func")
         if activate and len(args) == 1 and not kwargs and not config.gated_linear_unit:
-            own["activation_func"] = _activating(activate)  # all there is to tell
+            own["activation_func"] = _telling(activate, "mlp_act")  # all there is to tell
             try:
                 return theirs(self, *args)
             finally:

@@ -138,6 +138,26 @@ def test_what_something_else_keeps_is_neither_moved_nor_counted():
     assert CPUOffload(1, "model").last_step.offloaded_bytes == totals[-1]
 
 
+@pytest.mark.parametrize("ratio", [0, 0.5, 1])
+def test_what_is_made_again_is_no_part_of_the_share(ratio):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32), nn.GELU()] * 6, nn.Linear(32, 32))
+    x = torch.ones(64, 32, requires_grad=True)
+    size = x.nbytes
+    offload = CPUOffload(ratio, "made", config())
+    for _ in range(3):
+        with offload:
+            y = model(x)
+        y.sum().backward()
+        del y
+        assert end_step("made")
+    last = manager_of("made").last_step
+    assert last.remade_bytes == 6 * size  # what each GELU makes
+    total = CPUOffload._tags["made"].total_bytes
+    assert total in (6 * size, 7 * size)  # what it takes, and maybe the first layer's input
+    assert 0 <= ratio * total - last.offloaded_bytes <= size
+
+
 def test_a_group_s_size_is_that_of_what_moves():
     CPUOffload(0.5, "model", config(max_inflight_bytes=0, prefetch_bytes=0))
     for _ in range(2):
