@@ -167,10 +167,11 @@ def _letting_functions_tell(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return theirs(self, *args, **kwargs)
         own = vars(self)
         activate = None if torch.compiler.is_compiling() else own.get("activation_func")
-        if activate and len(args) == 1 and not kwargs and not config.gated_linear_unit:
+        scales = len(args) > 1 or kwargs.get("per_token_scale") is not None  # as experts do
+        if activate and not scales and not config.gated_linear_unit:
             own["activation_func"] = _telling(activate, "mlp_act")  # all there is to tell
             try:
-                return theirs(self, *args)
+                return theirs(self, *args, **kwargs)
             finally:
                 own["activation_func"] = activate
         with RecomputeFunctions(manager, _PARTS):
