@@ -65,8 +65,8 @@ RECOMPUTE_UNITS: tuple[str, ...] = (
     "cast",
     "layout",
 )
-"""What backward can make again by name, other than modules (docs/recompute.md); ``mlp_fc1`` where a
-plan says so."""
+"""What backward can make again by name, other than modules (docs/recompute.md); ``mlp_fc1`` only
+where a plan says so."""
 
 _AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
 
@@ -117,7 +117,7 @@ class OffloadConfig(StrictModel):
     """Which groups move: names out of `MODULES`, or patterns of names holding a dot or ``*``. The
     trainer marks these. Elsewhere a group stays whose name is not among them, if they were set."""
 
-    recompute: RecomputeField = default(("norm", "mlp_act"))
+    recompute: RecomputeField = default(("norm", "mlp_act", "mlp_fc1"))
     """What backward makes again in place of moving it: units out of `RECOMPUTE_UNITS`, and modules
     by patterns of names holding a dot or ``*``. None of them: ``()``. In plain PyTorch ``auto``
     stands for norms, activations, pointwise operations, casts and copies of another layout."""

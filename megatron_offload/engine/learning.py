@@ -182,6 +182,11 @@ class Learner:
             return None
         return planned[vp_stage] if vp_stage < len(planned) else frozenset()
 
+    def plans(self, unit: str) -> bool:
+        """Whether the plan that is followed makes a unit again in any virtual stage."""
+        rank = None if self.plan is None or self.pp_rank is None else self.plan.ranks[self.pp_rank]
+        return rank is not None and any(unit in stage for stage in rank.recompute or ())
+
     def _confirm(self, plan: OffloadPlan, profile: StepProfile) -> None:
         run = RunShape(plan.num_microbatches, self.pp_rank or 0, plan.pp_size, plan.vp_size)
         try:

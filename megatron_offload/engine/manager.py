@@ -21,7 +21,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
+from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_cheap
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.fused_outputs import tell_of_fused_outputs
@@ -339,6 +339,10 @@ class PipelineOffloadManager:
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
         return self.do_offload and is_recording() and not self.is_passing
+
+    def may_make_again(self, unit: str) -> bool:
+        """Whether it matters how an output of this unit is made: dear ones wait for a plan."""
+        return is_cheap(unit) or bool(self.observers) or self.learner.plans(unit)
 
     @graph_break
     def reset(self) -> None:

@@ -139,10 +139,14 @@ def recompute_modules(
 
 
 def _is_plain_fc1(path: str, module: nn.Module) -> bool:
-    """Whether this is the first matrix product of Megatron's dense MLP, and nothing besides."""
-    config = getattr(module, "config", None)
+    """Whether this is the first matrix product of Megatron's dense MLP, and nothing besides.
+
+    Not where its weight is sharded, and so may be away when its output is made again.
+    """
+    config, weight = getattr(module, "config", None), module._parameters.get("weight")
     has_more = (getattr(config, key, None) for key in ("fp8", "fp4", "sequence_parallel"))
-    return path.endswith("mlp.linear_fc1") and not any(has_more)
+    is_whole = type(weight) is nn.Parameter and weight.dim() == 2
+    return path.endswith("mlp.linear_fc1") and is_whole and not any(has_more)
 
 
 def _share_id(handle: RemovableHandle, *, last: bool) -> None:
@@ -191,7 +195,7 @@ class _Source:
                 text = "recompute: %r moves and isn't made again, since its forward %s"
                 _logger.warning(text, self.path, because)
         manager = self.find_manager()
-        if manager is None or not manager.records():
+        if manager is None or not manager.records() or not manager.may_make_again(self.unit):
             return
         if self._refusals.get(module.training, "nobody has watched it"):
             return

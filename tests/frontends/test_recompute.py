@@ -26,6 +26,7 @@ from megatron_offload.config import RECOMPUTE_UNITS
 from megatron_offload.core.policy_config import ModulesConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.recompute import unit_of
+from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.plan import UnitChoice, plan_of
 from megatron_offload.planning.policy import plan_by_rule
 
@@ -126,7 +127,7 @@ def test_all_that_norms_and_activations_make_of_what_is_saved_leaves():
 
 
 def test_the_default_makes_norms_and_activations_again():
-    assert OffloadConfig().recompute == ("norm", "mlp_act")
+    assert OffloadConfig().recompute == ("norm", "mlp_act", "mlp_fc1")
     model = make_model()
     offload = OffloadActivations(manager=make_manager())
     train(model, offload)
@@ -201,19 +202,24 @@ class Layer(nn.Module):
         return self.mlp(x)
 
 
+def units_of(profile):
+    return {unit.unit for group in profile.groups for unit in group.remade}
+
+
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
 def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says(timing):
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)))
     expected = train(model)
-    manager = make_manager(timing, recompute=("mlp_act", "mlp_fc1"), checking=True)
+    manager = make_manager(timing)
     with offload_modules(model, ["*.mlp.*"], manager=manager):
-        for _ in range(2):
+        assert_same(expected, group_step(model, manager))
+        assert units_of(manager.last_profile) == {"mlp_act"}  # to tell of others is work
+        with profile_step(manager) as recorded:
             assert_same(expected, group_step(model, manager))
-        profile, without_bytes = manager.last_profile, remade_bytes(manager)
-        units = {unit.unit for group in profile.groups for unit in group.remade}
+        profile, without_bytes = recorded.profile, remade_bytes(manager)
         layers = [f"mlp_fc1:{layer}.mlp.linear_fc1" for layer in range(3)]
-        assert units == {"mlp_act", *layers}
+        assert units_of(profile) == {"mlp_act", *layers}
         assert without_bytes == 3 * 4 * ROWS * 4 * WIDTH
         for chosen in (layers[:2], layers):
             (rank,) = plan_by_rule(ModulesConfig(), [profile]).ranks

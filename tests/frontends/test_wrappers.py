@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from programs import TWO_TIMINGS, assert_nothing_left, assert_same
+from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
 from test_whole_model import TIGHT, make_offload
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,8 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+from megatron_offload import offload_modules
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.integrations.transformer_engine import mark_not_offload
+from megatron_offload.observe.recorder import profile_step
 
 
 class Keep(torch.autograd.Function):
@@ -229,6 +231,33 @@ def test_fully_sharded_models_are_bitwise_the_same(mesh, timing, monkeypatch):
     assert offload.end_step()
     assert offload.last_step.reloaded_bytes > 0
     assert_nothing_left(offload.manager)
+
+
+class Mlp(nn.Module):
+    """Named as Megatron's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear_fc1, self.linear_fc2 = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.act = nn.GELU()
+
+    def forward(self, x):
+        return self.linear_fc2(self.act(self.linear_fc1(x)))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_no_matrix_product_is_to_be_made_again_of_a_weight_that_may_be_away(mesh, is_sharded):
+    model = nn.Sequential()
+    model.add_module("mlp", Mlp())
+    if is_sharded:
+        for part in (model.mlp.linear_fc1, model.mlp.linear_fc2, model):
+            fully_shard(part, mesh=mesh)
+    manager = make_manager()
+    with offload_modules(model, ["mlp.*"], manager=manager), profile_step(manager) as recorded:
+        with manager.step():
+            model(torch.ones(16, 32)).sum().backward()
+    units = {unit.unit for group in recorded.profile.groups for unit in group.remade}
+    assert units == ({"mlp_act"} if is_sharded else {"mlp_act", "mlp_fc1:mlp.linear_fc1"})
 
 
 def test_float8_tensors_of_torchao_come_back_as_they_were():
