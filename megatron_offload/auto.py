@@ -10,7 +10,7 @@ import logging
 import os
 
 from megatron_offload.errors import IntegrationError
-from megatron_offload.integrations.megatron_launch import install_by_flags
+from megatron_offload.run.launch import install_by_flags
 
 try:
     install_by_flags(

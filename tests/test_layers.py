@@ -21,7 +21,6 @@ TOP = {
     "config.py",
     "errors.py",
     "fine_grained_activation_offload.py",
-    "run.py",
 }
 ROOMS = (
     "errors.py",
@@ -39,11 +38,11 @@ ROOMS = (
     "frontends",
     "fine_grained_activation_offload.py",
     "integrations",
+    "run",
     "auto.py",
     "train",
     "cli",
     "__main__.py",
-    "run.py",
 )
 """From the ground up: a room imports what stands before it."""
 TORCHLESS = (
@@ -56,6 +55,7 @@ TORCHLESS = (
     *(f"backends/{name}.py" for name in ("host_limit", "numa")),
     "machine/profile.py",
     "report/tables.py",
+    "run/flags.py",
     *(f"train/{name}.py" for name in ("config", "run_folder")),
 )
 

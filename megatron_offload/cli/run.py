@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.integrations.offload_flags import add_flags
+from megatron_offload.run.flags import add_flags
 
 
 def read(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
@@ -44,7 +44,7 @@ def run(given: argparse.Namespace) -> Callable[[], object]:
         raise ConfigError(f"there is no script {given.script!r}")
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if given.module else path.resolve().parent)
-    from megatron_offload.integrations.megatron_launch import prepare
+    from megatron_offload.run.launch import prepare
 
     prepare({name: value for name, value in vars(given).items() if name.startswith("offload_")})
     sys.argv[:] = [given.script, *given.words]

@@ -12,7 +12,7 @@ import pytest
 from test_signatures import LATER, ROOT, SOURCE, source_of
 
 from megatron_offload import fine_grained_activation_offload as facade
-from megatron_offload.integrations import megatron_launch
+from megatron_offload.run import launch
 
 INTERFACE = "FineGrainedActivationOffloadingInterface"
 MANAGER = "PipelineOffloadManager"
@@ -126,5 +126,5 @@ def test_megatron_has_what_the_launcher_replaces(module):
         pytest.skip(f"no {module} in {LATER}")
     names = TABLE[module]
     assert names <= {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
-    source = ast.parse((ROOT / megatron_launch.__file__).read_text())
+    source = ast.parse((ROOT / launch.__file__).read_text())
     assert names <= {getattr(node, "name", "") for node in ast.walk(source)}

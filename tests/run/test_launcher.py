@@ -23,8 +23,9 @@ from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.cli import main as cli
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.modules import offload_modules
-from megatron_offload.integrations import megatron_core, megatron_launch
-from megatron_offload.integrations.offload_flags import read_flags
+from megatron_offload.integrations import megatron_core
+from megatron_offload.run import launch as launching
+from megatron_offload.run.flags import read_flags
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("launcher_program.py")
@@ -206,7 +207,7 @@ def test_without_a_word_offload_is_on_for_attention_and_mlp(launch):
 @pytest.fixture
 def not_prepared(monkeypatch):
     """Let a command run no more than its script."""
-    monkeypatch.setattr(megatron_launch, "prepare", lambda *_: None)
+    monkeypatch.setattr(launching, "prepare", lambda *_: None)
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", ["", *sys.path])
 
@@ -269,7 +270,7 @@ def test_flags_win_over_the_file(tmp_path):
 
 def test_what_is_settled_is_said_once_and_one_step_is_reported(tmp_path, capsys):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    loop = megatron_launch.ToldLoop(tmp_path / "report")
+    loop = launching.ToldLoop(tmp_path / "report")
     manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0, fraction=1.0))
     manager.tuner = loop
     with offload_modules(model, ["*"], manager=manager):
@@ -318,7 +319,7 @@ def test_importing_the_plug_in_installs_by_the_environment(plugged, tmp_path):
     assert manager.config.policy.ratio == 0.25
     assert manager.config.recompute == ("norm",)
     assert manager.config.prefetch_bytes == 2 << 20
-    assert isinstance(manager.tuner, megatron_launch.ToldLoop)
+    assert isinstance(manager.tuner, launching.ToldLoop)
 
 
 def test_the_plug_in_alone_installs_the_defaults(plugged):
