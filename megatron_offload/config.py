@@ -14,7 +14,6 @@ from megatron_offload.core.policy_config import (
     MemoryTargetConfig,
     ModulesConfig,
     PolicyConfig,
-    SolvedConfig,
 )
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.strict_model import (
@@ -22,7 +21,6 @@ from megatron_offload.files.strict_model import (
     Converted,
     NamesField,
     OptionalBytesField,
-    OptionalTargetField,
     StrictModel,
     default,
 )
@@ -72,9 +70,6 @@ _AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
 
 _STAYING = ("fraction", "delta_bytes_across_pp_ranks")
 """Keys by which groups stay on the device."""
-
-_LIMITS = ("max_inflight_bytes", "prefetch_bytes")
-"""What a plan finds where it isn't set."""
 
 RecomputeField = Converted[tuple[str, ...], list[str] | tuple[str, ...] | Literal["auto"]]
 
@@ -145,10 +140,6 @@ class OffloadConfig(StrictModel):
     """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
     None: an eighth likewise, and at least twice the largest group that moves."""
 
-    device_target_bytes: OptionalTargetField = default(None)
-    """Most device memory that a rank reserves, weights and all: short for ``policy: {kind:
-    memory_target}`` with this as its ``target_bytes``."""
-
     host_memory_bytes: OptionalBytesField = default(None)
     """Cap of the host memory that a manager pins, of which a process mostly has one. Over it
     tensors stay on the device. None: what ``host_memory_share`` says."""
@@ -176,7 +167,7 @@ class OffloadConfig(StrictModel):
     """What decides about marked groups, in place of ``fraction`` and the delta above:
     ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
     ``auto`` plan by the run's own steps (`autotune.loop.tune`; docs/planning.md).
-    None: those keys, which ``kind: modules`` spells another way."""
+    ``kind: modules`` leaves all to those keys. None: likewise where they are set, else ``auto``."""
 
     backend: Literal["auto", "cuda", "simulated"] = "auto"
     """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""
@@ -209,47 +200,18 @@ class OffloadConfig(StrictModel):
         return names
 
     def model_post_init(self, _: Any, /) -> None:
-        """Take the keys of ``policy: {kind: modules}`` for one's own; refuse what clashes."""
-        policy = self.policy
-        given = {key for key in self.model_fields_set if getattr(self, key) is not None}
-        has_target = "device_target_bytes" in given
-        if has_target and given.issuperset(_LIMITS):
-            raise ConfigError(
-                "'device_target_bytes' plans max_inflight_bytes and prefetch_bytes, and both "
-                "are set; leave out one of the three"
-            )
-        if isinstance(policy, ModulesConfig):
-            for key in policy.model_fields_set - {"kind"}:
-                value = getattr(policy, key)
-                if key == "modules":
-                    split_modules(value)
-                if key in self.model_fields_set:
-                    self._refuse_other(key, value, policy.kind)
-                if key != "modules" or value:  # no names: all that were marked
-                    self.__dict__[key] = value
-                    self.model_fields_set.add(key)
-        elif policy is not None:
-            for key in given.intersection(_STAYING):
+        """Refuse two keys that both say what stays."""
+        if self.policy is not None and not isinstance(self.policy, ModulesConfig):
+            for key in sorted(self._set_keys.intersection(_STAYING)):
                 raise ConfigError(
-                    f"policy {policy.kind!r} says what stays, and so does {key!r}; give one of them"
+                    f"policy {self.policy.kind!r} says what stays, and so does {key!r}; give one "
+                    "of them"
                 )
-        if isinstance(policy, SolvedConfig):
-            if has_target:
-                raise ConfigError(
-                    f"policy {policy.kind!r} says what is to fit, and 'device_target_bytes' does "
-                    "too; give one of them"
-                )
-            for key in given.intersection(_LIMITS):  # the plan keeps to them
-                if (planned := getattr(policy, key)) is not None:
-                    self._refuse_other(key, planned, policy.kind)
 
-    def _refuse_other(self, key: str, value: object, kind: str) -> None:
-        """Refuse a value of a policy's key that isn't this one's own."""
-        if getattr(self, key) != value:
-            raise ConfigError(
-                f"{key!r} is {getattr(self, key)!r}, and {value!r} in policy {kind!r}, which means "
-                "the same; give one of them"
-            )
+    @property
+    def _set_keys(self) -> set[str]:
+        """The keys that were given a value."""
+        return {key for key in self.model_fields_set if getattr(self, key) is not None}
 
     @property
     def tuned_policy(self) -> AutoConfig | MemoryTargetConfig | None:
@@ -258,11 +220,7 @@ class OffloadConfig(StrictModel):
             return None
         if isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
             return self.policy
-        says_what_moves = {key for key in self.model_fields_set if getattr(self, key) is not None}
-        if self.device_target_bytes is not None and self.policy is None:
-            size = f"{int(self.device_target_bytes)}B"
-            return MemoryTargetConfig(kind="memory_target", target_bytes=size)
-        is_open = self.policy is None and not says_what_moves & {*_STAYING}
+        is_open = self.policy is None and not self._set_keys.intersection(_STAYING)
         is_open &= self.copy_streams and self.pin_memory  # else copies are no waits
         return AutoConfig(kind="auto") if is_open else None
 

@@ -31,7 +31,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import OffloadError, StateError
 from megatron_offload.observe.measure import MeasuredStep, StepTimer
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.planning.bandwidths import FROM_COPIES, link_machine
+from megatron_offload.planning.bandwidths import FROM_COPIES, slowest_link
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
 from megatron_offload.planning.deadline import ending_after
 from megatron_offload.planning.job import RankSettings
@@ -201,20 +201,10 @@ class MeasuredLoop:
 
     def _search_by(self, profiles: Sequence[StepProfile]) -> PlanSearch:
         config, policy = self._manager.config, self._policy
-        self._origin = "the policy's own" if policy.machine else FROM_COPIES
-        machine = policy.machine or link_machine(
-            min(profile.d2h_gbps for profile in profiles),
-            min(profile.h2d_gbps for profile in profiles),
-        )
-        self._job = job_of(
-            profiles,
-            schedule_of(profiles),
-            Machine(**dict(machine)),
-            gpus_per_rank=policy.gpus_per_rank if policy.machine else 1,
-        )
+        machine = Machine(**dict(slowest_link(profiles) or ()))
+        self._job = job_of(profiles, schedule_of(profiles), machine)
         limits = RankSettings(
-            max_inflight_bytes=policy.max_inflight_bytes or config.max_inflight_bytes,
-            prefetch_bytes=policy.prefetch_bytes or config.prefetch_bytes,
+            max_inflight_bytes=config.max_inflight_bytes, prefetch_bytes=config.prefetch_bytes
         )
         is_measured = isinstance(policy, AutoConfig) and policy.measured_plans
         share = 1.0 if is_measured else SLOW_LINK_SHARE
@@ -236,7 +226,7 @@ class MeasuredLoop:
         cost, search = cost_of(self._job, by_rank), self._search
         _logger.debug("%s is lost, and %s bytes are reserved", cost, reserved)
         search.note(cost, reserved)
-        text = plan_to_json(replace(search.plan, bandwidths=self._origin))
+        text = plan_to_json(replace(search.plan, bandwidths=FROM_COPIES))
         return json.dumps([text, search.is_settled, search.is_kept, search.said])
 
     # What becomes of the answer.

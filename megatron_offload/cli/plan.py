@@ -1,7 +1,7 @@
 r"""Choose what moves to the host, from a run's profiles or from a described model, with no GPU.
 
-reads    RUN_FOLDER/profile_<rank>.json and bandwidths.json, which run.profile_step makes a run
-         leave (of a comparison, its run with offload); or the YAML of --model
+reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leave (of a
+         comparison, its run with offload); or the YAML of --model
 prints   for every pipeline rank what moves, what stays, peak memory and step time; for every kind
          of group why; all predicted, not measured
 writes   the plan to --output (RUN_FOLDER/plan.json unless given, in the place of one that is there;

@@ -1,7 +1,7 @@
 r"""Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.
 
-reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json and bandwidths.json, which
-         run.profile_step makes a run leave (of a comparison, its run with offload); of a run also
+reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run
+         leave (of a comparison, its run with offload); of a run also
          config.yaml, and the plan that it followed: what moves, and within which budgets, is what
          the run did, unless --plan, a file of 'megatron-offload plan', or --set offload.KEY=VALUE
          says otherwise; of a described model everything that can move does
@@ -54,7 +54,7 @@ def run(given: Given) -> int:
     if given.plan is not None:
         what = f"the plan {given.plan}"
     elif source.recorded is not None:
-        what = f"as the run did, by {source.recorded.path}: {source.recorded.describe()}"
+        what = f"as the run did, by {source.recorded.path}"
     else:
         what = "everything that can move"
     flags = [one for one in given.set if one.strip().startswith("offload.")]

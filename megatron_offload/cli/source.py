@@ -8,7 +8,7 @@ alone where it had none. What was assumed of a machine is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,24 +18,18 @@ from rich.table import Table
 
 from megatron_offload.cli.options import OptionsWithKeys
 from megatron_offload.config import OffloadConfig, apply_overrides, find_config, load_yaml
-from megatron_offload.core.machine import Machine, MachineProfile
-from megatron_offload.core.policy_config import (
-    ModulesConfig,
-    PlanFileConfig,
-    RatioConfig,
-    SolvedConfig,
-)
+from megatron_offload.core.machine import MachineProfile
+from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import StepProfile, kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files.strict_model import read_model, validate
+from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
 from megatron_offload.planning.bandwidths import (
-    BANDWIDTHS_NAME,
     DEFAULTS,
-    Bandwidths,
-    link_machine,
+    FROM_COPIES,
     measured_machine,
+    slowest_link,
 )
 from megatron_offload.planning.description import (
     Budgets,
@@ -45,10 +39,9 @@ from megatron_offload.planning.description import (
 )
 from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.plan import check_profiles
-from megatron_offload.planning.policy import plan_by_rule
+from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_of, profiles_of, schedule_of
-from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import Simulation, settings_of
 from megatron_offload.report.console import console
 from megatron_offload.train.run_folder import (
@@ -86,36 +79,15 @@ class Recorded:
         return path if self.offload.tuned_policy is not None and path.exists() else None
 
     @property
-    def policy(self) -> ModulesConfig | RatioConfig | PlanFileConfig:
+    def policy(self) -> ModulesPolicy | RatioConfig | PlanFileConfig:
         """What decided in the run: its own plan, its policy, or Megatron's numbers."""
-        policy = self.offload.policy
+        config = self.offload
         if self.own_plan is not None:
             return PlanFileConfig(kind="plan_file", path=str(self.own_plan))
-        if policy is None or isinstance(policy, SolvedConfig):
-            numbers = self.offload.model_dump(include=set(ModulesConfig.model_fields))
-            return ModulesConfig(**numbers)
-        return policy
-
-    def describe(self) -> str:
-        """Return what decided in the run, in words."""
-        config, policy = self.offload, self.policy
-        if isinstance(policy, PlanFileConfig):
-            return f"{'its own' if self.own_plan else 'the'} plan {policy.path}"
-        words = [f"policy {config.policy.kind}"] if config.policy is not None else []
-        numbers = {*_SIZES, "fraction", "delta_bytes_across_pp_ranks"}
-        given = config.model_dump(include=numbers, exclude_unset=True, exclude_none=True)
-        for name, value in given.items():
-            words.append(f"{name} {value if name == 'fraction' else format_bytes(value)}")
-        return ", ".join(words) or "the package's own budgets"
-
-    def not_simulated(self, peak_host_bytes: int) -> list[str]:
-        """Return which settings the simulation leaves out, with the most that a rank's host had."""
-        config = self.offload
-        switches = ("pin_memory", "copy_streams")
-        found = [f"{name} false" for name in switches if not getattr(config, name)]
-        if config.host_memory_bytes is not None and config.host_memory_bytes < peak_host_bytes:
-            found.append(f"host_memory_bytes {format_bytes(config.host_memory_bytes)}")
-        return found
+        if isinstance(config.policy, (RatioConfig, PlanFileConfig)):
+            return config.policy
+        delta_bytes = int(config.delta_bytes_across_pp_ranks)
+        return ModulesPolicy(config.fraction, 0, config.modules, delta_bytes)
 
 
 @dataclass(frozen=True)
@@ -194,10 +166,6 @@ class Source:
         out.print(f"host memory: up to {format_bytes(host_bytes)} pinned on {node}")
         for line in more:
             out.print(line)
-        if self.recorded is not None:
-            most_bytes = max(rank.peak_host_bytes for rank in step.ranks)
-            for setting in self.recorded.not_simulated(most_bytes):
-                out.print(f"not simulated of what the run was set to: {setting}")
         out.print(f"bandwidths: {self.machine}")
         out.print(
             "predicted by simulation, not measured: hold it against a run before you rely on it",
@@ -237,12 +205,9 @@ class SourceOptions(OptionsWithKeys):
     model: Path | None = None
     """A described job instead: a file, or the name of one in configs/models/."""
 
-    schedule: str | None = None
-    """gpipe, 1f1b or interleaved; of a run, what it was seen to run."""
-
     machine: Path | None = None
-    """Bandwidths: the JSON of 'doctor --output FILE', or YAML with keys of the section 'machine';
-    else those of the description or that the run has left, else those measured with four H200s."""
+    """Bandwidths: the JSON of 'doctor --output FILE'; else those of the description or of the
+    profiles, else those measured with four H200s. Keys of the section 'machine' win."""
 
 
 def load_source(given: SourceOptions) -> Source:
@@ -255,9 +220,8 @@ def load_source(given: SourceOptions) -> Source:
 
 
 def _described(path: Path, given: SourceOptions) -> Source:
-    schedule = () if given.schedule is None else (f"model.schedule={given.schedule}",)
     machine = None if given.machine is None else _read_machine(given.machine)
-    described = load_description(path, (*given.set, *schedule), machine=machine)
+    described = load_description(path, given.set, machine=machine)
     job = described.job()
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
     profiles = tuple(profiles_of(job))
@@ -271,50 +235,31 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
         raise ConfigError(
             f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
         )
-    profiles = _of_one_run(paths)
-    facts, measured = place / FACTS_NAME, place / BANDWIDTHS_NAME
+    seen = {path: load_profile(path) for path in paths}
+    profiles, facts = _of_one_run(seen), place / FACTS_NAME
     data = read_json(facts) if facts.exists() else None
     is_simulated = isinstance(data, dict) and data.get("is_simulated") is True
-    recorded = Recorded.read(place)
-    bandwidths = read_model(Bandwidths, measured) if measured.exists() else None
+    machine = slowest_link(seen.values())
     if given.machine is not None:
         section, origin = _read_machine(given.machine), str(given.machine)
-    elif bandwidths is not None:
-        section, origin = bandwidths.machine.model_dump(), f"{measured}: {bandwidths.origin}"
-    elif is_simulated and recorded is not None:
-        device = recorded.offload.simulated
-        section = link_machine(device.d2h_gbps, device.h2d_gbps).model_dump()
-        origin = f"the simulated device's, by {recorded.path}"
+    elif machine is not None:
+        section, origin = machine.model_dump(), FROM_COPIES
     else:
         section, origin = {}, f"{DEFAULTS}; --machine FILE takes others"
     around = validate(Surroundings, apply_overrides({"machine": section}, given.set), "--set")
-    if given.schedule is None:
-        passes = schedule_of(profiles)
-    else:
-        run = profiles[0].run
-        passes = make_schedule(given.schedule, run.pp_size, run.num_microbatches, run.vp_size)
-    gpus_per_rank = bandwidths.gpus_per_rank if bandwidths else 1
     return Source(
         title=folder.resolve().name,
-        job=job_of(profiles, passes, around.machine, gpus_per_rank=gpus_per_rank),
+        job=job_of(profiles, schedule_of(profiles), around.machine),
         profiles=profiles,
         around=around,
         memory="saved activations" if is_simulated else "reserved memory",
         machine=origin,
-        recorded=recorded,
+        recorded=Recorded.read(place),
     )
 
 
 def _read_machine(path: Path) -> dict[str, Any]:
-    """Return the section ``machine`` of a YAML file, or of the doctor's JSON."""
-    if path.suffix != ".json":
-        section = load_yaml(path)
-        if section and not section.keys() & Machine.model_fields.keys():
-            raise ConfigError(
-                f"{path} holds no bandwidths; give YAML with keys such as d2h_gbps, or the JSON of "
-                "'megatron-offload doctor --output FILE'"
-            )
-        return validate(Machine, section, str(path)).model_dump(exclude_unset=True)
+    """Return the section ``machine`` by the doctor's JSON."""
     data = read_json(path)
     found = data.get("profile") if isinstance(data, dict) else None
     if not isinstance(found, dict) or not found.get("gpus"):
@@ -325,11 +270,10 @@ def _read_machine(path: Path) -> dict[str, Any]:
     return measured_machine(profile.gpus).model_dump()
 
 
-def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
+def _of_one_run(profiles: Mapping[Path, StepProfile]) -> tuple[StepProfile, ...]:
     by_rank: dict[int, StepProfile] = {}
-    profiles = [load_profile(path) for path in paths]
-    first = profiles[0]
-    for path, profile in zip(paths, profiles, strict=True):
+    name_of_first, first = next((path.name, profile) for path, profile in profiles.items())
+    for path, profile in profiles.items():
         if path.name != f"profile_{profile.run.rank}.json":
             raise ConfigError(
                 f"{path} is of rank {profile.run.rank}; put the file back or run again"
@@ -338,7 +282,7 @@ def _of_one_run(paths: Sequence[Path]) -> tuple[StepProfile, ...]:
             ours, others = getattr(profile.run, name), getattr(first.run, name)
             if ours != others:
                 raise ConfigError(
-                    f"{path} and {paths[0].name} are of different runs: {name} {ours} and {others}"
+                    f"{path} and {name_of_first} are of different runs: {name} {ours} and {others}"
                 )
         replica = by_rank.setdefault(profile.run.pp_rank, profile)
         if not replica.has_groups_of(profile):

@@ -70,7 +70,6 @@ else:
 
 BytesField = Converted[Bytes, int | str]
 OptionalBytesField = Converted[Bytes | None, int | str | None]
-OptionalTargetField = Converted[TargetBytes | None, int | str | None]
 NamesField = Converted[tuple[str, ...], list[str] | tuple[str, ...]]
 
 

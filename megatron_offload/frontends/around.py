@@ -23,7 +23,7 @@ _UNFOLLOWED: dict[str, dict[str, str]] = {
     "OffloadActivations": {"modules": _ALL_MOVES, **_BY_RANK},
     "CPUOffload": {
         "modules": _ALL_MOVES,
-        **dict.fromkeys(("policy", "fraction", *_BY_RANK, "device_target_bytes"), _RATIO),
+        **dict.fromkeys(("policy", "fraction", *_BY_RANK), _RATIO),
     },
     "offload_pipeline": {"modules": _ALL_MOVES},
     "operation_groups": {

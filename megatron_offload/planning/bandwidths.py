@@ -1,39 +1,18 @@
-"""The bandwidths that a plan rests on, where they come from, and their file in a run's folder.
+"""The bandwidths that a plan rests on, and where they come from.
 
 Of GPUs that differ the slowest counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
-
-from pydantic import Field
+from collections.abc import Iterable, Sequence
 
 from megatron_offload.core.machine import CopyRates, MachineConfig
-from megatron_offload.files.strict_model import StrictModel
-
-BANDWIDTHS_NAME = "bandwidths.json"
-"""Beside the profiles of a run that has planned."""
+from megatron_offload.core.profile import StepProfile
 
 DEFAULTS = "the defaults, measured with four H200s"
 
 FROM_COPIES = "what copies got in the profiled step, on the slowest rank"
-
-
-class Bandwidths(StrictModel):
-    """What a run plans with."""
-
-    format: Literal["megatron_offload bandwidths"] = "megatron_offload bandwidths"
-    version: Literal[1] = 1
-
-    machine: MachineConfig
-
-    gpus_per_rank: Annotated[int, Field(strict=True, ge=1)]
-    """GPUs of a node that do the same at the same time."""
-
-    origin: Annotated[str, Field(strict=True, max_length=5000)]
-    """Where they come from, in words; a plan has room for it and for the path of its file."""
 
 
 def measured_machine(gpus: Sequence[CopyRates]) -> MachineConfig:
@@ -48,8 +27,15 @@ def measured_machine(gpus: Sequence[CopyRates]) -> MachineConfig:
     )
 
 
-def link_machine(d2h_gbps: float, h2d_gbps: float) -> MachineConfig:
-    """Return links that every rank has to itself, one way each."""
+def slowest_link(profiles: Iterable[StepProfile]) -> MachineConfig | None:
+    """Return links that every rank has to itself, one way each, by what copies of each have got.
+
+    None where in no profile both ways were timed.
+    """
+    rates = [(one.d2h_gbps, one.h2d_gbps) for one in profiles if one.d2h_gbps and one.h2d_gbps]
+    if not rates:
+        return None
+    d2h_gbps, h2d_gbps = (min(gbps) for gbps in zip(*rates, strict=True))
     return MachineConfig(
         d2h_gbps=d2h_gbps,
         h2d_gbps=h2d_gbps,
@@ -58,12 +44,3 @@ def link_machine(d2h_gbps: float, h2d_gbps: float) -> MachineConfig:
         node_d2h_gbps=None,
         gpus_per_node=1,
     )
-
-
-def slowest_link(rates: Sequence[tuple[float, float]]) -> Bandwidths:
-    """Return what every rank can count on, by what the copies of each have got in one step."""
-    seen = [pair for pair in rates if all(pair)]
-    if not seen:
-        return Bandwidths(machine=MachineConfig(), gpus_per_rank=1, origin=DEFAULTS)
-    slowest = (min(gbps) for gbps in zip(*seen, strict=True))
-    return Bandwidths(machine=link_machine(*slowest), gpus_per_rank=1, origin=FROM_COPIES)

@@ -103,7 +103,8 @@ class RatioPolicy:
 
 
 def plan_by_rule(
-    config: ModulesConfig | RatioConfig | PlanFileConfig, profiles: Collection[StepProfile]
+    config: ModulesPolicy | ModulesConfig | RatioConfig | PlanFileConfig,
+    profiles: Collection[StepProfile],
 ) -> OffloadPlan:
     """Return the plan that a section asks for which needs no search: a rule's, or a file's.
 
@@ -117,5 +118,5 @@ def plan_by_rule(
         return plan
     if isinstance(config, RatioConfig):
         return RatioPolicy(config.ratio).make_plan(profiles)
-    numbers = config.model_dump(exclude={"kind"})
-    return ModulesPolicy(**numbers).make_plan(profiles)
+    policy = config if isinstance(config, ModulesPolicy) else ModulesPolicy()
+    return policy.make_plan(profiles)

@@ -46,7 +46,6 @@ def job_from_profiles(
     static_bytes: Sequence[int],
     *,
     output_bytes: int = 0,
-    gpus_per_rank: int = 1,
 ) -> Job:
     """Return the step that measured profiles show, one of each pipeline rank.
 
@@ -65,7 +64,7 @@ def job_from_profiles(
     for rank, profile in enumerate(profiles):
         stages |= _stages_of(rank, profile, schedule, output_bytes)
     ordered = tuple(stages[stage] for stage in range(schedule.num_stages))
-    return Job(schedule, ordered, tuple(static_bytes), machine, gpus_per_rank)
+    return Job(schedule, ordered, tuple(static_bytes), machine)
 
 
 def _stages_of(
@@ -185,16 +184,14 @@ def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator
         yield UnitWork(name, num_bytes, us, tuple(order - place for place in own))
 
 
-def job_of(
-    profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine, *, gpus_per_rank: int = 1
-) -> Job:
+def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine) -> Job:
     """Return the step of the profiles, with peaks without offload as they were measured.
 
     What groups don't save (weights, temporaries, what the allocator can't use) is always there.
     """
     peaks = list(map(measured_peak_bytes, profiles))
     static = [0] * len(profiles)
-    job = job_from_profiles(profiles, schedule, machine, static, gpus_per_rank=gpus_per_rank)
+    job = job_from_profiles(profiles, schedule, machine, static)
     as_seen = [
         replace(NO_OFFLOAD, recompute=_remade_in(profile, job, rank))
         for rank, profile in enumerate(profiles)

@@ -15,12 +15,10 @@ import torch
 from megatron_offload.core.profile import RunShape
 from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.examine import found_versions
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.recorder import RecordedStep, profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME, slowest_link
 from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint import Checkpoints
@@ -211,11 +209,7 @@ class _Trainer:
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             write_traces(run.output / f"trace_{rank}.json", [trace])
         if recorded is not None:
-            profile = recorded.profile
-            save_profile(profile, run.output / f"profile_{rank}.json")
-            rates = parallel.gather((profile.d2h_gbps, profile.h2d_gbps))
-            if parallel.is_owner:
-                write_model(run.output / BANDWIDTHS_NAME, slowest_link(rates))
+            save_profile(recorded.profile, run.output / f"profile_{rank}.json")
         sequences = config.data.microbatches * config.data.micro_batch_size * parallel.dp_size
         tokens = sequences * config.model.sequence_length
         return StepRecord.merge(step, lr, tokens, ranks), max(numbers)

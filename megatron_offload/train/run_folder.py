@@ -23,7 +23,6 @@ from pydantic import Field
 from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.strict_model import StrictModel, read_model, write_model
 from megatron_offload.files.text import open_regular, replace_text, sync_folder
-from megatron_offload.planning.bandwidths import BANDWIDTHS_NAME
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, read_steps
 
@@ -122,7 +121,7 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: 
     CheckpointFolder(folder).clean()
     if is_new:
         for path in list(folder.iterdir()):
-            if RANK_NAME.fullmatch(path.name) or path.name == BANDWIDTHS_NAME:
+            if RANK_NAME.fullmatch(path.name):
                 path.unlink()
     facts = RunFacts(
         device=gpu or f"simulated on {os.cpu_count()} CPU cores",

@@ -200,15 +200,6 @@ def test_a_target_is_kept_whatever_the_allocator_takes(share, log):
     assert all(record.levelno == logging.INFO for record in log.records)
 
 
-def test_the_short_form_of_a_target_means_the_same():
-    policy = {"kind": "memory_target", "target_bytes": TARGET}
-    plans = [
-        settled(VirtualJob(1.0, **settings)).plan
-        for settings in ({"policy": policy}, {"device_target_bytes": TARGET})
-    ]
-    assert plans[0] == plans[1]
-
-
 def test_a_target_that_cannot_be_kept_is_warned_of_and_the_run_goes_on(log):
     job = VirtualJob(1.0, policy={"kind": "memory_target", "target_bytes": 8 * KIB})
     loop = settled(job)

@@ -10,9 +10,9 @@ import pytest
 from jobs import MODULES, RATES, load_model, load_run, measured, ran, run_without
 
 from megatron_offload.cli.main import main
-from megatron_offload.core.machine import Machine, MachineConfig
-from megatron_offload.files.strict_model import read_model, write_model
-from megatron_offload.planning.bandwidths import Bandwidths
+from megatron_offload.core.machine import Machine
+from megatron_offload.files.strict_model import read_model
+from megatron_offload.planning.bandwidths import FROM_COPIES
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile_file import load_profile, save_profile
@@ -162,15 +162,12 @@ def edited(folder, rank, edit):
         (lambda d: d.update(times=[]), "holds no times"),
         (lambda d: d.update(offloaded_bytes=5), "moved 5 bytes"),
         (None, "each of 2 pipeline ranks, got those of 0; missing: 1"),
-        ("bandwidths.json", "bandwidths.json must hold a mapping of keys to values, got a list"),
     ],
 )
 def test_profiles_that_don_t_belong_together_are_refused(tmp_path, capsys, edit, expected):
     folder = ran(tmp_path / "run")
     if edit is None:
         path_of(folder, 1).unlink()
-    elif isinstance(edit, str):
-        (folder / edit).write_text("[]")
     else:
         edited(folder, 1, edit)
     assert plan(folder, "--device-target", "1TiB") == 2
@@ -180,55 +177,37 @@ def test_profiles_that_don_t_belong_together_are_refused(tmp_path, capsys, edit,
     assert not (folder / "plan.json").exists()
 
 
-def test_without_a_gpu_the_simulated_link_counts(tmp_path):
+def test_without_a_gpu_memory_is_what_was_saved(tmp_path):
     folder = ran(tmp_path / "run")
     assert load_run(folder).memory == "reserved memory"
     (folder / "run.json").write_text('{"is_simulated": true}')
-    (folder / "config.yaml").write_text("offload: {simulated: {d2h_gbps: 2, h2d_gbps: 1}}")
-    source = load_run(folder)
-    assert source.memory == "saved activations"
-    machine = source.job.machine
-    assert (machine.d2h_gbps, machine.h2d_gbps, machine.both_gbps) == (2, 1, 1)
-    assert (machine.node_gbps, machine.node_d2h_gbps, machine.gpus_per_node) == (3, None, 1)
-    recorded(folder)
-    assert load_run(folder).job.machine.d2h_gbps == 9.0, "what was measured counts before it"
+    assert load_run(folder).memory == "saved activations"
 
 
-def recorded(folder, **changes):
-    """Let a run have recorded bandwidths; return them."""
-    machine = MachineConfig(d2h_gbps=9.0, node_gbps=80.0, node_d2h_gbps=None, gpus_per_node=1)
-    bandwidths = Bandwidths(
-        machine=machine, gpus_per_rank=2, origin="measured now, one GPU, not kept"
-    ).model_copy(update=changes)
-    write_model(folder / "bandwidths.json", bandwidths)
-    return bandwidths
-
-
-def test_a_run_is_planned_with_the_bandwidths_that_it_recorded(tmp_path, capsys):
+def test_a_run_is_planned_with_the_bandwidths_that_its_copies_got(tmp_path, capsys):
     folder = ran(tmp_path / "run")
     assert plan(folder, "--device-target", "1TiB", "--curve", 0) == 0
     said = "the defaults, measured with four H200s; --machine FILE takes others"
     assert f"bandwidths: {said}" in capsys.readouterr().out
     assert load_plan(folder / "plan.json").bandwidths == said
-    (folder / "run.json").write_text('{"is_simulated": false}')
-    bandwidths = recorded(folder)
+    for rank, d2h_gbps in enumerate((9.0, 8.0)):
+        edited(folder, rank, lambda d, own=d2h_gbps: d.update(d2h_gbps=own, h2d_gbps=12.0))
     assert plan(folder, "--device-target", "1TiB", "--curve", 0) == 0
-    said = f"{folder / 'bandwidths.json'}: measured now, one GPU, not kept"
-    assert f"bandwidths: {said}" in capsys.readouterr().out.replace("\n", "")
-    assert load_plan(folder / "plan.json").bandwidths == said
-    source = load_run(folder)
-    assert source.job.machine == Machine(**bandwidths.machine.model_dump())
-    assert source.job.gpus_per_rank == 2
+    assert f"bandwidths: {FROM_COPIES}" in capsys.readouterr().out.replace("\n", "")
+    assert load_plan(folder / "plan.json").bandwidths == FROM_COPIES
+    machine = load_run(folder).job.machine
+    assert (machine.d2h_gbps, machine.h2d_gbps, machine.gpus_per_node) == (8.0, 12.0, 1)
 
 
-def test_a_machine_that_is_given_wins_over_what_a_run_recorded(tmp_path):
+def test_a_machine_that_is_given_wins_over_what_copies_got(tmp_path):
     folder = ran(tmp_path / "run")
-    recorded(folder)
+    for rank in range(2):
+        edited(folder, rank, lambda data: data.update(d2h_gbps=9.0, h2d_gbps=9.0))
     path = measured(tmp_path)
     source = load_run(folder, machine=path)
     assert source.job.machine.d2h_gbps == RATES["d2h_gbps"]
     assert source.machine == str(path)
-    assert source.job.ranks_per_node == 4, "the run has two GPUs for each rank"
+    assert source.job.ranks_per_node == 8
     assert load_run(folder, set=["machine.d2h_gbps=3"]).job.machine.d2h_gbps == 3
 
 
@@ -254,23 +233,12 @@ def test_bandwidths_come_from_the_doctor_s_file(tmp_path, model):
     assert (shared.job.ranks_per_node, shared.job.gpus_per_rank) == (2, 4)
 
 
-def test_bandwidths_come_from_yaml_and_keys_win(tmp_path, model):
-    path = tmp_path / "machine.yaml"
-    path.write_text("node_gbps: 77.0\nboth_gbps: 7.0\n")
+def test_keys_win(tmp_path, model):
     words = ["machine.both_gbps=8", "offload.prefetch_bytes=3MiB"]
-    for source in (
-        load_model(model, machine=path, set=words),
-        load_run(ran(tmp_path / "run"), machine=path, set=words),
-    ):
-        assert (source.job.machine.node_gbps, source.job.machine.both_gbps) == (77.0, 8.0)
+    for source in (load_model(model, set=words), load_run(ran(tmp_path / "run"), set=words)):
+        assert source.job.machine.both_gbps == 8.0
         assert source.job.machine.d2h_gbps == Machine().d2h_gbps
         assert source.default.prefetch_bytes == 3 * 2**20
-
-
-def test_a_schedule_may_be_named(model, tmp_path):
-    assert load_model(model, schedule="gpipe").job.schedule.name == "gpipe"
-    source = load_run(ran(tmp_path / "run"), schedule="gpipe")
-    assert source.job.schedule.name == "gpipe"
 
 
 @pytest.mark.parametrize(
@@ -287,7 +255,6 @@ def test_a_schedule_may_be_named(model, tmp_path):
         (("--model", "MODEL", "--device-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
         (("--model", "MODEL", "--max-cost", "-1"), "'max-cost'"),
         (("--model", "MODEL", "--curve", "99"), "'curve'"),
-        (("RUN", "--schedule", "1f1c"), "did you mean '1f1b'"),
         (("RUN", "--set", "model.layers=3"), "unknown key 'model'"),
         (("--model", "MODEL", "--machine", "UNMEASURED"), "no bandwidths of GPUs"),
         (("--model", "MODEL", "--output", "/proc/version/plan.json"), "/proc/version is no folder"),

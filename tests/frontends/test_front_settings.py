@@ -20,7 +20,6 @@ SOME = {
     "simulated": {"seed": 1},
     "backend": "simulated",
     "host_slab_bytes": 4096,
-    "device_target_bytes": "1GiB",
     "recompute": ("norm",),
 }
 """Values where no number will do."""
@@ -60,9 +59,7 @@ def test_a_door_takes_all_else(door):
 
 
 def test_a_key_that_is_set_to_none_asks_for_nothing():
-    CPUOffload(
-        0.5, "a tag", OffloadConfig(policy=None, device_target_bytes=None, backend="simulated")
-    )
+    CPUOffload(0.5, "a tag", OffloadConfig(policy=None, backend="simulated"))
 
 
 def moved_sizes(offload):

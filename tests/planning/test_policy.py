@@ -97,8 +97,8 @@ def test_a_plan_from_a_file_is_that_plan_for_its_run_alone(tmp_path):
 def test_a_section_becomes_its_rule():
     runs = profiles(ranks=2)
     numbers = {"fraction": 0.5, "delta_bytes_across_pp_ranks": 2000}
-    config = ModulesConfig(modules=("core_attn", "mlp_*"), **numbers)
     policy = ModulesPolicy(modules=("core_attn", "mlp_*"), **numbers)
-    assert plan_by_rule(config, runs) == policy.make_plan(runs)
+    assert plan_by_rule(policy, runs) == policy.make_plan(runs)
+    assert plan_by_rule(ModulesConfig(), runs) == ModulesPolicy().make_plan(runs)
     share = plan_by_rule(RatioConfig(kind="ratio", ratio=0.3), runs)
     assert share == RatioPolicy(0.3).make_plan(runs)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from training_runs import numbers, run, words
 
-from megatron_offload.files.strict_model import read_model
-from megatron_offload.planning.bandwidths import Bandwidths
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.train.records import read_steps
@@ -29,7 +27,7 @@ def test_all_ranks_follow_the_plan_that_they_have_settled_on_and_no_bit_changes(
     assert numbers(output) == numbers(plain)
     plan = load_plan(output / "plan.json")
     assert plan.policy == "memory_target"
-    assert read_model(Bandwidths, output / "bandwidths.json").machine.d2h_gbps == pytest.approx(7.5)
+    assert load_profile(output / "profile_0.json").d2h_gbps == pytest.approx(7.5)
     found = read_steps(output)
     usual = [step for step in found if step.is_usual]
     assert usual == found[-len(usual) :]

@@ -10,8 +10,6 @@ from training_runs import numbers, run, words
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import ByteCount, read_traces
-from megatron_offload.files.strict_model import read_model
-from megatron_offload.planning.bandwidths import FROM_COPIES, Bandwidths
 from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_from_profiles, measured_peak_bytes
 from megatron_offload.planning.schedule import make_schedule
@@ -30,14 +28,12 @@ def test_a_profiled_step_changes_no_bit_and_moves_what_others_move(train, tmp_pa
     train(tmp_path / "profiled", "run.profile_step=3", "offload.policy.kind=modules")
     assert numbers(tmp_path / "profiled") == numbers(tmp_path / "plain")
     assert not list((tmp_path / "plain").glob("profile_*"))
-    assert not (tmp_path / "plain/bandwidths.json").exists()
     assert not (tmp_path / "profiled/plan.json").exists()
-    bandwidths = read_model(Bandwidths, tmp_path / "profiled/bandwidths.json")
-    assert bandwidths.origin == FROM_COPIES
     steps = [record.ranks[0] for record in read_steps(tmp_path / "profiled")]
     assert [step.is_profiled for step in steps] == [False, False, True, False, False]
     assert steps[2].offloaded_bytes == steps[3].offloaded_bytes == steps[4].offloaded_bytes > 0
     profile = load_profile(tmp_path / "profiled/profile_0.json")
+    assert profile.d2h_gbps > 0
     assert profile.offloaded_bytes == steps[2].offloaded_bytes
     kept_bytes = sum(group.kept_bytes for group in steps[4].groups)
     movable_bytes = sum(group.num_bytes for group in profile.groups)
@@ -110,7 +106,7 @@ def test_a_short_run_traces_its_last_step(train, tmp_path, capsys):
 
 def test_a_new_run_leaves_nothing_of_an_earlier_one(train, tmp_path):
     mine = ("profile_x.json", "trace_x.json")
-    earlier = ("profile_0.json", "profile_7.json", "trace_0.json", "bandwidths.json")
+    earlier = ("profile_0.json", "profile_7.json", "trace_0.json")
     for name in (*earlier, *mine):
         (tmp_path / name).write_text("old")
     train(tmp_path, "run.steps=1", "offload.enabled=false")
