@@ -55,8 +55,11 @@ def measure_link():
     return {"d2h": d2h, "h2d": h2d, "both_d2h": both_d2h, "both_h2d": both_h2d}
 
 
-def build_chunks(spec, mode, device, *, layer_spec=None, activation=F.gelu):
-    """Build this rank's chunks; parameters and persistent gradients of the same dtype."""
+def build_chunks(spec, mode, device, *, layer_spec=None, config_type=None, make=None):
+    """Build this rank's chunks; parameters and persistent gradients of the same dtype.
+
+    ``make`` makes a chunk in place of ``GPTModel``, which it gets the arguments of.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -64,7 +67,7 @@ def build_chunks(spec, mode, device, *, layer_spec=None, activation=F.gelu):
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if spec["dtype"] == "bf16" else torch.float32
     virtual = spec["vpp"] if spec["vpp"] > 1 else None
-    config = TransformerConfig(
+    config = (config_type or TransformerConfig)(
         num_layers=spec["layers"],
         hidden_size=spec["hidden"],
         num_attention_heads=spec["heads"],
@@ -74,7 +77,6 @@ def build_chunks(spec, mode, device, *, layer_spec=None, activation=F.gelu):
         normalization=spec["normalization"],
         layernorm_epsilon=1e-5,
         add_bias_linear=False,
-        activation_func=activation,
         pipeline_model_parallel_size=spec["pp"],
         virtual_pipeline_model_parallel_size=virtual,
         pipeline_dtype=dtype,
@@ -92,7 +94,7 @@ def build_chunks(spec, mode, device, *, layer_spec=None, activation=F.gelu):
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
-        **mode.transformer_options(),
+        **{"activation_func": F.gelu, **mode.transformer_options()},
     )
     if layer_spec is None and on_gpu:
         layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
@@ -101,7 +103,7 @@ def build_chunks(spec, mode, device, *, layer_spec=None, activation=F.gelu):
     chunks = []
     for stage in range(spec["vpp"]):
         vp_stage = stage if virtual else None
-        chunk = GPTModel(
+        chunk = (make or GPTModel)(
             config=config,
             transformer_layer_spec=layer_spec,
             vocab_size=spec["vocabulary"],
@@ -133,15 +135,15 @@ class Program:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def step(self, number):
+    def step(self, number, *, forward_only=False):
         """Take a step; return its time in ms, its loss (None but on the last stage), its hash."""
-        step_ms, _, losses = self.timed_step(number)
+        step_ms, _, losses = self.timed_step(number, forward_only=forward_only)
         loss = None
         if losses:
             loss = float(torch.stack([entry["loss"] for entry in losses]).double().mean()).hex()
         return step_ms, loss, digest(self.gradients)
 
-    def timed_step(self, number):
+    def timed_step(self, number, *, forward_only=False):
         """Take a step; return its time in ms, the host's part of it, and the schedule's losses."""
         tokens = self.tokens(number)
         dist.barrier()
@@ -156,7 +158,7 @@ class Program:
             num_microbatches=self.spec["microbatches"],
             seq_length=self.spec["seq"],
             micro_batch_size=self.spec["mbs"],
-            forward_only=False,
+            forward_only=forward_only,
         )
         self.mode.end_step()
         host_ms = (time.perf_counter() - start) * 1e3
@@ -170,11 +172,16 @@ class Program:
             self.spec["vocabulary"], size, device=self.device, generator=generator
         ).unbind()
 
-    def forward(self, iterator, model):
+    def own(self, part):
+        """Return what is this rank's of a sequence: all."""
+        return part.contiguous()
+
+    def forward(self, iterator, model, return_schedule_plan=False):
         tokens = next(iterator)
-        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        inputs, labels = self.own(tokens[:, :-1]), self.own(tokens[:, 1:])
+        make = model.build_schedule_plan if return_schedule_plan else model
         with self.mode.forward_context():
-            output = model(inputs, self.positions, None, labels=labels)
+            output = make(inputs, self.own(self.positions), None, labels=labels)
         self.mode.after_forward()
         return output, mean_loss
 

@@ -8,10 +8,21 @@ same model, built anew from the same seed, takes them with offload. Every rank c
 and a hash of all its gradients, from the first step on. All combinations run in the same processes,
 because starting those takes longer than any check.
 
-    dense  the layer of megatron-core's own spec (TransformerEngine's on a GPU)
-    moe    mixture of experts; its norms are modules of their own, which the dense layer's on a GPU
-           are not
-    fused  the same with the experts as one fused operation
+    dense    the layer of megatron-core's own spec (TransformerEngine's on a GPU)
+    moe      mixture of experts; its norms are modules of their own, which the dense layer's on a
+             GPU are not
+    fused    the same with the experts as one fused operation
+    a2a      moe, two ranks' experts, exchanged by all-to-all; deepep the same by DeepEP
+    overlap  a2a with exchanges of one microbatch beside the work of another
+    gqa      dense with groups of queries, norms of queries and keys, and SwiGLU
+    mla      multi-latent attention
+    mtp      dense with a layer that predicts one token more
+    hybrid   attention and MLP as layers of a HybridModel
+    layout   dense, with layers laid out by hand and unevenly
+    tp, cp   dense on two ranks of tensor parallelism with sequence parallelism, and of context
+    fp8-...  dense with that recipe of TransformerEngine
+
+Steps differ in their number of microbatches, and before the second there is an evaluation.
 
 To save time on a GPU, fp32 takes half the sequence (without a fused kernel attention keeps all its
 scores) and mixtures of experts take half the microbatches, as far as those divide.
@@ -54,6 +65,9 @@ _MLP = ("mlp_fc1", "mlp_act", "mlp_fc2")
 _EXPERTS = ("expert_fc1", "moe_act", "expert_fc2", "shared_experts", "router")
 
 
+_FP8 = ("fp8-tensorwise", "fp8-delayed", "fp8-blockwise")
+
+
 def _each(*names):
     # megatron-core takes attn_proj only together with core_attn, whose output it shares.
     sets = [("core_attn", "attn_proj") if name == "attn_proj" else (name,) for name in names]
@@ -64,10 +78,21 @@ SETS = {
     "dense": {**_each(*FIVE, *_MLP, "layer"), "five": FIVE, "five+mlp": FIVE + _MLP},
     "moe": {**_each("attn_norm", "mlp_norm", *_EXPERTS, "layer"), "five+experts": FIVE + _EXPERTS},
     "fused": _each("fused_group_mlp"),
+    "a2a": {**_each(*_EXPERTS), "again": FIVE + _EXPERTS},
+    "deepep": {**_each(*_EXPERTS), "again": FIVE + _EXPERTS},
+    # It calls parts of layers, and hooks on modules find no microbatch without Megatron's marks.
+    "overlap": {"five+experts": FIVE + _EXPERTS, "again": FIVE + _EXPERTS},
+    **{
+        model: {**_each("layer"), "five+mlp": FIVE + _MLP}
+        for model in ("gqa", "mla", "mtp", "hybrid", "layout", "tp", "cp", *_FP8)
+    },
 }
 """For each kind of layer the sets of modules that are offloaded, by what they are called here."""
 
-AGAIN = {"layer": ("norm", "mlp_act", "rope", "moe_permute")}
+PAIRS = {"a2a": "ep", "deepep": "ep", "overlap": "ep", "tp": "tp", "cp": "cp"}
+"""What two ranks of each pipeline rank share, where it isn't 1."""
+
+AGAIN = dict.fromkeys(("layer", "again"), ("norm", "mlp_act", "rope", "moe_permute"))
 """By set the units that are made again."""
 
 SIZES = {
@@ -154,6 +179,7 @@ def combinations(options):
         {
             "id": f"vpp{vpp} {dtype} {model}:{name} {budgets}",
             "vpp": vpp,
+            "pp": options.ranks // (1 + (model in PAIRS)),
             "dtype": dtype,
             "model": model,
             "name": name,
@@ -164,6 +190,7 @@ def combinations(options):
         for model in options.models
         for dtype in options.dtypes
         for vpp in options.vpp
+        if model not in PAIRS or (options.ranks % 2 == 0 and (vpp == 1 or options.ranks > 2))
         for name, modules in SETS[model].items()
         for budgets in options.budgets
         if any(fnmatch.fnmatchcase(f"{model}:{name}", pattern) for pattern in options.only)
@@ -195,7 +222,7 @@ def judge(combination, ranks):
     return row
 
 
-_LINE = "{:>3}  {:<5}  {:<5}  {:<19}  {:<13}  {:>5}  {:<27}  {:<27}  {:<15}  {:>5}  {}"
+_LINE = "{:>3}  {:<5}  {:<14}  {:<19}  {:<13}  {:>5}  {:<27}  {:<27}  {:<15}  {:>5}  {}"
 HEAD = _LINE.format(
     *("vpp", "dtype", "model", "modules", "budgets"),
     *("s", "MiB that came back", "MiB made again", "equal, by rank", "first", ""),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import json
 import math
 import os
@@ -25,7 +26,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -39,11 +39,11 @@ from bench_peers_worker import (
     versions,
     write,
 )
-from check_bitwise import first_difference, judge, row_line
+from check_bitwise import PAIRS, first_difference, judge, row_line
+from check_bitwise_models import MIXTURES, left_out, options_of, parts_of, stand_in
 
 STARTING_S = 180.0
 ENDING_S = 30.0
-NUM_EXPERTS = 4
 NO_GRADIENT = "0" * 16
 
 
@@ -86,10 +86,16 @@ def open_ranks(spec):
     device = join_ranks(spec["device"], 1800)  # what is late ends by its deadline
     from megatron.core import parallel_state
 
-    with prepared_megatron(on_gpu=device.type == "cuda", is_deterministic=True):
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=spec["sizes"]["pp"], create_gloo_process_groups=False
-        )
+    on_gpu = device.type == "cuda"
+    for name in ("hybrid.hybrid_model", "hybrid.hybrid_layer_specs", "gpt.fine_grained_callables"):
+        with contextlib.suppress(ImportError):  # bridges reach what is loaded
+            importlib.import_module(f"megatron.core.models.{name}")
+    for name in ("common", "gpt"):  # where it is, by version
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"megatron.core.models.{name}.model_chunk_schedule_plan")
+    with prepared_megatron(on_gpu=on_gpu, is_deterministic=True):
+        if not on_gpu:
+            stand_in()
         # What is here now stays: the collections after each model need not look at it.
         gc.collect()
         gc.freeze()
@@ -99,40 +105,6 @@ def open_ranks(spec):
     dist.destroy_process_group()
 
 
-def expert_options(sizes, on_gpu):
-    """Return what makes the model a mixture of experts, all of it on each rank."""
-    return {
-        "num_moe_experts": NUM_EXPERTS,
-        "moe_ffn_hidden_size": 2 * sizes["hidden"],
-        "moe_router_topk": 2,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_permute_fusion": False,
-        "moe_grouped_gemm": on_gpu,
-        # The other needs a stream to the host.
-        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
-    }
-
-
-def expert_layer(sizes, on_gpu):
-    from megatron.core.extensions import transformer_engine
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    if not on_gpu:
-        return gpt_layer_specs.get_gpt_layer_local_spec(
-            num_experts=NUM_EXPERTS, normalization=sizes["normalization"]
-        )
-    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-        num_experts=NUM_EXPERTS, moe_grouped_gemm=True
-    )
-    # By default only the norm before the experts is a module of its own.
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm
-    attention = layer.submodules.self_attention.submodules
-    attention.linear_qkv = transformer_engine.TEColumnParallelLinear
-    return layer
-
-
 class Check:
     """What is kept from one combination to the next: the steps without offload."""
 
@@ -140,10 +112,11 @@ class Check:
         self.spec, self.device, self.report, self.fail = spec, device, report, fail
         self.on_gpu = device.type == "cuda"
         self.references = {}
+        self.joined = None
 
     def row(self, combination):
         """Check one combination; return its row, the same on every rank."""
-        reason = self.left_out(combination)
+        reason = left_out(combination, self.on_gpu)
         if reason is not None:
             return {**combination, "status": "left out", "reason": reason, "ranks": []}
         started = time.perf_counter()
@@ -168,12 +141,6 @@ class Check:
                 del found["steps"]
             row = judge(combination, exchange(found))
         return row | {"seconds": round(time.perf_counter() - started, 2)}
-
-    def left_out(self, combination):
-        fused = combination["model"] == "fused"
-        if not self.on_gpu and (fused or combination["name"] in ("expert_fc1", "moe_act")):
-            return "needs TransformerEngine's grouped experts"
-        return None
 
     def reference(self, combination):
         """Take the steps without offload, and make a row of them."""
@@ -246,8 +213,10 @@ class Check:
         names = ("offloaded_bytes", "reloaded_bytes", "remade_bytes", "refused_bytes")
         counters = dict.fromkeys(names, 0)
         for number in range(self.spec["steps"]):
+            evaluated = program.evaluate(number) if number == 1 else None
+            program.choose_microbatches(number)
             _, loss, gradients = program.step(number)
-            found["steps"].append([loss, gradients])
+            found["steps"].append([loss, gradients, evaluated])
             for name in counters if modules is not None else ():
                 counters[name] += getattr(mode.manager.last_step, name)
         if modules is None:
@@ -270,14 +239,17 @@ class Check:
         if self.on_gpu and combination["dtype"] == "fp32":
             seq = max(1, seq // 2)
         may_halve = microbatches % (2 * sizes["pp"]) == 0
-        if self.on_gpu and combination["model"] != "dense" and may_halve:
+        if self.on_gpu and combination["model"] in MIXTURES and may_halve:
             microbatches //= 2
         return {
             **sizes,
+            "pp": combination["pp"],
+            "pair": PAIRS.get(combination["model"]),
             "vpp": combination["vpp"],
             "dtype": combination["dtype"],
             "seq": seq,
             "microbatches": microbatches,
+            "most": microbatches,
             "seed": self.spec["seed"],
             "deterministic": True,
             "mode": combination["id"],
@@ -293,39 +265,69 @@ class Check:
             megatron_core.uninstall()
         mode = MODES["ours" if spec["modules"] else "none"]({**spec, "rank": dist.get_rank()})
         options = mode.transformer_options()
-        if combination["model"] != "dense":
-            options |= expert_options(spec, self.on_gpu)
-        if combination["model"] == "moe":
-            options["moe_shared_expert_intermediate_size"] = spec["hidden"]
-        elif combination["model"] == "fused":
-            options["use_transformer_engine_op_fuser"] = True
-            options["use_fused_weighted_squared_relu"] = True
+        options |= options_of(combination, spec, self.on_gpu)
         mode.transformer_options = lambda: options
         return mode
 
     def build(self, spec, mode, combination):
         """Build the model as if it were the first of its process."""
         from megatron.core import parallel_state
-        from megatron.core.activations import squared_relu
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-        # All else of the parallel state is the same for every VPP.
+        self.join(spec["pp"], spec["pair"])
         virtual = spec["vpp"] if spec["vpp"] > 1 else None
         parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(spec["seed"] + pp_rank)
         model_parallel_cuda_manual_seed(spec["seed"] + pp_rank, force_reset_rng=True)
         mode.prepare()
-        dense = combination["model"] == "dense"
-        chunks = build_chunks(
-            spec,
-            mode,
-            self.device,
-            layer_spec=None if dense else expert_layer(spec, self.on_gpu),
-            activation=squared_relu if combination["model"] == "fused" else F.gelu,
-        )
+        chunks = build_chunks(spec, mode, self.device, **parts_of(combination, spec, self.on_gpu))
         mode.attach(chunks, pp_rank)
-        return Program(spec, mode, chunks, self.device)
+        return Steps(spec, mode, chunks, self.device)
+
+    def join(self, pp, pair):
+        """Join the ranks of a model's parallel groups, if they are not these already."""
+        from megatron.core import parallel_state
+
+        if self.joined == (pp, pair):
+            return
+        if self.joined is not None:
+            dist.barrier()
+            parallel_state.destroy_model_parallel()
+        kinds = {"tp": "tensor_model", "ep": "expert_model", "cp": "context"}
+        sizes = {f"{kinds[pair]}_parallel_size": 2} if pair else {}
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=pp, create_gloo_process_groups=False, **sizes
+        )
+        self.joined = pp, pair
+
+
+class Steps(Program):
+    """Steps of different numbers of microbatches, and evaluations."""
+
+    def choose_microbatches(self, number):
+        """Take all of them in every other step, and else as near to half as the ranks allow."""
+        most, pp = self.spec["most"], self.spec["pp"]
+        self.spec["microbatches"] = max(pp, most // 2 // pp * pp) if number % 2 else most
+
+    def evaluate(self, number):
+        """Return the loss of a pass without backward (None but on the last stage)."""
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            _, loss, _ = self.step(number, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return loss
+
+    def own(self, part):
+        """Return of a sequence what is this rank's: of context parallelism the first and last."""
+        if self.spec["pair"] != "cp":
+            return part.contiguous()
+        from megatron.core import parallel_state
+
+        rank, parts = parallel_state.get_context_parallel_rank(), part.chunk(4, 1)
+        return torch.cat([parts[rank], parts[3 - rank]], 1)
 
 
 def try_layer(program):
@@ -354,7 +356,7 @@ def empty_groups(chunks):
 
 
 def is_sound(step):
-    loss, gradients = step
+    loss, gradients, _ = step
     return gradients != NO_GRADIENT and (loss is None or math.isfinite(float.fromhex(loss)))
 
 

@@ -113,7 +113,8 @@ def test_combinations_are_all_there_once():
 
 
 def test_combinations_can_be_chosen():
-    todo = parse("--vpp", "2", "--dtypes", "bf16", "--only", "*:layer", "moe:router").todo
+    only = ("--models", "dense", "moe", "--only", "*:layer", "moe:router")
+    todo = parse("--vpp", "2", "--dtypes", "bf16", *only).todo
     assert [each["id"].split()[2] for each in todo] == ["dense:layer", "moe:router", "moe:layer"]
     assert [each["model"] for each in parse("--models", "fused").todo] == ["fused"] * 6
 
@@ -125,6 +126,7 @@ def test_combinations_can_be_chosen():
         (["--vpp", "0"], "at least 1"),
         (["--microbatches", "6"], "microbatches divisible by PP"),
         (["--ranks", "1"], "PP above 1"),
+        (["--ranks", "1", "--vpp", "1", "--models", "tp"], "leaves nothing"),
         (["--budgets", "1MiB"], "INFLIGHT/PREFETCH"),
         (["--only", "dense:router"], "leaves nothing"),
         (["--tiny", "--hidden", "66"], "no multiple"),
@@ -134,6 +136,14 @@ def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
     with pytest.raises(SystemExit):
         parse(*arguments)
     assert reason in capsys.readouterr().err
+
+
+def test_models_of_paired_ranks_have_half_the_pipeline():
+    two, four = (parse("--models", "tp", "dense", "--ranks", ranks).todo for ranks in "24")
+    assert {(one["model"], one["pp"]) for one in four} == {("tp", 2), ("dense", 4)}
+    assert {(one["model"], one["pp"]) for one in two} == {("tp", 1), ("dense", 2)}
+    assert {one["vpp"] for one in two if one["model"] == "tp"} == {1}
+    assert {one["vpp"] for one in four if one["model"] == "tp"} == {1, 2, 4}
 
 
 def test_a_row_is_as_bad_as_its_worst_rank():
@@ -178,29 +188,48 @@ def check_yes(code, rows, printed):
             assert len(row["ranks"]) == 2
             assert all(rank["offloaded_bytes"] > 0 for rank in row["ranks"])
     references = [row for row in rows.values() if row["name"] == "none"]
+    references = [row for row in references if row["model"] != "overlap"]  # as without overlap
     hashes = {step[1] for row in references for steps in row["steps"] for step in steps}
     assert len(hashes) == sum(len(steps) for row in references for steps in row["steps"])
 
 
 @pytest.mark.slow
 def test_every_combination_says_yes(tmp_path):
-    code, rows, printed = run(tmp_path, "--vpp", "1", "2", "--dtypes", "fp32")
+    models = ("dense", "moe", "fused")
+    chosen = ("--vpp", "1", "2", "--dtypes", "fp32", "--models", *models)
+    code, rows, printed = run(tmp_path, *chosen)
     check_yes(code, rows, printed)
     left_out = {row["name"] for row in rows.values() if row["status"] == "left out"}
     assert left_out == {"expert_fc1", "moe_act", "fused_group_mlp"}
-    assert len(rows) == 2 * (sum(map(len, check_bitwise.SETS.values())) + 2)
+    assert len(rows) == 2 * (sum(len(check_bitwise.SETS[model]) for model in models) + 2)
     assert rows["vpp2 fp32 dense:layer 16KiB/24KiB"]["ranks"][0]["reloaded_bytes"] > 2**20
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("later", [False, True])
+def test_every_other_model_says_yes(tmp_path, later):
+    models = sorted(set(check_bitwise.SETS) - {"dense", "moe", "fused"})
+    only = ("--models", *models, "--only", "*:again", "*:layer", "*:five*")
+    code, rows, printed = run(tmp_path, "--vpp", "1", "2", "--dtypes", "bf16", *only, later=later)
+    check_yes(code, rows, printed)
+    left_out = {row["model"] for row in rows.values() if row["status"] == "left out"}
+    steps = [rows[f"vpp1 bf16 {model}:none"]["steps"] for model in ("a2a", "overlap")]
+    assert steps[0] == steps[1]
+    missing = {"cp", "deepep", *check_bitwise._FP8}
+    assert left_out == (missing if later else missing | {"hybrid"})
+
+
+@pytest.mark.slow
 def test_a_later_megatron_core_says_yes(tmp_path):
-    only = ("--only", *(f"*:{name}" for name in ("five+mlp", "five+experts", "layer", "router")))
+    names = ("five+mlp", "five+experts", "layer", "router")
+    only = ("--models", "dense", "moe", "--only", *(f"*:{name}" for name in names))
     check_yes(*run(tmp_path, "--vpp", "1", "2", "--dtypes", "bf16", *only, later=True))
 
 
 @pytest.mark.slow
 def test_one_bit_of_a_reloaded_tensor_is_a_no(tmp_path):
-    do = "if steps == 1: tensor.as_strided((1,), (1,)).view(__import__('torch').uint8)[2] ^= 64"
+    # The second counts the evaluation.
+    do = "if steps == 2: tensor.as_strided((1,), (1,)).view(__import__('torch').uint8)[2] ^= 64"
     chosen = ("--vpp", "2", "--dtypes", "fp32", "--only", "dense:mlp_act")
     code, rows, printed = run(tmp_path, *chosen, do=do)
     assert code == 1
