@@ -174,8 +174,9 @@ class AutomaticGroups:
             return record
         saved = _Saved(self, group, record)
         forward.num_tensors += 1
-        forward.num_bytes += record.block.num_bytes
-        forward.total_bytes += record.block.num_bytes
+        # Of the tensor: what its block has left depends on what is made again.
+        forward.num_bytes += tensor.nbytes
+        forward.total_bytes += tensor.nbytes
         if self._is_full(forward):
             self._commit(forward)
         return saved

@@ -246,6 +246,37 @@ def test_a_long_forward_has_few_groups_and_they_are_those_of_every_step(most):
     offload.close()
 
 
+class Branches(torch.nn.Module):
+    """A norm whose output several others save."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(256)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(256, 64) for _ in range(5))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + torch.cat([branch(y).exp() for branch in self.branches[:4]], dim=1)
+
+
+def test_the_groups_are_the_same_whatever_is_made_again():
+    model = torch.nn.Sequential(*(Branches() for _ in range(4)))
+    found = []
+    for units in ((), ("norm",)):
+        config = make_config("eager", recompute=units, policy={"kind": "modules"}, **TIGHT)
+        offload = get_act_offloading_ctx_manager(model, config=config, warn_if_no_head=False)
+        with offload:
+            y = model(torch.ones(1024, 256))
+        y.sum().backward()
+        del y
+        assert offload.end_step()
+        found.append([(g.key, g.saved_bytes) for g in offload.manager.last_profile.groups])
+        assert (offload.last_step.by_name["activations"].remade_bytes > 0) is bool(units)
+        offload.close()
+    assert found[0] == found[1]
+    assert len(found[0]) > 8
+
+
 def test_what_is_recomputed_in_a_backward_inside_the_block_stays():
     model, inputs = zoo.make("reentrant")
     x = inputs(torch.Generator().manual_seed(1)).requires_grad_()
