@@ -327,8 +327,12 @@ class PipelineOffloadManager:
             learner.moves_nothing
             and learner.is_steady
             and self.step_number % _LOOK_EVERY != 0
-            and not any(observer.needs_groups for observer in self.observers)
+            and not self._is_looked_at
         )
+
+    @property
+    def _is_looked_at(self) -> bool:
+        return any(observer.needs_groups for observer in self.observers)
 
     def pass_by(self) -> None:
         """Tell who watches that a group would start here, and is none."""
@@ -342,7 +346,7 @@ class PipelineOffloadManager:
 
     def may_make_again(self, unit: str) -> bool:
         """Whether it matters how an output of this unit is made: dear ones wait for a plan."""
-        return is_cheap(unit) or bool(self.observers) or self.learner.plans(unit)
+        return is_cheap(unit) or self.learner.plans(unit) or self._is_looked_at
 
     @graph_break
     def reset(self) -> None:
