@@ -1,6 +1,7 @@
 """Say what is wrong with this machine for offload, and measure how fast its GPUs copy.
 
-reads    this machine: GPUs, their copies, host memory, environment, versions; needs no root
+reads    this machine: GPUs, their copies, host memory, environment, versions; needs no root; and
+         the YAML of --model
 prints   what was looked at, what was found, and what to do
 writes   --output: all of it as JSON, which 'megatron-offload plan --machine FILE' reads
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import TypeAdapter
 from pydantic_settings import CliToggleFlag
@@ -21,8 +23,10 @@ from rich.text import Text
 
 from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import OutputFile, writing
+from megatron_offload.config import find_config
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Examination, Finding, examine
+from megatron_offload.planning.description import load_description
 from megatron_offload.report.console import console, plain_table
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -34,13 +38,21 @@ class Given(Options):
     no_bandwidth: CliToggleFlag[bool] = False
     """Don't measure."""
 
+    model: Path | None = None
+    """A described job, as of 'plan': says what its optimizer offload takes of host memory and link,
+    if it has model.optimizer_host_bytes_per_parameter."""
+
     output: OutputFile | None = None
     """Write JSON here."""
 
 
 def run(given: Given) -> int:
     """Look at the machine and print what was found; return the exit status."""
-    examination = examine(bandwidth=not given.no_bandwidth)
+    own = 0
+    if given.model is not None:
+        job = load_description(find_config(given.model, kind="models")).job()
+        own = max(job.optimizer_host_bytes)
+    examination = examine(bandwidth=not given.no_bandwidth, optimizer_bytes=own)
     console().print(findings_table(examination.findings))
     if given.output is not None:
         data = TypeAdapter(Examination).dump_python(examination, mode="json")

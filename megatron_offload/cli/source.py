@@ -8,8 +8,9 @@ alone where it had none. What was assumed of a machine is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,15 @@ class Source:
             f"step time: {without.step_us / 1e3:.1f} ms without offload, "
             f"{step.step_us / 1e3:.1f} ms {what} ({change:+.2f} %)"
         )
-        host_bytes, node = self._host_bytes(step)
+        host_bytes, node = self._on_node([rank.peak_host_bytes for rank in step.ranks])
         out.print(f"host memory: up to {format_bytes(host_bytes)} pinned on {node}")
+        own_bytes, _ = self._on_node(self.job.optimizer_host_bytes)
+        if own_bytes:
+            ms = own_bytes / 2e6 / self.job.machine.node_gbps
+            out.print(
+                f"optimizer offload: {format_bytes(own_bytes)} of host memory besides, and after "
+                f"each step at least {ms:.1f} ms of copies"
+            )
         for line in more:
             out.print(line)
         out.print(f"bandwidths: {self.machine}")
@@ -175,23 +183,24 @@ class Source:
     def _misfits(self, step: Simulation) -> Iterator[str]:
         """Yield what of a step doesn't fit into a GPU or a node."""
         device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
-        needs = {"device_bytes": (device_bytes, "a GPU"), "host_bytes": self._host_bytes(step)}
+        held = [rank.peak_host_bytes for rank in step.ranks]
+        if own := self.job.optimizer_host_bytes:
+            held = [*map(add, held, own)]
+        needs = {"device_bytes": (device_bytes, "a GPU"), "host_bytes": self._on_node(held)}
         for key, (needed, where) in needs.items():
             there = getattr(self.job.machine, key)
             if there is not None and needed > there:
                 sizes = f"{format_bytes(needed)} of {where}, which has {format_bytes(there)}"
                 yield f"DOES NOT FIT: {sizes} (machine.{key})"
 
-    def _host_bytes(self, step: Simulation) -> tuple[int, str]:
-        """Return the most that is pinned on a node, and what a node is."""
+    def _on_node(self, sizes: Sequence[int]) -> tuple[int, str]:
+        """Return what GPUs hold on a node's host at most, by rank; and what a node is."""
         job, size = self.job, self.job.ranks_per_node
         gpus_per_node = job.machine.gpus_per_node
-        peaks = [
-            rank.peak_host_bytes * min(job.gpus_per_rank, gpus_per_node) for rank in step.ranks
-        ]
+        peaks = [num_bytes * min(job.gpus_per_rank, gpus_per_node) for num_bytes in sizes]
         nodes = [sum(peaks[first : first + size]) for first in range(0, len(peaks), size)]
         num_gpus = min(gpus_per_node, len(peaks) * job.gpus_per_rank)
-        return max(nodes), f"a node of {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
+        return max(nodes, default=0), f"a node of {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
 
 
 class SourceOptions(OptionsWithKeys):

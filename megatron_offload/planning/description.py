@@ -85,12 +85,13 @@ def job_from_model(model: ModelDescription, machine: Machine | None = None) -> J
                 host_us_per_group=model.host_us_per_group,
             )
         )
-    per_parameter = model.static_bytes_per_parameter
+    weights = [num_parameters(model, rank) for rank in range(schedule.num_ranks)]
     return Job(
         schedule=schedule,
         stages=tuple(stages),
-        static_bytes=tuple(
-            int(num_parameters(model, rank) * per_parameter) for rank in range(schedule.num_ranks)
+        static_bytes=tuple(int(n * model.static_bytes_per_parameter) for n in weights),
+        optimizer_host_bytes=tuple(
+            int(n * model.optimizer_host_bytes_per_parameter) for n in weights
         ),
         machine=machine or Machine(),
         gpus_per_rank=model.tensor_parallel * model.context_parallel,

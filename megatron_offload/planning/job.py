@@ -177,6 +177,8 @@ class Job:
     unused_bytes: int | None = None
     """What the allocator reserves and can't use, per rank, messages apart. None: as much as the
     largest temporaries of the rank, which is an estimate and no more."""
+    optimizer_host_bytes: tuple[int, ...] = ()
+    """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 
     def __post_init__(self) -> None:
         _check_numbers(self, "job")

@@ -80,6 +80,10 @@ class ModelDescription(StrictModel):
     """Of an activation or a weight; 2 in bf16."""
     static_bytes_per_parameter: float = Field(default=4.0, ge=0)
     """Weight, gradient and this GPU's share of the optimizer's state."""
+    optimizer_host_bytes_per_parameter: float = Field(default=0.0, ge=0)
+    """What optimizer offload keeps on the host instead: with Megatron's Adam 16 bytes (weight, both
+    moments and gradient, of which a step copies one each way) times ``optimizer_offload_fraction``,
+    divided by the GPUs that share the optimizer."""
     fused_norm: bool = True
     """Whether norms are part of the linear layer behind them, as TransformerEngine's, and so no
     groups of their own."""

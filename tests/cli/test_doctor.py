@@ -7,6 +7,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 
 import pytest
+from jobs import OFFLOADED, SMALL, described
 
 from megatron_offload.cli import doctor
 from megatron_offload.cli.main import read_command
@@ -42,8 +43,9 @@ class Machine:
         self.examination = Examination((FINE, MARKUP), PROFILE)
         self.asked = []
 
-    def examine(self, *, bandwidth):
+    def examine(self, *, bandwidth, optimizer_bytes):
         self.asked.append(bandwidth)
+        self.optimizer_bytes = optimizer_bytes
         return self.examination
 
 
@@ -75,6 +77,15 @@ def test_json_holds_all_that_was_found(machine, tmp_path):
     machine.examination = Examination((FINE,), None)
     doctor.run(options_of("--output", str(output)))
     assert json.loads(output.read_text())["profile"] is None
+
+
+def test_a_described_job_says_what_its_optimizer_keeps_on_the_host(machine, tmp_path):
+    path = described(tmp_path, SMALL.replace("heads: 8", OFFLOADED))
+    assert doctor.run(options_of("--model", str(path))) == 0
+    # Of the second rank: two layers, the head and the last norm.
+    assert machine.optimizer_bytes == 8 * (2 * (12 * 1024**2 + 2 * 1024) + 1001 * 1024)
+    doctor.run(options_of())
+    assert machine.optimizer_bytes == 0
 
 
 def test_an_output_that_can_t_be_is_refused_before_anything_is_measured(machine, tmp_path):

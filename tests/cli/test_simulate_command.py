@@ -249,3 +249,18 @@ def test_a_described_gpu_and_host_are_those_of_an_h200_unless_they_are_given(mod
     assert (machine.device_bytes, machine.host_bytes) == (139 << 30, 2 << 40)
     given = load_model(model, set=["machine.device_bytes=80GiB"]).job.machine
     assert (given.device_bytes, given.host_bytes) == (80 << 30, 2 << 40)
+
+
+def test_an_optimizer_on_the_host_is_counted(model, capsys):
+    given = ["simulate", "--model", str(model), "--set", "machine.host_bytes=300MiB"]
+    assert main(given) == 0
+    printed = capsys.readouterr().out
+    assert "optimizer offload" not in printed
+    assert "DOES NOT FIT" not in printed
+    assert main([*given, "model.optimizer_host_bytes_per_parameter=8"]) == 0
+    printed = capsys.readouterr().out
+    # Two layers, embedding and head, the last norm.
+    num_bytes = 8 * (2 * 2 * (12 * 1024**2 + 2 * 1024) + 2001 * 1024)
+    assert f"optimizer offload: {format_bytes(num_bytes)} of host memory besides" in printed
+    assert f"at least {num_bytes / 2 / 205e6:.1f} ms of copies" in printed
+    assert re.search(r"DOES NOT FIT: \d+\.\d MiB of a node of 2 GPUs, which has 300.0 MiB", printed)
