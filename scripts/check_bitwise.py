@@ -20,6 +20,7 @@ because starting those takes longer than any check.
     hybrid   attention and MLP as layers of a HybridModel
     layout   dense, with layers laid out by hand and unevenly
     tp, cp   dense on two ranks of tensor parallelism with sequence parallelism, and of context
+    dp       dense on two data-parallel ranks that share the optimizer's state, and its updates
     fp8-...  dense with that recipe of TransformerEngine
 
 Steps differ in their number of microbatches, and before the second there is an evaluation.
@@ -84,12 +85,12 @@ SETS = {
     "overlap": {"five+experts": FIVE + _EXPERTS, "again": FIVE + _EXPERTS},
     **{
         model: {**_each("layer"), "five+mlp": FIVE + _MLP}
-        for model in ("gqa", "mla", "mtp", "hybrid", "layout", "tp", "cp", *_FP8)
+        for model in ("gqa", "mla", "mtp", "hybrid", "layout", "tp", "cp", "dp", *_FP8)
     },
 }
 """For each kind of layer the sets of modules that are offloaded, by what they are called here."""
 
-PAIRS = {"a2a": "ep", "deepep": "ep", "overlap": "ep", "tp": "tp", "cp": "cp"}
+PAIRS = {"a2a": "ep", "deepep": "ep", "overlap": "ep", "tp": "tp", "cp": "cp", "dp": "dp"}
 """What two ranks of each pipeline rank share, where it isn't 1."""
 
 AGAIN = dict.fromkeys(("layer", "again"), ("norm", "mlp_act", "rope", "moe_permute"))

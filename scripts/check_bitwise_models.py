@@ -57,12 +57,17 @@ def stand_in():
     def to_host(tensor, as_numpy=False, **_):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
+    def name_of(tensor, *kind):
+        found = kind_of(tensor, *kind)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
     def norm(_, config, hidden_size, eps=1e-5, **__):
         return getattr(torch.nn, config.normalization)(hidden_size, eps)
 
     cuda = token_dispatcher.torch.cuda
     cuda.Stream = cuda.Event = cuda.stream = cuda.current_stream = NoStream
     cuda.nvtx = SimpleNamespace(range_push=lambda _: None, range_pop=lambda: None)
+    kind_of, torch.Tensor.type = torch.Tensor.type, name_of  # the optimizer takes no others
     torch.Tensor.record_stream = lambda *_: None
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
     torch_norm.WrappedTorchNorm.__new__ = norm  # it refuses sequence parallelism

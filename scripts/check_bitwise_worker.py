@@ -201,7 +201,7 @@ class Check:
         try:
             mode = self.mode_of(spec, combination)
             program = self.build(spec, mode, combination)
-            if modules is None:
+            if modules is None and spec["pair"] != "dp":  # which counts gradients
                 try_layer(program)
         except Exception as exception:  # noqa: BLE001 - every failure is a row
             traceback.print_exc()
@@ -283,7 +283,8 @@ class Check:
         mode.prepare()
         chunks = build_chunks(spec, mode, self.device, **parts_of(combination, spec, self.on_gpu))
         mode.attach(chunks, pp_rank)
-        return Steps(spec, mode, chunks, self.device)
+        make = Updates if spec["pair"] == "dp" else Steps
+        return make(spec, mode, chunks, self.device)
 
     def join(self, pp, pair):
         """Join the ranks of a model's parallel groups, if they are not these already."""
@@ -295,7 +296,7 @@ class Check:
             dist.barrier()
             parallel_state.destroy_model_parallel()
         kinds = {"tp": "tensor_model", "ep": "expert_model", "cp": "context"}
-        sizes = {f"{kinds[pair]}_parallel_size": 2} if pair else {}
+        sizes = {f"{kinds[pair]}_parallel_size": 2} if pair in kinds else {}
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=pp, create_gloo_process_groups=False, **sizes
         )
@@ -330,6 +331,47 @@ class Steps(Program):
         return torch.cat([parts[rank], parts[3 - rank]], 1)
 
 
+class Updates(Steps):
+    """Steps that end with Megatron's distributed optimizer, whose ranks have microbatches each."""
+
+    def __init__(self, spec, mode, chunks, device):
+        from megatron.core import distributed, optimizer
+
+        config = chunks[0].config
+        reduced = distributed.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
+        )
+        for parameter in (p for chunk in chunks for p in chunk.parameters()):
+            parameter.grad = None
+        chunks = [distributed.DistributedDataParallel(config, reduced, one) for one in chunks]
+        config.finalize_model_grads_func = distributed.finalize_model_grads
+        syncs = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        super().__init__(spec, mode, chunks, device)
+        self.gradients = [buffer.grad_data for chunk in chunks for buffer in chunk.buffers]
+        settings = optimizer.OptimizerConfig(
+            lr=1e-3,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+        self.optimizer = optimizer.get_megatron_optimizer(
+            settings, chunks, use_gloo_process_groups=False
+        )
+
+    def step(self, number, *, forward_only=False):
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        found = super().step(number, forward_only=forward_only)
+        if not forward_only:
+            is_updated, *_ = self.optimizer.step()
+            assert is_updated
+        return found
+
+    def tokens(self, number):
+        return super().tokens(2 * number + dist.get_rank() % 2)
+
+
 def try_layer(program):
     """Run one layer alone, forward and backward.
 
@@ -349,7 +391,7 @@ def empty_groups(chunks):
     """Return the groups in which this kind of layer has nothing, each with why."""
     from megatron.core.transformer.identity_op import IdentityOp
 
-    layer = chunks[0].decoder.layers[0]
+    layer = getattr(chunks[0], "module", chunks[0]).decoder.layers[0]
     norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm}
     why = "the norm is part of the linear layer behind it"
     return {name: why for name, norm in norms.items() if isinstance(norm, IdentityOp)}
