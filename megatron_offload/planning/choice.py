@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -50,6 +50,10 @@ from megatron_offload.planning.streams import RELEASE, RELOAD
 
 _NUM_ROOMS = 10
 _NUM_ORDERS = 5
+
+_Shares: TypeAlias = tuple[float, float]
+_SAME: _Shares = (1.0, 1.0)
+"""Of the limits of what is in flight and of what comes back ahead."""
 
 _NUM_TARGETS = 64
 """The range of targets is cut into so many by the search for the least memory."""
@@ -413,33 +417,52 @@ class Chooser:
         )
 
     def _changes(self, settings: _Settings, *, may_remake: bool) -> list[tuple[int, _Change]]:
-        """Return changes of groups, of what the two ranks do that lose most, and of the rest."""
+        """Return changes of groups, of what the two ranks do that lose most, and of the rest.
+
+        Where groups are few, also of those in one place of each chunk, and of limits along with
+        others: alone such a change doesn't keep the target, or makes no step quicker.
+        """
         groups: list[tuple[int, _Change]] = []
+        both = [_SAME]
         for rank in self._losers(settings):
             keys = [group.key for group in self._rank(rank, ()).groups]
-            for distance in range(len(keys) if len(keys) <= _FEW_GROUPS else 3):
+            is_few = len(keys) <= _FEW_GROUPS
+            for distance in range(len(keys) if is_few else 3):
                 for pair in zip(keys, keys[distance:], strict=False):
-                    groups.append((rank, partial(self._with_others, rank, frozenset(pair))))
+                    groups.append((rank, partial(self._with_others, rank, frozenset(pair), _SAME)))
+            if is_few:
+                both = [_SAME, (0.65, 0.65)]
+                places = pairwise(sorted({key.order for key in keys}))
+                for two, shares in product(places, (_SAME, (1.5, 0.5))):
+                    alike = frozenset(key for key in keys if key.order in two)
+                    groups.append((rank, partial(self._with_others, rank, alike, shares)))
         others: list[tuple[int, _Change]] = []
         for rank in range(len(settings)):
             for shares in ((0.8, 0.8), (1.25, 1.25), (0.9, 1.1), (1.1, 0.9)):
                 others.append((rank, partial(self._with_room, shares)))
-            for kind in self._kinds if may_remake else ():
-                others.append((rank, partial(_with_kind, kind)))
+            for kind, shares in product(self._kinds if may_remake else (), both):
+                others.append((rank, partial(self._with_kind, kind, shares)))
         is_small = len(groups) < self._most_changes
         return groups + others if is_small else others + groups
 
     def _with_others(
-        self, rank: int, keys: frozenset[GroupKey], settings: RankSettings
+        self, rank: int, keys: frozenset[GroupKey], shares: _Shares, settings: RankSettings
     ) -> RankSettings:
-        """Move those of some groups that stay, and let stay those that move."""
+        """Move those of some groups that stay, let stay those that move, within other limits."""
         if not settings.offloads:
             live = self._rank(rank, settings.recompute or ())
             both = dict.fromkeys(_LIMITS, 2 * live.largest_bytes)
             settings = self._limited(kept=live.keys, recompute=settings.recompute, **both)
-        return replace(settings, kept=settings.kept ^ keys)
+        return self._with_room(shares, replace(settings, kept=settings.kept ^ keys))
 
-    def _with_room(self, shares: tuple[float, float], settings: RankSettings) -> RankSettings:
+    def _with_kind(self, kind: _Kind, shares: _Shares, settings: RankSettings) -> RankSettings:
+        """Make a kind of bytes again, or don't where it is, within other limits."""
+        stages = enumerate(settings.recompute or ())
+        kinds = {(unit, stage) for stage, units in stages for unit in units}
+        changed = replace(settings, recompute=_recompute(kinds ^ {kind}))
+        return self._with_room(shares, changed)
+
+    def _with_room(self, shares: _Shares, settings: RankSettings) -> RankSettings:
         """Take other shares of both limits."""
         pairs = zip(_LIMITS, shares, strict=True)
         changed = {name: int(share * (getattr(settings, name) or 0)) for name, share in pairs}
@@ -676,13 +699,6 @@ def _unit_choices(profile: StepProfile, stages: Sequence[int]) -> Iterator[UnitC
             sums[kind] = num_bytes + unit.num_bytes, us + unit.us, unit.is_remade
     for (stage, name), (num_bytes, us, is_remade) in sorted(sums.items()):
         yield UnitChoice(stage, name, num_bytes, us, is_remade)
-
-
-def _with_kind(kind: _Kind, settings: RankSettings) -> RankSettings:
-    """Make a kind of bytes again, or don't where it is."""
-    stages = enumerate(settings.recompute or ())
-    kinds = {(unit, stage) for stage, units in stages for unit in units}
-    return replace(settings, recompute=_recompute(kinds ^ {kind}))
 
 
 def _spread(groups: Sequence[LiveGroup]) -> list[LiveGroup]:

@@ -20,6 +20,6 @@ def test_a_plan_keeps_its_target_and_costs_no_more_than_one_that_makes_nothing_a
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 2, 59, 74, 96])
 def test_on_small_jobs_no_choice_of_all_is_five_percent_quicker(seed):
     assert CHECK["check_exact"](seed) <= 5.0
