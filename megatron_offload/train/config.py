@@ -51,9 +51,6 @@ class ModelConfig(StrictModel):
     """What is computed a second time in backward instead of being saved."""
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = ("core_attn",)
     """With ``recompute: selective``: what of a layer."""
-    attention: Literal["auto", "unfused", "scaled_dot_product"] = "auto"
-    """megatron-core's unfused core attention, or PyTorch's fused one. ``auto`` is the unfused one
-    on a CPU; on a GPU it takes TransformerEngine's layers, or the fused one without them."""
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse what doesn't fit together."""

@@ -5,7 +5,6 @@ Invariant: with offload off, nothing here differs from a plain megatron-core pro
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_offload.config import split_modules
@@ -104,16 +102,9 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
 def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
     from megatron.core.extensions import transformer_engine
 
-    attention = config.model.attention
-    if attention == "auto" and device.type == "cuda":
-        if getattr(transformer_engine, "HAVE_TE", False):
-            return get_gpt_layer_with_transformer_engine_spec()
-        attention = "scaled_dot_product"
-    spec = get_gpt_layer_local_spec(normalization=config.model.normalization)
-    if attention == "scaled_dot_product":
-        submodules = spec.submodules.self_attention.submodules
-        submodules.core_attention = ScaledDotProductAttention
-    return spec
+    if device.type == "cuda" and getattr(transformer_engine, "HAVE_TE", False):
+        return get_gpt_layer_with_transformer_engine_spec()
+    return get_gpt_layer_local_spec(normalization=config.model.normalization)
 
 
 def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:
@@ -151,39 +142,3 @@ def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamSchedu
         wd_incr_steps=steps,
         wd_incr_style="constant",
     )
-
-
-class ScaledDotProductAttention(torch.nn.Module):
-    """Causal attention over whole sequences, without masks and packed sequences.
-
-    It saves queries, keys, values, the output and one number for each row, where megatron-core's
-    unfused one saves the whole matrix of scores.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any
-    ) -> None:
-        super().__init__()
-        self.dropout = float(config.attention_dropout)
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        """Map [sequence, batch, heads, width of a head] to [sequence, batch, heads * width].
-
-        Key and value have as many heads as there are query groups.
-        """
-        dropout_p = self.dropout if self.training else 0.0
-        queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        with get_cuda_rng_tracker().fork() if dropout_p else contextlib.nullcontext():
-            output = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                dropout_p=dropout_p,
-                is_causal=True,
-                scale=self.softmax_scale,
-                enable_gqa=key.shape[2] != query.shape[2],
-            )
-        return output.permute(2, 0, 1, 3).flatten(2)

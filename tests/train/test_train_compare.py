@@ -61,9 +61,8 @@ def test_a_lost_bit_in_a_reload_makes_compare_say_no(compare, monkeypatch, tmp_p
     assert numbers[0] == numbers[1], "the first forward had nothing to reload"
 
 
-def test_fused_attention_offloads_the_same_bits_and_measuring_can_be_left_out(compare, tmp_path):
-    settings = ("model.attention=scaled_dot_product", "model.query_groups=1")
-    status, findings = compare(*settings, "run.measure_live_bytes=false")
+def test_grouped_queries_offload_the_same_bits_and_measuring_can_be_left_out(compare, tmp_path):
+    status, findings = compare("model.query_groups=1", "run.measure_live_bytes=false")
     assert status == 0
     assert all(findings.values())
     (rank,) = lines(tmp_path / "with_offload")[-1]["ranks"]
