@@ -23,7 +23,7 @@ from megatron_offload.config import EXTRA_MODULES, OffloadConfig, split_modules
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.errors import IntegrationError
+from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import exchange_methods, hook_model, stand_ins
 
@@ -179,6 +179,11 @@ def _serve_our_names() -> None:
         names = self.offload_modules
         if not self.fine_grained_activation_offloading or not names:
             return theirs(self)
+        if "layer" in names and self.overlap_moe_expert_parallel_comm:
+            raise ConfigError(
+                "'layer' in offload_modules would move nothing: overlap_moe_expert_parallel_comm "
+                "calls the parts of layers; name those"
+            )
         known = [name for name in names if not _is_ours(name)]
         self.offload_modules = known or ["core_attn"]  # it wants one
         try:

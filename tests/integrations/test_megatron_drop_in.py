@@ -22,7 +22,7 @@ import torch
 from torch.utils.cpp_extension import get_default_build_root
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
-from megatron_offload.errors import IntegrationError
+from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.integrations import megatron_core
 
 ROOT = Path(__file__).parents[2]
@@ -312,5 +312,21 @@ def test_before_cuda_begins_the_manager_is_left_alone_until_the_first_forward(mo
         PipelineOffloadManager.instance.configure(OffloadConfig(backend="simulated"))
         note(model)
         assert found[2] != config, "what the program says later stays"
+    finally:
+        megatron_core.uninstall()
+
+
+def test_layers_are_refused_where_only_their_parts_are_called():
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "bf16": True}
+    options |= {"num_moe_experts": 2, "expert_model_parallel_size": 2}
+    options |= {"moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": True}
+    options |= {"fine_grained_activation_offloading": True}
+    megatron_core.install(OffloadConfig(backend="simulated"))
+    try:
+        assert TransformerConfig(**options, offload_modules=["mlp_fc1"]).offload_modules
+        with pytest.raises(ConfigError, match="calls the parts of layers"):
+            TransformerConfig(**options, offload_modules=["mlp_fc1", "layer"])
     finally:
         megatron_core.uninstall()
