@@ -69,27 +69,26 @@ def main() -> None:
     columns = ["setting", "", "reserved, GiB by rank", "moved, GiB", "step time", ""]
     table, points = plain_table("", columns, 5), []
 
-    def add(name: str, peaks: list[int], moved: list[int], percent: float, note: str, **how: bool):
+    def add(name: str, peaks: list[int], moved: list[int], percent: float, note: str, kind: str):
         points.append(
             TradeOffPoint(
-                label=name, peak_bytes=max(peaks), step_time_percent=round(percent, 3), **how
+                label=name, peak_bytes=max(peaks), step_time_percent=round(percent, 3), kind=kind
             )
         )
-        found = "simulated" if how else "measured"
-        table.add_row(name, found, gib(peaks), gib(moved), f"{percent:+.2f} %", note)
+        table.add_row(name, kind, gib(peaks), gib(moved), f"{percent:+.2f} %", note)
 
     def add_measured(name: str, ranks: list[dict]) -> None:
         peaks, moved = ([r[key] for r in ranks] for key in ("peak_reserved_bytes", "d2h_bytes"))
         target = re.match(r"target ([\d.]+)", name)
         note = f"{max(peaks) / GIB - float(target[1]):+.2f} GiB" if target else ""
-        add(name, peaks, moved, 100 * (ranks[0]["ratio"] - 1), note)
+        add(name, peaks, moved, 100 * (ranks[0]["ratio"] - 1), note, "measured")
 
     def add_simulated(name: str, plan) -> None:
         ratio = plan.ranks[0].predicted_step_us / chooser.without.step_us
         note = f"{100 * (ratio / modes[name][0]['ratio'] - 1):+.1f} %" if name in modes else ""
         peaks = [rank.predicted_peak_bytes for rank in plan.ranks]
         moved = [rank.moved_bytes for rank in plan.ranks]
-        add(name, peaks, moved, 100 * (ratio - 1), note, is_predicted=True)
+        add(name, peaks, moved, 100 * (ratio - 1), note, "predicted")
 
     lowest, highest = (x / GIB for x in (chooser.lowest_bytes, chooser.highest_bytes))
     targets = {

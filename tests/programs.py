@@ -164,6 +164,11 @@ def assert_same(expected, actual):
         assert torch.equal(a, b), f"result {index} of shape {tuple(a.shape)} differs"
 
 
+def num_pending(backend):
+    """Return how many copies and waits a simulated device has queued and not run, both ways."""
+    return len(backend.d2h_stream._queue) + len(backend.h2d_stream._queue)
+
+
 def assert_nothing_left(manager):
     # On a device, backward's own thread may drop the last of a graph when the loop has gone on.
     deadline = time.monotonic() + 5

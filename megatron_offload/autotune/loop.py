@@ -31,7 +31,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import OffloadError, StateError
 from megatron_offload.observe.measure import MeasuredStep, StepTimer
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.planning.bandwidths import FROM_COPIES, slowest_link
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
 from megatron_offload.planning.deadline import ending_after
 from megatron_offload.planning.job import RankSettings
@@ -39,7 +38,7 @@ from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profile_file import parse_profile, profile_to_json
-from megatron_offload.planning.profiled_job import job_of, schedule_of
+from megatron_offload.planning.profiled_job import FROM_COPIES, job_of, schedule_of, slowest_link
 
 _MOST_PROGRAMS = 3
 """So often it begins anew, where a program has changed for good."""
@@ -201,7 +200,7 @@ class MeasuredLoop:
 
     def _search_by(self, profiles: Sequence[StepProfile]) -> PlanSearch:
         config, policy = self._manager.config, self._policy
-        machine = Machine(**dict(slowest_link(profiles) or ()))
+        machine = slowest_link(profiles) or Machine()
         self._job = job_of(profiles, schedule_of(profiles), machine)
         limits = RankSettings(
             max_inflight_bytes=config.max_inflight_bytes, prefetch_bytes=config.prefetch_bytes

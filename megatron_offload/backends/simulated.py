@@ -122,11 +122,6 @@ class SimulatedBackend(Backend):
         """Copies that have really been executed, both ways, one per pair."""
         return self.d2h_stream.num_copies + self.h2d_stream.num_copies
 
-    @property
-    def num_pending(self) -> int:
-        """Copies and waits that are queued and have not run, both ways."""
-        return len(self.d2h_stream._queue) + len(self.h2d_stream._queue)
-
     # The contract.
 
     def owns(self, tensor: torch.Tensor) -> bool:

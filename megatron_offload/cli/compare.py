@@ -6,9 +6,8 @@ prints   losses and gradient norms of every step, what moved, peak memory, and i
          'bitwise identical: yes' or 'no'
 writes   run.output: both runs in without_offload/ and with_offload/, compare.json and report.html
          (extra 'report'); where the runs have left profiles, plan.json, which is the plan that the
-         run followed or else a new one, and tradeoff.json (extra 'plan'; see 'megatron-offload
-         plan'). An earlier comparison in the same folder is replaced; one that holds another run is
-         refused
+         run followed or else a new one, and tradeoff.json (see 'megatron-offload plan'). An earlier
+         comparison in the same folder is replaced; one that holds another run is refused
 
 exit status: 0 the same bits, 1 they differ or a rank failed, 2 bad input (nothing was started), 143
 or 130 stopped by SIGTERM or SIGINT
@@ -21,13 +20,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_offload.cli.plan import make, write
+from megatron_offload.cli.plan import make
 from megatron_offload.cli.report import write_page
 from megatron_offload.cli.source import SourceOptions, load_source
 from megatron_offload.cli.train import RunOptions, read_config
 from megatron_offload.core.policy_config import AutoConfig, PlanFileConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
+from megatron_offload.planning.choice import Chooser
 from megatron_offload.report.console import console
 from megatron_offload.report.tables import compare_table, group_table, memory_table, rank_table
 from megatron_offload.train.config import TrainConfig
@@ -42,9 +42,6 @@ from megatron_offload.train.records import (
 from megatron_offload.train.run_folder import PLAN_NAME, rank_files, write_config
 
 Given = RunOptions
-
-_NUM_TARGETS = 3
-"""Points of the predicted trade-off curve, which a comparison should not wait long for."""
 
 
 def run(given: RunOptions) -> int:
@@ -113,10 +110,11 @@ def _plan(folder: Path) -> list[str]:
         source = load_source(SourceOptions(folder=folder))
         policy = source.recorded.policy if source.recorded else None
         followed = policy if isinstance(policy, PlanFileConfig) else AutoConfig(kind="auto")
-        curve = write(make(source, followed, _NUM_TARGETS), folder / PLAN_NAME)
-    except ConfigError as error:  # the extra ``plan`` may be missing
+        chooser = Chooser(source.profiles, source.job, source.default)
+        make(source, chooser, followed, folder / PLAN_NAME)
+    except ConfigError as error:
         return [f"plan: left out: {error}"]
-    return [f"plan: {folder / PLAN_NAME}", f"predicted trade-off: {curve}"]
+    return [f"plan: {folder / PLAN_NAME}"]
 
 
 def _report(folder: Path) -> str:

@@ -20,8 +20,7 @@ example: megatron-offload plan --model gpt_16x8192_pp4_vpp2 \
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -33,15 +32,18 @@ from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import TargetBytes
+from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.simulate import Simulation, simulate
+from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import plan_table
-from megatron_offload.report.tradeoff import TRADEOFF_NAME, TradeOffPoint, write_tradeoff
+from megatron_offload.report.tradeoff import TRADEOFF_NAME, TradeOff, TradeOffPoint
 from megatron_offload.train.run_folder import PLAN_NAME
+
+_NUM_TARGETS = 4
+"""Memory targets on the trade-off curve."""
 
 _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 
@@ -58,91 +60,69 @@ class Given(SourceOptions):
     output: OutputFile | None = None
     """Where the plan goes."""
 
-    curve: int = Field(default=6, ge=0, le=64)
-    """Memory targets on the trade-off curve; 0 for none."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A plan, and what simulating says of the step with it and without."""
-
-    source: Source
-    plan: OffloadPlan
-    step: Simulation
-    without: Simulation
-    points: tuple[TradeOffPoint, ...]
-    """Of the trade-off curve."""
-
 
 def run(given: Given) -> int:
     """Plan, print and write; return 0."""
     output = given.output or (given.folder and check_output(given.folder / PLAN_NAME))
     config = _policy_of(given)
-    with progress("planning") as say:
+    with progress("planning"):
         source = load_source(given)
         recorded = source.recorded
         if recorded is not None and recorded.own_plan == output:
             raise ConfigError(
                 f"{output} is the plan that the run made and followed; --output FILE takes another"
             )
-        outcome = make(source, config, given.curve, say)
-    tables = (_rank_table(outcome), plan_table(outcome.plan))
-    source.show(outcome.without, outcome.step, "with the plan", tables)
-    out = console()
-    if output is None:
-        out.print("nothing was written; --output FILE keeps the plan")
-    else:
-        curve = write(outcome, output)
-        out.print(f"plan: {output}")
-        if curve is not None:
-            out.print(f"curve: {curve}")
+        chooser = Chooser(source.profiles, source.job, source.default)
+        plan = make(source, chooser, config, output)
+    step = chooser.simulate(plan)
+    tables = (_rank_table(source, plan, chooser.without, step), plan_table(plan))
+    source.show(chooser.without, step, "with the plan", tables)
+    written = f"plan: {output}" if output else "nothing was written; --output FILE keeps the plan"
+    console().print(written)
     return 0
 
 
 def make(
-    source: Source,
-    config: PolicyConfig,
-    num_targets: int = 6,
-    say: Callable[[str], None] = lambda _: None,
-) -> Outcome:
-    """Return a plan, what is predicted of it, and a curve of other targets, if there are any.
-
-    ``say`` is told how far it is. TargetError: the target can't be kept.
-    """
-    say("candidates are simulated")
-    chooser = Chooser(source.profiles, source.job, source.default)
+    source: Source, chooser: Chooser, config: PolicyConfig, output: Path | None
+) -> OffloadPlan:
+    """Return a plan; write it, and beside it what it and other targets are predicted to bring."""
     plan = replace(chooser.plan(config), bandwidths=source.machine)
-    step = chooser.simulate(plan)
-    points = list(_curve(source, chooser, num_targets, say)) if num_targets else []
-    if points:
-        points.append(_point(f"the plan ({plan.policy})", step, chooser.without, is_plan=True))
-    return Outcome(source, plan, step, chooser.without, tuple(points))
+    if output is None:
+        return plan
+    without, lowest = chooser.without, chooser.lowest_bytes
+    above = chooser.highest_bytes - lowest  # 0 where nothing can move
+    targets = {lowest + above * index // _NUM_TARGETS for index in range(_NUM_TARGETS) if above}
+    steps = {"no offload": without, f"the plan ({plan.policy})": chooser.simulate(plan)}
+    for target in sorted(targets):
+        other = chooser.under((target,) * len(without.ranks))
+        steps[f"target {format_bytes(target)}"] = chooser.simulate(other)
+    points = [
+        TradeOffPoint(
+            label=label,
+            peak_bytes=max(rank.peak_reserved_bytes for rank in step.ranks),
+            step_time_percent=100 * (step.step_us / without.step_us - 1),
+            kind="plan" if label.startswith("the plan") else "predicted",
+        )
+        for label, step in steps.items()
+    ]
+    with writing(output):
+        save_plan(plan, output)
+        curve = TradeOff(memory=source.memory, points=tuple(points))
+        write_model(output.parent / TRADEOFF_NAME, curve)
+    return plan
 
 
-def write(outcome: Outcome, path: Path) -> Path | None:
-    """Write a plan, and beside it the trade-off curve, whose file is returned; None without one."""
-    with writing(path):
-        save_plan(outcome.plan, path)
-    if not outcome.points:
-        return None
-    curve = path.parent / TRADEOFF_NAME
-    with writing(curve):
-        write_tradeoff(curve, outcome.source.memory, outcome.points)
-    return curve
-
-
-def _rank_table(outcome: Outcome) -> Table:
+def _rank_table(source: Source, plan: OffloadPlan, without: Simulation, step: Simulation) -> Table:
     """Return a line for each rank: what becomes of its bytes, and its peaks."""
-    plan = outcome.plan
     rows = []
-    ranks = zip(plan.ranks, outcome.without.ranks, outcome.step.ranks, strict=True)
+    ranks = zip(plan.ranks, without.ranks, step.ranks, strict=True)
     for index, (rank, before, after) in enumerate(ranks):
         peaks = (before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes)
         sizes = (rank.moved_bytes, rank.remade_bytes, rank.saved_bytes - rank.moved_bytes, *peaks)
         rows.append([index, *map(format_bytes, sizes)])
-    peak = f"peak {outcome.source.memory}"
+    peak = f"peak {source.memory}"
     columns = ["rank", "moved", "made again", "kept", peak, "with the plan", "host"]
-    title = f"Plan of {outcome.source.title}, policy {plan.policy}: PREDICTED"
+    title = f"Plan of {source.title}, policy {plan.policy}: PREDICTED"
     return plain_table(title, columns, 0, rows)
 
 
@@ -154,32 +134,3 @@ def _policy_of(given: Given) -> PolicyConfig:
         raise ConfigError("give either --device-target or --max-cost")
     each = targets if len(targets) > 1 else targets[0]
     return MemoryTargetConfig(kind="memory_target", target_bytes=each)
-
-
-def _curve(
-    source: Source, chooser: Chooser, num_targets: int, say: Callable[[str], None]
-) -> Iterator[TradeOffPoint]:
-    """Yield what other settings bring: none, the run's own, and targets from the lowest up."""
-    without = chooser.without
-    yield _point("no offload", without, without)
-    if source.recorded is not None:
-        step = simulate(source.job, source.settings())
-        yield _point("this run's own settings", step, without)
-    lowest, highest = chooser.lowest_bytes, chooser.highest_bytes
-    for index in range(num_targets if lowest < highest else 0):  # else nothing can move
-        say(f"target {index + 1} of {num_targets} for the trade-off curve")
-        target = lowest + (highest - lowest) * index // num_targets
-        step = chooser.simulate(chooser.under((target,) * len(without.ranks)))
-        yield _point(f"target {format_bytes(target)}", step, without)
-
-
-def _point(
-    label: str, step: Simulation, without: Simulation, *, is_plan: bool = False
-) -> TradeOffPoint:
-    return TradeOffPoint(
-        label=label,
-        peak_bytes=max(rank.peak_reserved_bytes for rank in step.ranks),
-        step_time_percent=100 * (step.step_us / without.step_us - 1),
-        is_predicted=True,
-        is_plan=is_plan,
-    )

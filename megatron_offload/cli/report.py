@@ -101,12 +101,12 @@ def read_report(folder: Path) -> Report:
     ranks = offloaded.peaks()
     # Only a GPU has memory to reserve.
     is_simulated = facts.is_simulated if facts else ranks[0]["peak_reserved_bytes"] is None
-    memory = _memory(plain.peaks() if plain else None, ranks)
     traced_step = config.traced_step if config else 0
     times = Pair(
         plain.median_step_time_s(without=traced_step) if plain else None,
         offloaded.median_step_time_s(without=traced_step),
     )
+    memory = _memory(plain.peaks() if plain else None, ranks)
     plan, is_followed = _plan(main, folder)
     return Report(
         title=folder.resolve().name,
@@ -157,15 +157,13 @@ def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) 
     """
     path = folder / TRADEOFF_NAME
     given = read_model(TradeOff, path) if path.exists() else None
-    if given is None and change is None:
-        return None
-    kinds = {kind.name: kind.highest for kind in memory}
-    name = given.memory if given else next(iter(kinds), "")
+    name = given.memory if given else memory[0].name if memory else ""
     points = [*given.points] if given else []
-    percents = (0.0, None if change is None else 100 * change)
-    labels = ("no offload", "this run")
-    for label, peak, percent in zip(labels, kinds.get(name, ()), percents, strict=False):
-        if peak is not None:
-            size = int(peak)
-            points.append(TradeOffPoint(label=label, peak_bytes=size, step_time_percent=percent))
+    peaks = next((kind.highest for kind in memory if kind.name == name), ())
+    for label, peak, share in zip(("no offload", "this run"), peaks, (0.0, change), strict=False):
+        if peak is not None and change is not None:
+            percent = 100 * (share or 0.0)
+            points.append(
+                TradeOffPoint(label=label, peak_bytes=int(peak), step_time_percent=percent)
+            )
     return TradeOff(memory=name, points=tuple(points)) if points else None

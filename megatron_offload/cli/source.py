@@ -26,12 +26,6 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
-from megatron_offload.planning.bandwidths import (
-    DEFAULTS,
-    FROM_COPIES,
-    measured_machine,
-    slowest_link,
-)
 from megatron_offload.planning.description import (
     Budgets,
     JobDescription,
@@ -42,7 +36,13 @@ from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.plan import check_profiles
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.planning.profile_file import load_profile
-from megatron_offload.planning.profiled_job import job_of, profiles_of, schedule_of
+from megatron_offload.planning.profiled_job import (
+    FROM_COPIES,
+    job_of,
+    profiles_of,
+    schedule_of,
+    slowest_link,
+)
 from megatron_offload.planning.simulate import Simulation, settings_of
 from megatron_offload.report.console import console
 from megatron_offload.train.run_folder import (
@@ -54,7 +54,6 @@ from megatron_offload.train.run_folder import (
 )
 
 _SIZES = ("max_inflight_bytes", "prefetch_bytes")
-_RUN_FIELDS = ("num_microbatches", "pp_size", "vp_size", "modules", "versions")
 
 
 @dataclass(frozen=True)
@@ -252,9 +251,10 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
     if given.machine is not None:
         section, origin = _read_machine(given.machine), str(given.machine)
     elif machine is not None:
-        section, origin = machine.model_dump(), FROM_COPIES
+        section, origin = machine.model_dump(exclude_unset=True), FROM_COPIES
     else:
-        section, origin = {}, f"{DEFAULTS}; --machine FILE takes others"
+        section = {}
+        origin = "the defaults, measured with four H200s; --machine FILE takes others"
     around = validate(Surroundings, apply_overrides({"machine": section}, given.set), "--set")
     return Source(
         title=folder.resolve().name,
@@ -275,24 +275,16 @@ def _read_machine(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} holds no bandwidths of GPUs; run: megatron-offload doctor --output FILE"
         )
-    profile = validate(MachineProfile, found, f"{path}: profile")
-    return measured_machine(profile.gpus).model_dump()
+    return validate(MachineProfile, found, f"{path}: profile").machine().model_dump()
 
 
 def _of_one_run(profiles: Mapping[Path, StepProfile]) -> tuple[StepProfile, ...]:
     by_rank: dict[int, StepProfile] = {}
-    name_of_first, first = next((path.name, profile) for path, profile in profiles.items())
     for path, profile in profiles.items():
         if path.name != f"profile_{profile.run.rank}.json":
             raise ConfigError(
                 f"{path} is of rank {profile.run.rank}; put the file back or run again"
             )
-        for name in _RUN_FIELDS:
-            ours, others = getattr(profile.run, name), getattr(first.run, name)
-            if ours != others:
-                raise ConfigError(
-                    f"{path} and {name_of_first} are of different runs: {name} {ours} and {others}"
-                )
         replica = by_rank.setdefault(profile.run.pp_rank, profile)
         if not replica.has_groups_of(profile):
             raise ConfigError(

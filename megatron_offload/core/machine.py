@@ -86,3 +86,14 @@ class MachineProfile(StrictModel):
     measured_at: AwareDatetime
     gpus: tuple[CopyRates, ...] = Field(max_length=64)
     """Those that the process could use, in CUDA's order."""
+
+    def machine(self) -> MachineConfig:
+        """Return what every rank of a job can count on: of GPUs that differ the slowest counts."""
+        return MachineConfig(
+            d2h_gbps=min(gpu.d2h_gbps for gpu in self.gpus),
+            h2d_gbps=min(gpu.h2d_gbps for gpu in self.gpus),
+            both_gbps=min(min(gpu.both_d2h_gbps, gpu.both_h2d_gbps) for gpu in self.gpus),
+            node_gbps=sum(gpu.node_d2h_gbps + gpu.node_h2d_gbps for gpu in self.gpus),
+            node_d2h_gbps=None,  # all GPUs were not measured one way
+            gpus_per_node=len(self.gpus),
+        )

@@ -68,9 +68,8 @@ def keep_quantised_weights() -> None:
             _exchanged.replace(owner, name, _marking(found))
 
 
-def uninstall() -> None:
-    """Put back what `keep_quantised_weights` found; the next chunk exchanges it again."""
-    _exchanged.undo()
+uninstall = _exchanged.undo
+"""Puts back what `keep_quantised_weights` found; the next chunk exchanges it again."""
 
 
 def _marking(function: Callable[..., Any]) -> Callable[..., Any]:

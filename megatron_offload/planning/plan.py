@@ -240,14 +240,14 @@ def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]
             f"a plan needs one profile of each of {first.pp_size} pipeline ranks, got those of "
             f"{', '.join(map(str, ranks))}{lacking}"
         )
-    for profile in in_order:
-        run = profile.run
-        sizes = [(each.num_microbatches, each.pp_size, each.vp_size) for each in (first, run)]
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"the profiles of pipeline ranks 0 and {run.pp_rank} are of different runs: "
-                f"{sizes[0]} and {sizes[1]} microbatches, pipeline ranks and virtual stages"
-            )
+    for run in (profile.run for profile in in_order):
+        for name in ("num_microbatches", "pp_size", "vp_size", "modules", "versions"):
+            ours, others = getattr(first, name), getattr(run, name)
+            if ours != others:
+                raise ConfigError(
+                    f"the profiles of pipeline ranks 0 and {run.pp_rank} are of different runs: "
+                    f"{name} {ours} and {others}"
+                )
     return in_order
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
@@ -199,6 +199,29 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     explained = [rank.peak_device_bytes for rank in simulate(job, as_seen).ranks]
     static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
     return replace(job, static_bytes=tuple(static), unused_bytes=0)
+
+
+FROM_COPIES = "what copies got in the profiled step, on the slowest rank"
+"""Where the bandwidths of `slowest_link` come from."""
+
+
+def slowest_link(profiles: Iterable[StepProfile]) -> Machine | None:
+    """Return links that every rank has to itself, one way each, by what copies of each have got.
+
+    None where in no profile both ways were timed.
+    """
+    rates = [(one.d2h_gbps, one.h2d_gbps) for one in profiles if one.d2h_gbps and one.h2d_gbps]
+    if not rates:
+        return None
+    d2h_gbps, h2d_gbps = (min(gbps) for gbps in zip(*rates, strict=True))
+    return Machine(
+        d2h_gbps=d2h_gbps,
+        h2d_gbps=h2d_gbps,
+        both_gbps=min(d2h_gbps, h2d_gbps),
+        node_gbps=d2h_gbps + h2d_gbps,
+        node_d2h_gbps=None,
+        gpus_per_node=1,
+    )
 
 
 def _remade_in(profile: StepProfile, job: Job, rank: int) -> tuple[frozenset[str], ...]:

@@ -7,6 +7,7 @@ The page of a report draws them, and their own ``save`` into a file. Needs Altai
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from megatron_offload.core.trace import PIPELINE_WAIT, STREAMS, ByteCount, Count
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.report.console import printable
-from megatron_offload.report.tradeoff import TradeOff, frontier
+from megatron_offload.report.tradeoff import TradeOff
 
 NEEDED = ("altair", "vl_convert")
 
@@ -41,8 +42,7 @@ _COUNTERS: dict[str, str] = {
     ByteCount.PREFETCHED: _KINDS["h2d"][0],
 }
 
-_PLAN = "a plan"
-_POINTS = {"measured": "#0072b2", "predicted": "#e69f00", _PLAN: "#d55e00"}
+_POINTS = {"measured": "#0072b2", "predicted": "#e69f00", "plan": "#d55e00"}
 
 MOST_TIMELINES = 16
 """Ranks in one page; hundreds would help nobody."""
@@ -124,45 +124,26 @@ def tradeoff_chart(tradeoff: TradeOff) -> Any:
     """
     alt = _altair()
     scale, unit = byte_unit(max(point.peak_bytes for point in tradeoff.points))
-    best = [
-        point
-        for is_predicted in (False, True)
-        for point in frontier(p for p in tradeoff.points if p.is_predicted is is_predicted)
-    ]
-    rows = [
-        {
-            "number": number,
-            "memory": point.peak_bytes / scale,
-            "percent": point.step_time_percent,
-            "how": "predicted" if point.is_predicted else "measured",
-            "setting": point.label,
-            "bytes": format_bytes(point.peak_bytes),
-            "is_best": point in best,
-            "is_plan": point.is_plan,
-        }
-        for number, point in enumerate(tradeoff.by_memory, start=1)
-    ]
-    timed = [row for row in rows if row["percent"] is not None]
-    plans = [row for row in timed if row["is_plan"]]
-    color = _colors(_POINTS, "how", [*rows, *({"how": _PLAN} for _ in plans)])
+    rows, least = [], dict.fromkeys(_POINTS, math.inf)
+    for number, point in enumerate(tradeoff.by_memory, start=1):
+        percent, kind = point.step_time_percent, point.kind
+        row = {"number": number, "setting": point.label, "how": kind, "percent": percent}
+        row |= {"memory": point.peak_bytes / scale, "bytes": format_bytes(point.peak_bytes)}
+        rows.append(row | {"is_best": percent < least[kind]})
+        least[kind] = min(percent, least[kind])
     room = alt.Scale(zero=False, padding=20)
     # A title of the channel would become part of an expression, with its quotes and backslashes.
     axis = alt.Axis(title=_safe(f"peak {tradeoff.memory} of the rank that needs most ({unit})"))
-
-    title = "step time against no offload (%)"
-    place = {
-        "x": alt.X("memory:Q", axis=axis, scale=room),
-        "y": alt.Y("percent:Q", title=title, scale=room),
-    }
+    points = _chart(rows).encode(
+        x=alt.X("memory:Q", axis=axis, scale=room),
+        y=alt.Y("percent:Q", title="step time against no offload (%)", scale=room),
+    )
     tips = ["number:Q", "setting:N", "bytes:N", "percent:Q", "how:N"]
-    points = _chart(timed).encode(**place, color=color, tooltip=tips)
-    untimed = _chart([row for row in rows if row["percent"] is None])
+    colored = points.encode(color=_colors(_POINTS, "how", rows), tooltip=tips)
     chart = alt.layer(
-        points.transform_filter("datum.is_best").mark_line(opacity=0.6),
-        untimed.mark_rule(strokeDash=[2, 3]).encode(x=place["x"], color=color, tooltip=tips),
-        _chart(plans).mark_point(size=260, strokeWidth=2).encode(**place, color=alt.datum(_PLAN)),
-        points.mark_point(size=60, filled=True, opacity=1),
-        _chart(timed).mark_text(dx=9, dy=-9).encode(**place, text="number:Q"),
+        colored.transform_filter("datum.is_best").mark_line(opacity=0.6),
+        colored.mark_point(size=60, filled=True, opacity=1),
+        points.mark_text(dx=9, dy=-9).encode(text="number:Q"),
         width=760,
         height=380,
     )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from programs import Forgetful
+from programs import Forgetful, num_pending
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.config import SimulatedConfig
@@ -282,7 +282,7 @@ def test_a_late_queue_runs_up_to_the_event_and_no_further():
     assert torch.equal(second, filled(POISON))
     backend.sync_copies()
     assert torch.equal(second, filled(8))
-    assert backend.num_pending == 0
+    assert num_pending(backend) == 0
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,6 @@ OFFLOADED = """heads: 8
   optimizer_host_bytes_per_parameter: 8"""
 """In the place of "heads: 8" of `SMALL`, half of Adam's 16 bytes."""
 
-MODULES = "[qkv_linear, core_attn, attn_proj, mlp_fc1, mlp_act, mlp_fc2]"
-"""Of a configuration: some of the groups of `SMALL`."""
-
 RATES = {
     "d2h_gbps": 50.0,
     "h2d_gbps": 54.0,

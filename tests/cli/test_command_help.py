@@ -90,7 +90,7 @@ def test_help_lists_every_key_with_its_text(name, capsys):
         (("report", "/nowhere"), "there is no folder /nowhere"),
         (("trace", "/nowhere"), "there is no folder /nowhere"),
         (("report", "x", "--ouput", "y"), "arguments: --ouput y; did you mean '--output'?"),
-        (("plan", "--curve", "x"), "'curve': input should be a valid integer"),
+        (("plan", "--max-cost", "x"), "'max-cost': input should be a valid number"),
         (("train", "--config"), "argument --config: expected one argument"),
         (("train", "--offload.fracton", "1"), "did you mean '--offload.fraction'?"),
         (("train", "--offload.fraction", "2"), "'offload.fraction': input should be less than"),

@@ -7,15 +7,15 @@ import re
 from dataclasses import replace
 
 import pytest
-from jobs import MODULES, RATES, load_model, load_run, measured, ran, run_without
+from jobs import RATES, load_model, load_run, measured, ran, run_without
 
 from megatron_offload.cli.main import main
 from megatron_offload.core.machine import Machine
 from megatron_offload.files.strict_model import read_model
-from megatron_offload.planning.bandwidths import FROM_COPIES
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.profile_file import load_profile, save_profile
+from megatron_offload.planning.profiled_job import FROM_COPIES
 from megatron_offload.planning.simulate import settings_of, simulate
 from megatron_offload.report.tradeoff import TradeOff
 
@@ -54,33 +54,24 @@ def test_a_plan_of_a_model_is_a_file_for_it(model, tmp_path, capsys):
 
 def test_the_curve_lies_beside_the_plan_with_the_plan_on_it(model, tmp_path):
     output = tmp_path / "deep.json"
-    assert plan("--model", model, "--max-cost", "1%", "--output", output, "--curve", 3) == 0
+    assert plan("--model", model, "--max-cost", "1%", "--output", output) == 0
     curve = read_model(TradeOff, tmp_path / "tradeoff.json")
     assert curve.memory == "reserved memory"
-    assert all(point.is_predicted for point in curve.points)
-    assert [point.label.split()[0] for point in curve.points] == [
-        *("no", "target", "target", "target", "the")
-    ]
-    first, *_, last = curve.points
-    assert [point.is_plan for point in curve.points] == [False] * 4 + [True]
-    highest = max(rank.peak_reserved_bytes for rank in simulate(load_model(model).job).ranks)
-    assert (first.peak_bytes, first.step_time_percent) == (highest, 0.0)
-    assert last.step_time_percent <= 1.0
-    assert last.peak_bytes < first.peak_bytes
-    lowest = min(curve.points, key=lambda point: point.peak_bytes)
-    assert lowest is curve.points[1]
+    assert [point.kind for point in curve.points] == ["predicted", "plan", *["predicted"] * 4]
+    first, _, lowest, *_ = curve.points
+    assert first.label == "no offload"
+    assert first.step_time_percent == 0.0
+    assert first.peak_bytes == max(point.peak_bytes for point in curve.points)
+    assert lowest.peak_bytes == min(point.peak_bytes for point in curve.points)
 
 
-def test_without_output_a_model_leaves_nothing_and_without_a_curve_no_curve(
-    model, tmp_path, capsys
-):
+def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
-    words = ("--model", model, "--device-target", "1TiB", "--curve", 0)
+    words = ("--model", model, "--device-target", "1TiB")
     assert plan(*words) == 0
     assert sorted(tmp_path.iterdir()) == before
     assert "nothing was written; --output" in capsys.readouterr().out
     assert plan(*words, "--output", tmp_path / "plan.json") == 0
-    assert not (tmp_path / "tradeoff.json").exists()
 
 
 def test_a_memory_target_is_kept_in_what_is_written(tmp_path, model):
@@ -88,7 +79,7 @@ def test_a_memory_target_is_kept_in_what_is_written(tmp_path, model):
     highest = peak_of(simulate(without.job))
     target = highest - highest // 8
     output = tmp_path / "plan.json"
-    assert plan("--model", model, "--device-target", target, "--output", output, "--curve", 0) == 0
+    assert plan("--model", model, "--device-target", target, "--output", output) == 0
     written = load_plan(output)
     assert written.policy == "memory_target"
     assert written.ranks[0].moved_bytes > 0
@@ -97,7 +88,7 @@ def test_a_memory_target_is_kept_in_what_is_written(tmp_path, model):
 
 def test_each_rank_may_have_a_target_of_its_own(model, tmp_path):
     output = tmp_path / "plan.json"
-    words = ("--model", model, "--output", output, "--curve", 0)
+    words = ("--model", model, "--output", output)
     assert plan(*words, "--device-target", "1TiB", "1TiB") == 0
     assert all(rank.moved_bytes == 0 for rank in load_plan(output).ranks)
     assert plan(*words, "--device-target", "1TiB", "1TiB", "1TiB") == 2
@@ -119,9 +110,9 @@ def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path,
 def test_a_run_is_planned_from_its_profiles(tmp_path, model):
     folder = tmp_path / "run"
     ran(folder / "with_offload")  # of a comparison that run counts
-    assert plan(folder, "--max-cost", 1000, "--curve", 2) == 0
+    assert plan(folder, "--max-cost", 1000) == 0
     assert load_plan(folder / "plan.json").moved_bytes > 0
-    assert read_model(TradeOff, folder / "tradeoff.json").memory == "reserved memory"
+    assert load_run(folder).memory == "reserved memory"
     seen, described = (simulate(source.job) for source in (load_run(folder), load_model(model)))
     for one, other in zip(seen.ranks, described.ranks, strict=True):
         assert one.peak_reserved_bytes == other.peak_reserved_bytes
@@ -154,7 +145,7 @@ def edited(folder, rank, edit):
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (lambda d: d["run"].update(num_microbatches=3), "different runs: num_microbatches 3 and 4"),
+        (lambda d: d["run"].update(num_microbatches=3), "different runs: num_microbatches 4 and 3"),
         (lambda d: d["run"].update(versions={"torch": "1"}), "different runs: versions"),
         (lambda d: d["run"].update(rank=7), "profile_1.json is of rank 7"),
         (lambda d: d["run"].update(pp_rank=0), "same pipeline rank|one profile of each of 2"),
@@ -186,13 +177,13 @@ def test_without_a_gpu_memory_is_what_was_saved(tmp_path):
 
 def test_a_run_is_planned_with_the_bandwidths_that_its_copies_got(tmp_path, capsys):
     folder = ran(tmp_path / "run")
-    assert plan(folder, "--device-target", "1TiB", "--curve", 0) == 0
+    assert plan(folder, "--device-target", "1TiB") == 0
     said = "the defaults, measured with four H200s; --machine FILE takes others"
     assert f"bandwidths: {said}" in capsys.readouterr().out
     assert load_plan(folder / "plan.json").bandwidths == said
     for rank, d2h_gbps in enumerate((9.0, 8.0)):
         edited(folder, rank, lambda d, own=d2h_gbps: d.update(d2h_gbps=own, h2d_gbps=12.0))
-    assert plan(folder, "--device-target", "1TiB", "--curve", 0) == 0
+    assert plan(folder, "--device-target", "1TiB") == 0
     assert f"bandwidths: {FROM_COPIES}" in capsys.readouterr().out.replace("\n", "")
     assert load_plan(folder / "plan.json").bandwidths == FROM_COPIES
     machine = load_run(folder).job.machine
@@ -254,11 +245,10 @@ def test_keys_win(tmp_path, model):
         (("--model", "MODEL", "--device-target", "much"), "device-target.0"),
         (("--model", "MODEL", "--device-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
         (("--model", "MODEL", "--max-cost", "-1"), "'max-cost'"),
-        (("--model", "MODEL", "--curve", "99"), "'curve'"),
         (("RUN", "--set", "model.layers=3"), "unknown key 'model'"),
         (("--model", "MODEL", "--machine", "UNMEASURED"), "no bandwidths of GPUs"),
         (("--model", "MODEL", "--output", "/proc/version/plan.json"), "/proc/version is no folder"),
-        (("RUN", "--curve", "0", "--output", "/proc/plan.json"), "can't write /proc/plan.json"),
+        (("RUN", "--output", "/proc/plan.json"), "can't write /proc/plan.json"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expected):
@@ -278,7 +268,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expe
 
 def test_planning_needs_no_torch(tmp_path):
     folder = ran(tmp_path / "run")
-    status, printed, _ = run_without(["plan", folder, "--max-cost", "1", "--curve", "1"], "torch")
+    status, printed, _ = run_without(["plan", folder, "--max-cost", "1"], "torch")
     assert status == 0
     assert printed.endswith("imported:\n")
 
@@ -286,26 +276,12 @@ def test_planning_needs_no_torch(tmp_path):
 def test_the_plan_that_a_run_followed_is_not_replaced(tmp_path, capsys):
     folder = ran(tmp_path / "run")
     (folder / "config.yaml").write_text("offload: {policy: {kind: auto}}")
-    assert plan(folder, "--device-target", "1TiB", "--curve", 0) == 0, "the run came to no plan"
+    assert plan(folder, "--device-target", "1TiB") == 0, "the run came to no plan"
     capsys.readouterr()
     before = (folder / "plan.json").read_bytes()
-    assert plan(folder, "--device-target", "2TiB", "--curve", 0) == 2
+    assert plan(folder, "--device-target", "2TiB") == 2
     error = capsys.readouterr().err
     assert "plan.json is the plan that the run made and followed; --output FILE" in error
     assert (folder / "plan.json").read_bytes() == before
-    words = ("--curve", 0, "--output", tmp_path / "new" / "plan.json")
+    words = ("--output", tmp_path / "new" / "plan.json")
     assert plan(folder, "--device-target", "2TiB", *words) == 0
-
-
-def test_the_curve_of_a_run_has_its_own_settings_on_it(tmp_path):
-    folder = ran(tmp_path / "run")
-    (folder / "config.yaml").write_text(
-        f"offload: {{modules: {MODULES}, fraction: 1.0, max_inflight_bytes: 8MiB}}"
-    )
-    assert plan(folder, "--device-target", "1TiB", "--curve", 1) == 0
-    points = {point.label: point for point in read_model(TradeOff, folder / "tradeoff.json").points}
-    point = points["this run's own settings"]
-    source = load_run(folder)
-    step = simulate(source.job, source.settings())
-    assert point.peak_bytes == peak_of(step)
-    assert (point.is_predicted, point.is_plan) == (True, False)

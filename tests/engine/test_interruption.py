@@ -22,6 +22,7 @@ from programs import (
     forward,
     make_manager,
     make_model,
+    num_pending,
     one_forward_one_backward,
     run_step,
 )
@@ -86,7 +87,7 @@ def check_every_position(model, manager, trap, *, aborts, positions=range):
         trap.disarm()
         if manager.guard.has_failed:
             # Else a copy could write to what an unwound frame gave back.
-            assert manager.backend.num_pending == 0
+            assert num_pending(manager.backend) == 0
         if aborts:
             gc.collect()  # the exception's traceback held the graphs
             assert_nothing_left(manager)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from megatron_offload.core.machine import CopyRates, MachineConfig
+from datetime import UTC, datetime
+
+from megatron_offload.core.machine import CopyRates, MachineConfig, MachineProfile
 from megatron_offload.core.profile import StepProfile
-from megatron_offload.planning.bandwidths import measured_machine, slowest_link
+from megatron_offload.planning.profiled_job import slowest_link
 
 
 def machine(*gpus):
     """Return a machine whose GPUs have the given rates, in the order of `CopyRates`."""
-    return [CopyRates(**dict(zip(CopyRates.model_fields, rates, strict=True))) for rates in gpus]
+    rates = [CopyRates(**dict(zip(CopyRates.model_fields, one, strict=True))) for one in gpus]
+    return MachineProfile(measured_at=datetime.now(UTC), gpus=rates).machine()
 
 
 def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
-    found = measured_machine(machine((50, 54, 45, 44, 20, 30), (49, 55, 46, 47, 21, 29)))
+    found = machine((50, 54, 45, 44, 20, 30), (49, 55, 46, 47, 21, 29))
     assert found == MachineConfig(
         d2h_gbps=49,
         h2d_gbps=54,

@@ -47,8 +47,8 @@ def gpu_report(**changes):
     ]
     points = (
         TradeOffPoint(label="no offload", peak_bytes=int(37.04 * GIB), step_time_percent=0.0),
-        TradeOffPoint(label=HOSTILE, peak_bytes=30 * GIB, step_time_percent=0.4, is_plan=True),
-        TradeOffPoint(label="all", peak_bytes=20 * GIB, step_time_percent=3.0, is_predicted=True),
+        TradeOffPoint(label=HOSTILE, peak_bytes=30 * GIB, step_time_percent=0.4, kind="plan"),
+        TradeOffPoint(label="all", peak_bytes=20 * GIB, step_time_percent=3.0, kind="predicted"),
     )
     choices = tuple(
         GroupChoice(GroupKey(0, order), HOSTILE, GIB, order < 2, HOSTILE) for order in range(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -109,30 +110,42 @@ def test_waiting_for_another_stage_is_not_waiting_for_a_copy(span, what):
     assert row["what"] == what
 
 
-def test_points_are_numbered_by_memory_and_the_best_of_each_kind_joined():
-    def point(peak, percent, **more):
-        return TradeOffPoint(label="x", peak_bytes=peak, step_time_percent=percent, **more)
+def point(peak_bytes, percent, kind="measured"):
+    label = f"{peak_bytes} at {percent}"
+    return TradeOffPoint(label=label, peak_bytes=peak_bytes, step_time_percent=percent, kind=kind)
 
-    points = (
-        *(point(100, 0.0), point(50, 3.0), point(60, 9.0), point(40, None)),
-        point(50, -1.0, is_predicted=True, is_plan=True),
-    )
+
+def test_points_are_numbered_by_memory_and_the_best_of_each_kind_joined():
+    points = (point(100, 0.0), point(50, 3.0), point(60, 9.0), point(55, 4.0, "predicted"))
     rows = rows_of(tradeoff_chart(TradeOff(memory="m", points=points)), "memory")
     found = {(r["number"], r["memory"], r["percent"], r["is_best"]) for r in rows}
     assert found == {
-        *((1, 40, None, False), (2, 50, 3.0, True), (3, 50, -1.0, True)),
-        *((4, 60, 9.0, False), (5, 100, 0.0, True)),
+        *((1, 50, 3.0, True), (2, 55, 4.0, True)),
+        *((3, 60, 9.0, False), (4, 100, 0.0, True)),
     }
 
 
+def test_a_line_joins_what_nothing_beats():
+    random_numbers = random.Random(7)
+    for _ in range(100):
+        pairs = [
+            (random_numbers.randrange(20), float(random_numbers.randrange(20)))
+            for _ in range(random_numbers.randrange(1, 12))
+        ]
+        chart = tradeoff_chart(TradeOff(memory="m", points=[point(*pair) for pair in pairs]))
+        best = [(r["memory"], r["percent"]) for r in rows_of(chart, "memory") if r["is_best"]]
+        unbeaten = {
+            (peak, percent)
+            for peak, percent in pairs
+            if not any(a <= peak and b <= percent and (a, b) != (peak, percent) for a, b in pairs)
+        }
+        assert best == sorted(unbeaten)
+
+
 def test_labels_are_text_and_no_formulas(tmp_path):
-    points = (
-        TradeOffPoint(label=r"$\frac{", peak_bytes=2**30, step_time_percent=1.0),
-        TradeOffPoint(label="$x$", peak_bytes=2**31, step_time_percent=0.0, is_plan=True),
-        TradeOffPoint(
-            label="\x0c\x1b\x00\ufffe", peak_bytes=2**31, step_time_percent=0.0, is_predicted=True
-        ),
-        TradeOffPoint(label="untimed", peak_bytes=2**31, step_time_percent=None),
+    labels = (r"$\frac{", "$x$", "\x0c\x1b\x00\ufffe")
+    points = tuple(
+        TradeOffPoint(label=label, peak_bytes=2**30, step_time_percent=1.0) for label in labels
     )
     path = tmp_path / "tradeoff.png"
     formula = r"$\frac{$"

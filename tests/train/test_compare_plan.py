@@ -17,13 +17,13 @@ def test_without_profiles_there_is_no_plan(tmp_path):
     assert _plan(tmp_path) == []
 
 
-def test_profiles_of_the_run_make_a_plan_and_a_curve(tmp_path):
+def test_profiles_of_the_run_make_a_plan(tmp_path):
     ran(tmp_path / "with_offload")
     path = tmp_path / "plan.json"
-    curve = tmp_path / "tradeoff.json"
-    assert _plan(tmp_path) == [f"plan: {path}", f"predicted trade-off: {curve}"]
+    assert _plan(tmp_path) == [f"plan: {path}"]
+    points = read_model(TradeOff, tmp_path / "tradeoff.json").points
+    assert sum(point.kind == "plan" for point in points) == 1
     assert load_plan(path).policy == "auto"
-    assert sum(point.is_plan for point in read_model(TradeOff, curve).points) == 1
 
 
 @pytest.mark.parametrize("kind", ["auto", "plan_file"])
@@ -37,8 +37,7 @@ def test_the_plan_that_the_run_followed_stays_and_another_does_not(tmp_path, kin
     assert _plan(tmp_path)[0] == f"plan: {tmp_path / 'plan.json'}"
     found = load_plan(tmp_path / "plan.json")
     assert [rank.choices for rank in found.ranks] == [rank.choices for rank in plan.ranks]
-    (marked,) = (p for p in read_model(TradeOff, tmp_path / "tradeoff.json").points if p.is_plan)
-    assert marked.label == "the plan (ratio)"
+    assert found.ranks[0].predicted_step_us > 0
     (folder / "config.yaml").unlink()
     _plan(tmp_path)
     assert load_plan(tmp_path / "plan.json").policy == "auto"

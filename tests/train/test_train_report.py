@@ -105,8 +105,8 @@ def test_on_a_gpu_the_run_is_itself_a_point(folder):
     found = report.read_report(folder)
     assert [kind.name for kind in found.memory][:2] == ["reserved memory", "allocated memory"]
     plain, ours = found.tradeoff.points
-    assert (plain.peak_bytes, plain.step_time_percent, plain.is_plan) == (1000, 0.0, False)
-    assert (ours.peak_bytes, ours.step_time_percent, ours.is_plan) == (700, 25.0, False)
+    assert (plain.peak_bytes, plain.step_time_percent, plain.kind) == (1000, 0.0, "measured")
+    assert (ours.peak_bytes, ours.step_time_percent, ours.kind) == (700, 25.0, "measured")
     assert round(found.step_time_s.change, 3) == 0.25
 
 
