@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install '$(TORCH)'
-	$(PIP) install '$(MEGATRON)' -e '.[megatron,plan,report]'
+	$(PIP) install '$(MEGATRON)' -e '.[megatron,report]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
