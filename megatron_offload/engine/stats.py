@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+from megatron_offload.core.units import format_bytes
 
 
 @dataclass(slots=True)
@@ -90,3 +92,33 @@ class StepStats:
     def remade_bytes(self) -> int:
         """Bytes dropped, to be made again."""
         return sum(group.remade_bytes for group in self.by_name.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stayed on the device."""
+        return sum(group.kept_bytes for group in self.by_name.values())
+
+    def metrics(self) -> dict[str, int]:
+        """Return the counters by flat names, for TensorBoard and its like; units are in the names.
+
+        All names are there from the first step on, each with `offload/` in front.
+        """
+        sums = ("num_groups", "offloaded_bytes", "reloaded_bytes", "remade_bytes", "kept_bytes")
+        own = (x.name for x in fields(self) if isinstance(getattr(self, x.name), int))
+        return {f"offload/{name}": getattr(self, name) for name in (*sums, *own)}
+
+    def __str__(self) -> str:
+        """Return a table with a line for each group name."""
+        titles = ("group", "groups", "offloaded", "reloaded", "made again", "kept", "late")
+        rows: list[tuple[str, ...]] = [titles]
+        for group in self.by_name.values():
+            moved = group.offloaded_bytes, group.reloaded_bytes, group.remade_bytes
+            sizes = [format_bytes(size) for size in (*moved, group.kept_bytes)]
+            rows.append((group.name, str(group.num_groups), *sizes, str(group.num_late_reloads)))
+        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = []
+        for name, *cells in rows:
+            aligned = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
+            lines.append("  ".join((name.ljust(first), *aligned)))
+        away, host = format_bytes(self.peak_away_bytes), format_bytes(self.peak_host_bytes)
+        return "\n".join((*lines, f"most at a time: {away} off the device, {host} on the host"))
