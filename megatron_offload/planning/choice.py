@@ -9,6 +9,7 @@ Where a job is small, single groups, limits and kinds of the best are changed at
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -71,11 +72,8 @@ _MOST_TRIES = 4
 _MOST_BOUNDARIES = 600_000
 """Of groups, that all candidates of one target pass together: some seconds of one core."""
 
-_MOST_CHANGED = 250_000
+_MOST_CHANGED = 500_000
 """Likewise those in which single groups, limits and kinds are changed."""
-
-_LEAST_CHANGES = 100
-"""Fewer bring nothing."""
 
 _ENOUGH_CANDIDATES = 100
 """Where fewer may be tried, `Chooser.within` looks around the best of the last target alone."""
@@ -374,8 +372,7 @@ class Chooser:
         Those that make nothing again are changed for themselves first: with more to choose from the
         outcome is never worse.
         """
-        is_good = found[0].us <= self.without.step_us * (1 + _SAME_SHARE)
-        if is_good or self._most_changes < _LEAST_CHANGES:
+        if found[0].us <= self.without.step_us * (1 + _SAME_SHARE):
             return []
         plain = [one for one in found if not any(way.level for way in one.ways)]
         changed = self._climbed(targets, plain, may_remake=False) if plain else []
@@ -417,33 +414,31 @@ class Chooser:
         )
 
     def _changes(self, settings: _Settings, *, may_remake: bool) -> list[tuple[int, _Change]]:
-        """Return changes of groups, of what the two ranks do that lose most, and of the rest.
+        """Return changes of each rank: of limits and kinds first, then of groups in a random order.
 
         Where groups are few, also of those in one place of each chunk, and of limits along with
         others: alone such a change doesn't keep the target, or makes no step quicker.
         """
         groups: list[tuple[int, _Change]] = []
-        both = [_SAME]
-        for rank in self._losers(settings):
+        others: list[tuple[int, _Change]] = []
+        for rank in range(len(settings)):
             keys = [group.key for group in self._rank(rank, ()).groups]
             is_few = len(keys) <= _FEW_GROUPS
             for distance in range(len(keys) if is_few else 3):
                 for pair in zip(keys, keys[distance:], strict=False):
                     groups.append((rank, partial(self._with_others, rank, frozenset(pair), _SAME)))
             if is_few:
-                both = [_SAME, (0.65, 0.65)]
                 places = pairwise(sorted({key.order for key in keys}))
                 for two, shares in product(places, (_SAME, (1.5, 0.5))):
                     alike = frozenset(key for key in keys if key.order in two)
                     groups.append((rank, partial(self._with_others, rank, alike, shares)))
-        others: list[tuple[int, _Change]] = []
-        for rank in range(len(settings)):
             for shares in ((0.8, 0.8), (1.25, 1.25), (0.9, 1.1), (1.1, 0.9)):
                 others.append((rank, partial(self._with_room, shares)))
+            both = [_SAME, (0.65, 0.65)] if is_few else [_SAME]
             for kind, shares in product(self._kinds if may_remake else (), both):
                 others.append((rank, partial(self._with_kind, kind, shares)))
-        is_small = len(groups) < self._most_changes
-        return groups + others if is_small else others + groups
+        random.Random(0).shuffle(groups)  # where only some can be tried, those of all places
+        return others + groups
 
     def _with_others(
         self, rank: int, keys: frozenset[GroupKey], shares: _Shares, settings: RankSettings
