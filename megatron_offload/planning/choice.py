@@ -9,7 +9,6 @@ Where a job is small, single groups, limits and kinds of the best are changed at
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -77,9 +76,6 @@ _MOST_CHANGED = 500_000
 
 _ENOUGH_CANDIDATES = 100
 """Where fewer may be tried, `Chooser.within` looks around the best of the last target alone."""
-
-_FEW_CANDIDATES = 400
-"""Where more than these may be tried, the search begins with all rooms."""
 
 _FEW_GROUPS = 12
 """So many of a rank change their places with any other, more with those next to them alone."""
@@ -332,11 +328,9 @@ class Chooser:
                 key=lambda one: one.us,
             )
 
-        is_small = self._most_candidates > _FEW_CANDIDATES
-
         def climb(level: int) -> bool:
             """Look around the best with so many kinds made again; return whether it is enough."""
-            if not is_small and best(level).us > _HOPELESS * best().us:
+            if best(level).us > _HOPELESS * best().us:
                 return False
             for index in range(4):  # of all ranks alike
                 if look((way,) * num_ranks for way in best(level).ways[0].variants(level)[index]):
@@ -351,9 +345,8 @@ class Chooser:
 
         cheap = self._num_cheap
         levels = sorted({0, cheap // 2, cheap, (cheap + top) // 2, top})
-        rooms = range(_NUM_ROOMS) if is_small else range(2, _NUM_ROOMS, 3)
-        grid = product(range(1 + is_small), levels, rooms)
-        first = [(_Way(room, level, order),) * num_ranks for order, level, room in grid]
+        grid = product(levels, range(2, _NUM_ROOMS, 3))
+        first = [(_Way(room, level),) * num_ranks for level, room in grid]
         climbs = [top] if starts else sorted({0, cheap, top}) * 2
         _ = look(starts or first) or any(climb(level) for level in climbs)
         return sorted(found.values(), key=lambda one: one.us)
@@ -437,8 +430,9 @@ class Chooser:
             both = [_SAME, (0.65, 0.65)] if is_few else [_SAME]
             for kind, shares in product(self._kinds if may_remake else (), both):
                 others.append((rank, partial(self._with_kind, kind, shares)))
-        random.Random(0).shuffle(groups)  # where only some can be tried, those of all places
-        return others + groups
+        # Where only some can be tried, those of all places.
+        mixed = np.random.default_rng(0).permutation(len(groups))
+        return others + [groups[place] for place in mixed]
 
     def _with_others(
         self, rank: int, keys: frozenset[GroupKey], shares: _Shares, settings: RankSettings
