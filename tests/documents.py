@@ -180,6 +180,20 @@ for _ in range(2):
     train_step()
 """
 
+_LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2,
+    intermediate_size=128, num_attention_heads=2))
+words = torch.randint(64, (64,))
+dataset = [{"input_ids": words, "labels": words}] * 8
+"""
+
+_TRAINED = """
+assert trainer.offload.last_step.offloaded_bytes > 0
+trainer.offload.close()
+"""
+
 _MOVED = "assert manager.last_step.offloaded_bytes > 0, manager.last_step"
 PRELUDES = {
     "megatron_core.install(config)": ("", "assert megatron_core.is_installed()"),
@@ -202,15 +216,46 @@ PRELUDES = {
         f"{_LAYERS}rank = 0\n",
         "from pathlib import Path\nassert Path('trace_0.json').is_file()",
     ),
-    "class OffloadTrainer(Trainer)": (
-        "import torch\n"
-        "from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments\n"
-        "model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2,\n"
-        "    intermediate_size=128, num_attention_heads=2))\n"
-        "words = torch.randint(64, (64,))\n"
-        "dataset = [{'input_ids': words, 'labels': words}] * 8\n"
+    "class OffloadTrainer(OffloadMixin, Trainer)": (
+        f"{_LLAMA}from transformers import TrainingArguments\n"
         "arguments = TrainingArguments('out', max_steps=2, report_to=[], use_cpu=True)\n",
-        "assert offload.last_step.offloaded_bytes > 0\noffload.close()",
+        f"{_TRAINED}assert trainer.state.log_history",
+    ),
+    "class OffloadSFTTrainer(OffloadMixin, SFTTrainer)": (
+        "import pytest\n"
+        "pytest.importorskip('trl', reason='no TRL')\n"
+        f"{_LLAMA}import pyarrow\nfrom datasets import Dataset\n"
+        "from tokenizers import Tokenizer, models\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "from trl import SFTConfig, SFTTrainer\n"
+        "words = {str(index): index for index in range(64)}\n"
+        "words = Tokenizer(models.WordLevel(words, '0'))\n"
+        "words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token='0', pad_token='1')\n"
+        "words.save_pretrained('model')\n"
+        "model.config._name_or_path = 'model'\n"
+        "table = pyarrow.table({'input_ids': [list(range(64))] * 8})\n"
+        "dataset = Dataset(table, fingerprint='tokens')  # else a hash, which pickles\n"
+        "# Preparing a dataset would pickle a trainer's class, which here is in no module.\n"
+        "arguments = SFTConfig('out', max_steps=2, report_to=[], use_cpu=True, bf16=False,\n"
+        "    dataset_kwargs={'skip_prepare_dataset': True})\n",
+        _TRAINED,
+    ),
+    "callback = OffloadCallback()": (
+        "import warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "import lightning, torch\n"
+        "class Module(lightning.LightningModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        layers = [torch.nn.Linear(512, 512) for _ in range(8)]\n"
+        "        self.model = torch.nn.Sequential(*layers)\n"
+        "    def training_step(self, batch, index):\n"
+        "        return self.model(batch).square().mean()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+        "module = Module()\n"
+        "batches = torch.utils.data.DataLoader(torch.randn(4096, 512), batch_size=1024)\n",
+        "assert callback.offload.last_step.offloaded_bytes > 0",
     ),
     'load_file("runs/long/checkpoints': (
         "from pathlib import Path\nimport torch\nfrom safetensors.torch import save_file\n"
@@ -283,6 +328,7 @@ SLOW_SNIPPETS = {
     "megatron_core.install(config)": "imports all of megatron-core",
     "import megatron_offload.auto": "likewise",
     "torch.compile(layer)": "compiles",
+    "callback = OffloadCallback()": "imports all of Lightning",
     "chooser.under([20 << 30] * 4)": "chooses for four ranks",
     "loop = tune(manager)": "finds what to move",
 }

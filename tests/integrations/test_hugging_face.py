@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import pairwise
 
 import pytest
 import torch
 from programs import assert_nothing_left, assert_same
 
 from megatron_offload import OffloadActivations, OffloadConfig
+from megatron_offload.integrations.hugging_face import OffloadMixin
 
 transformers = pytest.importorskip("transformers", reason="no transformers")
 
@@ -36,16 +36,13 @@ def make_model(checkpointing):
     return model
 
 
-def make_offload():
-    return OffloadActivations(
-        config=OffloadConfig(
-            backend="simulated",
-            host_memory_bytes="256MiB",
-            max_inflight_bytes=0,
-            prefetch_bytes=0,
-            policy={"kind": "modules"},
-        )
-    )
+SETTINGS = OffloadConfig(
+    backend="simulated",
+    host_memory_bytes="256MiB",
+    max_inflight_bytes=0,
+    prefetch_bytes=0,
+    policy={"kind": "modules"},
+)
 
 
 def train(model, context, num_microbatches=2):
@@ -65,7 +62,7 @@ def train(model, context, num_microbatches=2):
 
 @pytest.mark.parametrize("checkpointing", KINDS, ids=["none", "not reentrant", "reentrant"])
 def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing):
-    model, offload = make_model(checkpointing), make_offload()
+    model, offload = make_model(checkpointing), OffloadActivations(config=SETTINGS)
     expected = train(model, contextlib.nullcontext())
     for _ in range(3):
         assert_same(expected, train(model, offload))
@@ -80,15 +77,13 @@ def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing):
     offload.close()
 
 
-def losses_of_trainer(folder, offload):
-    class OffloadTrainer(transformers.Trainer):
-        def compute_loss(self, *args, **kwargs):
-            with offload or contextlib.nullcontext():
-                return super().compute_loss(*args, **kwargs)
+def train_by_trainer(folder, *, offloads):
+    class OffloadTrainer(OffloadMixin, transformers.Trainer):
+        offload_config = SETTINGS
 
     generator = torch.Generator().manual_seed(2)
     words = torch.randint(WORDS, (16, LENGTH), generator=generator)
-    trainer = OffloadTrainer(
+    trainer = (OffloadTrainer if offloads else transformers.Trainer)(
         model=make_model({"use_reentrant": False}),
         args=transformers.TrainingArguments(
             folder,
@@ -108,17 +103,23 @@ def losses_of_trainer(folder, offload):
         eval_dataset=[{"input_ids": one, "labels": one} for one in words[:4]],
     )
     trainer.train()
-    parameters = [p.detach().clone() for p in trainer.model.parameters()]
-    keys = {"loss", "grad_norm", "eval_loss"}
-    return parameters, [log[key] for log in trainer.state.log_history for key in keys & log.keys()]
+    return trainer, [p.detach().clone() for p in trainer.model.parameters()]
 
 
-def test_its_trainer_prints_the_same_losses_and_ends_with_the_same_weights(tmp_path):
+def test_its_trainer_logs_the_same_losses_and_ends_with_the_same_weights(tmp_path):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    offload = make_offload()
-    runs = [losses_of_trainer(tmp_path, one) for one in (None, offload, offload)]
-    for (expected, losses), (found, others) in pairwise(runs):
+    plain, expected = train_by_trainer(tmp_path, offloads=False)
+    keys = {"loss", "grad_norm", "eval_loss"}
+    for _ in range(2):
+        trainer, found = train_by_trainer(tmp_path, offloads=True)
         assert_same(expected, found)
-        assert losses == others
-    assert offload.last_step.offloaded_bytes > 0
-    offload.close()
+        logs = trainer.state.log_history
+        for log, other in zip(plain.state.log_history, logs, strict=True):
+            assert {key: log[key] for key in keys & log.keys()} == {
+                key: other[key] for key in keys & other.keys()
+            }
+        moved = [log["offload/offloaded_bytes"] for log in logs if "loss" in log]
+        assert len(moved) == 4
+        assert all(moved)
+        assert not any("offload/offloaded_bytes" in log for log in logs if "eval_loss" in log)
+        trainer.offload.close()

@@ -1,0 +1,55 @@
+"""Offload under Lightning's `Trainer`, by a callback."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
+
+
+class OffloadCallback(Callback):
+    """Moves what ``training_step`` saves for backward, and logs the counters of each step.
+
+    Args:
+        options: arguments of `OffloadActivations`, such as ``config``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = {"warn_if_no_head": False, **options}
+        self._exchanged = Exchanges()
+        self.offload: Any = None
+        """The context around each training step, with its ``last_step``; None before ``fit``."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the context around each training step."""
+        self._remove()
+        offload: Any = get_act_offloading_ctx_manager(pl_module, **self._options)
+        self.offload = offload
+        training_step = trainer.strategy.training_step
+
+        @functools.wraps(training_step)
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            with offload:
+                return training_step(*args, **kwargs)
+
+        self._exchanged.replace(trainer.strategy, "training_step", offloaded)
+        self._exchanged.on_undo(offload.close)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log what the last step that is over has moved."""
+        pl_module.log_dict({name: float(x) for name, x in self.offload.last_step.metrics().items()})
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give all memory back, and leave the trainer as it was."""
+        self._remove()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Likewise."""
+        self._remove()
+
+    def _remove(self) -> None:
+        self._exchanged.undo()
