@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _PROGRAM = re.compile(
-    r"^([A-Z_]+=\S+ )*(make|megatron-offload|torchrun|pip|pytest|(\S*/)?python3?) "
+    r"^([A-Z_]+=\S+ )*(make|megatron-offload|accelerate|torchrun|pip|pytest|(\S*/)?python3?) "
 )
 
 
@@ -87,6 +87,7 @@ NOT_RUN = {
 
 NOT_RUN_PREFIXES = {
     "torchrun ": "needs several machines or GPUs",
+    "accelerate launch ": "tests/test_examples.py runs its script",
     "megatron-offload run ": "needs a GPU and Megatron-LM's own script",
     "VERL_USE_EXTERNAL_MODULES=": "needs verl",
     "python3 benchmarks/bench_": _BENCHMARK,
@@ -121,6 +122,7 @@ def wants_run(command: str) -> bool:
 # Snippets
 
 _LAYERS = """
+from types import SimpleNamespace
 import torch
 from torch import nn
 from megatron_offload import OffloadConfig, PipelineOffloadManager
@@ -169,6 +171,11 @@ def mlp():
     return nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
 layers = nn.ModuleList(nn.ModuleDict({"mlp": mlp()}) for _ in range(2))
 model_chunks = [nn.ModuleDict({"decoder": nn.ModuleDict({"layers": layers})})]
+"""
+
+_ONE_RANK = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
 _PROFILE = """
@@ -257,6 +264,36 @@ PRELUDES = {
         "batches = torch.utils.data.DataLoader(torch.randn(4096, 512), batch_size=1024)\n",
         "assert callback.offload.last_step.offloaded_bytes > 0",
     ),
+    "accelerator.prepare(model, optimizer, batches)": (
+        f"{_LAYERS}batches = torch.utils.data.DataLoader(torch.randn(64, 512), batch_size=32)\n",
+        "assert offload.last_step.offloaded_bytes > 0",
+    ),
+    "for layer in model.layers:\n    fully_shard(layer)": (
+        f"{_LAYERS}{_ONE_RANK}",
+        "dist.destroy_process_group()\nassert offload.last_step.offloaded_bytes > 0",
+    ),
+    "from torchtitan.trainer import Trainer": (
+        "import pytest\n"
+        "pytest.importorskip('torchtitan.trainer', reason='no torchtitan')\n"
+        f"{_LAYERS}",
+        """
+# Of a whole job, which needs a GPU, what stands around its forward and backward.
+def run(inputs, labels, num_tokens, more):
+    loss = model(inputs)
+    loss.backward()
+    return loss
+trainer = OffloadTrainer.__new__(OffloadTrainer)
+trainer.model_parts = [model]
+trainer.parallel_dims = SimpleNamespace(pp_enabled=False)
+trainer.post_dataloading_process = lambda batch, labels: (batch["input"], labels, {})
+trainer.fwd_bwd_fn = run
+for batch in data:
+    step = {"input_dict": {"input": batch}, "labels": batch, "global_valid_tokens": batch}
+    trainer.forward_backward_step(**step)
+assert trainer.offload.end_step()
+assert trainer.offload.last_step.offloaded_bytes > 0
+""",
+    ),
     'load_file("runs/long/checkpoints': (
         "from pathlib import Path\nimport torch\nfrom safetensors.torch import save_file\n"
         "folder = Path('runs/long/checkpoints/step_000025')\nfolder.mkdir(parents=True)\n"
@@ -307,17 +344,14 @@ PRELUDES = {
         'assert manager.last_step.by_name["ffn"].remade_bytes > 0',
     ),
     "offload_pipeline(schedule)": (
-        f"{_LAYERS}"
-        "import os\n"
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        f"{_LAYERS}{_ONE_RANK}"
         "from torch.distributed.pipelining import PipelineStage\n"
         "stages = [PipelineStage(model.layers[i], i, 2, torch.device('cpu')) for i in range(2)]\n"
         "data = [(batch, batch) for batch in data]\n"
         "loss_fn = nn.functional.mse_loss\n",
         "dist.destroy_process_group()",
     ),
-    "get_act_offloading_ctx_manager(model": (
+    "get_act_offloading_ctx_manager(model, enable_activation_offloading=True)": (
         _LAYERS,
         "assert offload.manager.last_step.offloaded_bytes > 0",
     ),

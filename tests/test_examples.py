@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = "--layers 2 --hidden 64 --ffn 128 --heads 4 --kv-heads 2 --vocabulary 128 --sequence 128"
@@ -44,3 +47,43 @@ def test_without_a_gpu_the_longest_is_not_looked_for(tmp_path):
     )
     assert ran.returncode == 2
     assert "give --sequence" in ran.stderr
+
+
+def lines_of(name, ranks, *words):
+    """Return the lines of losses that an example prints, and the others."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    ran = subprocess.run(
+        [sys.executable, *launcher, EXAMPLES / name, "--steps", "4", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    losses = [line for line in lines if line.startswith("step ")]
+    return losses, [line for line in lines if line not in losses]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "needed"),
+    [
+        ("nanogpt.py", 1, "torch"),
+        ("trainer.py", 1, "transformers"),
+        ("accelerate_fsdp2.py", 2, "accelerate"),
+        ("pipelining.py", 2, "torch"),
+    ],
+)
+def test_an_example_prints_the_same_losses_without_offload_and_what_it_moved(name, ranks, needed):
+    pytest.importorskip(needed, reason=f"no {needed}")
+    losses, told = lines_of(name, ranks)
+    without, _ = lines_of(name, ranks, "--no-offload")
+    assert losses == without
+    assert len(set(losses)) == 4
+    assert re.search(r"^(activations|stage \d) +\d+ +[\d.]+ MiB", "\n".join(told), re.MULTILINE)
