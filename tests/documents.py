@@ -264,6 +264,7 @@ PRELUDES = {
         "batches = torch.utils.data.DataLoader(torch.randn(4096, 512), batch_size=1024)\n",
         "assert callback.offload.last_step.offloaded_bytes > 0",
     ),
+    '"most_slowdown_percent": 5}': (_LAYERS, "assert offload.end_step()"),
     "accelerator.prepare(model, optimizer, batches)": (
         f"{_LAYERS}batches = torch.utils.data.DataLoader(torch.randn(64, 512), batch_size=32)\n",
         "assert offload.last_step.offloaded_bytes > 0",
