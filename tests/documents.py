@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_offload.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _PROGRAM = re.compile(
     r"^([A-Z_]+=\S+ )*(make|megatron-offload|accelerate|torchrun|pip|pytest|(\S*/)?python3?) "

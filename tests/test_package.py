@@ -5,11 +5,10 @@ from __future__ import annotations
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
-import zipfile
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -41,13 +40,17 @@ sys.meta_path.insert(0, Absent())
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """What a wheel holds that is built from the source distribution, as a release is."""
     pytest.importorskip("hatchling", reason="the extra 'dev' brings it")
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t"]
+    subprocess.run([*command, "sdist"], check=True, cwd=ROOT, capture_output=True)
+    (path,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(path, folder, filter="data")
+    source = folder / path.name.removesuffix(".tar.gz")
+    subprocess.run([*command, "wheel"], check=True, cwd=source, capture_output=True)
     (path,) = folder.glob("*.whl")
-    with zipfile.ZipFile(path) as file:
-        file.extractall(folder / "installed")
+    shutil.unpack_archive(path, folder / "installed", "zip")
     return folder / "installed"
 
 
@@ -89,6 +92,22 @@ def test_an_installed_package_finds_its_configurations_from_any_folder(wheel, tm
     program = "from megatron_offload.config import find_config as f; print(f('quickstart'))"
     result = run_python("-c", program, at=wheel, cwd=tmp_path)
     assert result.stdout.strip() == str(wheel / "megatron_offload/configs/quickstart.yaml")
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_from_an_installed_wheel_in_an_empty_folder(wheel, tmp_path):
+    words = ["compare", "--config", "quickstart", "--set", "run.steps=6"]
+    result = run_python("-m", "megatron_offload", *words, at=wheel, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "bitwise identical: yes" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_the_version_that_is_cited_is_this_one():
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {megatron_offload.__version__}\n" in cited
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert newest.startswith(f"{megatron_offload.__version__} (")
 
 
 @pytest.mark.parametrize("name", RUN_CONFIGS)
@@ -140,7 +159,6 @@ def test_the_version_is_one(capsys):
         cli.main(["--version"])
     assert exit_error.value.code == 0
     assert capsys.readouterr().out == f"megatron-offload {megatron_offload.__version__}\n"
-    assert version("megatron-offload") == megatron_offload.__version__
 
 
 def test_the_package_runs_as_a_module(tmp_path):
