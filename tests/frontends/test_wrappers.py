@@ -233,6 +233,25 @@ def test_fully_sharded_models_are_bitwise_the_same(mesh, timing, monkeypatch):
     assert_nothing_left(offload.manager)
 
 
+def test_gathered_weights_stay(mesh):
+    moved = []
+    for shard in (False, True):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(3)])
+        if shard:
+            for part in (*model, model):
+                fully_shard(part, mesh=mesh)
+        offload = make_offload(**TIGHT)
+        for _ in range(2):
+            with offload:
+                loss = model(torch.randn(8, 256)).sum()
+            loss.backward()
+            del loss
+        assert offload.end_step()
+        moved.append(offload.last_step.offloaded_bytes)
+    assert moved[0] == moved[1] < 256 * 256 * 4
+    assert moved[0] > 0
+
+
 class Mlp(nn.Module):
     """Named as Megatron's."""
 
