@@ -13,6 +13,7 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
     ours-recompute
                  all of attention and MLP moved, but the default units, which are made again; or as
                  in ours-recompute:recompute=norm+mlp_act+rope
+    ours-inputs  the inputs of layers moved, with --full-recompute, which is for all modes
     ours-all     all of attention and MLP moved
     ours-five    Megatron's five modules of a dense layer (or --modules) moved
     ours-whole   this package's OffloadActivations, as in ours-whole:max_fwd_stash_size=3
@@ -81,6 +82,7 @@ KINDS = {
     "ours-auto": ALL,
     "ours-target": ALL,
     "ours-recompute": ALL,
+    "ours-inputs": ("layer_input",),
     "ours-all": ALL,
     "ours-five": FIVE,
     "ours-whole": (),
@@ -97,6 +99,7 @@ SETTINGS = {
     "ours-auto": ("policy.kind=auto",),
     "ours-target": ("policy.kind=memory_target",),
     "ours-recompute": ("policy.kind=modules",),
+    "ours-inputs": ("policy.kind=modules",),
     "ours-all": ("policy.kind=modules", "recompute=[]"),
     "ours-five": ("policy.kind=modules", "recompute=[]"),
     "ours": ("policy.kind=modules",),
@@ -149,6 +152,7 @@ def parse_arguments(arguments=None):
     parser.add_argument(
         "--modes", nargs="+", default=["none", "recompute", "megatron", "ours-all", "ours-auto"]
     )
+    parser.add_argument("--full-recompute", action="store_true", help="in every mode, none too")
     parser.add_argument("--modules", nargs="+", help="for ours, ours-five and megatron")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
@@ -184,6 +188,7 @@ def read_sizes(options):
         if (given := getattr(options, name)) is not None:
             sizes[name] = given
     sizes.setdefault("heads", max(1, sizes["hidden"] // 128))
+    sizes["full_recompute"] = options.full_recompute
     check_sizes(sizes)
     return sizes
 

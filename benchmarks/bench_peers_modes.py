@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from bench_peers import options_of_rank
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
 
 class Mode:
     """No offload; the base of all others."""
@@ -81,11 +83,7 @@ class Nothing(Mode):
 
 class Recompute(Nothing):
     def transformer_options(self):
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        return FULL
 
 
 class RecomputeSelective(Nothing):
@@ -360,6 +358,7 @@ MODES = {
     "ours-auto": Ours,
     "ours-target": Ours,
     "ours-recompute": Ours,
+    "ours-inputs": Ours,
     "ours-whole": OursWhole,
     "megatron": Megatron,
     "te": TransformerEngine,

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_peers_modes import MODES, torch_pinned_bytes
+from bench_peers_modes import FULL, MODES, torch_pinned_bytes
 
 from megatron_offload.backends import cuda
 from megatron_offload.files.text import replace_text
@@ -67,6 +67,7 @@ def build_chunks(spec, mode, device, *, layer_spec=None, config_type=None, make=
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if spec["dtype"] == "bf16" else torch.float32
     virtual = spec["vpp"] if spec["vpp"] > 1 else None
+    full = FULL if spec.get("full_recompute") else {}
     config = (config_type or TransformerConfig)(
         num_layers=spec["layers"],
         hidden_size=spec["hidden"],
@@ -94,7 +95,7 @@ def build_chunks(spec, mode, device, *, layer_spec=None, config_type=None, make=
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
-        **{"activation_func": F.gelu, **mode.transformer_options()},
+        **{"activation_func": F.gelu, **full, **mode.transformer_options()},
     )
     if layer_spec is None and on_gpu:
         layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()

@@ -27,6 +27,9 @@ from megatron_offload.files.strict_model import (
 from megatron_offload.files.strict_yaml import MAX_DEPTH, MAX_YAML_BYTES, parse_yaml
 from megatron_offload.files.text import read_text
 
+LAYER_INPUT = "layer_input"
+"""Name of the groups of what checkpoints of Megatron's full recompute keep."""
+
 MEGATRON_MODULES: tuple[str, ...] = (
     "attn_norm",
     "qkv_linear",
@@ -36,8 +39,10 @@ MEGATRON_MODULES: tuple[str, ...] = (
     "expert_fc1",
     "moe_act",
     "fused_group_mlp",
+    LAYER_INPUT,
 )
-"""Names that Megatron-core's own call sites mark."""
+"""Names that Megatron-core's own call sites mark, and its checkpoints where it is installed into.
+"""
 
 EXTRA_MODULES: tuple[str, ...] = (
     "mlp_fc1",

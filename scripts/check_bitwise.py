@@ -17,6 +17,7 @@ because starting those takes longer than any check.
     gqa      dense with groups of queries, norms of queries and keys, and SwiGLU
     mla      multi-latent attention
     mtp      dense with a layer that predicts one token more
+    full     the same with all layers made again
     hybrid   attention and MLP as layers of a HybridModel
     layout   dense, with layers laid out by hand and unevenly
     tp, cp   dense on two ranks of tensor parallelism with sequence parallelism, and of context
@@ -83,6 +84,7 @@ SETS = {
     "deepep": {**_each(*_EXPERTS), "again": FIVE + _EXPERTS},
     # It calls parts of layers, and hooks on modules find no microbatch without Megatron's marks.
     "overlap": {"five+experts": FIVE + _EXPERTS, "again": FIVE + _EXPERTS},
+    "full": _each("layer_input"),
     **{
         model: {**_each("layer"), "five+mlp": FIVE + _MLP}
         for model in ("gqa", "mla", "mtp", "hybrid", "layout", "tp", "cp", "dp", *_FP8)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from bench_peers_modes import FULL
 from check_bitwise import PAIRS
 
 NUM_EXPERTS = 4
@@ -122,8 +123,10 @@ def options_of(combination, sizes, on_gpu):
         options |= {"q_lora_rank": sizes["hidden"] // 2, "kv_lora_rank": sizes["hidden"] // 4}
         options |= {"kv_channels": head, "v_head_dim": head}
         options |= {"qk_head_dim": head // 2, "qk_pos_emb_head_dim": head // 2}
-    elif model == "mtp":
+    elif model in ("mtp", "full"):
         options["mtp_num_layers"] = 1
+        if model == "full":
+            options |= FULL
     elif model == "layout":
         options["pipeline_model_parallel_layout"] = layout(sizes)
     elif model == "tp":
@@ -179,7 +182,7 @@ def parts_of(combination, sizes, on_gpu):
             attention = layer.submodules.self_attention.submodules
             attention.core_attention = LatentAttention
         return {"layer_spec": layer, "config_type": MLATransformerConfig}
-    if model == "mtp":
+    if model in ("mtp", "full"):
         return {"layer_spec": make_layer(**options), "make": make_predicting(on_gpu)}
     return {}
 

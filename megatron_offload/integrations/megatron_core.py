@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from torch import nn
 
 import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.autotune.loop import MeasuredLoop, tune
-from megatron_offload.config import EXTRA_MODULES, OffloadConfig, split_modules
+from megatron_offload.config import EXTRA_MODULES, LAYER_INPUT, OffloadConfig, split_modules
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -28,6 +29,13 @@ from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import exchange_methods, hook_model, stand_ins
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+
+_logger = logging.getLogger(__name__)
+
+_ALL_MADE_AGAIN = (
+    "full recompute keeps nothing but the inputs of layers: of offload_modules %s only "
+    "'layer_input' moves anything"
+)
 
 exchanged = Exchanges()
 """What `install` has exchanged, and whoever adds to it; `uninstall` puts it back."""
@@ -184,7 +192,12 @@ def _serve_our_names() -> None:
                 "'layer' in offload_modules would move nothing: overlap_moe_expert_parallel_comm "
                 "calls the parts of layers; name those"
             )
-        known = [name for name in names if not _is_ours(name)]
+        if LAYER_INPUT in names and self.recompute_granularity != "full":
+            raise ConfigError(
+                "'layer_input' in offload_modules is what full recompute keeps, and is not on: set "
+                "recompute_granularity='full', or name groups such as 'core_attn'"
+            )
+        known = [name for name in names if not _is_ours(name) and name != LAYER_INPUT]
         self.offload_modules = known or ["core_attn"]  # it wants one
         try:
             theirs(self)
@@ -209,7 +222,14 @@ def _marking(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
         hook_model(self)
         manager, marked = PipelineOffloadManager.get_instance(), _marked.get(self)
         if marked is None or marked.manager is not manager:
-            names = filter(_is_ours, self.config.offload_modules)
+            config, names = self.config, self.config.offload_modules
+            is_whole = (config.recompute_granularity, config.recompute_method) == (
+                "full",
+                "uniform",
+            )
+            if is_whole and not _marked and {*names} != {LAYER_INPUT}:
+                _logger.warning(_ALL_MADE_AGAIN, ", ".join(names))
+            names = filter(_is_ours, names)
             _marked[self] = offload_modules(self, names, manager=manager, is_part=True)
             exchanged.on_undo(_marked[self].remove)
 

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_offload.config import LAYER_INPUT
+from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.around import refuse_unserved
@@ -41,6 +43,11 @@ _IMPLEMENTATIONS = {
 _MODELS = {"gpt.gpt_model": "GPTModel", "hybrid.hybrid_model": "HybridModel"}
 _PREPARE = "preprocess_for_fine_grained_offloading"
 _EXPERTS = {"transformer.mlp": "MLP", "transformer.moe.experts": "TEGroupedMLP"}
+_BLOCKS = {
+    "transformer_block": "TransformerBlock",
+    "multi_token_prediction": "MultiTokenPredictionLayer",
+}
+_SEGMENTS = "_checkpointed_forward"
 _LATENT, _PROJECT = "transformer.multi_latent_attention", "get_query_key_value_tensors"
 
 _PARTS = functions_of_torch(dict.fromkeys(("gelu", "silu", "mul", "add", "to"), "mlp_act"))
@@ -50,6 +57,9 @@ _hooked: WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], list[RemovableHandl
     WeakKeyDictionary()
 )
 """By model, what was to be made again when its modules got their hooks, and these."""
+
+_in_segments: list[nn.Module] = []
+"""The module whose layers run in checkpoints now, where the inputs of these are groups."""
 
 _manager = PipelineOffloadManager.get_instance
 
@@ -64,6 +74,14 @@ def stand_ins() -> Iterator[tuple[Any, Any]]:
     rope = getattr(_module("models.common.embeddings.rope_utils"), "apply_rotary_pos_emb", None)
     if rope is not None:
         yield rope, _telling(rope, "rope")
+    for module, name, stand_in in (
+        ("tensor_parallel.random", "checkpoint", _grouping),
+        ("extensions.transformer_engine", "te_checkpoint", _grouping),
+        ("recompute", "checkpointed_forward", _by_segments),
+    ):
+        theirs = getattr(_module(module), name, None)
+        if theirs is not None:
+            yield theirs, stand_in(theirs)
     moe = _module("transformer.moe.moe_utils")
     if moe is not None:
         yield moe.permute, _permuting(moe.permute)
@@ -79,6 +97,7 @@ def exchange_methods(exchanged: Exchanges, around_models: Callable[..., Any]) ->
         *((f"models.{m}", name, _PREPARE, around_models) for m, name in _MODELS.items()),
         *((module, name, "forward", _letting_functions_tell) for module, name in _EXPERTS.items()),
         (_LATENT, "MLASelfAttention", _PROJECT, _projecting),
+        *((f"transformer.{m}", name, _SEGMENTS, _by_segments) for m, name in _BLOCKS.items()),
     ]
     for module, class_name, name, wrap in wrappers:
         owner = getattr(_module(module), class_name, None)
@@ -156,6 +175,45 @@ def _forget_models() -> None:
             handle.remove()
     _hooked.clear()
     told_by_integrations.clear()
+
+
+def _by_segments(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the checkpoints of full recompute be told from those of parts of a layer."""
+
+    @functools.wraps(theirs)
+    def checkpointed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        on = self.config.fine_grained_activation_offloading
+        if not on or LAYER_INPUT not in self.config.offload_modules:
+            return theirs(self, *args, **kwargs)
+        _in_segments.append(self)
+        try:
+            return theirs(self, *args, **kwargs)
+        finally:
+            _in_segments.pop()
+
+    return checkpointed_forward
+
+
+def _grouping(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a group of the hidden states that a checkpoint of whole layers keeps, and of no more."""
+
+    @functools.wraps(theirs)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if not (_in_segments and torch.is_grad_enabled()):
+            return theirs(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        hidden, *others = (one for one in given if isinstance(one, torch.Tensor))
+        manager = _manager()
+        for mask_or_table in others:
+            manager.mark_not_offload(mask_or_table)
+        start_group(manager, hidden, LAYER_INPUT)
+        with manager:
+            outputs = theirs(*args, **kwargs)
+        # Schedules hold what they have received until its backward, and read its gradient alone.
+        received = [hidden] if hidden is getattr(_in_segments[-1], "input_tensor", None) else []
+        return commit_group(manager, outputs, LAYER_INPUT, received)
+
+    return checkpoint
 
 
 def _letting_functions_tell(theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_offload.autotune.loop import MeasuredLoop
-from megatron_offload.config import OffloadConfig
+from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.exchanges import Exchanges
@@ -73,6 +73,8 @@ def prepare(given: Mapping[str, Any]) -> None:
         config = install_by_flags({**given, **vars(args)})
         if config.enabled:
             usual = _MODULES + (_MOE if getattr(args, "num_experts", None) else _DENSE)
+            if getattr(args, "recompute_granularity", None) == "full":
+                usual = LAYER_INPUT, *(usual if args.recompute_method == "block" else ())
             names = config.modules if "modules" in config.model_fields_set else usual
             args.offload_modules = list(args.offload_modules or names)
             args.fine_grained_activation_offloading = True

@@ -93,10 +93,12 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
         "recompute_modules": list(model.recompute_modules),
         # These make megatron-core's own call sites mark their groups.
         "fine_grained_activation_offloading": bool(offloaded),
-        "offload_modules": list(offloaded),
+        "offload_modules": ["core_attn"],  # stands for ours, which it doesn't know
         "min_offloaded_tensor_size": config.offload.min_tensor_elements,
     }
-    return TransformerConfig(**options)
+    result = TransformerConfig(**options)
+    result.offload_modules = list(offloaded)
+    return result
 
 
 def _layer_spec(config: TrainConfig, device: torch.device) -> Any:

@@ -41,6 +41,13 @@ GATED = {
     "add_bias_linear": False,
 }
 REMADE = {"mlp_act", "norm"}
+INPUTS = {
+    "num_layers": 4,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "offload_modules": ["layer_input"],
+}
 
 CASES = {
     "dense": {},
@@ -63,6 +70,15 @@ CASES = {
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     },
+    "inputs": INPUTS,
+    "inputs-of-two-layers": {**INPUTS, "recompute_num_layers": 2},
+    "inputs-of-some-layers": {
+        **INPUTS,
+        "recompute_method": "block",
+        "recompute_num_layers": 2,
+        "offload_modules": [*ATTENTION, "layer_input", "mlp_fc1"],
+    },
+    "inputs-in-shares": {**INPUTS, "distribute_saved_activations": True},
     "evaluation": {},
     "evaluation-with-grad": {},
     "half": {"activation_offload_fraction": 0.5},
@@ -325,7 +341,8 @@ def run_case(case, *, built_first):
             **({} if remakes is None else {"recompute": [*remakes], "checking": True}),
         )
     )
-    if built_first and "beyond" not in case:  # Megatron itself refuses such names
+    # Megatron itself refuses some names.
+    if built_first and not ("beyond" in case or "inputs" in case):
         megatron_core.uninstall()
         model = build_model(build_config(overrides, offload=True))
         megatron_core.install()

@@ -33,7 +33,7 @@ TABLE = contract()
 
 
 def test_the_table_is_read():
-    assert len(TABLE) == 8
+    assert len(TABLE) == 11
     assert len(TABLE[INTERFACE]) > 18
 
 
@@ -117,6 +117,23 @@ def definitions(version):
 @pytest.mark.parametrize("owner", ["TransformerConfig", "GPTModel", "CheckpointWithoutOutput"])
 def test_megatron_core_has_what_install_replaces(version, owner):
     assert TABLE[owner] <= definitions(version)[owner]
+
+
+@pytest.mark.parametrize("version", ["0.16", "later"])
+def test_megatron_core_checkpoints_layers_where_install_looks(version):
+    package = source_of(version).parents[1]
+
+    def names(place):
+        path = package / f"{place}.py"
+        nodes = ast.walk(ast.parse(path.read_text())) if path.is_file() else ()
+        return {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+    assert names("tensor_parallel/random") >= TABLE["tensor_parallel"]
+    assert "te_checkpoint" in names("extensions/transformer_engine")
+    layer = "MultiTokenPredictionLayer"
+    assert names("transformer/multi_token_prediction") >= {layer} | TABLE[layer]
+    in_block = names("transformer/transformer_block") >= TABLE["TransformerBlock"]
+    assert in_block != ("checkpointed_forward" in names("recompute"))
 
 
 @pytest.mark.parametrize("module", [name for name in TABLE if name.startswith("megatron.")])

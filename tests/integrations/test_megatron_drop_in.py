@@ -30,6 +30,7 @@ PROGRAM = Path(__file__).with_name("megatron_programs.py")
 LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
 
 ATTENTION = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
+INPUTS = ("inputs", "inputs-of-two-layers", "inputs-in-shares")
 MOVES = {
     "dense": ATTENTION,
     "names-beyond": ATTENTION | {"mlp_fc1", "**.linear_fc2"},
@@ -37,6 +38,8 @@ MOVES = {
     "moe": ATTENTION | {"expert_fc1", "moe_act"},
     "moe-recompute-act": {"expert_fc1", "moe_act"},
     "selective-recompute": {"attn_norm", "attn_proj", "mlp_norm"},
+    **{case: {"layer_input"} for case in INPUTS},
+    "inputs-of-some-layers": ATTENTION | {"layer_input", "mlp_fc1"},
     "evaluation": ATTENTION,
     "evaluation-with-grad": ATTENTION,
 }
@@ -144,6 +147,21 @@ def test_every_learned_step_moves_the_same_bytes(run, case):
     first, *steps = (step["offloaded_bytes"] for step in finding(run)["cases"][case]["steps"])
     assert len(set(steps)) == 1
     assert 0 < steps[0] <= first, "the first can't know yet what something else keeps anyway"
+
+
+@programs(*INPUTS)
+def test_of_a_checkpoint_hidden_states_leave_and_nothing_else(run, case):
+    hidden_bytes = 16 * 2 * 32 * 4
+    segments = 2 if case == "inputs-of-two-layers" else 4
+    for step in finding(run)["cases"][case]["steps"]:
+        assert step["groups"] == {"layer_input": 3 * segments}
+        assert step["offloaded_bytes"] == 3 * segments * hidden_bytes
+
+
+@programs("inputs-of-some-layers")
+def test_layers_that_are_not_made_again_have_the_groups_that_they_always_have(run, case):
+    for step in finding(run)["cases"][case]["steps"]:
+        assert set(step["groups"].values()) == {6}, "two layers of each kind, three microbatches"
 
 
 @programs(*STAYS, "none")
@@ -301,7 +319,11 @@ def test_before_cuda_begins_the_manager_is_left_alone_until_the_first_forward(mo
         megatron_core.install()
         found = []
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        model.config = types.SimpleNamespace(offload_modules=["core_attn", "*.0", "layers.*"])
+        model.config = types.SimpleNamespace(
+            offload_modules=["core_attn", "*.0", "layers.*"],
+            recompute_granularity=None,
+            recompute_method=None,
+        )
         note = megatron_core._marking(
             lambda _: found.append(PipelineOffloadManager.get_instance().config)
         )
@@ -330,3 +352,35 @@ def test_layers_are_refused_where_only_their_parts_are_called():
             TransformerConfig(**options, offload_modules=["mlp_fc1", "layer"])
     finally:
         megatron_core.uninstall()
+
+
+@pytest.fixture
+def installed():
+    megatron_core.install(OffloadConfig(backend="simulated"))
+    yield
+    megatron_core.uninstall()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("granularity", [None, "selective"])
+def test_inputs_of_layers_are_refused_where_no_layer_is_made_again(granularity):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    options |= {"fine_grained_activation_offloading": True, "offload_modules": ["layer_input"]}
+    with pytest.raises(ConfigError, match="set recompute_granularity='full'"):
+        TransformerConfig(**options, recompute_granularity=granularity)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("method", ["uniform", "block"])
+@pytest.mark.parametrize("names", [["layer_input"], ["core_attn"], ["layer_input", "core_attn"]])
+def test_names_that_can_move_nothing_under_full_recompute_are_told_of(names, method, caplog):
+    model = torch.nn.Module()
+    options = {"recompute_granularity": "full", "recompute_method": method}
+    model.config = types.SimpleNamespace(offload_modules=names, **options)
+    note = megatron_core._marking(lambda _: None)
+    note(model)
+    note(model)
+    is_said = caplog.text.count("only 'layer_input' moves anything")
+    assert is_said == (method == "uniform" and "core_attn" in names)

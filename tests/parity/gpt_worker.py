@@ -49,6 +49,10 @@ CASES = {
     "dropout": ({**FOUR, "dropout": 0.2}, 2, 2, BOTH, CHANGING, "random"),
     "pp1-tied-dropout": ({"layers": 2, **TIED, "dropout": 0.2}, 1, 1, BOTH, ODD, "late"),
     "full-recompute": ({**DROPS, "recompute": "full"}, 2, 2, ATTENTION, CHANGING, "late"),
+    "inputs-of-full-recompute": (
+        *({**DROPS, "recompute": "full", "layers": 8}, 2, 2),
+        *(["layer_input"], CHANGING, "random"),
+    ),
     "recompute-core-attention": (
         *({**DROPS, **SELECTIVE, "recompute_modules": ["core_attn"]}, 2, 2),
         *([*ATTENTION[:-1], "mlp_fc1", "mlp_act"], CHANGING, "late"),
@@ -65,7 +69,10 @@ CASES = {
 }
 """By case the model, PP, VPP, what is offloaded, the steps, and when copies happen."""
 
-SETTINGS = {"half-of-each-chunk": {"fraction": 0.5, "delta_bytes_across_pp_ranks": 4096}}
+SETTINGS = {
+    "half-of-each-chunk": {"fraction": 0.5, "delta_bytes_across_pp_ranks": 4096},
+    "inputs-of-full-recompute": {"max_inflight_bytes": 0, "prefetch_bytes": 4096},
+}
 
 
 def make_config(name, *, enabled):
@@ -140,10 +147,12 @@ def run(name, device, *, enabled):
                     late = counters.get("num_late_reloads", 0)
                 gradients = [p.main_grad.clone() for c in chunks for p in c.parameters()]
                 results.append(([entry["loss"] for entry in losses], gradients))
+        held = 0
         if enabled:
-            leaks = PipelineOffloadManager.get_instance().state_of()
+            manager = PipelineOffloadManager.get_instance()
+            leaks, held = manager.state_of(), manager.last_step.held_elsewhere_bytes
             assert not any(leaks.values()), leaks
-    return results, moved, late
+    return results, moved, late, held
 
 
 def same(expected, actual):
@@ -158,8 +167,8 @@ def main():
     findings = {}
     with open_process_group("cpu") as device:
         for name in sys.argv[2:] or CASES:
-            expected, _, _ = run(name, device, enabled=False)
-            actual, moved, late = run(name, device, enabled=True)
+            expected, *_ = run(name, device, enabled=False)
+            actual, moved, late, held = run(name, device, enabled=True)
             mine = {
                 "same": same(expected, actual),
                 "num_losses": sum(len(losses) for losses, _ in expected),
@@ -170,6 +179,7 @@ def main():
                 ),
                 "reloaded_bytes": moved,
                 "late_in_last_step": late,
+                "held_elsewhere_bytes": held,
             }
             findings[name] = gather(mine, torch.distributed.group.WORLD)
         if torch.distributed.get_rank() == 0:

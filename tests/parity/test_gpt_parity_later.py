@@ -19,6 +19,7 @@ CASES = [
     "pp2-vpp4-one-layer-a-chunk",
     "pp2-vpp4-whole-layers",
     "tied",
+    "inputs-of-full-recompute",
     "recompute-core-attention",
     "recompute-norms",
 ]

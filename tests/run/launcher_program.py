@@ -24,6 +24,7 @@ def config_of(args):
     from megatron.core.transformer import transformer_config
 
     names = ("num_layers", "hidden_size", "num_attention_heads")
+    names += ("recompute_granularity", "recompute_method", "recompute_num_layers")
     return transformer_config.TransformerConfig(
         **{name: getattr(args, name) for name in names},
         fine_grained_activation_offloading=args.fine_grained_activation_offloading,

@@ -42,6 +42,9 @@ def add_megatron_arguments(parser):
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--fine-grained-activation-offloading", action="store_true")
     parser.add_argument("--offload-modules", nargs="*", default=[])
+    parser.add_argument("--recompute-granularity")
+    parser.add_argument("--recompute-method")
+    parser.add_argument("--recompute-num-layers", type=int)
     return parser
 
 def parse_args(extra_args_provider=None, ignore_unknown_args=False):
@@ -199,6 +202,23 @@ def test_without_a_word_offload_is_on_for_attention_and_mlp(launch):
     assert found["on"]
     assert found["policy"] is None
     assert {"qkv_linear", "core_attn", "mlp_fc1", "mlp_fc2"} <= set(found["modules"])
+
+
+FULL = ("--recompute-granularity", "full", "--recompute-num-layers", "1", "--recompute-method")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_with_full_recompute_the_inputs_of_layers_are_marked(launch, version):
+    done = launch(version, *job(version, *FULL, "uniform"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["modules"] == ["layer_input"]
+
+
+@pytest.mark.slow
+def test_with_some_layers_made_again_all_of_the_others_is_marked_too(launch):
+    done = launch("0.16", *job("0.16", *FULL, "block"))
+    modules = json.loads(done.stdout.splitlines()[-1])["modules"]
+    assert {"layer_input", "qkv_linear", "mlp_fc1"} <= set(modules)
 
 
 # Without a process of their own
