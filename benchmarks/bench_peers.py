@@ -38,7 +38,7 @@ most of the measured steps; in warm-up nothing is learned yet. R is the drop of 
 host gives all ranks together.
 
 ``--examine`` adds a step outside the measured ones to this package's own modes: it is traced, to
-``traces/MODE/trace_RANK.json``, which ``megatron-offload trace`` puts into one file, and the table
+``traces/MODE/trace_RANK.json``, for https://ui.perfetto.dev, and the table
 has its stalls by cause and the copies' bandwidths. ``--profile`` adds one more, in which nothing
 moves, and writes what it showed to ``profiles/MODE/profile_RANK.json``, to plan with
 (docs/planning.md). With ``--deterministic`` speed and bits come from one run: kernels give the same

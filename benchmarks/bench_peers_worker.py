@@ -37,7 +37,7 @@ from bench_peers_modes import FULL, MODES, torch_pinned_bytes
 from megatron_offload.backends import cuda
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.bandwidth import BLOCK_BYTES, Link, median_rates
-from megatron_offload.train.digest import digest
+from megatron_offload.train.data import digest
 
 
 def measure_link():

@@ -298,7 +298,7 @@ assert trainer.offload.last_step.offloaded_bytes > 0
     'load_file("runs/long/checkpoints': (
         "from pathlib import Path\nimport torch\nfrom safetensors.torch import save_file\n"
         "folder = Path('runs/long/checkpoints/step_000025')\nfolder.mkdir(parents=True)\n"
-        "save_file({'weight': torch.ones(2)}, folder / 'stage_0_0.safetensors')\n",
+        "save_file({'weight': torch.ones(2)}, folder / 'stage_0.safetensors')\n",
         "assert torch.equal(state['weight'], torch.ones(2))",
     ),
     "megatron_moe.install()": ("", ""),

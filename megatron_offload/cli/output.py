@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
 
-from megatron_offload.core.trace import StepTrace, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.report.console import console
 
@@ -39,13 +38,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"can't write {path}: {error.strerror}; choose another file") from error
-
-
-def write_timelines(traces: Sequence[StepTrace], path: Path) -> None:
-    """Write the ranks' timelines, and say where they are."""
-    with writing(path):
-        write_traces(path, traces)
-    console().print(f"trace: {path}, for https://ui.perfetto.dev")
 
 
 @contextlib.contextmanager

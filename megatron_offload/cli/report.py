@@ -22,9 +22,9 @@ from pydantic_settings import CliPositionalArg
 from megatron_offload.cli.options import Options
 from megatron_offload.cli.output import OutputFile, writing
 from megatron_offload.cli.source import Recorded
-from megatron_offload.cli.trace import read_run_traces
 from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import PlanFileConfig
+from megatron_offload.core.trace import StepTrace, read_traces
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
@@ -47,6 +47,7 @@ from megatron_offload.train.run_folder import (
     PLAN_NAME,
     RunFacts,
     main_folder,
+    rank_files,
 )
 
 _MEMORY = {
@@ -120,11 +121,22 @@ def read_report(folder: Path) -> Report:
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
         findings=comparison.findings if comparison else None,
-        traces=read_run_traces(folder),
+        traces=_traces(main),
         plan=plan,
         plan_is_followed=is_followed,
         tradeoff=_tradeoff(folder, memory, None if is_simulated else times.change),
     )
+
+
+def _traces(main: Path) -> list[StepTrace]:
+    traces: list[StepTrace] = []
+    for path in rank_files(main, "trace"):
+        found = read_traces(path)
+        if [path.name] != [f"trace_{trace.rank}.json" for trace in found]:
+            ranks = ", ".join(str(trace.rank) for trace in found) or "none"
+            raise ConfigError(f"{path} is of rank {ranks}; put the file back or run again")
+        traces += found
+    return traces
 
 
 def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:

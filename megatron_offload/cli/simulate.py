@@ -24,12 +24,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_offload.cli.output import OutputFile, progress, write_timelines
+from megatron_offload.cli.output import OutputFile, progress, writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
+from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.simulate import Simulation, simulate
 from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
-from megatron_offload.report.console import plain_table
+from megatron_offload.report.console import console, plain_table
 
 
 class Given(SourceOptions):
@@ -62,7 +63,9 @@ def run(given: Given) -> int:
     source.show(without, offloaded, "with it", _tables(source, without, offloaded), [line])
     if given.trace is not None:
         traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
-        write_timelines(traces, given.trace)
+        with writing(given.trace):
+            write_traces(given.trace, traces)
+        console().print(f"trace: {given.trace}, for https://ui.perfetto.dev")
     return 0
 
 

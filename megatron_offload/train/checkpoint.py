@@ -5,7 +5,6 @@ A file counts only with the digest that was written down for it. Every error is 
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.errors import ConfigError, OffloadError, shorten
@@ -25,9 +24,6 @@ from megatron_offload.train.run_folder import (
     digest_of_file,
     read_checkpoint,
 )
-
-_FILE_BYTES = 1024**3
-"""Tensors in one file, beyond the first; bounds the memory that their copies on the host take."""
 
 
 class CheckpointError(OffloadError, RuntimeError):
@@ -53,7 +49,7 @@ class Checkpoints:
             torch.get_device_module(self.device).synchronize()
             mine = self.parallel.agreed(lambda: self._write(self.folder.part_of(step)))
             manifest = Manifest(
-                format=6,
+                format=7,
                 step=step,
                 decides=self.decides,
                 files={k: v for each in self.parallel.gather(mine) for k, v in each.items()},
@@ -87,67 +83,55 @@ class Checkpoints:
         parts = {f"rank_{self.parallel.rank}": RandomStates([self.device.type]).tensors()}
         if self.parallel.dp_rank == 0:
             parts[f"stage_{self.parallel.pp_rank}"] = _stage_tensors(self.optimizer, self.chunks)
-        return {
-            path.name: digest_of_file(path)
-            for name, tensors in parts.items()
-            for path in _write_tensors(folder, name, tensors)
-        }
+        paths = [_write_tensors(folder / f"{k}.safetensors", v) for k, v in parts.items()]
+        return {path.name: digest_of_file(path) for path in paths}
 
     def _read(self, folder: Path, manifest: Manifest) -> None:
         """Put the tensors of this rank's files back where `_write` found them."""
         states = RandomStates([self.device.type])
         state = _stage_tensors(self.optimizer, self.chunks)
-        mine, stage = f"rank_{self.parallel.rank}_", f"stage_{self.parallel.pp_rank}_"
-        for prefix, targets in ((mine, states.tensors()), (stage, state)):
-            files = {k: v for k, v in manifest.files.items() if k.startswith(prefix)}
-            _read_tensors(folder, files, targets)
+        mine, stage = f"rank_{self.parallel.rank}", f"stage_{self.parallel.pp_rank}"
+        for name, targets in ((mine, states.tensors()), (stage, state)):
+            path = folder / f"{name}.safetensors"
+            _read_tensors(path, manifest.files.get(path.name), targets)
         for group, name in _groups_with_step(self.optimizer):
             if not isinstance(group["step"], torch.Tensor):
                 group["step"] = int(state[name].item())
         states.set()
 
 
-def _write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-    """Write tensors into as many files as it takes; yield each once it is on disk."""
-    ends = itertools.accumulate(tensor.nbytes for tensor in tensors.values())
-    file_of = dict(zip(tensors, (end // _FILE_BYTES for end in ends), strict=True))
-    for index, (_, keys) in enumerate(itertools.groupby(tensors, key=file_of.__getitem__)):
-        path = folder / f"{name}_{index}.safetensors"
-        try:
-            save_file({key: tensors[key].to("cpu", copy=True).contiguous() for key in keys}, path)
-        except SafetensorError as error:
-            raise OSError(f"{path.name}: {error}") from error
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        yield path
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
+    """Write tensors; return their file once it is on disk."""
+    try:
+        save_file({key: x.to("cpu", copy=True).contiguous() for key, x in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return path
 
 
-def _read_tensors(
-    folder: Path, files: Mapping[str, str], targets: Mapping[str, torch.Tensor]
-) -> None:
-    """Fill ``targets`` from files of these digests, which must hold them all, and nothing else."""
+def _read_tensors(path: Path, digest: str | None, targets: Mapping[str, torch.Tensor]) -> None:
+    """Fill ``targets`` from the file of this digest, which must hold them all, and nothing else."""
+    if digest_of_file(path) != digest:
+        raise ConfigError(
+            f"{path} is damaged, or the file of another checkpoint: its digest is not the one "
+            f"that was written down; remove {path.parent} to go on from the checkpoint before"
+        )
     missing = dict(targets)
-    for name, digest in files.items():
-        path = folder / name
-        if digest_of_file(path) != digest:
-            raise ConfigError(
-                f"{path} is damaged, or the file of another checkpoint: its digest is not the one "
-                f"that was written down; remove {folder} to go on from the checkpoint before"
-            )
-        try:
-            with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 - this is no mapping
-                    stored, target = file.get_tensor(key), missing.pop(key, None)
-                    if _kind(stored) != _kind(target):
-                        raise ConfigError(
-                            f"{path}: {shorten(repr(key))} is {_kind(stored)}, in this model "
-                            f"{_kind(target)}"
-                        )
-                    targets[key].copy_(stored)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} is damaged: {error}") from error
+    try:
+        for key, stored in load_file(path).items():
+            target = missing.pop(key, None)
+            if _kind(stored) != _kind(target):
+                raise ConfigError(
+                    f"{path}: {shorten(repr(key))} is {_kind(stored)}, in this model "
+                    f"{_kind(target)}"
+                )
+            targets[key].copy_(stored)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
     if missing:
-        raise ConfigError(f"{folder} holds no {next(iter(missing))!r}")
+        raise ConfigError(f"{path} holds no {next(iter(missing))!r}")
 
 
 def _kind(tensor: torch.Tensor | None) -> str:

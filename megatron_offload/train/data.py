@@ -1,4 +1,4 @@
-"""Tokens for training: text, read as bytes.
+"""Tokens for training: text, read as bytes; and digests of what training makes of them.
 
 A microbatch depends on (seed, step, microbatch, data-parallel rank) and on nothing else.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import pydoc_data
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from megatron_offload.engine.checking import checksum
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.config import TrainConfig
 
@@ -74,3 +75,19 @@ def default_text() -> bytes:
     paths += sorted(Path(os.__file__).parent.glob("*.py"))
     text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
     return text[:_DEFAULT_TEXT_BYTES]
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a digest of 128 bits of the bytes, dtypes and shapes of ``tensors``, in their order.
+
+    It is taken where they lie. No single change of a tensor can cancel. It tells accidents, not
+    intent.
+    """
+    state = hashlib.blake2b(digest_size=16)
+    sums = []
+    for tensor in tensors:
+        state.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+        sums.append(checksum(tensor.detach().contiguous().reshape(-1).view(torch.uint8)))
+    for number in sums:  # only now does the host wait
+        state.update(int(number).to_bytes(8, "little", signed=True))
+    return state.hexdigest()

@@ -23,8 +23,7 @@ from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint import Checkpoints
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.data import TextSource
-from megatron_offload.train.digest import digest
+from megatron_offload.train.data import TextSource, digest
 from megatron_offload.train.offload import OffloadSession, open_offload
 from megatron_offload.train.parallel import Parallel, open_model_parallel
 from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log, read_steps

@@ -37,7 +37,7 @@ RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 _NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,14})")
 _MANIFEST = "checkpoint.json"
 
-_FileName = Annotated[str, Field(pattern=r"^(stage|rank)_[0-9]{1,9}_[0-9]{1,9}\.safetensors$")]
+_FileName = Annotated[str, Field(pattern=r"^(stage|rank)_[0-9]{1,9}\.safetensors$")]
 
 
 class RunFacts(StrictModel):
@@ -158,7 +158,7 @@ def rank_files(folder: Path, kind: str) -> list[Path]:
 class Manifest(StrictModel):
     """What a checkpoint holds."""
 
-    format: Literal[6]
+    format: Literal[7]
     """Of the files; a checkpoint of another one is refused."""
     step: Annotated[int, Field(ge=1, lt=10**15)]
     decides: dict[str, Any]

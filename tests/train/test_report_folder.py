@@ -11,7 +11,6 @@ import pytest
 from megatron_offload.cli import report
 from megatron_offload.cli.main import main
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
@@ -145,17 +144,3 @@ def test_a_plan_that_was_made_of_a_comparison_later_is_none_that_the_run_followe
     assert report._plan(main, folder) == (later, False)
     save_plan(followed, folder / "plan.json")
     assert report._plan(main, folder) == (followed, True)
-
-
-def traced(folder):
-    folder.mkdir()
-    spans = [Span("compute", "forward", "a", 0, 900), Span("d2h", "d2h", "a", 200, 500, 1000)]
-    write_traces(folder / "trace_0.json", [StepTrace(0, spans)])
-    return folder
-
-
-def test_timelines_are_put_into_one_file(tmp_path, capsys):
-    folder = traced(tmp_path / "run")
-    assert main(["trace", str(folder)]) == 0
-    assert f"trace: {folder / 'trace.json'}" in capsys.readouterr().out
-    assert read_traces(folder / "trace.json") == read_traces(folder / "trace_0.json")

@@ -10,7 +10,6 @@ import pytest
 from training_runs import TINY
 
 from megatron_offload.cli import compare, report
-from megatron_offload.cli import trace as trace_command
 from megatron_offload.config import load_yaml
 from megatron_offload.core.trace import read_traces, write_traces
 from megatron_offload.errors import ConfigError
@@ -146,13 +145,6 @@ def test_folders_without_a_run_are_refused(tmp_path):
         report.read_report(tmp_path)
 
 
-def test_the_trace_command_merges(folder):
-    assert trace_command.run(trace_command.Given(folder=folder)) == 0
-    merged = read_traces(folder / "trace.json")
-    assert merged == trace_command.read_run_traces(folder)
-    assert [trace.rank for trace in merged] == [0, 1]
-
-
 def test_timelines_that_are_missing_or_mixed_up_are_said(folder):
     inner = folder / "with_offload"
     both = [read_traces(inner / f"trace_{rank}.json")[0] for rank in range(2)]
@@ -161,11 +153,9 @@ def test_timelines_that_are_missing_or_mixed_up_are_said(folder):
         report.read_report(folder)
     shutil.copy(inner / "trace_0.json", inner / "trace_1.json")
     with pytest.raises(ConfigError, match=r"trace_1.json is of rank 0"):
-        trace_command.run(trace_command.Given(folder=folder))
+        report.read_report(folder)
     for path in inner.glob("trace_*"):
         path.unlink()
-    with pytest.raises(ConfigError, match=r"run\.trace_step: 4"):
-        trace_command.run(trace_command.Given(folder=folder))
     assert report.read_report(folder).traces == []
 
 
