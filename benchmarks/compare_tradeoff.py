@@ -26,7 +26,7 @@ from megatron_offload.planning.profiled_job import job_of
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.plots import tradeoff_chart
-from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
+from megatron_offload.report.tables import TradeOff, TradeOffPoint
 
 GIB = 2**30
 MEMORY = "reserved memory"

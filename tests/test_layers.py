@@ -52,7 +52,7 @@ TORCHLESS = (
     "errors.py",
     "files/",
     "planning/",
-    *(f"backends/{name}.py" for name in ("host_limit", "numa")),
+    "backends/host_limit.py",
     "machine/profile.py",
     "report/tables.py",
     "run/flags.py",

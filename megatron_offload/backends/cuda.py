@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_offload.backends.base import Backend, DeviceMemory, Pair, Wait
-from megatron_offload.backends.numa import near_cpus, running_on
+from megatron_offload.backends.host_limit import near_cpus, running_on
 from megatron_offload.errors import IntegrationError
 
 _logger = logging.getLogger(__name__)

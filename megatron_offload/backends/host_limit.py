@@ -1,19 +1,25 @@
-"""How much host memory a process may pin where nobody said.
+"""How much host memory a process may pin where nobody said, and how to take it near a device.
 
 The tightest account counts: the machine's free memory, and the limits of the control groups
 (version 1, version 2, or both) that this process is in, as far up as can be seen. One that is
-missing, unreadable or makes no sense counts as absent.
+missing, unreadable or makes no sense counts as absent. Memory near a device is a wish, never a
+need: where the kernel doesn't say or refuses, it comes from anywhere.
+
+Nothing that reads the kernel's small files raises: what is absent, unreadable or makes no sense is
+empty text, no number, no members.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from megatron_offload.config import environment_int
-from megatron_offload.files.kernel import read_field, read_int, read_kernel_text
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.text import read_text
 
 
 class _Version(NamedTuple):
@@ -82,3 +88,66 @@ def _room_bytes(folder: Path, version: _Version) -> int | None:
     used_bytes = read_int(folder / version.usage) or 0
     droppable_bytes = read_field(folder / "memory.stat", version.droppable) or 0
     return max(limit_bytes - max(used_bytes - droppable_bytes, 0), 0)
+
+
+def near_cpus(address: str | None, *, sysfs: Path = Path("/sys")) -> frozenset[int]:
+    """Return the CPUs next to a PCI device, which are all where the machine has one memory node.
+
+    Its address is as the kernel writes it, such as ``0000:dc:02.0``; none where that is unknown.
+    """
+    if address is None:
+        return frozenset()
+    return read_members(read_kernel_text(sysfs / "bus/pci/devices" / address / "local_cpulist"))
+
+
+@contextlib.contextmanager
+def running_on(cpus: frozenset[int]) -> Iterator[None]:
+    """Run this thread on some CPUs inside, if it may.
+
+    The kernel takes memory that nobody has touched yet from where the thread runs that touches it.
+    """
+    before = os.sched_getaffinity(0)
+    if cpus:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        if cpus:
+            os.sched_setaffinity(0, before)
+
+
+def read_kernel_text(path: Path) -> str:
+    """Return a file's text, empty where there is none that can be read."""
+    try:
+        return read_text(path)
+    except ConfigError:
+        return ""
+
+
+def read_int(path: Path) -> int | None:
+    """Return the integer that a file holds; None for no file or another word, such as "max"."""
+    return to_int(read_kernel_text(path).strip())
+
+
+def read_field(path: Path, name: str) -> int | None:
+    """Return the integer behind ``name`` in a file of one name and one number a line."""
+    lines = (line.split() for line in read_kernel_text(path).splitlines())
+    return next((to_int(words[1]) for words in lines if len(words) > 1 and words[0] == name), None)
+
+
+def read_members(text: str) -> frozenset[int]:
+    """Return the members of a list such as ``0-3,8``; none where it is no such list."""
+    members: set[int] = set()
+    for part in text.strip().split(","):
+        first, dash, last = part.partition("-")
+        start, end = to_int(first), to_int(last if dash else first)
+        if start is None or end is None:
+            return frozenset()
+        members.update(range(start, end + 1))
+    return frozenset(members)
+
+
+def to_int(word: str) -> int | None:
+    """Return a plain decimal number that is not negative; None for anything else."""
+    return int(word) if word.isascii() and word.isdigit() and len(word) < 30 else None

@@ -21,8 +21,7 @@ from pydantic_settings import CliToggleFlag
 from rich.table import Table
 from rich.text import Text
 
-from megatron_offload.cli.options import Options
-from megatron_offload.cli.output import OutputFile, writing
+from megatron_offload.cli.options import Options, OutputFile, writing
 from megatron_offload.config import find_config
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Examination, Finding, examine

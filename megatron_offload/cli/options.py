@@ -2,21 +2,26 @@
 
 A command's options are one model; of another, such as the trainer's configuration, each key is a
 flag too, which says the same as ``--set KEY=VALUE``. pydantic-settings makes the flags of both.
+Where commands write, and what they say while they work, stands here too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticUndefined
 
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import StrictModel, validate
+from megatron_offload.report.console import console
 
 
 class Options(StrictModel):
@@ -94,3 +99,36 @@ def read_options(
         texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in given.items()}
         own["set"] = [*own.get("set", ()), *(f"{key}={text}" for key, text in texts.items())]
     return validate(model, own, "command line")
+
+
+def check_output(path: Path) -> Path:
+    """Refuse a file that couldn't be written; its folder need not exist."""
+    if path.is_dir():
+        raise ConfigError(f"{str(path)!r} is a folder; name a file")
+    folder = next(one for one in path.absolute().parents if one.exists())
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; choose another file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder} can't be written into; choose another file")
+    return path
+
+
+OutputFile = Annotated[Path, AfterValidator(check_output)]
+"""An option: a file to write, which fails where it can't be before anything long begins."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make a file's folder; what the operating system refuses is a `ConfigError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(f"can't write {path}: {error.strerror}; choose another file") from error
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Show in a terminal what takes its time; yield what is to be told how far the work is."""
+    with console(stderr=True).status(what, spinner="line") as status:
+        yield lambda text: status.update(f"{what}: {text}")

@@ -27,7 +27,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from rich.table import Table
 
-from megatron_offload.cli.output import OutputFile, check_output, progress, writing
+from megatron_offload.cli.options import OutputFile, check_output, progress, writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.units import format_bytes
@@ -38,8 +38,7 @@ from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console, plain_table
-from megatron_offload.report.tables import plan_table
-from megatron_offload.report.tradeoff import TRADEOFF_NAME, TradeOff, TradeOffPoint
+from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint, plan_table
 from megatron_offload.train.run_folder import PLAN_NAME
 
 _NUM_TARGETS = 4

@@ -19,8 +19,7 @@ from typing import Any
 
 from pydantic_settings import CliPositionalArg
 
-from megatron_offload.cli.options import Options
-from megatron_offload.cli.output import OutputFile, writing
+from megatron_offload.cli.options import Options, OutputFile, writing
 from megatron_offload.cli.source import Recorded
 from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import PlanFileConfig
@@ -32,7 +31,7 @@ from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.report.console import console
 from megatron_offload.report.report import NEEDED, MemoryKind, Pair, Report, render_report
-from megatron_offload.report.tradeoff import TRADEOFF_NAME, TradeOff, TradeOffPoint
+from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import (
     COMPARISON_NAME,

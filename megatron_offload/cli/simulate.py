@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_offload.cli.output import OutputFile, progress, writing
+from megatron_offload.cli.options import OutputFile, progress, writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes

@@ -8,7 +8,7 @@ alone where it had none. What was assumed of a machine is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
@@ -243,11 +243,12 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
         raise ConfigError(
             f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
         )
-    seen = {path: load_profile(path) for path in paths}
-    profiles, facts = _of_one_run(seen), place / FACTS_NAME
+    seen = [load_profile(path) for path in paths]
+    profiles = check_profiles({one.run.pp_rank: one for one in reversed(seen)}.values())
+    facts = place / FACTS_NAME
     data = read_json(facts) if facts.exists() else None
     is_simulated = isinstance(data, dict) and data.get("is_simulated") is True
-    machine = slowest_link(seen.values())
+    machine = slowest_link(seen)
     if given.machine is not None:
         section, origin = _read_machine(given.machine), str(given.machine)
     elif machine is not None:
@@ -276,19 +277,3 @@ def _read_machine(path: Path) -> dict[str, Any]:
             f"{path} holds no bandwidths of GPUs; run: megatron-offload doctor --output FILE"
         )
     return validate(MachineProfile, found, f"{path}: profile").machine().model_dump()
-
-
-def _of_one_run(profiles: Mapping[Path, StepProfile]) -> tuple[StepProfile, ...]:
-    by_rank: dict[int, StepProfile] = {}
-    for path, profile in profiles.items():
-        if path.name != f"profile_{profile.run.rank}.json":
-            raise ConfigError(
-                f"{path} is of rank {profile.run.rank}; put the file back or run again"
-            )
-        replica = by_rank.setdefault(profile.run.pp_rank, profile)
-        if not replica.has_groups_of(profile):
-            raise ConfigError(
-                f"{path} and profile_{replica.run.rank}.json are of the same pipeline rank and "
-                "have other groups: they are of different runs"
-            )
-    return check_profiles(by_rank.values())

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_offload.backends import visible_devices
-from megatron_offload.backends.host_limit import default_cap_bytes
+from megatron_offload.backends.host_limit import default_cap_bytes, read_kernel_text
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import CopyRates, MachineProfile
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import shorten
-from megatron_offload.files.kernel import read_kernel_text
 from megatron_offload.machine.bandwidth import BandwidthError, measure_gpus
 
 _PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")

@@ -18,7 +18,7 @@ from megatron_offload.core.trace import PIPELINE_WAIT, STREAMS, ByteCount, Count
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.report.console import printable
-from megatron_offload.report.tradeoff import TradeOff
+from megatron_offload.report.tables import TradeOff
 
 NEEDED = ("altair", "vl_convert")
 

@@ -22,8 +22,7 @@ from megatron_offload.errors import require
 from megatron_offload.files.text import read_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.report import plots
-from megatron_offload.report.tables import plan_rows
-from megatron_offload.report.tradeoff import TradeOff
+from megatron_offload.report.tables import TradeOff, plan_rows
 
 NEEDED = ("jinja2", *plots.NEEDED)
 

@@ -32,7 +32,6 @@ PLAN_NAME = "plan.json"
 """The plan that a run has made and follows."""
 _NUM_KEPT = 2
 """Newest checkpoints that are kept."""
-RANK_NAME = re.compile(r"(trace|profile)_(0|[1-9]\d{0,5})\.json")
 
 _NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,14})")
 _MANIFEST = "checkpoint.json"
@@ -120,9 +119,8 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int, *, is_new: 
     folder = config.run.output
     CheckpointFolder(folder).clean()
     if is_new:
-        for path in list(folder.iterdir()):
-            if RANK_NAME.fullmatch(path.name):
-                path.unlink()
+        for path in rank_files(folder, "trace") + rank_files(folder, "profile"):
+            path.unlink()
     facts = RunFacts(
         device=gpu or f"simulated on {os.cpu_count()} CPU cores",
         is_simulated=gpu is None,
@@ -150,8 +148,9 @@ def main_folder(folder: Path) -> Path:
 
 def rank_files(folder: Path, kind: str) -> list[Path]:
     """Return the traces or profiles in a run's own folder, by rank."""
-    names = {path: RANK_NAME.fullmatch(path.name) for path in folder.glob(f"{kind}_*")}
-    ranks = {int(name[2]): path for path, name in names.items() if name}
+    name = re.compile(rf"{kind}_(0|[1-9]\d{{0,5}})\.json")
+    found = {path: name.fullmatch(path.name) for path in folder.glob(f"{kind}_*")}
+    ranks = {int(match[1]): path for path, match in found.items() if match}
     return [ranks[rank] for rank in sorted(ranks)]
 
 

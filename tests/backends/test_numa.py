@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megatron_offload.backends.numa import near_cpus, running_on
+from megatron_offload.backends.host_limit import near_cpus, running_on
 
 DEVICE = "0000:dc:02.0"
 

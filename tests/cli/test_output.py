@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.cli.output import check_output, progress, writing
+from megatron_offload.cli.options import check_output, progress, writing
 from megatron_offload.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_offload import fine_grained_activation_offload as facade
-from megatron_offload.frontends import megatron_call_forms as forms
+from megatron_offload.frontends import megatron_manager as forms
 
 ROOT = Path(__file__).parents[2]
 LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))

@@ -9,7 +9,7 @@ from megatron_offload.core.trace import ByteCount, Counter, Span, StepTrace
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
 from megatron_offload.report.report import MemoryKind, Pair, Report
-from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
+from megatron_offload.report.tables import TradeOff, TradeOffPoint
 
 GIB = 1024**3
 HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>{{ 7 * 7 }}"

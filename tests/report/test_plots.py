@@ -13,7 +13,7 @@ from megatron_offload.report.plots import (
     timeline_chart,
     tradeoff_chart,
 )
-from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
+from megatron_offload.report.tables import TradeOff, TradeOffPoint
 
 altair = pytest.importorskip("altair")
 vl_convert = pytest.importorskip("vl_convert")

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model, write_model
-from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
+from megatron_offload.report.tables import TradeOff, TradeOffPoint
 
 
 def test_a_file_comes_back_as_it_was(tmp_path):

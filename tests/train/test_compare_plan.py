@@ -9,7 +9,7 @@ from megatron_offload.cli.compare import _plan
 from megatron_offload.files.strict_model import read_model
 from megatron_offload.planning.plan_file import load_plan, save_plan
 from megatron_offload.planning.policy import RatioPolicy
-from megatron_offload.report.tradeoff import TradeOff
+from megatron_offload.report.tables import TradeOff
 
 
 def test_without_profiles_there_is_no_plan(tmp_path):

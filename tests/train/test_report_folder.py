@@ -15,7 +15,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.report.tradeoff import TradeOff, TradeOffPoint
+from megatron_offload.report.tables import TradeOff, TradeOffPoint
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import RunFacts
 

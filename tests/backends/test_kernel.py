@@ -6,7 +6,12 @@ import os
 
 import pytest
 
-from megatron_offload.files.kernel import read_field, read_int, read_kernel_text, read_members
+from megatron_offload.backends.host_limit import (
+    read_field,
+    read_int,
+    read_kernel_text,
+    read_members,
+)
 
 
 def test_what_is_no_text_is_empty(tmp_path):
