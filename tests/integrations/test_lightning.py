@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 
 import pytest
@@ -13,13 +14,9 @@ from torch import nn
 from megatron_offload import OffloadConfig
 
 pytestmark = [
-    pytest.mark.slow,  # importing it takes seconds
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    lightning = pytest.importorskip("lightning.pytorch", reason="no lightning")
-    from megatron_offload.integrations.lightning import OffloadCallback
 
 SETTINGS = OffloadConfig(
     backend="simulated",
@@ -30,38 +27,56 @@ SETTINGS = OffloadConfig(
 )
 
 
-class Model(lightning.LightningModule):
-    """With a validation, and by choice with its own backward."""
+@pytest.fixture(scope="module")
+def make_model():
+    """A function that makes a module; importing Lightning takes seconds, so no sooner than here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lightning = pytest.importorskip("lightning.pytorch", reason="no lightning")
 
-    def __init__(self, *, steps_itself=False, fails_at=None):
-        super().__init__()
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
-        self.model = nn.Sequential(*layers, nn.Linear(64, 8))
-        self.automatic_optimization = not steps_itself
-        self.fails_at = fails_at
-        self.losses = []
+    class Model(lightning.LightningModule):
+        """With a validation, and by choice with its own backward."""
 
-    def training_step(self, batch, index):
-        loss = self.model(batch).square().mean()
-        if len(self.losses) == self.fails_at:
-            raise RuntimeError("as asked")
-        self.losses.append(loss.detach())
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
+        def __init__(self, *, steps_itself=False, fails_at=None):
+            super().__init__()
+            torch.manual_seed(0)
+            layers = [
+                nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)
+            ]
+            self.model = nn.Sequential(*layers, nn.Linear(64, 8))
+            self.automatic_optimization = not steps_itself
+            self.fails_at = fails_at
+            self.losses = []
 
-    def validation_step(self, batch, index):
-        self.losses.append(self.model(batch).square().mean())
+        def training_step(self, batch, index):
+            loss = self.model(batch).square().mean()
+            if len(self.losses) == self.fails_at:
+                raise RuntimeError("as asked")
+            self.losses.append(loss.detach())
+            if not self.automatic_optimization:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        def validation_step(self, batch, index):
+            self.losses.append(self.model(batch).square().mean())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Model
+
+
+def make_callback():
+    return importlib.import_module("megatron_offload.integrations.lightning").OffloadCallback(
+        config=SETTINGS
+    )
 
 
 def fit(model, *callbacks, accumulated=1):
+    lightning = importlib.import_module("lightning.pytorch")
     torch.manual_seed(1)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -82,10 +97,10 @@ def fit(model, *callbacks, accumulated=1):
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_itself": True}, {"accumulated": 2}], ids=str)
-def test_a_module_keeps_its_bits_and_moves_what_it_saves(options):
+def test_a_module_keeps_its_bits_and_moves_what_it_saves(options, make_model):
     options = dict(options)
     more = {"accumulated": options.pop("accumulated", 1)}
-    plain, model, callback = Model(**options), Model(**options), OffloadCallback(config=SETTINGS)
+    plain, model, callback = make_model(**options), make_model(**options), make_callback()
     fit(plain, **more)
     trainer = fit(model, callback, **more)
     assert len(plain.losses) == 11  # two epochs of four and a validation each, and one before
@@ -95,11 +110,11 @@ def test_a_module_keeps_its_bits_and_moves_what_it_saves(options):
     assert trainer.logged_metrics["offload/offloaded_bytes"] > 4 * 256 * 64 * 4
     assert "training_step" not in vars(trainer.strategy)
     assert callback.offload.manager.host_pool.is_closed
-    fit(Model(**options), callback, **more)  # and a second time
+    fit(make_model(**options), callback, **more)  # and a second time
 
 
-def test_a_step_that_fails_leaves_nothing_behind():
-    model, callback = Model(fails_at=3), OffloadCallback(config=SETTINGS)
+def test_a_step_that_fails_leaves_nothing_behind(make_model):
+    model, callback = make_model(fails_at=3), make_callback()
     with pytest.raises(RuntimeError, match="as asked"):
         fit(model, callback)
     assert callback.offload.manager.host_pool.is_closed
