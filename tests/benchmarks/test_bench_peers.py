@@ -68,6 +68,8 @@ def test_flags_replace_sizes():
     assert options.deterministic
     assert bench_peers.SHAPES["bitwise"]["vpp"] == 2
     assert not parse("--shape", "a").deterministic
+    assert parse("--shape", "a", "--full-recompute").sizes["full_recompute"]
+    assert not parse("--shape", "a").sizes["full_recompute"]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def error_of(world_size=None, **sections):
         ({"offload": {"prefetch_bytes": -1}}, "a size is 0 or more bytes"),
         ({"offload": {"modules": ["core_atn"]}}, "did you mean 'core_attn'"),
         ({"offload": {"enabled": True, "modules": ["attn_proj"]}}, "add core_attn"),
+        ({"offload": {"enabled": True, "modules": ["layer_input"]}}, "model.recompute: full"),
         ({"model": {"hidden": 64, "heads": 5}}, "choose one of 1, 2, 4, 8"),
         ({"model": {"heads": 4, "query_groups": 3}}, "choose one of 1, 2, 4"),
         (
