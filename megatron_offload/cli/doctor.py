@@ -21,7 +21,7 @@ from pydantic_settings import CliToggleFlag
 from rich.table import Table
 from rich.text import Text
 
-from megatron_offload.cli.options import Options, OutputFile, writing
+from megatron_offload.cli.options import Options, writing
 from megatron_offload.config import find_config
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Examination, Finding, examine
@@ -41,7 +41,7 @@ class Given(Options):
     """A described job, as of 'plan': says what its optimizer offload takes of host memory and link,
     if it has model.optimizer_host_bytes_per_parameter."""
 
-    output: OutputFile | None = None
+    output: Path | None = None
     """Write JSON here."""
 
 

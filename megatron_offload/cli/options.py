@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticUndefined
 
 from megatron_offload.errors import ConfigError, did_you_mean
@@ -99,22 +98,6 @@ def read_options(
         texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in given.items()}
         own["set"] = [*own.get("set", ()), *(f"{key}={text}" for key, text in texts.items())]
     return validate(model, own, "command line")
-
-
-def check_output(path: Path) -> Path:
-    """Refuse a file that couldn't be written; its folder need not exist."""
-    if path.is_dir():
-        raise ConfigError(f"{str(path)!r} is a folder; name a file")
-    folder = next(one for one in path.absolute().parents if one.exists())
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; choose another file")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{folder} can't be written into; choose another file")
-    return path
-
-
-OutputFile = Annotated[Path, AfterValidator(check_output)]
-"""An option: a file to write, which fails where it can't be before anything long begins."""
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from rich.table import Table
 
-from megatron_offload.cli.options import OutputFile, check_output, progress, writing
+from megatron_offload.cli.options import progress, writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.units import format_bytes
@@ -56,13 +56,13 @@ class Given(SourceOptions):
     max_cost: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None
     """Percent that the step may take longer at most; 1 unless set."""
 
-    output: OutputFile | None = None
+    output: Path | None = None
     """Where the plan goes."""
 
 
 def run(given: Given) -> int:
     """Plan, print and write; return 0."""
-    output = given.output or (given.folder and check_output(given.folder / PLAN_NAME))
+    output = given.output or (given.folder and given.folder / PLAN_NAME)
     config = _policy_of(given)
     with progress("planning"):
         source = load_source(given)

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic_settings import CliPositionalArg
 
-from megatron_offload.cli.options import Options, OutputFile, writing
+from megatron_offload.cli.options import Options, writing
 from megatron_offload.cli.source import Recorded
 from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import PlanFileConfig
@@ -63,7 +63,7 @@ class Given(Options):
     folder: CliPositionalArg[Path]
     """run.output of a train or compare run."""
 
-    output: OutputFile | None = None
+    output: Path | None = None
     """The page; FOLDER/report.html unless given."""
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_offload.cli.options import OutputFile, progress, writing
+from megatron_offload.cli.options import progress, writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
@@ -39,7 +39,7 @@ class Given(SourceOptions):
     plan: Path | None = None
     """Follow this plan."""
 
-    trace: OutputFile | None = None
+    trace: Path | None = None
     """Write the timeline (JSON)."""
 
 

@@ -1,6 +1,7 @@
 """What backward makes again: modules by unit and name, functions of plain PyTorch, and by hand.
 
 Each of them tells the manager from what and how it made its output; the rest is the engine's.
+Modules are found by their names, and have hooks that leave copies of them alone.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,12 +31,6 @@ from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.random_states import RandomStates, are_captured
-from megatron_offload.frontends.module_names import (
-    EagerHook,
-    expression_of,
-    hooks_of,
-    named_modules,
-)
 
 T = TypeVar("T")
 
@@ -85,6 +81,72 @@ def unit_of(module: nn.Module) -> str | None:
         return "norm"
     is_named = re.search("GELU|SiLU|Mish", name) and next(module.parameters(), None) is None
     return "mlp_act" if is_named or isinstance(module, _ACTIVATIONS) else None
+
+
+_GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
+"""What stands for something else in a pattern over dotted names."""
+
+
+class ModuleHook:
+    """A forward hook of one module; its copies, and what is loaded from a file, do nothing."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    @graph_break
+    def __call__(self, *args: Any) -> None:
+        """Run the hook."""
+        self._hook(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A call that takes anything, does nothing and returns None, and that every Python has.
+        return getattr, (nullcontext(), "__exit__")
+
+
+class EagerHook(ModuleHook):
+    """A hook that does nothing inside a compiled graph, and doesn't end it."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> None:
+        """Run the hook."""
+        if not torch.compiler.is_compiling():
+            self._hook(*args)
+
+
+_owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = WeakKeyDictionary()
+
+
+def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
+    """Return the list for an owner's hooks on a module; those of an earlier call are taken off."""
+    by_owner = _owned.setdefault(getattr(module, "_orig_mod", module), {})
+    handles = by_owner.setdefault(owner, [])
+    while handles:
+        handle = handles.pop()
+        handle.remove()
+        handle.id = -1  # whoever holds it too takes nothing off later that has its number
+    return handles
+
+
+def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by their dotted names, to which ``torch.compile`` adds no part.
+
+    Of a module that it has wrapped this is the wrapper: its hooks run outside the graph.
+    """
+    modules: dict[str, nn.Module] = {}
+    for path, module in chunk.named_modules():
+        modules.setdefault(".".join(p for p in path.split(".") if p != "_orig_mod"), module)
+    return modules
+
+
+def expression_of(pattern: str) -> re.Pattern[str]:
+    """Return a pattern over dotted names as a regular expression."""
+    regex = re.escape(pattern)
+    for glob, meaning in _GLOBS.items():
+        regex = regex.replace(re.escape(glob), meaning)
+    return re.compile(regex)
 
 
 def adopt_model(

@@ -23,8 +23,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import AroundForwards, followed
-from megatron_offload.frontends.module_names import ModuleHook, hooks_of
-from megatron_offload.frontends.recompute import adopt_model, manager_in_force
+from megatron_offload.frontends.recompute import ModuleHook, adopt_model, hooks_of, manager_in_force
 from megatron_offload.memory.host_pool import HostPool
 
 _HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")

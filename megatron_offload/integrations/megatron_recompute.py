@@ -23,10 +23,10 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.around import refuse_unserved
-from megatron_offload.frontends.module_names import named_modules
 from megatron_offload.frontends.recompute import (
     RecomputeFunctions,
     functions_of_torch,
+    named_modules,
     recompute_modules,
     tell,
     told_by_integrations,

@@ -12,7 +12,6 @@ from jobs import OFFLOADED, SMALL, described
 from megatron_offload.cli import doctor
 from megatron_offload.cli.main import read_command
 from megatron_offload.core.machine import CopyRates, MachineProfile
-from megatron_offload.errors import ConfigError
 from megatron_offload.machine.examine import Examination, Finding
 
 FINE = Finding("ok", "swap", "0.0 GiB in use")
@@ -86,9 +85,3 @@ def test_a_described_job_says_what_its_optimizer_keeps_on_the_host(machine, tmp_
     assert machine.optimizer_bytes == 8 * (2 * (12 * 1024**2 + 2 * 1024) + 1001 * 1024)
     doctor.run(options_of())
     assert machine.optimizer_bytes == 0
-
-
-def test_an_output_that_can_t_be_is_refused_before_anything_is_measured(machine, tmp_path):
-    with pytest.raises(ConfigError, match=r"'output': .* is a folder; name a file"):
-        doctor.run(options_of("--output", str(tmp_path)))
-    assert machine.asked == []

@@ -7,21 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.cli.options import check_output, progress, writing
+from megatron_offload.cli.options import progress, writing
 from megatron_offload.errors import ConfigError
-
-
-def test_a_file_that_couldn_t_be_written_is_refused(tmp_path, monkeypatch):
-    for path in (tmp_path / "new.json", tmp_path / "none" / "yet" / "new.json"):
-        assert check_output(path) == path
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").touch()
-    for wrong, words in ((tmp_path, "is a folder"), (tmp_path / "file" / "a" / "b", "no folder")):
-        with pytest.raises(ConfigError, match=words):
-            check_output(wrong)
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match="can't be written into"):
-        check_output(tmp_path / "new.json")
 
 
 def test_folders_are_made_and_what_the_system_refuses_is_a_user_s_error(tmp_path):

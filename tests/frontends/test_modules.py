@@ -10,8 +10,8 @@ from torch import nn
 
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.module_names import expression_of
 from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.frontends.recompute import expression_of
 
 
 class Attention(nn.Module):

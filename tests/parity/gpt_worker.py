@@ -19,8 +19,8 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.loop import open_offload
 from megatron_offload.train.model import build_chunks
-from megatron_offload.train.offload import open_offload
 from megatron_offload.train.parallel import open_model_parallel, open_process_group
 
 ATTENTION = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]

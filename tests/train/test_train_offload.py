@@ -7,7 +7,7 @@ from virtual_clock import VirtualJob
 
 from megatron_offload.autotune.loop import tune
 from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.train.offload import OffloadSession
+from megatron_offload.train.loop import OffloadSession
 
 
 @pytest.mark.parametrize("is_owner", [True, False])
