@@ -26,7 +26,7 @@ class OffloadCallback(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the context around each training step."""
-        self._remove()
+        self._exchanged.undo()
         offload: Any = get_act_offloading_ctx_manager(pl_module, **self._options)
         self.offload = offload
         training_step = trainer.strategy.training_step
@@ -45,11 +45,8 @@ class OffloadCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give all memory back, and leave the trainer as it was."""
-        self._remove()
+        self._exchanged.undo()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Likewise."""
-        self._remove()
-
-    def _remove(self) -> None:
         self._exchanged.undo()

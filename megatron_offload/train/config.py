@@ -196,12 +196,12 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     if layers % chunks:
         raise ConfigError(
             f"parallel.pipeline {pipeline} x parallel.virtual {virtual} = {chunks} chunks don't "
-            f"divide model.layers {layers}; set model.layers to {_multiples(layers, chunks)}"
+            f"divide model.layers {layers}; set model.layers to a multiple of {chunks}"
         )
     if virtual > 1 and microbatches % pipeline:
         raise ConfigError(
             f"the interleaved schedule takes data.microbatches in multiples of parallel.pipeline "
-            f"{pipeline}, got {microbatches}; set it to {_multiples(microbatches, pipeline)}"
+            f"{pipeline}, got {microbatches}"
         )
     for path in config.data.text:
         if not path.is_file() or not os.access(path, os.R_OK):
@@ -216,8 +216,3 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
                 f"run.{key} {step}: without offload there are no groups to look at; add a section "
                 f"offload: (--fine-grained-activation-offloading), or set run.{key}: 0"
             )
-
-
-def _multiples(number: int, step: int) -> str:
-    below = number // step * step
-    return f"{below} or {below + step}" if below else str(step)

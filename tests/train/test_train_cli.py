@@ -66,7 +66,7 @@ def test_a_key_is_a_flag_too(file):
         (["--offload-modules", "core_atn"], "did you mean 'core_attn'"),
         (["--activation-offload-fraction", "2"], "offload.fraction"),
         (["--min-offloaded-tensor-size", "-1"], "offload.min_tensor_elements"),
-        (["--set", "parallel.pipeline=3"], "set model.layers to 3"),
+        (["--set", "parallel.pipeline=3"], "set model.layers to a multiple of 3"),
         (["--set", "run.output=/dev/null/run"], "run.output"),
         (["--set", "run.output=/proc/run"], "run.output"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),

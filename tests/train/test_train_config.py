@@ -58,17 +58,17 @@ def test_a_wrong_value_is_refused_with_its_fix(sections, expected):
 @pytest.mark.parametrize(
     ("sections", "world_size", "expected"),
     [
-        ({"model": {"layers": 2}, "parallel": {"pipeline": 4}}, None, "set model.layers to 4"),
+        ({"model": {"layers": 2}, "parallel": {"pipeline": 4}}, None, "a multiple of 4"),
         (
             {"model": {"layers": 6}, "parallel": {"pipeline": 2, "virtual": 2}},
             None,
-            "set model.layers to 4 or 8",
+            "set model.layers to a multiple of 4",
         ),
         ({"parallel": {"virtual": 2}}, None, "parallel.virtual needs a pipeline"),
         (
             {"parallel": {"pipeline": 2, "virtual": 2}, "data": {"microbatches": 3}},
             None,
-            "set it to 2 or 4",
+            "in multiples of parallel.pipeline 2, got",
         ),
         ({"parallel": {"pipeline": 2, "ranks": 3}}, None, "multiple of 2 ranks"),
         ({"parallel": {"pipeline": 2}}, 5, "5 ranks can't be divided"),
