@@ -23,7 +23,7 @@ from megatron_offload.cli.options import Options, writing
 from megatron_offload.cli.source import Recorded
 from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import PlanFileConfig
-from megatron_offload.core.trace import StepTrace, read_traces
+from megatron_offload.core.trace import read_traces
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
@@ -120,22 +120,11 @@ def read_report(folder: Path) -> Report:
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
         findings=comparison.findings if comparison else None,
-        traces=_traces(main),
+        traces=[one for path in rank_files(main, "trace") for one in read_traces(path)],
         plan=plan,
         plan_is_followed=is_followed,
         tradeoff=_tradeoff(folder, memory, None if is_simulated else times.change),
     )
-
-
-def _traces(main: Path) -> list[StepTrace]:
-    traces: list[StepTrace] = []
-    for path in rank_files(main, "trace"):
-        found = read_traces(path)
-        if [path.name] != [f"trace_{trace.rank}.json" for trace in found]:
-            ranks = ", ".join(str(trace.rank) for trace in found) or "none"
-            raise ConfigError(f"{path} is of rank {ranks}; put the file back or run again")
-        traces += found
-    return traces
 
 
 def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:

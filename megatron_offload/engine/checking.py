@@ -16,7 +16,7 @@ from megatron_offload.core.group import GroupState
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import CorruptionError
-from megatron_offload.memory.storage import span_bytes
+from megatron_offload.memory.tensor_pool import span_bytes
 
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 20

@@ -21,7 +21,7 @@ from megatron_offload.engine.recipe import FunctionRecipe, Input
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.memory.storage import span_bytes
+from megatron_offload.memory.tensor_pool import span_bytes
 
 READY_MARK = "_offload_ready"
 """The attribute of a tensor that holds its version and the event behind its producer, once told."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import Block, OffloadGroup
-from megatron_offload.memory.storage import num_owners
+from megatron_offload.memory.tensor_pool import num_owners
 
 
 class ForeignOwners:

@@ -26,7 +26,7 @@ from megatron_offload.engine.group import Block, BlockRef
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
-from megatron_offload.memory.storage import span_bytes
+from megatron_offload.memory.tensor_pool import span_bytes
 
 _SAME = nullcontext()
 

@@ -20,7 +20,7 @@ from megatron_offload.core.group import OFFLOADING, ON_HOST
 from megatron_offload.engine.group import Block, Flight, OffloadGroup
 from megatron_offload.engine.observer import Observer
 from megatron_offload.memory.host_pool import HostPool, HostRegion
-from megatron_offload.memory.storage import num_owners
+from megatron_offload.memory.tensor_pool import num_owners
 
 
 class Sources:

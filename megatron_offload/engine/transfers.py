@@ -29,8 +29,7 @@ from megatron_offload.engine.release import Sources
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
-from megatron_offload.memory.storage import num_owners
-from megatron_offload.memory.tensor_pool import TensorPool
+from megatron_offload.memory.tensor_pool import TensorPool, num_owners
 
 _SLAB_SHARE = 16
 """Blocks of a group share a host region where they are at most this fraction of a slab: what is

@@ -12,7 +12,6 @@ import torch
 from megatron_offload.backends.base import Backend, Event
 from megatron_offload.core.units import format_bytes
 from megatron_offload.memory.host_pool import HostPool, HostRegion
-from megatron_offload.memory.storage import num_owners
 
 
 class TensorPool:
@@ -245,3 +244,16 @@ OffloadTensorPool = GPUTensorPool
 """The name in Megatron-core 0.19."""
 
 PoolKey = tuple[tuple[int, ...], torch.dtype]
+
+
+def num_owners(storage: torch.UntypedStorage) -> int:
+    """Count the owners of a storage: tensors, and the Python handle itself."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last, in its storage."""
+    span = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        span += int((size - 1) * stride)
+    return span * tensor.itemsize

@@ -1,6 +1,6 @@
 """Writes and reads the state of a run, as safetensors files beside a JSON description.
 
-A file counts only with the digest that was written down for it. Every error is raised on all ranks.
+Every error is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.errors import ConfigError, OffloadError, shorten
+from megatron_offload.files.text import open_regular
 from megatron_offload.train.parallel import Parallel
 from megatron_offload.train.run_folder import (
     CheckpointFolder,
     Manifest,
-    digest_of_file,
     read_checkpoint,
 )
 
@@ -47,13 +47,8 @@ class Checkpoints:
         try:
             self.parallel.on_owner(lambda: self.folder.begin(step))
             torch.get_device_module(self.device).synchronize()
-            mine = self.parallel.agreed(lambda: self._write(self.folder.part_of(step)))
-            manifest = Manifest(
-                format=7,
-                step=step,
-                decides=self.decides,
-                files={k: v for each in self.parallel.gather(mine) for k, v in each.items()},
-            )
+            self.parallel.agreed(lambda: self._write(self.folder.part_of(step)))
+            manifest = Manifest(format=7, step=step, decides=self.decides)
             self.parallel.on_owner(lambda: self.folder.publish(manifest))
         except (OSError, ConfigError) as error:
             if self.parallel.is_owner:
@@ -75,52 +70,47 @@ class Checkpoints:
             return None
         manifest = agreed(lambda: read_checkpoint(path, self.decides))
         _make_optimizer_states(self.optimizer)
-        agreed(lambda: self._read(path, manifest))
+        agreed(lambda: self._read(path))
         return path, manifest.step
 
-    def _write(self, folder: Path) -> dict[str, str]:
-        """Write this rank's files, a stage's if it is the first that holds it; return digests."""
+    def _write(self, folder: Path) -> None:
+        """Write this rank's files, a stage's if it is the first that holds it."""
         parts = {f"rank_{self.parallel.rank}": RandomStates([self.device.type]).tensors()}
         if self.parallel.dp_rank == 0:
             parts[f"stage_{self.parallel.pp_rank}"] = _stage_tensors(self.optimizer, self.chunks)
-        paths = [_write_tensors(folder / f"{k}.safetensors", v) for k, v in parts.items()]
-        return {path.name: digest_of_file(path) for path in paths}
+        for name, tensors in parts.items():
+            _write_tensors(folder / f"{name}.safetensors", tensors)
 
-    def _read(self, folder: Path, manifest: Manifest) -> None:
+    def _read(self, folder: Path) -> None:
         """Put the tensors of this rank's files back where `_write` found them."""
         states = RandomStates([self.device.type])
         state = _stage_tensors(self.optimizer, self.chunks)
         mine, stage = f"rank_{self.parallel.rank}", f"stage_{self.parallel.pp_rank}"
         for name, targets in ((mine, states.tensors()), (stage, state)):
-            path = folder / f"{name}.safetensors"
-            _read_tensors(path, manifest.files.get(path.name), targets)
+            _read_tensors(folder / f"{name}.safetensors", targets)
         for group, name in _groups_with_step(self.optimizer):
             if not isinstance(group["step"], torch.Tensor):
                 group["step"] = int(state[name].item())
         states.set()
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    """Write tensors; return their file once it is on disk."""
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors; their file is on disk then."""
     try:
         save_file({key: x.to("cpu", copy=True).contiguous() for key, x in tensors.items()}, path)
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return path
 
 
-def _read_tensors(path: Path, digest: str | None, targets: Mapping[str, torch.Tensor]) -> None:
-    """Fill ``targets`` from the file of this digest, which must hold them all, and nothing else."""
-    if digest_of_file(path) != digest:
-        raise ConfigError(
-            f"{path} is damaged, or the file of another checkpoint: its digest is not the one "
-            f"that was written down; remove {path.parent} to go on from the checkpoint before"
-        )
+def _read_tensors(path: Path, targets: Mapping[str, torch.Tensor]) -> None:
+    """Fill ``targets`` from a file, which must hold them all, and nothing else."""
     missing = dict(targets)
+    with open_regular(path) as file:
+        content = file.read()
     try:
-        for key, stored in load_file(path).items():
+        for key, stored in load(content).items():
             target = missing.pop(key, None)
             if _kind(stored) != _kind(target):
                 raise ConfigError(
@@ -128,7 +118,7 @@ def _read_tensors(path: Path, digest: str | None, targets: Mapping[str, torch.Te
                     f"{_kind(target)}"
                 )
             targets[key].copy_(stored)
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
     if missing:
         raise ConfigError(f"{path} holds no {next(iter(missing))!r}")

@@ -7,7 +7,6 @@ in it is on disk, and loses it first. What is read is data: nothing in it is imp
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from pydantic import Field
 
 from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.strict_model import StrictModel, read_model, write_model
-from megatron_offload.files.text import open_regular, replace_text, sync_folder
+from megatron_offload.files.text import replace_text, sync_folder
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME, read_steps
 
@@ -35,8 +34,6 @@ _NUM_KEPT = 2
 
 _NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,14})")
 _MANIFEST = "checkpoint.json"
-
-_FileName = Annotated[str, Field(pattern=r"^(stage|rank)_[0-9]{1,9}\.safetensors$")]
 
 
 class RunFacts(StrictModel):
@@ -162,8 +159,6 @@ class Manifest(StrictModel):
     step: Annotated[int, Field(ge=1, lt=10**15)]
     decides: dict[str, Any]
     """By `deciding`."""
-    files: dict[_FileName, str]
-    """Digest of every file that holds tensors, by `digest_of_file`."""
 
 
 class CheckpointFolder:
@@ -255,9 +250,3 @@ def read_checkpoint(path: Path, decides: dict[str, Any]) -> Manifest:
             f"{'; '.join(lines)}. Set that back, or start over in another run.output"
         )
     return manifest
-
-
-def digest_of_file(path: Path) -> str:
-    """Return a digest of 128 bits of a regular file's bytes. It tells accidents, not intent."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

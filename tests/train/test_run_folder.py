@@ -130,7 +130,7 @@ def write(folder, *steps, decides=None):
 
 def publish(folder, step, decides=None):
     decides = decides or deciding(config(), 1)
-    folder.publish(Manifest(format=7, step=step, decides=decides, files={}))
+    folder.publish(Manifest(format=7, step=step, decides=decides))
 
 
 def names(folder):

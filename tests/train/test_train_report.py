@@ -11,7 +11,6 @@ from training_runs import TINY
 
 from megatron_offload.cli import compare, report
 from megatron_offload.config import load_yaml
-from megatron_offload.core.trace import read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.train.config import TrainConfig
@@ -145,15 +144,8 @@ def test_folders_without_a_run_are_refused(tmp_path):
         report.read_report(tmp_path)
 
 
-def test_timelines_that_are_missing_or_mixed_up_are_said(folder):
+def test_timelines_may_be_missing(folder):
     inner = folder / "with_offload"
-    both = [read_traces(inner / f"trace_{rank}.json")[0] for rank in range(2)]
-    write_traces(inner / "trace_1.json", both)
-    with pytest.raises(ConfigError, match=r"trace_1\.json is of rank 0, 1;"):
-        report.read_report(folder)
-    shutil.copy(inner / "trace_0.json", inner / "trace_1.json")
-    with pytest.raises(ConfigError, match=r"trace_1.json is of rank 0"):
-        report.read_report(folder)
     for path in inner.glob("trace_*"):
         path.unlink()
     assert report.read_report(folder).traces == []
