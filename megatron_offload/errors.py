@@ -5,12 +5,10 @@ The text of an error says what happened, the numbers, and what to do about it.
 
 from __future__ import annotations
 
-import bisect
 import difflib
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-_MOST_COMPARED = 500
 _LONGEST_COMPARED = 200
 _MOST_LISTED = 50
 
@@ -64,15 +62,10 @@ class IntegrationError(OffloadError, RuntimeError):
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest valid name, or the list of all of them.
-
-    Of very many names, those are looked at that begin like ``name``, and the first are listed.
-    """
+    """Return ``"; did you mean 'x'?"`` for the nearest valid name, or a list of the first ones."""
     names = sorted({str(v) for v in valid})
-    first = max(0, bisect.bisect(names, name) - _MOST_COMPARED // 2)
-    near = names[first : first + _MOST_COMPARED] if len(names) > _MOST_COMPARED else names
     # Comparing takes the product of both lengths.
-    compared = [one[:_LONGEST_COMPARED] for one in near]
+    compared = [one[:_LONGEST_COMPARED] for one in names]
     nearest = difflib.get_close_matches(name[:_LONGEST_COMPARED], compared, n=1, cutoff=0.5)
     if nearest:
         return f"; did you mean {nearest[0]!r}?"

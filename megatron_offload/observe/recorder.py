@@ -29,9 +29,8 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
 from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
-from megatron_offload.observe.boundaries import Boundary, BoundaryObserver
 from megatron_offload.observe.live_bytes import meter_of
-from megatron_offload.observe.measure import CopyTimer, LossTimer
+from megatron_offload.observe.measure import Boundary, BoundaryObserver, CopyTimer, LossTimer
 
 _Identity: TypeAlias = tuple[GroupKey, int]
 

@@ -19,8 +19,7 @@ from megatron_offload.core.trace import STREAMS, ByteCount, Counter, Span, StepT
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
-from megatron_offload.observe.boundaries import Boundary, BoundaryObserver
-from megatron_offload.observe.measure import CopyTimer
+from megatron_offload.observe.measure import Boundary, BoundaryObserver, CopyTimer
 
 
 @contextmanager
