@@ -49,7 +49,7 @@ from megatron_offload.planning.simulate import (
 from megatron_offload.planning.streams import RELEASE, RELOAD
 
 _NUM_ROOMS = 10
-_NUM_ORDERS = 5
+_NUM_ORDERS = 2
 
 _Shares: TypeAlias = tuple[float, float]
 _SAME: _Shares = (1.0, 1.0)
@@ -620,15 +620,9 @@ class _Rank(Footprint):
     def __init__(self, profile: StepProfile, without: RankResult) -> None:
         super().__init__(profile, without)
         self.keys = frozenset(group.key for group in self.groups)
-        longest = sorted(self.groups, key=lambda group: -group.life_us)
-        half = len(longest) // 2
-        self._orders = (
-            _spread(longest),
-            longest,
-            sorted(longest, key=lambda group: -group.life_us / group.num_bytes),
-            _spread(longest[:half]) + _spread(longest[half:]),
-            sorted(longest, key=lambda group: -group.num_bytes),
-        )
+        in_order = sorted(self.groups, key=lambda group: group.first_row)
+        largest = sorted(in_order, key=lambda group: (-group.num_bytes, -group.life_us))
+        self._orders = _spread(in_order), largest
 
     def cover(self, order: int, target_bytes: int, room_bytes: int) -> list[GroupKey]:
         """Return what moves so that its rows keep a target: as the order says, less what need not.
@@ -692,10 +686,9 @@ def _unit_choices(profile: StepProfile, stages: Sequence[int]) -> Iterator[UnitC
 
 def _spread(groups: Sequence[LiveGroup]) -> list[LiveGroup]:
     """Return groups so that the first of them, however many, lie evenly over the step."""
-    in_order = sorted(groups, key=lambda group: group.first_row)
     num_bits = len(groups).bit_length()
     return [
-        in_order[place]
+        groups[place]
         for place in sorted(range(len(groups)), key=lambda place: f"{place:0{num_bits}b}"[::-1])
     ]
 
