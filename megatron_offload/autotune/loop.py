@@ -7,6 +7,10 @@
 It begins from the side that fits and keeps where steps wait. What a plan costs is told by what its
 own steps have lost, so none is taken without offload. Only steps that are looked at are timed.
 Exactness depends on nothing here: what goes wrong costs a warning, and everything goes on moving.
+
+A rank that waits for a copy, or makes something again, often loses what it would have waited for
+another rank anyway. So what each pass has lost is put into the simulated step without offload: as
+much longer as that becomes, the plan has made the step.
 """
 
 from __future__ import annotations
@@ -16,11 +20,10 @@ import itertools
 import json
 import logging
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_offload.autotune.agree import Ranks
-from megatron_offload.autotune.cost import cost_of
 from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, search_of
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import Machine
@@ -32,13 +35,15 @@ from megatron_offload.errors import OffloadError, StateError
 from megatron_offload.observe.measure import MeasuredStep, StepTimer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
-from megatron_offload.planning.deadline import ending_after
-from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
+from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
 from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profile_file import parse_profile, profile_to_json
 from megatron_offload.planning.profiled_job import FROM_COPIES, job_of, schedule_of, slowest_link
+from megatron_offload.planning.replay import ending_after
+from megatron_offload.planning.schedule import Pass, PassKind
+from megatron_offload.planning.simulate import simulate
 
 _MOST_PROGRAMS = 3
 """So often it begins anew, where a program has changed for good."""
@@ -277,3 +282,40 @@ class MeasuredLoop:
             self._known = learner.profile
             return False
         return learner.is_steady
+
+
+_COPIES_GBPS = 10_000.0
+"""What copies take of the device's memory bandwidth, kernels lack: so many bytes copied cost them
+a second, which no wait shows."""
+
+
+def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCost:
+    """Return what a step has cost.
+
+    Args:
+        job: the step.
+        shown: by pipeline rank, what each of its processes has measured.
+    """
+    settings = []
+    for rank, passes in enumerate(job.schedule.ranks):
+        steps = shown.get(rank)
+        lost_us: tuple[float, ...] = ()
+        if steps and all(step.lost_us for step in steps):
+            slowest = max(steps, key=lambda step: sum(map(sum, step.lost_us)))
+            slowed_us = slowest.copied_bytes / _COPIES_GBPS / 1e3 / len(passes)
+            lost_us = tuple(us + slowed_us for us in _by_pass(passes, slowest.lost_us))
+        settings.append(replace(NO_OFFLOAD, lost_us=lost_us))
+    step_us = max(step.step_us for steps in shown.values() for step in steps)
+    return MeasuredCost(step_us, simulate(job, settings).step_us - simulate(job).step_us)
+
+
+def _by_pass(passes: Sequence[Pass], lost_us: Sequence[Sequence[float]]) -> Iterator[float]:
+    """Yield what each pass has lost; the chunks of a step are its forwards, in their order."""
+    chunks: dict[tuple[int, int], Sequence[float]] = {}
+    by_chunk = iter(lost_us)
+    for one in passes:
+        place = one.stage, one.microbatch
+        is_forward = one.kind is PassKind.FORWARD
+        if is_forward:
+            chunks[place] = next(by_chunk)
+        yield chunks[place][not is_forward]

@@ -14,8 +14,8 @@ from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
 from megatron_offload.planning.choice import Chooser
-from megatron_offload.planning.deadline import OutOfTimeError, ending_after
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, RankPlan
+from megatron_offload.planning.replay import OutOfTimeError, ending_after
 
 MOST_PLANNING_S = 10.0
 

@@ -7,11 +7,18 @@ from here, whatever the copies cost; `megatron_offload.planning.streams` adds th
 Memory is counted as the allocator sees it: in the order of the compute stream's program. A source
 takes device memory until the compute stream has waited for its copy, a reload's target from its
 issue on, and host memory is taken from the issue of the offload to that of the reload.
+
+How long planning takes has a bound, looked at in the middle of simulations, too. Time is that of
+the thread's own work: what else the machine does changes no plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -21,9 +28,31 @@ from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
 from megatron_offload.core.step import Forecast, StepDecisions, forecast_of
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.planning.deadline import check_time
+from megatron_offload.errors import OffloadError
 from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings, StageWork
 from megatron_offload.planning.schedule import Pass, PassKind
+
+_ends_s = ContextVar("_ends_s", default=math.inf)
+
+
+class OutOfTimeError(OffloadError):
+    """Planning would take longer than it may."""
+
+
+@contextmanager
+def ending_after(seconds: float) -> Iterator[None]:
+    """Let what simulates inside end with `OutOfTimeError` after so long."""
+    token = _ends_s.set(time.thread_time() + seconds)
+    try:
+        yield
+    finally:
+        _ends_s.reset(token)
+
+
+def check_time() -> None:
+    """Raise `OutOfTimeError` where the time is up."""
+    if time.thread_time() > _ends_s.get():
+        raise OutOfTimeError("planning takes too long")
 
 
 class OpKind(IntEnum):

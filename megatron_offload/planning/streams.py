@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, Span, StepTrace
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.deadline import check_time
 from megatron_offload.planning.job import Job
-from megatron_offload.planning.replay import OpKind, RankProgram
+from megatron_offload.planning.replay import OpKind, RankProgram, check_time
 
 if TYPE_CHECKING:
     import simpy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_offload.autotune.cost import cost_of
+from megatron_offload.autotune.loop import cost_of
 from megatron_offload.observe.measure import MeasuredStep
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.job import NO_OFFLOAD, RankSettings

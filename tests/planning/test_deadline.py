@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from problems import make_job
 
-from megatron_offload.planning import deadline
-from megatron_offload.planning.deadline import OutOfTimeError, ending_after
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.replay import replay
+from megatron_offload.planning.replay import OutOfTimeError, ending_after, replay
 from megatron_offload.planning.simulate import simulate_programs
 
 
@@ -22,7 +22,7 @@ def test_a_simulation_ends_in_its_middle_when_the_time_is_up(monkeypatch):
         looks.append(1)
         return float(len(looks))  # a second from one look to the next
 
-    monkeypatch.setattr(deadline.time, "thread_time", clock)
+    monkeypatch.setattr(time, "thread_time", clock)
     for one in (lambda: replay(job, 0, RankSettings()), lambda: simulate_programs(job, programs)):
         looks.clear()
         with pytest.raises(OutOfTimeError), ending_after(2.0):
