@@ -32,7 +32,7 @@ from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import Bytes, write_model
+from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.plan_file import save_plan
@@ -50,7 +50,7 @@ _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 class Given(SourceOptions):
     """The options of ``plan``."""
 
-    device_target: tuple[Bytes, ...] | None = None
+    device_target: tuple[TargetBytes, ...] | None = None
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
     max_cost: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None

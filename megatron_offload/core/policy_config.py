@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_offload.files.strict_model import Bytes, Converted, StrictModel
+from megatron_offload.files.strict_model import Converted, StrictModel, TargetBytes
 
 
 class ModulesConfig(StrictModel):
@@ -40,7 +40,7 @@ class MemoryTargetConfig(SolvedConfig):
     kind: Literal["memory_target"]
 
     target_bytes: Converted[
-        Bytes | Annotated[tuple[Bytes, ...], Field(min_length=1)],
+        TargetBytes | Annotated[tuple[TargetBytes, ...], Field(min_length=1)],
         int | str | list[int | str] | tuple[int | str, ...],
     ]
     """Most device memory that a rank reserves: one size for all pipeline ranks, or a list."""

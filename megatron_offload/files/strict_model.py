@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -36,6 +37,17 @@ def _plain_size(value: Any) -> Any:
 
 Bytes = Annotated[ByteSize, BeforeValidator(_plain_size), Field(lt=2**63)]
 """A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
+
+
+def _with_unit(size: ByteSize) -> ByteSize:
+    """Refuse what no step fits into, and what was meant in another unit."""
+    if size < 1024:
+        raise ValueError(f"{size} is {size} bytes; write {size}GiB or {size}MiB")
+    return size
+
+
+TargetBytes = Annotated[Bytes, AfterValidator(_with_unit)]
+"""What a step has to fit into."""
 
 
 if TYPE_CHECKING:

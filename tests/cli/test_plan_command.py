@@ -238,6 +238,7 @@ def test_keys_win(tmp_path, model):
         (("--model", "MODEL", "--set", "model.layrs=3"), "did you mean 'layers'"),
         (("--model", "MODEL", "--max-cost", "1", "--device-target", "1GiB"), "give either --dev"),
         (("--model", "MODEL", "--device-target", "much"), "device-target.0"),
+        (("--model", "MODEL", "--device-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
         (("--model", "MODEL", "--max-cost", "-1"), "'max-cost'"),
         (("RUN", "--set", "model.layers=3"), "unknown key 'model'"),
         (("--model", "MODEL", "--machine", "UNMEASURED"), "no bandwidths of GPUs"),

@@ -39,6 +39,8 @@ def test_one_target_is_every_rank_s(target, targets):
         ("policy: {kind: memory_target, target_bytes: -1}", "0 or more bytes"),
         ("policy: {kind: memory_target, target_bytes: [1GiB, lots]}", "target_bytes"),
         ("policy: {kind: memory_target, target_bytes: []}", "target_bytes"),
+        ("policy: {kind: memory_target, target_bytes: 22}", "22 is 22 bytes; write 22GiB"),
+        ("policy: {kind: memory_target, target_bytes: [1GiB, 22]}", "write 22GiB or 22MiB"),
         ("policy: {kind: plan_file, path: ''}", "path"),
         ("policy: modules", "policy"),
     ],
