@@ -25,6 +25,7 @@ COMMANDS = {
     "simulate": "predict a step without and with offload, with no GPU",
     "report": "write one HTML page about a run",
     "doctor": "say what is wrong with this machine for offload",
+    "trace": "put a run's timelines into one file for Perfetto",
 }
 
 _EPILOG = """\

@@ -21,6 +21,7 @@ WRITES = {
     "simulate": ["--plan", "--trace", "perfetto"],
     "report": ["report.html", "tradeoff.json"],
     "doctor": ["--output", "plan --machine"],
+    "trace": ["trace_<rank>.json", "trace.json", "perfetto"],
 }
 
 
@@ -87,6 +88,7 @@ def test_help_lists_every_key_with_its_text(name, capsys):
         (("--vversion",), "unrecognized arguments: --vversion"),
         (("report",), "required: FOLDER"),
         (("report", "/nowhere"), "there is no folder /nowhere"),
+        (("trace", "/nowhere"), "there is no folder /nowhere"),
         (("report", "x", "--ouput", "y"), "arguments: --ouput y; did you mean '--output'?"),
         (("plan", "--max-cost", "x"), "'max-cost': input should be a valid number"),
         (("train", "--config"), "argument --config: expected one argument"),

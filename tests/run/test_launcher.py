@@ -303,6 +303,7 @@ def test_what_is_settled_is_said_once_and_one_step_is_reported(tmp_path, capsys)
     said = capsys.readouterr().out
     assert said.count("megatron-offload: a step of rank 0 moves *") == 1
     assert {path.name for path in loop_files(tmp_path)} == {"trace_0.json", "profile_0.json"}
+    assert cli.main(["trace", str(tmp_path / "report")]) == 0
     manager.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 from megatron_offload.cli import report
 from megatron_offload.cli.main import main
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
@@ -144,3 +145,24 @@ def test_a_plan_that_was_made_of_a_comparison_later_is_none_that_the_run_followe
     assert report._plan(main, folder) == (later, False)
     save_plan(followed, folder / "plan.json")
     assert report._plan(main, folder) == (followed, True)
+
+
+def traced(folder, *ranks):
+    folder.mkdir()
+    for rank in ranks:
+        spans = [Span("compute", "forward", "a", 0, 900), Span("d2h", "d2h", "a", 200, 500, 1000)]
+        write_traces(folder / f"trace_{rank}.json", [StepTrace(rank, spans)])
+    return folder
+
+
+def test_timelines_of_all_ranks_are_put_into_one_file(tmp_path, capsys):
+    folder = traced(tmp_path / "run", 0, 1)
+    assert main(["trace", str(folder)]) == 0
+    assert f"trace: {folder / 'trace.json'}" in capsys.readouterr().out
+    own = [one for rank in (0, 1) for one in read_traces(folder / f"trace_{rank}.json")]
+    assert read_traces(folder / "trace.json") == own
+
+
+def test_a_folder_without_timelines_is_told_how_to_get_some(tmp_path, capsys):
+    assert main(["trace", str(traced(tmp_path / "run"))]) == 2
+    assert "holds no timelines; set run.trace_step" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""Put the timelines of a run's ranks into one file for https://ui.perfetto.dev.
+
+reads    trace_<rank>.json in FOLDER, of a comparison in that of its run with offload; a run leaves
+         them with run.trace_step, a Megatron job with --offload-report FOLDER
+prints   where the file is
+writes   FOLDER/trace.json; 'megatron-offload report' draws the timelines of the trainer's runs
+
+exit status: 0 written, 2 bad input
+
+example: megatron-offload trace runs/quickstart
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic_settings import CliPositionalArg
+
+from megatron_offload.cli.options import Options, writing
+from megatron_offload.core.trace import read_traces, write_traces
+from megatron_offload.errors import ConfigError
+from megatron_offload.report.console import console
+from megatron_offload.train.run_folder import main_folder, rank_files
+
+
+class Given(Options):
+    """The options of ``trace``."""
+
+    folder: CliPositionalArg[Path]
+    """Where the timelines are."""
+
+
+def run(given: Given) -> int:
+    """Write ``trace.json``; return 0."""
+    paths = rank_files(main_folder(given.folder), "trace")
+    if not paths:
+        raise ConfigError(f"{given.folder} holds no timelines; set run.trace_step: 4 and run again")
+    with writing(path := given.folder / "trace.json"):
+        write_traces(path, [one for file in paths for one in read_traces(file)])
+    console().print(f"trace: {path}, for https://ui.perfetto.dev")
+    return 0
