@@ -37,7 +37,7 @@ from megatron_offload.planning.plan import (
     rank_plan,
 )
 from megatron_offload.planning.policy import plan_by_rule
-from megatron_offload.planning.replay import RankProgram, RankWork, replay
+from megatron_offload.planning.replay import RankProgram, RankWork, half_the_time, replay
 from megatron_offload.planning.simulate import (
     RankResult,
     Simulation,
@@ -323,10 +323,8 @@ class Chooser:
             return False
 
         def best(level: int = top) -> _Found:
-            return min(
-                (one for one in found.values() if max(way.level for way in one.ways) <= level),
-                key=lambda one: one.us,
-            )
+            low = (one for one in found.values() if max(way.level for way in one.ways) <= level)
+            return min(low, key=lambda one: one.us)
 
         def climb(level: int) -> bool:
             """Look around the best with so many kinds made again; return whether it is enough."""
@@ -384,27 +382,26 @@ class Chooser:
             if self._keeps(targets, settings):
                 starts.append(_Found(self._simulate(settings).step_us, ways, settings))
         num_left = self._most_changes
-        for index, best in enumerate(starts):
-            changes = self._changes(best.settings, may_remake=may_remake)
-            num_in_vain = 0
-            for rank, change in cycle(changes):
-                if num_left == 0 or num_in_vain == len(changes):
-                    break
-                num_left, num_in_vain = num_left - 1, num_in_vain + 1
-                one = change(best.settings[rank])
-                settings = (*best.settings[:rank], one, *best.settings[rank + 1 :])
-                if self._keeps(targets, settings):
-                    us = self._simulate(settings).step_us
-                    if us < best.us:
-                        best, num_in_vain = best._replace(us=us, settings=settings), 0
-            starts[index] = best
+        with half_the_time():
+            for index, best in enumerate(starts):
+                changes = self._changes(best.settings, may_remake=may_remake)
+                num_in_vain = 0
+                for rank, change in cycle(changes):
+                    if num_left == 0 or num_in_vain == len(changes):
+                        break
+                    num_left, num_in_vain = num_left - 1, num_in_vain + 1
+                    one = change(best.settings[rank])
+                    settings = (*best.settings[:rank], one, *best.settings[rank + 1 :])
+                    if self._keeps(targets, settings):
+                        us = self._simulate(settings).step_us
+                        if us < best.us:
+                            best, num_in_vain = best._replace(us=us, settings=settings), 0
+                            starts[index] = best
         return starts
 
     def _keeps(self, targets: Sequence[int], settings: _Settings) -> bool:
-        return all(
-            self._peak(rank, one) <= target
-            for rank, (one, target) in enumerate(zip(settings, targets, strict=True))
-        )
+        peaks = map(self._peak, range(len(targets)), settings)
+        return all(peak <= target for peak, target in zip(peaks, targets, strict=True))
 
     def _changes(self, settings: _Settings, *, may_remake: bool) -> list[tuple[int, _Change]]:
         """Return changes of each rank: of limits and kinds first, then of groups in a random order.

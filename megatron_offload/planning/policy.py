@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
-from megatron_offload.errors import ConfigError
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
 from megatron_offload.planning.plan_file import load_plan
 
@@ -80,10 +79,6 @@ class RatioPolicy:
     kind: ClassVar[str] = "ratio"
 
     ratio: float
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.ratio <= 1.0:
-            raise ConfigError(f"a ratio is between 0 and 1, got {self.ratio}")
 
     def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
         """Return the plan of all ranks, from one profile of each, in any order."""
