@@ -103,6 +103,8 @@ def read_options(
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Make a file's folder; what the operating system refuses is a `ConfigError`."""
+    if path.is_dir():
+        raise ConfigError(f"{str(path)!r} is a folder; name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -187,7 +187,7 @@ def test_a_plan_for_a_run_has_the_run_s_budgets_where_it_sets_none(tmp_path, cap
     ("words", "expected"),
     [
         (("--model", "MODEL", "--plan", "/nowhere.json"), "can't read /nowhere.json"),
-        (("--model", "MODEL", "--trace", "/"), "'trace': '/' is a folder"),
+        (("--model", "MODEL", "--trace", "/"), "'/' is a folder; name a file"),
         (("--model", "TRAINER"), "trainer.yaml is a configuration of 'train' .*'parallel'"),
         (("--model", "MODEL", "--machine", "TRAINER"), "trainer.yaml"),
         (("--model", "MODEL", "--trace", "/proc/x.json"), "can't write /proc/x.json"),
