@@ -170,6 +170,7 @@ def test_without_a_gpu_memory_is_what_was_saved(tmp_path):
     assert load_run(folder).memory == "saved activations"
 
 
+@pytest.mark.slow
 def test_a_run_is_planned_with_the_bandwidths_that_its_copies_got(tmp_path, capsys):
     folder = ran(tmp_path / "run")
     assert plan(folder, "--device-target", "1TiB") == 0
@@ -271,6 +272,7 @@ def test_planning_needs_no_torch(tmp_path):
     assert printed.endswith("imported:\n")
 
 
+@pytest.mark.slow
 def test_the_plan_that_a_run_followed_is_not_replaced(tmp_path, capsys):
     folder = ran(tmp_path / "run")
     (folder / "config.yaml").write_text("offload: {policy: {kind: auto}}")

@@ -204,6 +204,7 @@ def test_uninstall_restores_exactly(run):
     assert references["layers_restored"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", RUNS, ids="-".join)
 def test_what_draws_in_a_fork_of_megatrons_tracker_is_made_again_to_the_bit(run):
     found = finding(run)["tracker"]

@@ -159,6 +159,7 @@ def remaking_job(machine):
     return replace(job, stages=stages)
 
 
+@pytest.mark.slow
 def test_what_costs_little_is_made_again_and_what_costs_much_only_where_the_link_is_the_limit():
     made = []
     for machine in (Machine(), NARROW):

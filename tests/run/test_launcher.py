@@ -179,6 +179,7 @@ def test_the_scripts_own_help_lists_our_flags(launch, version):
     assert "--num-layers" in done.stdout
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_unknown_module_is_refused_with_the_nearest_name(launch, version):
     done = launch(version, *job(version, "--offload-modules", "core_attn", "mlp_fc3"))
@@ -207,6 +208,7 @@ def test_without_a_word_offload_is_on_for_attention_and_mlp(launch):
 FULL = ("--recompute-granularity", "full", "--recompute-num-layers", "1", "--recompute-method")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("version", VERSIONS)
 def test_with_full_recompute_the_inputs_of_layers_are_marked(launch, version):
     done = launch(version, *job(version, *FULL, "uniform"))
