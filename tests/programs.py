@@ -18,6 +18,15 @@ TWO_TIMINGS = ("late", "random")
 """For what asks no question of order, as doors do; hazards are tried at all."""
 KIB = 1024
 
+MOVING = OffloadConfig(
+    backend="simulated",
+    host_memory_bytes="256MiB",
+    max_inflight_bytes=0,
+    prefetch_bytes=0,
+    policy={"kind": "modules"},
+)
+"""Everything moves, at once and back at its use."""
+
 
 def make_config(timing="late", *, seed=0, **settings):
     plans = dict(settings.get("policy") or {}).get("kind") in ("auto", "memory_target")

@@ -6,9 +6,9 @@ import contextlib
 
 import pytest
 import torch
-from programs import assert_nothing_left, assert_same
+from programs import MOVING, assert_nothing_left, assert_same
 
-from megatron_offload import OffloadActivations, OffloadConfig
+from megatron_offload import OffloadActivations
 from megatron_offload.integrations.hugging_face import OffloadMixin
 
 transformers = pytest.importorskip("transformers", reason="no transformers")
@@ -36,15 +36,6 @@ def make_model(checkpointing):
     return model
 
 
-SETTINGS = OffloadConfig(
-    backend="simulated",
-    host_memory_bytes="256MiB",
-    max_inflight_bytes=0,
-    prefetch_bytes=0,
-    policy={"kind": "modules"},
-)
-
-
 def train(model, context, num_microbatches=2):
     """Take a step; return losses and gradients."""
     torch.manual_seed(1)
@@ -62,7 +53,7 @@ def train(model, context, num_microbatches=2):
 
 @pytest.mark.parametrize("checkpointing", KINDS, ids=["none", "not reentrant", "reentrant"])
 def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing):
-    model, offload = make_model(checkpointing), OffloadActivations(config=SETTINGS)
+    model, offload = make_model(checkpointing), OffloadActivations(config=MOVING)
     expected = train(model, contextlib.nullcontext())
     for _ in range(3):
         assert_same(expected, train(model, offload))
@@ -79,7 +70,7 @@ def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing):
 
 def train_by_trainer(folder, *, offloads):
     class OffloadTrainer(OffloadMixin, transformers.Trainer):
-        offload_config = SETTINGS
+        offload_config = MOVING
 
     generator = torch.Generator().manual_seed(2)
     words = torch.randint(WORDS, (16, LENGTH), generator=generator)

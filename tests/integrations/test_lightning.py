@@ -8,23 +8,13 @@ import warnings
 
 import pytest
 import torch
-from programs import assert_same
+from programs import MOVING, assert_same
 from torch import nn
-
-from megatron_offload import OffloadConfig
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-
-SETTINGS = OffloadConfig(
-    backend="simulated",
-    host_memory_bytes="256MiB",
-    max_inflight_bytes=0,
-    prefetch_bytes=0,
-    policy={"kind": "modules"},
-)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +61,7 @@ def make_model():
 
 def make_callback():
     return importlib.import_module("megatron_offload.integrations.lightning").OffloadCallback(
-        config=SETTINGS
+        config=MOVING
     )
 
 
