@@ -109,6 +109,7 @@ CHOOSES_MODULES = ("ours", "megatron", "recompute-selective")
 SINGLE_STAGE = ("te", "trl")
 WHOLE_MODEL_SETTINGS = ("max_fwd_stash_size", "min_offload_size")
 GRACE_S = 3.0
+SHARE_GPU = "all ranks on one GPU: bits and memory hold, times don't"
 
 _BASE = {"vocabulary": 32000, "dtype": "bf16", "pp": 1, "vpp": 1, "min_elements": 1024 * 1024}
 _BASE |= {"normalization": "RMSNorm", "positions": "rope"}
@@ -161,6 +162,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--deterministic", action="store_true", help="kernels; checks bits as well")
     parser.add_argument("--examine", action="store_true", help="trace one more step of ours")
     parser.add_argument("--profile", action="store_true", help="profile one more step of ours")
+    parser.add_argument("--share-gpu", action="store_true", help=SHARE_GPU)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--output", type=Path, required=True, help="a folder")
@@ -277,7 +279,10 @@ class ModeRun:
         path.write_text(json.dumps(whole | {"timeout_s": options.timeout}))
         self._logs = [logs / f"{self._label}.rank{rank}.log" for rank in range(options.sizes["pp"])]
         self._ranks = Ranks(
-            [sys.executable, str(WORKER), str(path)], worker_environment(options, spec), self._logs
+            [sys.executable, str(WORKER), str(path)],
+            worker_environment(options, spec),
+            self._logs,
+            share_gpu=options.share_gpu,
         )
 
     def finish(self):
@@ -364,12 +369,17 @@ class Ranks:
     Args:
         logs: A file for each rank's output.
         shows_first: whether the first rank's output is this process's instead.
+        share_gpu: whether all take the first GPU. NCCL refuses two ranks on one GPU of a host, so
+            each is a host of its own to it, and they talk by sockets.
     """
 
-    def __init__(self, command, environment, logs, *, shows_first=False):
+    def __init__(self, command, environment, logs, *, shows_first=False, share_gpu=False):
         self._processes = []
         for rank, log in enumerate(logs):
             ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if share_gpu:
+                ranked |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank{rank}"}
+                ranked |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
             with log.open("w") as file:
                 process = subprocess.Popen(
                     command,

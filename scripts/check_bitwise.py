@@ -57,7 +57,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from bench_peers import FIVE, SHAPES, Ranks, check_sizes, last_line, worker_environment
+from bench_peers import FIVE, SHAPES, SHARE_GPU, Ranks, check_sizes, last_line, worker_environment
 
 from megatron_offload.files.text import replace_text
 
@@ -113,6 +113,7 @@ def parse_arguments(arguments=None):
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, help="PP; by default 4, on the CPU 2")
+    parser.add_argument("--share-gpu", action="store_true", help=SHARE_GPU)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--vpp", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
@@ -187,7 +188,8 @@ def combinations(options):
             "model": model,
             "name": name,
             "modules": list(modules),
-            "recompute": list(AGAIN.get(name, ())),
+            # What a layer in 8 bits saves are its own casts, of which no unit is known.
+            "recompute": list(AGAIN.get(name, ())) if model not in _FP8 else [],
             "budgets": budgets,
         }
         for model in options.models
@@ -282,7 +284,9 @@ def launch(options, todo, path, attempt, stop_at):
         spec_path = Path(folder) / "spec.json"
         spec_path.write_text(json.dumps(spec))
         command = [sys.executable, str(WORKER), str(spec_path)]
-        status, rank = Ranks(command, environment, names, shows_first=True).run()
+        status, rank = Ranks(
+            command, environment, names, shows_first=True, share_gpu=options.share_gpu
+        ).run()
         if status == "ok":
             return None
         failures = [json.loads(file.read_text()) for file in Path(folder).glob("rank*.json")]

@@ -94,6 +94,8 @@ def left_out(combination, on_gpu):
         return "megatron-core runs it in 16 bits only"
     if model == "overlap" and combination["pp"] > 1 and combination["vpp"] == 1:
         return "megatron-core interleaves it"
+    if model == "layout" and combination["pp"] == 1:
+        return "one rank has all layers"
     return None
 
 
