@@ -39,7 +39,7 @@ class RandomTokens(Dataset):
         return {"tokens": text[:-1], "labels": text[1:]}
 
 
-def provide_datasets(num_samples):
+def provide_datasets(num_samples, vp_stage=None):  # each stage has its own iterator
     args = get_args()
     return [
         RandomTokens(number or 1, args.seq_length, args.padded_vocab_size - 1)
