@@ -14,13 +14,16 @@ a parameter. A mode is what is done about what autograd saves:
     trl           TRL's OffloadActivations, where that is installed
 
 and with ``checkpoint+`` in front of it each layer is made again in backward, so that autograd saves
-its input alone. Head and loss go by slices of the sequence in all modes.
+its input alone. Head and loss go by slices of the sequence in all modes. With
+``--optimizer-in-backward`` each parameter is updated when its gradient is there, so that no two
+gradients are held at once; else they take in backward the place that the layers' inputs leave.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -131,8 +134,8 @@ class Model(nn.Module):
 class MixedAdamW:
     """AdamW on copies in float32, one parameter after the other, so that gradients go at once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.pairs = []
+    def __init__(self, model: nn.Module, *, in_backward: bool) -> None:
+        self.pairs, self.in_backward = [], in_backward
         for parameter in model.parameters():
             if parameter.requires_grad:
                 own = parameter.detach().float()
@@ -140,7 +143,11 @@ class MixedAdamW:
                 optimizer = torch.optim.AdamW([own], lr=1e-4, fused=own.is_cuda)
                 optimizer.step()  # makes its state, which is there from the first step on
                 own.grad = None
-                self.pairs.append((parameter, own, optimizer))
+                pair = parameter, own, optimizer
+                self.pairs.append(pair)
+                if in_backward:
+                    update = functools.partial(self._update, *pair)
+                    parameter.register_post_accumulate_grad_hook(lambda _, update=update: update())
 
     def restart(self) -> None:
         """Begin anew with the weights that the model has now."""
@@ -150,11 +157,14 @@ class MixedAdamW:
                 value.zero_()
 
     def step(self) -> None:
-        for parameter, own, optimizer in self.pairs:
-            own.grad, parameter.grad = parameter.grad.float(), None
-            optimizer.step()
-            own.grad = None
-            parameter.data.copy_(own)
+        for pair in () if self.in_backward else self.pairs:
+            self._update(*pair)
+
+    def _update(self, parameter: nn.Parameter, own: torch.Tensor, optimizer) -> None:
+        own.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        own.grad = None
+        parameter.data.copy_(own)
 
 
 class Run:
@@ -167,7 +177,7 @@ class Run:
             before, _ = torch.get_default_dtype(), torch.set_default_dtype(torch.bfloat16)
             self.model = Model(options)
             torch.set_default_dtype(before)
-        self.optimizer = MixedAdamW(self.model)
+        self.optimizer = MixedAdamW(self.model, in_backward=options.optimizer_in_backward)
 
     def train(self, mode: str, length: int, num_steps: int) -> dict | None:
         """Take steps of one length; return what they took, or None where memory ran out."""
@@ -284,6 +294,7 @@ def main() -> None:
     modes = [prefix + mode for prefix, mode in itertools.product(("", "checkpoint+"), MODES)]
     modes[modes.index("checkpoint+none")] = "checkpoint"
     parser.add_argument("--modes", nargs="+", choices=modes, metavar="MODE", help=" ".join(modes))
+    parser.add_argument("--optimizer-in-backward", action="store_true", help="hold no gradients")
     parser.add_argument("--output", type=Path, help="a JSON file of what was measured")
     options = parser.parse_args()
     if options.sequence is None and not torch.cuda.is_available():

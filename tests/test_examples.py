@@ -16,11 +16,19 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = "--layers 2 --hidden 64 --ffn 128 --heads 4 --kv-heads 2 --vocabulary 128 --sequence 128"
 
 
-@pytest.mark.parametrize("lora", ["4", pytest.param("0", marks=pytest.mark.slow)])
-def test_a_long_context_has_the_same_losses_in_all_modes(lora, tmp_path):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["--lora", "4"],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["--optimizer-in-backward"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_a_long_context_has_the_same_losses_in_all_modes(kind, tmp_path):
     modes = ["none", "offload", "save_on_cpu", "checkpoint", "checkpoint+offload"]
     output = tmp_path / "found.json"
-    words = [*SMALL.split(), "--steps", "2", "--lora", lora, "--output", output, "--modes", *modes]
+    words = [*SMALL.split(), "--steps", "2", *kind, "--output", output, "--modes", *modes]
     ran = subprocess.run(
         [sys.executable, EXAMPLES / "long_context.py", *words],
         capture_output=True,
