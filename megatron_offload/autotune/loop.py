@@ -55,6 +55,11 @@ _logger = logging.getLogger(__name__)
 
 _NOT_HEARD = "this rank has not heard the others of its job within %g s"
 
+_TOO_EARLY = (
+    "a step was captured into a graph while its plan is still looked for: take some 16 steps "
+    "before (cuda_graph_warmup_steps), or set policy: modules"
+)
+
 _numbers = itertools.count()
 """Of this process's loops: ranks that run one program count alike."""
 
@@ -109,6 +114,10 @@ class MeasuredLoop:
             if policy is not None:
                 self._policy = policy
                 self._steps = self._take_steps()
+        if manager.last_step.is_captured:
+            if not self.is_settled:
+                raise StateError(_TOO_EARLY)
+            return
         if self._steps is not None:
             self._is_spoilt = manager.is_staying  # so that the step tells nothing
             next(self._steps, None)

@@ -151,7 +151,15 @@ class Backend(abc.ABC):
         """Return a context whose host time is no compute, where compute is the host's own."""
         return contextlib.nullcontext()
 
-    # For CUDA graphs; a device without them has neither.
+    # For CUDA graphs; a device without them captures nothing and has neither.
+
+    def is_capturing(self) -> bool:
+        """Whether the compute stream is captured: nothing runs, and the host may wait for nothing.
+
+        Memory can't be pinned then, events of before can't be waited for, nor those of inside it
+        afterwards.
+        """
+        return False
 
     def graph_stream(self) -> Stream | None:
         """Return a new stream to capture a graph on; None where there are no graphs."""

@@ -128,7 +128,12 @@ class CudaBackend(Backend):
     def is_done(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())
 
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def sync_copies(self) -> None:
+        if self.is_capturing():  # nothing runs
+            return
         self.d2h_stream.synchronize()
         self.h2d_stream.synchronize()
 
@@ -175,6 +180,8 @@ class CudaBackend(Backend):
         plainly and registered with the driver. Where the machine has several memory nodes, they
         come from the one next to the device.
         """
+        if self.is_capturing():
+            raise RuntimeError("a CUDA graph is captured")
         if not self._pin_memory:
             return torch.empty(num_bytes, dtype=torch.uint8)
         with running_on(self._near_cpus):  # registering is what touches the pages first

@@ -42,6 +42,7 @@ from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
+from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.plan import OffloadPlan
@@ -63,6 +64,9 @@ _NO_CHUNK = (
 _NO_END = (
     "%d forwards and no end of a step, so nothing was learned from them: take each training step "
     "inside `with manager.step():`, or call reset() after it. This is said once"
+)
+_LOOKED_AT = (
+    "a step was captured into a graph while somebody looks at it: trace, profile and check others"
 )
 _NO_TUNER = (
     "policy %r plans by the run's own steps, and nobody looks at them, so everything moves: call "
@@ -301,6 +305,9 @@ class PipelineOffloadManager:
         `reset` gets a new step now and then, so that nothing grows for ever.
         """
         step = self.decisions
+        if not self._entered and self.backend.is_capturing():
+            self.host_pool.forget_events()  # of steps before; whoever captures has waited for them
+            self.tensor_pool.clear()
         is_unused = bool(step.committed) and not step.num_backwards
         if (is_unused or step.num_chunks >= _MOST_CHUNKS) and step.is_idle():
             if not is_unused:
@@ -379,7 +386,14 @@ class PipelineOffloadManager:
     @guarded
     def _end_step(self) -> None:
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
-        if self.decisions.num_backwards:
+        if self.backend.is_capturing():
+            if self._is_looked_at:
+                raise StateError(_LOOKED_AT)
+            self._last_step.is_captured = True
+            self.transfers.wait_reloads(self.decisions.committed)  # of what nobody has read, too
+            self.host_pool.leave_to_graph()
+            self.tensor_pool.clear()
+        elif self.decisions.num_backwards:
             self._learn()
         elif self.is_passing:
             for observer in self.observers:
@@ -485,8 +499,8 @@ class PipelineOffloadManager:
             What the function returns.
         """
         chunk = self._chunk_of_recipes()
-        if chunk is None:
-            return function(*inputs)
+        if chunk is None or (preserve_rng_state and self.backend.is_capturing()):
+            return function(*inputs)  # a capture can't read the random state
         devices = (one.device.type for one in inputs if isinstance(one, torch.Tensor))
         states = RandomStates(devices) if preserve_rng_state else None
         output = function(*inputs)

@@ -64,6 +64,8 @@ class StepStats:
     """Most bytes whose device memory was released, at one time: less what is being copied."""
     peak_away_bytes_by_name: dict[str, int] = field(default_factory=dict)
     """The same moment, by group name."""
+    is_captured: bool = False
+    """Whether the step was captured into a CUDA graph: what replays move counts nowhere else."""
     leaks: tuple[str, ...] = ()
     """In checking mode, the groups that still held memory when the step ended."""
 
@@ -104,7 +106,7 @@ class StepStats:
         All names are there from the first step on, each with `offload/` in front.
         """
         sums = ("num_groups", "offloaded_bytes", "reloaded_bytes", "remade_bytes", "kept_bytes")
-        own = (x.name for x in fields(self) if isinstance(getattr(self, x.name), int))
+        own = (x.name for x in fields(self) if type(getattr(self, x.name)) is int)
         return {f"offload/{name}": getattr(self, name) for name in (*sums, *own)}
 
     def __str__(self) -> str:
@@ -121,4 +123,7 @@ class StepStats:
             aligned = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
             lines.append("  ".join((name.ljust(first), *aligned)))
         away, host = format_bytes(self.peak_away_bytes), format_bytes(self.peak_host_bytes)
-        return "\n".join((*lines, f"most at a time: {away} off the device, {host} on the host"))
+        whose = " at each replay of the graph that it was captured into" if self.is_captured else ""
+        return "\n".join(
+            (*lines, f"most at a time{whose}: {away} off the device, {host} on the host")
+        )

@@ -101,7 +101,8 @@ class _Piece:
         self.next: _Piece | None = None
         self.event: Event | None = None
         self.turn = 0
-        """Which of the pool's events that is: a later one stands for those before it."""
+        """Which of the pool's events that is: a later one stands for those before it. -1 where a
+        graph has the bytes."""
         self.region: HostRegion | None = None
         self.parts: list[Part] = []
         self.views: list[torch.Tensor] = []
@@ -194,6 +195,7 @@ class HostPool:
         self.is_closed = False
         self._backend = backend
         self._slabs: list[_Piece] = []  # the first piece of each
+        self._slabs_of_graphs: list[_Piece] = []
         # Free pieces by exact size, the longest free first: its last H2D copy is likeliest to be
         # over, so that the next D2H copy needn't wait for it.
         self._free: defaultdict[int, deque[_Piece]] = defaultdict(deque)
@@ -251,7 +253,7 @@ class HostPool:
         piece = region._piece
         if piece is None:
             raise ValueError(f"a region of {region.size_bytes} bytes was freed before")
-        if after is not None:
+        if after is not None and piece.turn >= 0:
             self._num_reads += 1
             piece.event, piece.turn = after, self._num_reads
         region.num_users -= num_parts
@@ -261,7 +263,7 @@ class HostPool:
         self.stats.in_use_bytes -= piece.num_bytes
         for name, num_bytes in region.alone_bytes.items():
             self.alone.add(name, -num_bytes)
-        if not self.is_closed:
+        if not self.is_closed and piece.turn >= 0:
             self._may_coalesce = True
             self._free[piece.num_bytes].append(piece)
 
@@ -299,13 +301,33 @@ class HostPool:
         self._unpinnable_bytes = None
         return before_bytes - self.stats.slab_bytes_total
 
+    def forget_events(self) -> None:
+        """Wait for no copy out of here any more: when all are over, and a capture begins."""
+        for slab in self._slabs:
+            for piece in slab:
+                piece.event = None
+
+    def leave_to_graph(self) -> None:
+        """Lend what is pinned now no more: each replay of a captured graph writes into it.
+
+        It counts as pinned, and is there until `close`, since nobody tells when a graph goes.
+        """
+        for slab in self._slabs:
+            for piece in slab:
+                piece.turn = -1
+        self._slabs_of_graphs += self._slabs
+        self._slabs.clear()
+        self._free.clear()
+        self._unpinnable_bytes = None  # of what the capture has refused
+
     def recover(self, count_users: Callable[[HostRegion], int]) -> None:
         """Put the books right after a call that an exception cut short; no copy is under way.
 
         ``count_users`` says how many parts of a region stay lent.
         """
         stats = self.stats
-        stats.in_use_bytes = stats.slab_bytes_total = 0
+        stats.in_use_bytes = 0
+        stats.slab_bytes_total = sum(slab.base.nbytes for slab in self._slabs_of_graphs)
         self.alone.clear()
         for slab in self._slabs:
             stats.slab_bytes_total += slab.base.nbytes
@@ -335,6 +357,7 @@ class HostPool:
         self.is_closed = True
         self._backend.sync_copies()
         self._slabs.clear()
+        self._slabs_of_graphs.clear()
         self._free.clear()
         self.stats.slab_bytes_total = 0
 

@@ -78,6 +78,12 @@ def prepare(given: Mapping[str, Any]) -> None:
             names = config.modules if "modules" in config.model_fields_set else usual
             args.offload_modules = list(args.offload_modules or names)
             args.fine_grained_activation_offloading = True
+            if getattr(args, "cuda_graph_impl", None) == "full_iteration":
+                if config.tuned_policy is not None:  # whose plan is found by then
+                    args.cuda_graph_warmup_steps = max(args.cuda_graph_warmup_steps, 16)
+                if args.fine_grained_offloading_max_inflight_offloads is None:
+                    # Megatron's only bound, which it asks for; this package has its own.
+                    args.fine_grained_offloading_max_inflight_offloads = 1 << 30
         with Exchanges() as asked:
             if args.fine_grained_activation_offloading:
                 # Megatron asks for TransformerEngine and a variable, which its handler needs.
@@ -125,7 +131,7 @@ class ToldLoop(MeasuredLoop):
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
         super().__call__(manager)
-        if self.is_settled:
+        if self.is_settled and not manager.last_step.is_captured:
             self._telling = self._telling or self._tell(manager)
             next(self._telling, None)
 

@@ -1,0 +1,195 @@
+"""A whole step captured into a graph: nothing forbidden, and memory that no one else has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import (
+    KIB,
+    TIMINGS,
+    assert_nothing_left,
+    assert_same,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+from megatron_offload.autotune.loop import tune
+from megatron_offload.errors import StateError
+from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.observe.recorder import profile_step
+
+ORDER = one_forward_one_backward(6, depth=3)
+
+
+def settled(timing="late", *, model=None, **settings):
+    """Return a model and its manager, which has learned what a step looks like."""
+    model, manager = model or make_model(), make_manager(timing, **settings)
+    for _ in range(3):
+        run_step(model, manager, ORDER)
+    assert manager.last_step.reloaded_bytes > 0
+    return model, manager
+
+
+def host_addresses(manager):
+    """Return the addresses of host memory that copies go to from here on."""
+    found, copy = set(), manager.backend.copy
+
+    def watch(pairs, stream, label):
+        if stream is manager.backend.d2h_stream:
+            found.update(host.data_ptr() for host, _ in pairs)
+        return copy(pairs, stream, label)
+
+    manager.backend.copy = watch
+    return found
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("retained", [0, 64 * KIB])
+def test_a_captured_step_asks_for_nothing_forbidden_and_has_the_same_bits(timing, retained):
+    expected = run_step(make_model(), None, ORDER)
+    model, manager = settled(timing, retained_device_bytes=retained)
+    moved = manager.last_step.offloaded_bytes
+    with manager.backend.capture():
+        assert_same(expected, run_step(model, manager, ORDER))
+    assert manager.last_step.is_captured
+    assert manager.last_step.offloaded_bytes == moved
+    assert manager.tensor_pool.retained_bytes == 0, "the graph's memory"
+    assert "replay" in str(manager.last_step)
+    for _ in range(3):
+        assert_same(expected, run_step(model, manager, ORDER))
+    assert not manager.last_step.is_captured
+    assert_nothing_left(manager)
+
+
+def test_the_waits_of_steps_before_are_what_a_capture_can_not_have(monkeypatch):
+    model, manager = settled()
+    monkeypatch.setattr(HostPool, "forget_events", lambda _: None)
+    with pytest.raises(StateError, match="waited for"), manager.backend.capture():
+        run_step(model, manager, ORDER)
+
+
+def test_nobody_else_gets_the_host_memory_that_replays_write_to():
+    model, manager = settled()
+    addresses = host_addresses(manager)
+    with manager.backend.capture():
+        run_step(model, manager, ORDER)
+    of_graph = set(addresses)
+    pinned_bytes = manager.host_pool.stats.slab_bytes_total
+    addresses.clear()
+    for _ in range(2):
+        run_step(model, manager, ORDER)
+    assert of_graph
+    assert addresses
+    assert not of_graph & addresses
+    assert manager.host_pool.stats.slab_bytes_total > pinned_bytes, "both count"
+    manager.trim()
+    assert manager.host_pool.stats.slab_bytes_total == pinned_bytes
+    manager.close()
+    assert manager.host_pool.stats.slab_bytes_total == 0
+
+
+def test_what_nothing_was_pinned_for_stays_on_the_device():
+    model, manager = make_model(), make_manager()
+    expected = run_step(make_model(), None, ORDER)
+    with manager.backend.capture():
+        assert_same(expected, run_step(model, manager, ORDER))
+    assert manager.last_step.offloaded_bytes == 0
+    assert manager.last_step.num_unpinnable_blocks > 0
+    assert_same(expected, run_step(model, manager, ORDER))
+    assert manager.last_step.offloaded_bytes > 0
+
+
+def test_what_came_back_and_nobody_read_is_joined_too():
+    model, manager = settled(prefetch_bytes=64 * KIB)
+    graphs = []
+    with manager.backend.capture():
+        for seed in range(2):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            manager.begin_chunk()
+            for block in model:
+                x = block(x, manager)
+            graphs.append(x.square().mean())
+        graphs[1].backward()
+        for group in manager.decisions.groups():
+            manager.reload(group)
+        manager.reset()
+    in_use = manager.host_pool.stats.in_use_bytes
+    graphs.clear()
+    assert manager.host_pool.stats.in_use_bytes <= in_use
+
+
+def test_nothing_is_learned_from_it():
+    model, manager = settled()
+    profile = manager.last_profile
+    with manager.backend.capture():
+        run_step(model, manager, [("F", 0), ("B", 0)])
+    assert manager.last_profile is profile
+    assert manager.learner.is_steady
+
+
+def test_what_draws_random_numbers_is_not_made_again():
+    model = make_model(recomputes=True)
+    _, manager = settled(model=model)
+    assert manager.last_step.remade_bytes > 0
+    expected = run_step(make_model(recomputes=True), None, ORDER)
+    with manager.backend.capture():
+        assert_same(expected, run_step(model, manager, ORDER))
+    assert manager.last_step.remade_bytes == 0
+
+
+def test_a_search_that_is_not_over_is_an_error():
+    model, manager = make_model(), make_manager(policy={"kind": "auto"})
+    loop = tune(manager)
+    run_step(model, manager, ORDER)
+    assert not loop.is_settled
+    with pytest.raises(StateError, match="cuda_graph_warmup_steps"), manager.backend.capture():
+        run_step(model, manager, ORDER)
+
+
+def test_a_step_that_is_looked_at_is_an_error():
+    model, manager = settled()
+    with (
+        pytest.raises(StateError, match=r"looks at it|take times"),
+        profile_step(manager),
+        manager.backend.capture(),
+    ):
+        run_step(model, manager, ORDER)
+
+
+@pytest.mark.parametrize("what", ["is_done", "trim_device", "empty_host", "timestamp"])
+def test_the_simulated_device_refuses_what_a_capture_forbids(what):
+    backend = make_manager().backend
+    event = backend.record(backend.d2h_stream)
+    given = {"is_done": [event], "empty_host": [512], "timestamp": [backend.d2h_stream]}
+    with backend.capture(), pytest.raises(StateError, match="forbids"):
+        getattr(backend, what)(*given.get(what, []))
+
+
+def test_events_stay_on_their_side_of_a_capture():
+    backend = make_manager().backend
+    streams = backend.compute_stream(), backend.d2h_stream
+    before = backend.record(streams[1])
+    with backend.capture():
+        inside = backend.record(streams[1])
+        streams[0].wait_event(inside)
+        with pytest.raises(StateError):
+            streams[0].wait_event(before)
+    with pytest.raises(StateError):
+        streams[0].wait_event(inside)
+
+
+def test_a_region_that_a_graph_has_is_never_lent_again():
+    manager = make_manager()
+    pool = manager.host_pool
+    region, other = pool.allocate(4 * KIB), pool.allocate(4 * KIB)
+    pool.free(other, None)
+    pool.leave_to_graph()
+    pool.free(region, None)
+    assert pool.stats.in_use_bytes == 0
+    later = {pool.allocate(4 * KIB).tensor.data_ptr() for _ in range(4)}
+    assert not later & {region.tensor.data_ptr(), other.tensor.data_ptr()}
+    pinned_bytes = pool.stats.slab_bytes_total
+    pool.recover(lambda _: 0)
+    assert pool.stats.slab_bytes_total == pinned_bytes
