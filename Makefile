@@ -14,7 +14,7 @@ LATER := $(VENV)/megatron-core-later
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: quickstart test test-all lint format clean
+.PHONY: quickstart test test-all lint format docs clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install --no-deps --ignore-requires-python --upgrade --target $(LATER) --only-binary=:all: --implementation cp \
 	    --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 \
 	    '$(MEGATRON_LATER)'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) install -e '.[docs]'
 	@touch $@
 
 quickstart: $(VENV)/.installed
@@ -47,5 +51,9 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The site, into site/: `python -m http.server -d site` shows it.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

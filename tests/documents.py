@@ -80,6 +80,7 @@ NOT_RUN = {
     "make test": "runs this test",
     "make test-all": "runs this test",
     "make format": "changes the sources",
+    "make docs": "makes an environment; tests/test_site.py builds the site",
     ".venv/bin/python -m pytest tests/fuzz --fuzz 2000": "tests; takes minutes",
     "megatron-offload compare --config configs/h200_x4_pp4_vpp2.yaml": "needs four GPUs",
 }
