@@ -44,6 +44,8 @@ moves, and writes what it showed to ``profiles/MODE/profile_RANK.json``, to plan
 (docs/planning.md). With ``--deterministic`` speed and bits come from one run: kernels give the same
 bits each time, and the command ends with exit code 1 if a mode of this package gives others than
 ``none``.
+``--whole-step-graph`` captures a step into a CUDA graph, by megatron-core's own wrapper, and
+measures its replays.
 ``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
 """
 
@@ -154,6 +156,9 @@ def parse_arguments(arguments=None):
         "--modes", nargs="+", default=["none", "recompute", "megatron", "ours-all", "ours-auto"]
     )
     parser.add_argument("--full-recompute", action="store_true", help="in every mode, none too")
+    parser.add_argument(
+        "--whole-step-graph", action="store_true", help="capture the last step of the warm-up"
+    )
     parser.add_argument("--modules", nargs="+", help="for ours, ours-five and megatron")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
@@ -169,6 +174,8 @@ def parse_arguments(arguments=None):
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.warmup < 0 or options.repetitions < 1:
         parser.error("--steps and --repetitions are at least 1, --warmup at least 0")
+    if options.whole_step_graph and (options.warmup < 2 or options.examine or options.profile):
+        parser.error("--whole-step-graph takes two steps of warm-up, and looks at no other step")
     options.deterministic |= options.shape == "bitwise"
     try:
         options.sizes = read_sizes(options)
@@ -191,6 +198,7 @@ def read_sizes(options):
             sizes[name] = given
     sizes.setdefault("heads", max(1, sizes["hidden"] // 128))
     sizes["full_recompute"] = options.full_recompute
+    sizes["whole_step_graph"] = options.whole_step_graph
     check_sizes(sizes)
     return sizes
 

@@ -129,8 +129,27 @@ class Program:
 
         self.spec, self.mode, self.chunks, self.device = spec, mode, chunks, device
         self.forward_backward = get_forward_backward_func()
+        if spec.get("whole_step_graph"):
+            from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+            self.forward_backward = FullCudaGraphWrapper(self.whole_step, sys.maxsize)
         self.gradients = [p.grad for chunk in chunks for p in chunk.parameters()]
         self.positions = torch.arange(spec["seq"], device=device).expand(spec["mbs"], -1)
+
+    def capture_next(self):
+        """Capture the step that comes next, where steps are captured."""
+        if self.spec.get("whole_step_graph"):
+            self.forward_backward.cuda_graph_warmup_steps = self.forward_backward.curr_iter(
+                "training"
+            )
+
+    def whole_step(self, **options):
+        """Take what a graph has of a step."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        losses = get_forward_backward_func()(**options)
+        self.mode.end_step()
+        return losses
 
     def synchronize(self):
         if self.device.type == "cuda":
@@ -151,7 +170,7 @@ class Program:
         self.synchronize()
         start = time.perf_counter()
         torch._foreach_zero_(self.gradients)
-        iterators = [iter(tokens) for _ in self.chunks]
+        iterators = [iter([{"tokens": one} for one in tokens]) for _ in self.chunks]
         losses = self.forward_backward(
             forward_step_func=self.forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -161,7 +180,8 @@ class Program:
             micro_batch_size=self.spec["mbs"],
             forward_only=forward_only,
         )
-        self.mode.end_step()
+        if not self.spec.get("whole_step_graph"):
+            self.mode.end_step()
         host_ms = (time.perf_counter() - start) * 1e3
         self.synchronize()
         return (time.perf_counter() - start) * 1e3, host_ms, losses
@@ -178,7 +198,7 @@ class Program:
         return part.contiguous()
 
     def forward(self, iterator, model, return_schedule_plan=False):
-        tokens = next(iterator)
+        tokens = next(iterator)["tokens"]
         inputs, labels = self.own(tokens[:, :-1]), self.own(tokens[:, 1:])
         make = model.build_schedule_plan if return_schedule_plan else model
         with self.mode.forward_context():
@@ -253,7 +273,8 @@ def run(spec, rank):
         )
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(spec["seed"] + pp_rank)
-        model_parallel_cuda_manual_seed(spec["seed"] + pp_rank, force_reset_rng=True)
+        graphed = {"use_cudagraphable_rng": True} if spec.get("whole_step_graph") else {}
+        model_parallel_cuda_manual_seed(spec["seed"] + pp_rank, force_reset_rng=True, **graphed)
         mode = MODES[spec["kind"]]({**spec, "rank": rank})
         mode.prepare()
         chunks = build_chunks(spec, mode, device)
@@ -310,6 +331,8 @@ def measure(spec, program, on_gpu):
             if on_gpu:
                 before = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
                 torch.cuda.reset_peak_memory_stats()
+        if number == spec["warmup"] - 1:
+            program.capture_next()
         take = functools.partial(program.step, number)
         steps.append(program.mode.take_step(take) if number < spec["warmup"] else take())
     if not on_gpu:

@@ -25,6 +25,9 @@ def config_of(args):
 
     names = ("num_layers", "hidden_size", "num_attention_heads")
     names += ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    graphs = ("cuda_graph_impl", "cuda_graph_warmup_steps")
+    graphs += ("fine_grained_offloading_max_inflight_offloads",)
+    names += tuple(name for name in graphs if hasattr(args, name))
     return transformer_config.TransformerConfig(
         **{name: getattr(args, name) for name in names},
         fine_grained_activation_offloading=args.fine_grained_activation_offloading,
@@ -58,6 +61,7 @@ if __name__ == "__main__":
         "copied": config.offload_modules is not args.offload_modules,
         "on": config.fine_grained_activation_offloading,
         "modules": config.offload_modules,
+        "warmup": getattr(config, "cuda_graph_warmup_steps", None),
         "seen": getattr(args, "seen", None),
         "variable": os.environ.get("NVTE_CPU_OFFLOAD_V1"),
         "policy": settings.policy and settings.policy.model_dump(mode="json", exclude_unset=True),

@@ -223,6 +223,16 @@ def test_with_some_layers_made_again_all_of_the_others_is_marked_too(launch):
     assert {"layer_input", "qkv_linear", "mlp_fc1"} <= set(modules)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize(("policy", "warmup"), [("auto", 16), ("modules", 3)])
+def test_a_graph_of_the_whole_step_is_captured_when_the_plan_is_found(launch, policy, warmup):
+    graph = ("--cuda-graph-impl", "full_iteration", "--te-rng-tracker")
+    words = *graph, "--no-check-for-nan-in-loss-and-grad", "--offload-policy", policy
+    done = launch("later", *job("later", *words))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["warmup"] == warmup
+
+
 # Without a process of their own
 
 
