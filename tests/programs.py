@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import get_args
 
 import torch
@@ -12,6 +13,7 @@ from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import CopyTiming, OffloadConfig, SimulatedConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import StateError
 
 TIMINGS = get_args(CopyTiming)
 TWO_TIMINGS = ("late", "random")
@@ -62,9 +64,70 @@ class Forgetful(SimulatedBackend):
         self.hazards.append(hazard)
 
 
-def make_manager(timing="late", *, seed=0, removed_waits=frozenset(), **settings):
+class Capturing(SimulatedBackend):
+    """Refuses inside `capture`, by a `StateError`, what no CUDA graph can be captured with.
+
+    The work is done all the same, once. Both copy streams have to be joined at the end, which is
+    seen where hazards are checked.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._graph = self._num_graphs = 0
+        self._graphs = {}  # the one that each event was recorded in
+
+    @contextmanager
+    def capture(self):
+        self.sync_copies()
+        self._num_graphs += 1
+        self._graph = self._num_graphs
+        try:
+            yield
+        finally:
+            self._graph = 0
+        for stream in (self.d2h_stream, self.h2d_stream):
+            if self._compute._clock[stream._index] < stream._clock[stream._index]:
+                raise StateError(f"the capture has ended, and {stream} is not joined")
+
+    def is_capturing(self):
+        return self._graph > 0
+
+    def _refuse(self, what):
+        if self._graph:
+            raise StateError(f"a graph is captured, which forbids to {what}")
+
+    def record(self, stream):
+        event = super().record(stream)
+        self._graphs[event] = self._graph
+        return event
+
+    def order(self, stream, event):
+        if self._graphs[event] != self._graph:
+            raise StateError("an event of a capture is waited for outside, or the other way round")
+        super().order(stream, event)
+
+    def is_done(self, event):
+        self._refuse("ask for an event")
+        return super().is_done(event)
+
+    def timestamp(self, stream):
+        self._refuse("take times")
+        return super().timestamp(stream)
+
+    def trim_device(self):
+        self._refuse("give memory back")
+        super().trim_device()
+
+    def empty_host(self, num_bytes):
+        self._refuse("pin memory")
+        return super().empty_host(num_bytes)
+
+
+def make_manager(
+    timing="late", *, seed=0, removed_waits=frozenset(), backend_type=None, **settings
+):
     config = make_config(timing, seed=seed, **settings)
-    backend = SimulatedBackend(config.simulated)
+    backend = (backend_type or SimulatedBackend)(config.simulated)
     if removed_waits:
         backend = Forgetful(config.simulated, removed_waits=removed_waits)
     return PipelineOffloadManager(config, backend=backend)

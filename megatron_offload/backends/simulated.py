@@ -15,8 +15,7 @@ import random
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ import torch
 
 from megatron_offload.backends.base import Backend, Pair, Wait
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.errors import HazardError, StateError
+from megatron_offload.errors import HazardError
 
 _POISON = 0xFF
 
@@ -108,8 +107,6 @@ class SimulatedEvent:
     clock: tuple[int, ...]
     time_us: float
     """Virtual time at which the work before the event has finished."""
-    graph: int
-    """The number of the capture that it was recorded in; 0 outside."""
 
 
 class SimulatedStream:
@@ -177,7 +174,6 @@ class SimulatedBackend(Backend):
         self._poison = config.poison
         self._check = config.check_hazards
         self.observes = self._poison or self._check
-        self._graph = self._num_graphs = 0
         self._num_accesses = 0
         self._device = Shadow()
         self._host = Shadow()
@@ -195,32 +191,7 @@ class SimulatedBackend(Backend):
         """Copies that have really been executed, both ways, one per pair."""
         return self.d2h_stream.num_copies + self.h2d_stream.num_copies
 
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Refuse inside, by a `StateError`, what no CUDA graph can be captured with.
-
-        The work is done all the same, once. At the end both copy streams must be joined, which is
-        seen where hazards are checked.
-        """
-        self.sync_copies()
-        self._num_graphs += 1
-        self._graph = self._num_graphs
-        try:
-            yield
-        finally:
-            self._graph = 0
-        for stream in (self.d2h_stream, self.h2d_stream):
-            if self._compute._clock[stream._index] < stream._clock[stream._index]:
-                raise StateError(f"the capture has ended, and {stream} is not joined")
-
-    def _refuse_in_capture(self, what: str) -> None:
-        if self._graph:
-            raise StateError(f"a graph is captured, which forbids to {what}")
-
     # The contract.
-
-    def is_capturing(self) -> bool:
-        return self._graph > 0
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and tensor.layout is torch.strided
@@ -230,7 +201,7 @@ class SimulatedBackend(Backend):
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         position = stream._executed + len(stream._queue)
-        event = SimulatedEvent(stream, position, stream._clock, stream.time_us, self._graph)
+        event = SimulatedEvent(stream, position, stream._clock, stream.time_us)
         self._run_some()
         return event
 
@@ -245,8 +216,6 @@ class SimulatedBackend(Backend):
 
     def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Do what `wait` does for a wait that is none of the engine's own."""
-        if event.graph != self._graph:
-            raise StateError("an event of a capture is waited for outside, or the other way round")
         if self._check:
             stream.merge(event.clock)
         stream.time_us = max(stream.time_us, event.time_us)
@@ -278,7 +247,6 @@ class SimulatedBackend(Backend):
         return self.record(stream)
 
     def is_done(self, event: SimulatedEvent) -> bool:
-        self._refuse_in_capture("ask for an event")
         self._run_some()
         if event.stream._executed < event.position:
             return False
@@ -294,11 +262,7 @@ class SimulatedBackend(Backend):
             self._compute.time_us = max(self._compute.time_us, stream.time_us)
 
     def timestamp(self, stream: SimulatedStream) -> float:
-        self._refuse_in_capture("take times")
         return stream.time_us
-
-    def trim_device(self) -> None:
-        self._refuse_in_capture("give memory back")
 
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         return self._fresh(torch.empty(num_bytes, dtype=torch.uint8))
@@ -318,7 +282,6 @@ class SimulatedBackend(Backend):
         return region
 
     def empty_host(self, num_bytes: int) -> torch.Tensor:
-        self._refuse_in_capture("pin memory")
         region = torch.empty(num_bytes, dtype=torch.uint8)
         if self._poison:
             region.fill_(_POISON)

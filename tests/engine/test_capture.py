@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from programs import (
     KIB,
     TIMINGS,
+    Capturing,
     assert_nothing_left,
     assert_same,
     make_manager,
@@ -22,10 +25,12 @@ from megatron_offload.memory.host_pool import HostPool
 
 ORDER = one_forward_one_backward(6, depth=3)
 
+make_capturing = functools.partial(make_manager, backend_type=Capturing)
+
 
 def settled(timing="late", *, model=None, **settings):
     """Return a model and its manager, which has learned what a step looks like."""
-    model, manager = model or make_model(), make_manager(timing, **settings)
+    model, manager = model or make_model(), make_capturing(timing, **settings)
     for _ in range(3):
         run_step(model, manager, ORDER)
     assert manager.last_step.reloaded_bytes > 0
@@ -91,7 +96,7 @@ def test_nobody_else_gets_the_host_memory_that_replays_write_to():
 
 
 def test_what_nothing_was_pinned_for_stays_on_the_device():
-    model, manager = make_model(), make_manager()
+    model, manager = make_model(), make_capturing()
     expected = run_step(make_model(), None, ORDER)
     with manager.backend.capture():
         assert_same(expected, run_step(model, manager, ORDER))
@@ -140,7 +145,7 @@ def test_what_draws_random_numbers_is_not_made_again():
 
 
 def test_a_search_that_is_not_over_is_an_error():
-    model, manager = make_model(), make_manager(policy={"kind": "auto"})
+    model, manager = make_model(), make_capturing(policy={"kind": "auto"})
     loop = tune(manager)
     run_step(model, manager, ORDER)
     assert not loop.is_settled
@@ -160,7 +165,7 @@ def test_a_step_that_is_looked_at_is_an_error():
 
 @pytest.mark.parametrize("what", ["is_done", "trim_device", "empty_host", "timestamp"])
 def test_the_simulated_device_refuses_what_a_capture_forbids(what):
-    backend = make_manager().backend
+    backend = make_capturing().backend
     event = backend.record(backend.d2h_stream)
     given = {"is_done": [event], "empty_host": [512], "timestamp": [backend.d2h_stream]}
     with backend.capture(), pytest.raises(StateError, match="forbids"):
@@ -168,7 +173,7 @@ def test_the_simulated_device_refuses_what_a_capture_forbids(what):
 
 
 def test_events_stay_on_their_side_of_a_capture():
-    backend = make_manager().backend
+    backend = make_capturing().backend
     streams = backend.compute_stream(), backend.d2h_stream
     before = backend.record(streams[1])
     with backend.capture():
@@ -181,7 +186,7 @@ def test_events_stay_on_their_side_of_a_capture():
 
 
 def test_a_region_that_a_graph_has_is_never_lent_again():
-    manager = make_manager()
+    manager = make_capturing()
     pool = manager.host_pool
     region, other = pool.allocate(4 * KIB), pool.allocate(4 * KIB)
     pool.free(other, None)
