@@ -52,7 +52,8 @@ API = [
 """What the pages use besides the names of the package itself."""
 
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
-_PICTURE = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)*(images/\w+\.svg)" ?/?>')
+_NAMED = re.compile(r"(?<=\[)`(docs/[\w/]+\.md)`(?=\])")
+_PICTURE = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*(images/\w+\.svg)" ?/?>')
 
 
 # The reference
@@ -120,7 +121,8 @@ def _type(annotation: Any) -> str:
     """Return a type in words."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return " or ".join(f"`{value}`" for value in inner)
+        *more, last = (f"`{value}`" for value in inner)
+        return f"{', '.join(more)} or {last}" if more else last
     if origin is typing.Annotated:
         return _type(inner[0])
     if origin in (typing.Union, types.UnionType):
@@ -221,9 +223,11 @@ def python() -> str:
     page = "# Python API\n"
     for heading in dict.fromkeys(heading for heading, _ in names + API):
         page += f"\n## {heading}\n\n"
-        page += "".join(
-            f"::: megatron_offload.{name}\n" for one, name in names + API if one == heading
-        )
+        for name in (name for one, name in names + API if one == heading):
+            page += f"::: megatron_offload.{name}\n"
+            if name == "config.OffloadConfig":
+                page += "    options: {members: false, inherited_members: false}\n\n"
+                page += "[Its keys](configuration.md#offload)\n\n"
     return page
 
 
@@ -292,15 +296,13 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         start = os.path.dirname(page.file.src_uri) or "."
         return os.path.relpath(_in_site(places[link]), start) + anchor
 
-    return _LINK.sub(rewritten, markdown)
+    def title(match: re.Match[str]) -> str:
+        first = (ROOT / match[1]).read_text().partition("\n")[0]
+        return first.removeprefix("# ")
+
+    return _NAMED.sub(title, _LINK.sub(rewritten, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Put drawings into the page itself, where they take the colours of its palette."""
-    return _PICTURE.sub(
-        lambda match: (
-            f'<div class="drawing" role="img" aria-label="{match[1]}" tabindex="0">'
-            f"{(ROOT / 'docs' / match[2]).read_text()}</div>"
-        ),
-        html,
-    )
+    return _PICTURE.sub(lambda match: (ROOT / "docs" / match[1]).read_text(), html)

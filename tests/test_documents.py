@@ -138,7 +138,7 @@ def test_every_block_is_run_or_said_to_be_none(block):
         assert len(keys_of(block)) == 1, f"{block.place} needs one entry in documents.PRELUDES"
     elif block.language == "" and not block.is_commands:
         assert any(block.text.startswith(key) for key in SHOWN), block.text
-    elif block.language not in ("", "mermaid"):
+    elif block.language:
         pytest.fail(f"{block.place}: nothing runs {block.language}")
 
 
@@ -185,6 +185,6 @@ def test_links_lead_somewhere(page):
             assert not heading or heading in headings(target), link
 
 
-def test_the_state_diagram_is_drawn_from_the_table():
-    drawn = runpy.run_path(str(ROOT / "scripts" / "draw_states.py"))["diagram"]()
-    assert drawn in (ROOT / "docs" / "design.md").read_text()
+def test_pictures_of_the_concepts_are_drawn_from_the_tables():
+    for path, text in runpy.run_path(str(ROOT / "scripts" / "draw_concepts.py"))["files"]().items():
+        assert path.read_text() == text, f"{path}: python scripts/draw_concepts.py"
