@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _PROGRAM = re.compile(
-    r"^([A-Z_]+=\S+ )*(make|megatron-offload|accelerate|torchrun|pip|pytest|(\S*/)?python3?) "
+    r"^([A-Z_0-9]+=\S+ )*(make|megatron-offload|accelerate|torchrun|pip|pytest|(\S*/)?python3?) "
 )
 
 
@@ -74,6 +74,7 @@ def examples() -> Iterator[tuple[str, str]]:
 # Commands
 
 _BENCHMARK = "measures on GPUs, for minutes"
+_SETTINGS = "tests/integrations/test_trainer_pages.py runs what it sets"
 
 NOT_RUN = {
     "make quickstart": "makes an environment; the command in which it ends is run in its place",
@@ -90,8 +91,10 @@ NOT_RUN_PREFIXES = {
     "torchrun ": "needs several machines or GPUs",
     "accelerate launch ": "tests/test_examples.py runs its script",
     "megatron-offload run ": "needs a GPU and Megatron-LM's own script",
-    "VERL_USE_EXTERNAL_MODULES=": "needs verl",
+    "VERL_USE_EXTERNAL_MODULES=": f"needs verl; {_SETTINGS}",
+    "NVTE_CPU_OFFLOAD_V1=1 torchrun ": f"needs Megatron-Bridge; {_SETTINGS}",
     "python3 benchmarks/bench_": _BENCHMARK,
+    "python3 examples/long_context.py ": f"{_BENCHMARK}; tests/test_examples.py runs it small",
     "PYTHONPATH=.venv/megatron-core-later .venv/bin/python benchmarks/bench_": _BENCHMARK,
     "python3 scripts/check_bitwise.py ": "trains 126 models; tests/test_check_bitwise.py",
     "python3 scripts/soak.py ": "takes many minutes; tests/test_soak.py",
@@ -372,7 +375,8 @@ SLOW_SNIPPETS = {
 
 SHOWN = {
     "megatron-offload: a step of rank 0": "what the launcher prints",
-    "megatron sft ": "another trainer's command",
+    "megatron sft ": f"another trainer's command; {_SETTINGS}",
+    "policy:": f"another trainer's settings; {_SETTINGS}",
     "bitwise identical: yes": "what the quickstart prints",
     "megatron_offload/": "the tree",
     "<run.output>/checkpoints/": "a folder's tree",

@@ -164,7 +164,7 @@ def grouped_experts(provider, *_):
     )
 
 
-def build_config(overrides, *, offload):
+def build_config(overrides, *, offload, make=None):
     from megatron.core.transformer import transformer_config
 
     is_latent = overrides.get("multi_latent_attention", False)
@@ -189,7 +189,7 @@ def build_config(overrides, *, offload):
         for name in [*options]:
             if "offload" in name:
                 del options[name]
-    return getattr(transformer_config, kind)(**options)
+    return (make or getattr(transformer_config, kind))(**options)
 
 
 def build_model(config):

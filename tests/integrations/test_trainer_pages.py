@@ -1,0 +1,136 @@
+"""What the pages of trainers over megatron-core tell a user to write moves what they say."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from documents import ROOT, blocks
+from test_megatron_drop_in import LATER
+
+PROGRAM = Path(__file__).parent / "plugged_in_program.py"
+KEYS = {"fine_grained_activation_offloading", "offload_modules"}
+PLUG_IN = "megatron_offload.auto"
+SMALL = "max_inflight_bytes=0 prefetch_bytes=0"  # as is right for two layers of 32
+
+
+def block_of(page, beginning):
+    (block,) = [b for b in blocks() if b.page == f"docs/{page}.md" and beginning in b.text]
+    return block
+
+
+def words_of(page, beginning):
+    (command,) = block_of(page, beginning).commands()
+    return shlex.split(command)
+
+
+def of_bridge(folder):
+    lines = block_of("megatron_bridge", "cfg.model").text.splitlines()
+    model = SimpleNamespace()
+    text = "\n".join(line for line in lines if line.startswith("cfg."))
+    exec(text, {"cfg": SimpleNamespace(model=model)})  # noqa: S102 - our own page
+    (imported,) = [line for line in lines if line.startswith("import ")]
+    return imported.split()[1], vars(model), True
+
+
+def of_bridges_command(folder):
+    words = words_of("megatron_bridge", "torchrun")
+    pairs = (word.removeprefix("model.").split("=", 1) for word in words if "model." in word)
+    assert "megatron_offload.run" in words
+    return PLUG_IN, {key: yaml.safe_load(value) for key, value in pairs}, True
+
+
+def of_verl(folder):
+    first, *words = words_of("verl", "VERL_USE_EXTERNAL_MODULES")
+    begin = "+actor_rollout_ref.actor.megatron.override_transformer_config."
+    pairs = (word.removeprefix(begin).split("=", 1) for word in words if word.startswith(begin))
+    settings = {key: yaml.safe_load(value) for key, value in pairs}
+    return first.partition("=")[2], settings, True
+
+
+def of_ms_swift(folder):
+    words = words_of("ms_swift", "megatron sft")
+    settings = json.loads(words[words.index("--megatron_extra_kwargs") + 1])
+    file = Path(words[words.index("--external_plugins") + 1])
+    text = (ROOT / "docs" / "ms_swift.md").read_text()
+    (line,) = re.findall(rf"`{file}` is one line, `(.*?)`", text)
+    (folder / file).write_text(line + "\n")
+    return file.stem, settings, False
+
+
+def of_nemo_rl(folder):
+    text = block_of("nemo_rl", "megatron_cfg").text
+    settings = yaml.safe_load(text)["policy"]["megatron_cfg"]
+    assert settings.pop("env_vars") == {"NVTE_CPU_OFFLOAD_V1": "1"}
+    return PLUG_IN, settings, True
+
+
+READ = {
+    "Megatron-Bridge": of_bridge,
+    "Megatron-Bridge's command": of_bridges_command,
+    "verl": of_verl,
+    "ms-swift": of_ms_swift,
+    "NeMo-RL": of_nemo_rl,
+}
+
+
+@pytest.mark.parametrize("trainer", READ)
+def test_a_page_s_settings_are_read(trainer, tmp_path):
+    module, settings, _ = READ[trainer](tmp_path)
+    assert module in (PLUG_IN, "offload_plugin")
+    assert settings.keys() == KEYS
+    assert settings["fine_grained_activation_offloading"] is True
+    assert settings["offload_modules"] == ["core_attn", "attn_proj", "mlp_fc1"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return what a process of a version of megatron-core found, run once."""
+    folder = tmp_path_factory.mktemp("plug_ins")
+    names = ("module", "settings", "is_late")
+    plans = {name: dict(zip(names, read(folder), strict=True)) for name, read in READ.items()}
+
+    @functools.cache
+    def outcome(version):
+        first = [str(LATER)] if version == "later" else []
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), json.dumps(plans)],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([*first, str(ROOT), str(folder)]),
+                "MEGATRON_OFFLOAD_SET": f"policy.kind=modules {SMALL}",
+            },
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["0.16", "later"])
+@pytest.mark.parametrize("trainer", READ)
+def test_a_page_s_lines_move_what_they_name_and_change_no_bit(run, version, trainer):
+    if version == "later" and not LATER.is_dir():
+        pytest.skip(f"no later megatron-core in {LATER}")
+    found = run(version)
+    assert found["version"].startswith("0.16") == (version == "0.16")
+    one = found["trainers"][trainer]
+    assert one["equal"]
+    assert one["moved"] == ["attn_proj", "core_attn", "mlp_fc1"]
+    assert not any(one["left"].values())
+    (line,) = [line for line in one["said"].splitlines() if line.startswith("megatron-offload: ")]
+    assert "a step of rank 0 moves " in line
+    assert all(name in one["said"] for name in one["moved"])
