@@ -5,7 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import ConfigDict, Field
+
+Amount = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+"""A number of bytes or of things; out of a file it is no text, nor a truth value."""
+
+Duration = Annotated[float, Field(strict=True, ge=0)]
+"""In microseconds, or a rate."""
+
+Name = Annotated[str, Field(max_length=200)]
+
+IS_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""How records are read out of files."""
 
 
 class GroupKey(NamedTuple):
@@ -14,10 +27,10 @@ class GroupKey(NamedTuple):
     A key is a hint for prefetching and planning. No tensor is ever found by it.
     """
 
-    chunk: int
+    chunk: Amount
     """Position of the chunk among the step's chunks that saved something, in forward order."""
 
-    order: int
+    order: Amount
     """Position of the group in its chunk, in the order of the group starts."""
 
 
@@ -34,10 +47,10 @@ def is_cheap(unit: str) -> bool:
 class RemadeUnit(NamedTuple):
     """What a group saves by recipes of one unit: made again in its backward, or to be so."""
 
-    unit: str
-    num_bytes: int
+    unit: Name
+    num_bytes: Amount
     """What is made again; 0 where a group before this has counted it."""
-    us: float = 0.0
+    us: Duration = 0.0
     """What making it again takes; 0 where it was not timed."""
     needs: tuple[GroupKey, ...] = ()
     """Other groups that hold what it is made from."""
@@ -67,14 +80,14 @@ class GroupProfile(NamedTuple):
     """One group of a step."""
 
     key: GroupKey
-    name: str
-    num_bytes: int
+    name: Name
+    num_bytes: Amount
     """Bytes that offloading the group moves; zero where it holds nothing worth moving."""
-    committed_at_bytes: int = 0
+    committed_at_bytes: Amount = 0
     """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
-    elsewhere_bytes: int = 0
+    elsewhere_bytes: Amount = 0
     """Bytes that it saves besides, but that something else keeps: moving them frees nothing."""
-    shared_bytes: int = 0
+    shared_bytes: Amount = 0
     """Of all its bytes those that a group committed before it has as well, and left where they
     are. A recorded profile counts them in that group alone."""
     remade: tuple[RemadeUnit, ...] = ()
@@ -104,39 +117,39 @@ class GroupProfile(NamedTuple):
 class GroupTimes(NamedTuple):
     """When a group was passed, in microseconds of the compute stream since the step began."""
 
-    started_us: float
-    committed_us: float
-    backward_us: float
+    started_us: Duration
+    committed_us: Duration
+    backward_us: Duration
     """When its backward began."""
-    done_us: float
+    done_us: Duration
     """When backward had left it."""
 
 
 class MemorySample(NamedTuple):
     """What the device memory of a process was at one time of a step."""
 
-    at_us: float
+    at_us: Duration
     """By the clock of `GroupTimes`, of the host's calls: the allocator runs ahead of the device."""
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_bytes: int = 0
+    allocated_bytes: Amount
+    reserved_bytes: Amount
+    peak_bytes: Amount = 0
     """The most that was allocated since the sample before; 0 where it wasn't looked at."""
 
 
 class RunShape(NamedTuple):
     """Which part of which run a step was seen in: what a plan made from it is good for."""
 
-    num_microbatches: int = 1
+    num_microbatches: Amount = 1
     """Of one step."""
-    pp_rank: int = 0
-    pp_size: int = 1
-    vp_size: int = 1
+    pp_rank: Amount = 0
+    pp_size: Amount = 1
+    vp_size: Amount = 1
     """Virtual pipeline stages of each rank."""
-    rank: int = 0
+    rank: Amount = 0
     """Of the process, over all kinds of parallelism."""
-    modules: tuple[str, ...] = ()
+    modules: tuple[Name, ...] = ()
     """What was asked to move, as in ``OffloadConfig.modules``."""
-    versions: tuple[tuple[str, str], ...] = ()
+    versions: tuple[tuple[Name, Name], ...] = ()
     """Libraries and their versions, for whoever reads the file; nothing depends on them."""
 
 
@@ -144,13 +157,15 @@ class RunShape(NamedTuple):
 class StepProfile:
     """One training step as far as planning needs it."""
 
+    __pydantic_config__ = IS_STRICT
+
     groups: tuple[GroupProfile, ...]
     """In the order of their commits."""
 
     backward_order: tuple[GroupKey, ...]
     """In the order in which backward reached the groups' ends."""
 
-    backward_at_bytes: tuple[int, ...] = ()
+    backward_at_bytes: tuple[Amount, ...] = ()
     """When that was, for each of them: the bytes of all groups that the step had passed by then, in
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
 
@@ -158,7 +173,7 @@ class StepProfile:
     """For each of the groups, by a clock that stands still while the compute stream waits for a
     copy (`waited_us`); empty where the step was not timed."""
 
-    step_us: float = field(default=0.0, compare=False)
+    step_us: Duration = field(default=0.0, compare=False)
     """How long the step took on the compute stream, likewise; 0 where it was not timed."""
 
     memory: tuple[MemorySample, ...] = field(default=(), compare=False)
@@ -166,17 +181,17 @@ class StepProfile:
 
     run: RunShape = field(default=RunShape(), compare=False)
 
-    offloaded_bytes: int = field(default=0, compare=False)
+    offloaded_bytes: Amount = field(default=0, compare=False)
     """What the step copied to the host."""
 
-    waited_us: float | None = field(default=None, compare=False)
+    waited_us: Duration | None = field(default=None, compare=False)
     """What the compute stream waited for copies, which is in none of the times; None where it is,
     or where the step was not timed."""
 
-    d2h_gbps: float = field(default=0.0, compare=False)
+    d2h_gbps: Duration = field(default=0.0, compare=False)
     """What its copies to the host got; 0 where none were timed."""
 
-    h2d_gbps: float = field(default=0.0, compare=False)
+    h2d_gbps: Duration = field(default=0.0, compare=False)
     """Likewise to the device."""
 
     counts_what_moved: bool = field(default=False, compare=False)

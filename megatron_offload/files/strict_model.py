@@ -6,11 +6,13 @@ valid name.
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -19,9 +21,9 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
 )
-from pydantic.fields import FieldInfo
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.text import MAX_TEXT_BYTES, read_json, replace_text
@@ -93,12 +95,14 @@ class StrictModel(BaseModel):
 
 Model = TypeVar("Model", bound=BaseModel)
 
+T = TypeVar("T")
+
 _MOST_ISSUES = 20
 """So many of a configuration's errors are said one by one."""
 
 
-def validate(model: type[Model], data: Any, source: str) -> Model:
-    """Build ``model`` from a mapping of plain values, which an error calls ``source``.
+def validate(model: type[T], data: Any, source: str) -> T:
+    """Build a model, or a record, from a mapping of plain values, which errors call ``source``.
 
     Raises:
         ConfigError: all that is wrong, one line each, with the nearest valid key.
@@ -108,7 +112,7 @@ def validate(model: type[Model], data: Any, source: str) -> Model:
             f"{source} must hold a mapping of keys to values, got a {type(data).__name__}"
         )
     try:
-        return model.model_validate(data)
+        return cast(T, _adapter_of(model).validate_python(data))  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
@@ -117,6 +121,11 @@ def validate(model: type[Model], data: Any, source: str) -> Model:
         if len(issues) > _MOST_ISSUES:
             lines.append(f"and {len(issues) - _MOST_ISSUES} more")
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+
+
+@functools.cache
+def _adapter_of(model: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(model)
 
 
 def read_model(model: type[Model], path: Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Model:
@@ -129,9 +138,9 @@ def write_model(path: Path, model: BaseModel) -> None:
     replace_text(path, model.model_dump_json(indent=1) + "\n")
 
 
-def _explain(model: type[BaseModel], issue: Any) -> str:
+def _explain(model: Any, issue: Any) -> str:
     where = shorten(".".join(str(part) for part in issue["loc"]))
-    if issue["type"] == "extra_forbidden":
+    if issue["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         section = _section_at(model, issue["loc"][:-1])
         keys = _fields_of(section) if section is not None else ()
         return f"unknown key {where!r}{did_you_mean(str(issue['loc'][-1]), keys)}"
@@ -147,12 +156,12 @@ def _explain(model: type[BaseModel], issue: Any) -> str:
     return f"{key}{message[0].lower()}{message[1:]}{got}"
 
 
-def _section_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel] | None:
+def _section_at(model: Any, path: Sequence[int | str]) -> Any:
     """Return the section that a path leads to; None where that can't be told."""
     sections = [model]
     for part in path:
         fields = [_fields_of(section).get(str(part)) for section in sections]
-        inner = [each for field in fields if field for each in _models_in(field.annotation)]
+        inner = [each for field in fields if field for each in _sections_in(field)]
         if inner:
             sections = inner
         elif isinstance(part, str):  # which of a union's sections it was, by its kind
@@ -160,17 +169,23 @@ def _section_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseM
     return sections[0] if len(sections) == 1 else None
 
 
-def _fields_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    return {field.alias or name: field for name, field in section.model_fields.items()}
+def _fields_of(section: Any) -> dict[str, Any]:
+    """Return the types of a section's keys."""
+    if issubclass(section, BaseModel):
+        fields = section.model_fields.items()
+        return {field.alias or name: field.annotation for name, field in fields}
+    return typing.get_type_hints(section)
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
+def _sections_in(annotation: Any) -> Iterator[Any]:
+    if isinstance(annotation, type):
+        is_record = is_dataclass(annotation) or hasattr(annotation, "_fields")
+        if is_record or issubclass(annotation, BaseModel):
+            yield annotation
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated, tuple):
         for inner in typing.get_args(annotation):
-            yield from _models_in(inner)
+            yield from _sections_in(inner)
 
 
-def _is_kind(model: type[BaseModel], kind: str) -> bool:
-    return any(kind in typing.get_args(each.annotation) for each in model.model_fields.values())
+def _is_kind(section: Any, kind: str) -> bool:
+    return any(kind in typing.get_args(each) for each in _fields_of(section).values())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.profile import IS_STRICT, Amount, Duration, GroupKey, Name, StepProfile
 from megatron_offload.errors import ConfigError
 
 _MOST_NAMED = 20
@@ -28,9 +28,9 @@ _Identity = tuple[GroupKey, str, int]
 class MeasuredCost(NamedTuple):
     """What a step has shown a plan to cost."""
 
-    step_us: float
+    step_us: Duration
     """Length of the step on the rank that took longest."""
-    lost_us: float
+    lost_us: Duration
     """What the step as a whole has lost by the plan: it is that much longer for it."""
 
     @property
@@ -46,15 +46,15 @@ class GroupChoice(NamedTuple):
     """What becomes of one group."""
 
     key: GroupKey
-    name: str
-    num_bytes: int
+    name: Name
+    num_bytes: Amount
     moves: bool
     """Whether it goes to the host; else it stays on the device."""
-    reason: str
+    reason: Name
     """In a few words, for people."""
-    elsewhere_bytes: int = 0
+    elsewhere_bytes: Amount = 0
     """What it saves besides that something else keeps."""
-    remade_bytes: int = 0
+    remade_bytes: Amount = 0
     """What it saves besides that is made again."""
 
     @property
@@ -66,10 +66,10 @@ class GroupChoice(NamedTuple):
 class UnitChoice(NamedTuple):
     """What becomes of all that one virtual stage saves of one unit, in a step."""
 
-    vp_stage: int
-    unit: str
-    num_bytes: int
-    us: float
+    vp_stage: Amount
+    unit: Name
+    num_bytes: Amount
+    us: Duration
     """What making it again takes, or would."""
     is_remade: bool
     """Whether it is made again; else it is kept or moved with its groups."""
@@ -79,16 +79,18 @@ class UnitChoice(NamedTuple):
 class RankPlan:
     """What one pipeline rank does. Peaks and times are None where there are none."""
 
+    __pydantic_config__ = IS_STRICT
+
     choices: tuple[GroupChoice, ...]
     """One for each group of its step, in the order of their commits."""
-    max_inflight_bytes: int | None = None
+    max_inflight_bytes: Amount | None = None
     """Device memory for groups on their way to the host: how late each is released. None leaves it
     to the engine, as in ``OffloadConfig``."""
-    prefetch_bytes: int | None = None
+    prefetch_bytes: Amount | None = None
     """The same for groups that are back ahead of their use."""
-    predicted_peak_bytes: int | None = None
-    predicted_step_us: float | None = None
-    measured_peak_bytes: int | None = None
+    predicted_peak_bytes: Amount | None = None
+    predicted_step_us: Duration | None = None
+    measured_peak_bytes: Amount | None = None
     """Most that the rank was seen to reserve."""
     units: tuple[UnitChoice, ...] | None = None
     """What is made again, and what could be; None leaves that to ``OffloadConfig``."""
@@ -130,9 +132,11 @@ class RankPlan:
 class OffloadPlan:
     """What all pipeline ranks do, in their order, as a policy of some kind has found it."""
 
-    policy: str
-    num_microbatches: int
-    vp_size: int
+    __pydantic_config__ = IS_STRICT
+
+    policy: Name
+    num_microbatches: Amount
+    vp_size: Amount
     ranks: tuple[RankPlan, ...]
     bandwidths: str = ""
     """Where the bandwidths come from that it rests on, in words; empty for none."""

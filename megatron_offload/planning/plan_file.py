@@ -1,60 +1,15 @@
-"""A plan as a JSON file.
-
-What is read is what was written; a file that holds anything else is refused.
-"""
+"""A plan as a JSON file."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import validate
-from megatron_offload.files.text import parse_json, read_text, replace_text
-from megatron_offload.planning.plan import (
-    GroupChoice,
-    MeasuredCost,
-    OffloadPlan,
-    RankPlan,
-    UnitChoice,
-)
-from megatron_offload.planning.records import (
-    MAX_FILE_BYTES,
-    Number,
-    either,
-    many,
-    record_model,
-    record_of,
-    to_data,
-)
+from megatron_offload.files.text import read_text, replace_text
+from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.records import MAX_FILE_BYTES, from_json, to_json
 
-_MOST_RANKS = 100_000
-
-_MEASURED = record_model(MeasuredCost)
-
-_CHOICE = record_model(GroupChoice, moves=either(Literal["offload", "keep"]))
-
-_UNIT = record_model(UnitChoice, is_remade=either(Literal["recompute", "not recompute"]))
-
-_RANK = record_model(
-    RankPlan,
-    choices=(many(_CHOICE)[0], Field(alias="groups")),
-    units=(many(_UNIT)[0] | None, ...),
-)
-
-_PLAN = record_model(
-    OffloadPlan,
-    format=(Literal["megatron_offload plan"], ...),
-    version=(Literal[2], ...),
-    num_microbatches=(Number, ...),
-    vp_size=(Number, ...),
-    bandwidths=(Annotated[str, Field(strict=True, max_length=10_000)], ...),
-    measured=(_MEASURED | None, ...),
-    ranks=many(_RANK, _MOST_RANKS, least=1),
-)
+_KIND = "plan", 3
 
 
 def save_plan(plan: OffloadPlan, path: str | Path) -> None:
@@ -71,20 +26,15 @@ def load_plan(path: str | Path) -> OffloadPlan:
 
 def plan_to_json(plan: OffloadPlan) -> str:
     """Return the plan as JSON, the same text for the same plan."""
-    data = {"format": "megatron_offload plan", "version": 2} | to_data(plan)
-    for rank in data["ranks"]:
-        rank["groups"] = rank.pop("choices")
-        for group in rank["groups"]:
-            group["choice"] = "offload" if group.pop("moves") else "keep"
-        for unit in rank["units"] or ():
-            unit["choice"] = "recompute" if unit.pop("is_remade") else "not recompute"
-    return json.dumps(data, indent=1) + "\n"
+    return to_json(plan, *_KIND, indent=1)
 
 
 def parse_plan(text: str, source: str) -> OffloadPlan:
     """Return the plan that a JSON text holds; ``source`` names it in errors."""
-    plan: OffloadPlan = record_of(validate(_PLAN, parse_json(text, source), source))
+    plan = from_json(OffloadPlan, text, source, *_KIND)
+    if not plan.ranks or min(plan.num_microbatches, plan.vp_size) < 1:
+        raise ConfigError(f"{source}: 'num_microbatches', 'vp_size' or 'ranks' is none")
     for pp_rank, rank in enumerate(plan.ranks):
         if len({choice.key for choice in rank.choices}) != len(rank.choices):
-            raise ConfigError(f"{source}: two groups of rank {pp_rank} have one chunk and order")
+            raise ConfigError(f"{source}: two groups of rank {pp_rank} have one key")
     return plan

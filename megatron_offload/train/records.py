@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-import pydantic
-
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
@@ -94,11 +92,7 @@ class StepRecord:
     @classmethod
     def from_json(cls, text: bytes | str, source: str) -> StepRecord:
         """Return the record that `to_json` made a line of, which errors call ``source``."""
-        return validate(_Line, parse_json(text, source, allow_nan=True), source).root
-
-
-class _Line(pydantic.RootModel[StepRecord]):
-    """A line of ``steps.jsonl``."""
+        return validate(cls, parse_json(text, source, allow_nan=True), source)
 
 
 @dataclass(slots=True)

@@ -142,7 +142,7 @@ def edited(folder, rank, edit):
     ("edit", "expected"),
     [
         (lambda d: d["run"].update(num_microbatches=3), "different runs: num_microbatches 4 and 3"),
-        (lambda d: d["run"].update(versions={"torch": "1"}), "different runs: versions"),
+        (lambda d: d["run"].update(versions=[["torch", "1"]]), "different runs: versions"),
         (lambda d: d["run"].update(pp_rank=0), "one profile of each of 2"),
         (lambda d: d.update(step_uss=1), "did you mean 'step_us'"),
         (lambda d: d.update(times=[]), "holds no times"),

@@ -163,8 +163,8 @@ def changed(change):
     ("change", "message"),
     [
         (lambda d: d["ranks"][1].update(prefech_bytes=3), "did you mean 'prefetch_bytes'"),
-        (lambda d: d["ranks"][0]["groups"][0].update(choice="recompute"), "'offload' or 'keep'"),
-        (lambda d: d["ranks"][0]["groups"][0].update(order=1), "one chunk and order"),
+        (lambda d: d["ranks"][0]["choices"][0].update(moves="keep"), "valid boolean"),
+        (lambda d: d["ranks"][0]["choices"][0]["key"].update(order=1), "one key"),
         (lambda d: d["ranks"].clear(), "'ranks'"),
         (lambda d: d.update(version=1), "'version'"),
         (lambda d: d.update(vp_size=0), "'vp_size'"),
@@ -181,7 +181,7 @@ def test_a_file_changed_by_hand_is_refused_unless_it_is_a_choice(change, message
 
 
 def test_a_choice_may_be_changed_by_hand():
-    plan = parse_plan(changed(lambda d: d["ranks"][0]["groups"][0].update(choice="keep")), "it")
+    plan = parse_plan(changed(lambda d: d["ranks"][0]["choices"][0].update(moves=False)), "it")
     assert plan.ranks[0].choices[0].key in plan.ranks[0].kept
 
 

@@ -69,9 +69,9 @@ def set_at(*path, to):
     [
         (set_at("groups", 0, "nmae", to="x"), r"unknown key 'groups.0.nmae'; did you mean 'name'"),
         (set_at("run", "pp_sise", to=2), "unknown key 'run.pp_sise'; did you mean 'pp_size'"),
-        (set_at("version", to=2), "'version'"),
+        (set_at("version", to=1), "'version'"),
         (set_at("format", to="plan"), "'format'"),
-        (lambda data: data.pop("run"), "'run' is required"),
+        (lambda data: data.pop("groups"), "'groups' is required"),
         (set_at("groups", 0, "num_bytes", to=-1), "'groups.0.num_bytes'"),
         (set_at("groups", 0, "num_bytes", to=2**63), "'groups.0.num_bytes'"),
         (set_at("groups", 0, "num_bytes", to=10**400), "'groups.0.num_bytes'"),
@@ -82,13 +82,13 @@ def set_at(*path, to):
         (set_at("groups", to={}), "'groups'"),
         (set_at("step_us", to=None), "'step_us'"),
         (set_at("step_us", to=-1.0), "'step_us'"),
-        (set_at("run", "versions", to={"torch": 2}), "'run.versions.torch'"),
+        (set_at("run", "versions", to=[["torch", 2]]), "'run.versions.0.1'"),
         (set_at("run", "pp_rank", to=9), "pipeline rank 9 of"),
         (lambda data: data["groups"].append(data["groups"][-1]), "two have the same"),
-        (lambda data: data["backward"].append(data["backward"][-1]), "comes twice"),
-        (set_at("backward", 0, "order", to=99), "has no group 99"),
-        (set_at("backward", 0, "at_bytes", to=None), "some have none"),
-        (set_at("backward", 0, "at_bytes", to=2**63 - 1), "'backward' are not in the order"),
+        (lambda data: data["backward_order"].append(data["backward_order"][-1]), "comes twice"),
+        (set_at("backward_order", 0, "order", to=99), "has no group 99"),
+        (lambda data: data["backward_at_bytes"].pop(), "'backward_at_bytes' holds"),
+        (set_at("backward_at_bytes", 0, to=2**63 - 1), "'backward_at_bytes' are not in the order"),
         (set_at("groups", 0, "committed_at_bytes", to=2**63 - 1), "'groups' are not in the order"),
         (lambda data: data["times"].pop(), "'times' holds"),
         (set_at("memory", 0, "at_us", to=1e12), "'memory' are not in the order"),
@@ -103,12 +103,8 @@ def test_what_no_step_can_have_shown_is_refused(change, message):
 
 def test_times_that_run_backwards_are_refused():
     def swap(data):
-        place = data["backward"][0]
-        index = next(
-            index
-            for index, group in enumerate(data["groups"])
-            if (group["chunk"], group["order"]) == (place["chunk"], place["order"])
-        )
+        place = data["backward_order"][0]
+        index = next(index for index, group in enumerate(data["groups"]) if group["key"] == place)
         data["times"][index]["done_us"] = 0.0
 
     with pytest.raises(ConfigError, match="run backwards"):
