@@ -166,6 +166,24 @@ import functools
 torch.compile = functools.partial(torch.compile, backend="aot_eager")
 """
 
+_GRAPHS = f"""{_LAYERS}
+from contextlib import nullcontext
+from programs import MOVING, Capturing
+
+class Cuda:
+    '''Captures on the simulated device, which refuses what is forbidden.'''
+    Stream = synchronize = lambda *_: None
+    stream = lambda *_: nullcontext()
+    graph = lambda *_, **__: manager.backend.capture()
+    CUDAGraph = lambda _: SimpleNamespace(replay=lambda: None)
+    def __getattr__(self, name):
+        return getattr(real, name)
+
+manager.configure(MOVING, backend=Capturing(MOVING.simulated))
+batch = data[0]
+real, torch.cuda = torch.cuda, Cuda()
+"""
+
 _MEGATRON = """
 from torch import nn
 from types import SimpleNamespace
@@ -218,6 +236,7 @@ PRELUDES = {
     'offload_modules(model_chunks, ["mlp_fc1"': (_MEGATRON, ""),
     'offload_modules(model, ["layers.*.attention", "layers.*.mlp"])\nfor batch': (_LAYERS, _MOVED),
     "torch.compile(layer)": (f"{_LAYERS}{_EAGER}", _MOVED),
+    "torch.cuda.CUDAGraph()": (_GRAPHS, f"{_MOVED}\nassert manager.last_step.is_captured"),
     'group_start(x, "mlp")': (
         f"{_LAYERS}embed, layers = model.output, [layer.mlp for layer in model.layers]\n"
         "loss = lambda x: x.sum()\n",

@@ -157,7 +157,8 @@ def snippet_cases():
 @pytest.mark.parametrize("block", [*snippet_cases()])
 def test_a_page_s_snippet_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(scratch_folder(tmp_path))
-    monkeypatch.setattr(torch, "compile", torch.compile)  # put back whatever becomes of it
+    for name in ("compile", "cuda"):  # put back whatever becomes of them
+        monkeypatch.setattr(torch, name, getattr(torch, name))
     before, after = PRELUDES[keys_of(block)[0]]
     PipelineOffloadManager.get_instance().configure(OffloadConfig())
     with ExitStack() as stack:
