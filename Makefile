@@ -39,7 +39,7 @@ quickstart: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest --quick $(SPREAD)
 
-test-all: lint
+test-all: lint $(VENV)/.installed-docs
 	$(BIN)/python -m pytest $(SPREAD)
 
 lint: $(VENV)/.installed-dev
