@@ -30,7 +30,7 @@ from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.learning import Learner
-from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.manager import CAPTURED_TOO_EARLY, PipelineOffloadManager
 from megatron_offload.errors import OffloadError, StateError
 from megatron_offload.observe.measure import MeasuredStep, StepTimer
 from megatron_offload.observe.recorder import profile_step
@@ -54,11 +54,6 @@ _SPARE_SHARE = 16
 _logger = logging.getLogger(__name__)
 
 _NOT_HEARD = "this rank has not heard the others of its job within %g s"
-
-_TOO_EARLY = (
-    "a step was captured into a graph while its plan is still looked for: take some 16 steps "
-    "before (cuda_graph_warmup_steps), or set policy: modules"
-)
 
 _numbers = itertools.count()
 """Of this process's loops: ranks that run one program count alike."""
@@ -116,7 +111,7 @@ class MeasuredLoop:
                 self._steps = self._take_steps()
         if manager.last_step.is_captured:
             if not self.is_settled:
-                raise StateError(_TOO_EARLY)
+                raise StateError(CAPTURED_TOO_EARLY)
             return
         if self._steps is not None:
             self._is_spoilt = manager.is_staying  # so that the step tells nothing

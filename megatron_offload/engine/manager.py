@@ -65,8 +65,10 @@ _NO_END = (
     "%d forwards and no end of a step, so nothing was learned from them: take each training step "
     "inside `with manager.step():`, or call reset() after it. This is said once"
 )
-_LOOKED_AT = (
-    "a step was captured into a graph while somebody looks at it: trace, profile and check others"
+CAPTURED_TOO_EARLY = (
+    "a step was captured into a graph while it is looked at: trace, profile and check others; "
+    "where a plan is looked for, take some 16 steps before (cuda_graph_warmup_steps), or set "
+    "policy: modules"
 )
 _NO_TUNER = (
     "policy %r plans by the run's own steps, and nobody looks at them, so everything moves: call "
@@ -388,7 +390,7 @@ class PipelineOffloadManager:
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.backend.is_capturing():
             if self._is_looked_at:
-                raise StateError(_LOOKED_AT)
+                raise StateError(CAPTURED_TOO_EARLY)
             self._last_step.is_captured = True
             self.transfers.wait_reloads(self.decisions.committed)  # of what nobody has read, too
             self.host_pool.leave_to_graph()
