@@ -3,7 +3,7 @@
     python examples/trainer.py                   # on a GPU, or on a CPU with a simulated device
     python examples/trainer.py --no-offload      # prints the same losses
 
-Needs transformers and accelerate. TRL's trainers take the class in front of them just so.
+Needs transformers and accelerate. For TRL's trainers see trl_sft.py.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ NOT_RUN_PREFIXES = {
     "VERL_USE_EXTERNAL_MODULES=": f"needs verl; {_SETTINGS}",
     "NVTE_CPU_OFFLOAD_V1=1 torchrun ": f"needs Megatron-Bridge; {_SETTINGS}",
     "python3 benchmarks/bench_": _BENCHMARK,
-    "python3 examples/long_context.py ": f"{_BENCHMARK}; tests/test_examples.py runs it small",
+    "python3 examples/": "tests/test_examples.py runs them, small",
     "PYTHONPATH=.venv/megatron-core-later .venv/bin/python benchmarks/bench_": _BENCHMARK,
     "python3 scripts/check_bitwise.py ": "trains 126 models; tests/test_check_bitwise.py",
     "python3 scripts/soak.py ": "takes many minutes; tests/test_soak.py",
@@ -366,6 +366,10 @@ assert trainer.offload.last_step.offloaded_bytes > 0
     "recomputable(torch.nn.functional.gelu, y)": (
         f"{_LAYERS}linear, x = model.output, torch.randn(1024, 512, requires_grad=True)\n",
         'assert manager.last_step.by_name["ffn"].remade_bytes > 0',
+    ),
+    "checkpoint(layer, x, use_reentrant=False)": (
+        _LAYERS,
+        "assert offload.last_step.offloaded_bytes == 7 * data[0].nbytes, offload.last_step",
     ),
     "offload_pipeline(schedule)": (
         f"{_LAYERS}{_ONE_RANK}"

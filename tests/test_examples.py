@@ -84,6 +84,7 @@ def lines_of(name, ranks, *words):
     [
         ("nanogpt.py", 1, "torch"),
         ("trainer.py", 1, "transformers"),
+        ("trl_sft.py", 1, "trl"),
         ("accelerate_fsdp2.py", 2, "accelerate"),
         ("pipelining.py", 2, "torch"),
     ],
