@@ -17,11 +17,15 @@ import json
 import sys
 import tempfile
 import types
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+
+sys.path.append(str(Path(__file__).parents[1]))
+from programs import Capturing
 
 torch.set_num_threads(1)
 
@@ -81,6 +85,9 @@ CASES = {
     "inputs-in-shares": {**INPUTS, "distribute_saved_activations": True},
     "evaluation": {},
     "evaluation-with-grad": {},
+    "captured": {},
+    "captured-moe": MOE,
+    "captured-inputs": INPUTS,
     "half": {"activation_offload_fraction": 0.5},
     "none": {"activation_offload_fraction": 0.0},
     "kept-bytes": {"delta_offload_bytes_across_pp_ranks": 1 << 14},
@@ -278,17 +285,24 @@ def groups_of(manager):
     return manager.last_profile.groups if manager.last_profile else ()
 
 
+def is_captured(case, step, manager):
+    """Whether a step is captured as if into a graph: the last of some cases."""
+    return "captured" in case and manager is not None and step == STEPS - 1
+
+
 def train(model, case, manager=None):
     """Return all losses and gradients of three steps, and what the manager counted in each."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     torch.manual_seed(2)
     model_parallel_cuda_manual_seed(2, force_reset_rng=True)
+    nothing = contextlib.nullcontext()
     numbers, counts = [], []
     for step in range(STEPS):
         evaluate(model, case)
         model.zero_grad()
-        numbers += one_pass(model, 100 * step)
+        with manager.backend.capture() if is_captured(case, step, manager) else nothing:
+            numbers += one_pass(model, 100 * step)
         gradients = {name: p.grad for name, p in model.named_parameters()}
         numbers += [grad.clone() for grad in gradients.values() if grad is not None]
         with torch.no_grad():
@@ -309,6 +323,7 @@ def train(model, case, manager=None):
                     "groups": {name: g.num_groups for name, g in stats.by_name.items()},
                     "summary": manager.offload_summary_bytes,
                     "left": manager.state_of(),
+                    "is_captured": stats.is_captured,
                 }
             )
     return numbers, counts
@@ -332,15 +347,17 @@ def run_case(case, *, built_first):
         return {"unknown_option": True}
     expected, _ = train(build_model(build_config(overrides, offload=False)), case)
     manager = PipelineOffloadManager.get_instance()
-    manager.configure(
-        OffloadConfig(
-            backend="simulated",
-            host_slab_bytes=1 << 20,
-            max_inflight_bytes=0,
-            prefetch_bytes=0,
-            **({} if remakes is None else {"recompute": [*remakes], "checking": True}),
-        )
+    more = {} if remakes is None else {"recompute": [*remakes], "checking": True}
+    if "captured" in case:
+        more = {"policy": {"kind": "modules"}}
+    settings = OffloadConfig(
+        backend="simulated",
+        host_slab_bytes=1 << 20,
+        max_inflight_bytes=0,
+        prefetch_bytes=0,
+        **more,
     )
+    manager.configure(settings, backend=Capturing(settings.simulated))
     # Megatron itself refuses some names.
     if built_first and not ("beyond" in case or "inputs" in case):
         megatron_core.uninstall()

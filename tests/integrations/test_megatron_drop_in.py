@@ -42,7 +42,11 @@ MOVES = {
     "inputs-of-some-layers": ATTENTION | {"layer_input", "mlp_fc1"},
     "evaluation": ATTENTION,
     "evaluation-with-grad": ATTENTION,
+    "captured": ATTENTION,
+    "captured-moe": ATTENTION | {"expert_fc1", "moe_act"},
+    "captured-inputs": {"layer_input"},
 }
+CAPTURED = [case for case in MOVES if "captured" in case]
 BOTH = {"norm", "mlp_act"}
 REMADE = {
     **dict.fromkeys(("gelu", "gelu-fused", "gated", "gated-fused", "moe-gated"), BOTH),
@@ -129,6 +133,13 @@ def test_nothing_is_left_behind_by_a_step(run, case):
     for step in finding(run)["cases"][case]["steps"]:
         assert not any(step["left"].values())
         assert step["reloaded_bytes"] <= step["offloaded_bytes"]
+
+
+@programs(*CAPTURED)
+def test_a_step_of_megatrons_schedule_asks_for_nothing_that_a_capture_forbids(run, case):
+    steps = finding(run)["cases"][case]["steps"]
+    assert [step["is_captured"] for step in steps] == [False, False, True]
+    assert steps[-1]["reloaded_bytes"] == steps[-2]["reloaded_bytes"] > 0
 
 
 @programs(*MOVES, *LATER_ONLY)
