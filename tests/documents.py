@@ -235,6 +235,10 @@ PRELUDES = {
     ),
     'offload_modules(model_chunks, ["mlp_fc1"': (_MEGATRON, ""),
     'offload_modules(model, ["layers.*.attention", "layers.*.mlp"])\nfor batch': (_LAYERS, _MOVED),
+    "offload = OffloadActivations()\nfor batch": (
+        _LAYERS,
+        "assert offload.end_step()\nassert offload.last_step.offloaded_bytes > 0",
+    ),
     "torch.compile(layer)": (f"{_LAYERS}{_EAGER}", _MOVED),
     "torch.cuda.CUDAGraph()": (_GRAPHS, f"{_MOVED}\nassert manager.last_step.is_captured"),
     'group_start(x, "mlp")': (
@@ -369,7 +373,7 @@ assert trainer.offload.last_step.offloaded_bytes > 0
     ),
     "checkpoint(layer, x, use_reentrant=False)": (
         _LAYERS,
-        "assert offload.last_step.offloaded_bytes == 7 * data[0].nbytes, offload.last_step",
+        "assert offload.last_step.offloaded_bytes >= 4 * data[0].nbytes, offload.last_step",
     ),
     "offload_pipeline(schedule)": (
         f"{_LAYERS}{_ONE_RANK}"
@@ -401,6 +405,7 @@ SHOWN = {
     "megatron sft ": f"another trainer's command; {_SETTINGS}",
     "policy:": f"another trainer's settings; {_SETTINGS}",
     "bitwise identical: yes": "what the quickstart prints",
+    "group        groups  offloaded": "what an example prints",
     "megatron_offload/": "the tree",
     "<run.output>/checkpoints/": "a folder's tree",
     "flags / YAML ──> OffloadConfig": "a diagram",
