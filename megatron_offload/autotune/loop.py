@@ -110,7 +110,7 @@ class MeasuredLoop:
                 self._policy = policy
                 self._steps = self._take_steps()
         if manager.last_step.is_captured:
-            if not self.is_settled:
+            if manager.last_step.num_groups and not self.is_settled:
                 raise StateError(CAPTURED_TOO_EARLY)
             return
         if self._steps is not None:

@@ -297,7 +297,7 @@ class Learner:
         if not at_once and len(peaks) < (peaks.maxlen or 0):
             return
         keep_bytes = peaks[-1] if at_once else max(peaks)
-        pinned_bytes = pool.stats.slab_bytes_total
+        pinned_bytes = pool.stats.slab_bytes_total - pool.bytes_of_graphs
         surplus_bytes = pinned_bytes - keep_bytes
         is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * pinned_bytes
         if surplus_bytes >= pool.slab_bytes and is_much:

@@ -294,7 +294,7 @@ class HostPool:
             left_bytes = self.stats.slab_bytes_total - slab.num_bytes
             is_free = slab.region is None and slab.next is None
             is_over = slab.event is None or self._backend.is_done(slab.event)
-            if is_free and is_over and left_bytes >= keep_bytes:
+            if is_free and is_over and left_bytes - self.bytes_of_graphs >= keep_bytes:
                 self._free[slab.num_bytes].remove(slab)
                 self._slabs.remove(slab)
                 self.stats.slab_bytes_total = left_bytes
@@ -320,6 +320,11 @@ class HostPool:
         self._free.clear()
         self._unpinnable_bytes = None  # of what the capture has refused
 
+    @property
+    def bytes_of_graphs(self) -> int:
+        """Bytes that are pinned for captured graphs."""
+        return sum(slab.base.nbytes for slab in self._slabs_of_graphs)
+
     def recover(self, count_users: Callable[[HostRegion], int]) -> None:
         """Put the books right after a call that an exception cut short; no copy is under way.
 
@@ -327,7 +332,7 @@ class HostPool:
         """
         stats = self.stats
         stats.in_use_bytes = 0
-        stats.slab_bytes_total = sum(slab.base.nbytes for slab in self._slabs_of_graphs)
+        stats.slab_bytes_total = self.bytes_of_graphs
         self.alone.clear()
         for slab in self._slabs:
             stats.slab_bytes_total += slab.base.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -87,8 +88,11 @@ def test_nobody_else_gets_the_host_memory_that_replays_write_to():
     of_graph = set(addresses)
     pinned_bytes = manager.host_pool.stats.slab_bytes_total
     addresses.clear()
+    waits = mock.Mock(wraps=manager.backend.sync_copies)
+    manager.backend.sync_copies = waits
     for _ in range(2):
         run_step(model, manager, ORDER)
+    waits.assert_not_called()  # as it is where memory is given back
     assert of_graph
     assert addresses
     assert not of_graph & addresses
@@ -157,6 +161,23 @@ def test_a_search_that_is_not_over_is_an_error():
         run_step(model, manager, ORDER)
 
 
+def test_an_evaluation_that_is_captured_takes_nothing_from_a_step():
+    model, manager = settled(policy={"kind": "auto"})
+    loop = tune(manager)
+    pinned_bytes = manager.host_pool.stats.slab_bytes_total
+    with manager.backend.capture(), torch.no_grad():
+        x = torch.randn(16, 32)
+        manager.begin_chunk()
+        for block in model:
+            x = block(x, manager)
+        manager.reset()
+    assert manager.last_step.is_captured
+    assert not loop.is_settled
+    run_step(model, manager, ORDER)
+    assert manager.last_step.offloaded_bytes > 0
+    assert manager.host_pool.stats.slab_bytes_total == pinned_bytes
+
+
 def test_a_step_that_is_looked_at_is_an_error():
     model, manager = settled()
     with (
@@ -197,8 +218,12 @@ def test_a_region_that_a_graph_has_is_never_lent_again():
     pool.leave_to_graph()
     pool.free(region, None)
     assert pool.stats.in_use_bytes == 0
-    later = {pool.allocate(4 * KIB).tensor.data_ptr() for _ in range(4)}
-    assert not later & {region.tensor.data_ptr(), other.tensor.data_ptr()}
+    later = [pool.allocate(4 * KIB) for _ in range(4)]
+    addresses = {each.tensor.data_ptr() for each in later}
+    assert not addresses & {region.tensor.data_ptr(), other.tensor.data_ptr()}
+    for each in later:
+        pool.free(each, None)
+    assert pool.shrink(16 * KIB) == 0, "they are not the graph's"
     pinned_bytes = pool.stats.slab_bytes_total
     pool.recover(lambda _: 0)
     assert pool.stats.slab_bytes_total == pinned_bytes
