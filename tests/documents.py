@@ -83,24 +83,35 @@ NOT_RUN = {
     "make format": "changes the sources",
     "make docs": "makes an environment; tests/test_site.py builds the site",
     ".venv/bin/python -m pytest tests/fuzz --fuzz 2000": "tests; takes minutes",
-    "megatron-offload compare --config configs/h200_x4_pp4_vpp2.yaml": "needs four GPUs",
+    "megatron-offload compare --config h200_x4_pp4_vpp2": "needs four GPUs",
 }
 """Commands that no test runs, and why. What begins as one of `NOT_RUN_PREFIXES` isn't either."""
 
 NOT_RUN_PREFIXES = {
     "torchrun ": "needs several machines or GPUs",
-    "accelerate launch ": "tests/test_examples.py runs its script",
+    "accelerate launch ": "needs two GPUs; its script runs in the next line",
     "megatron-offload run ": "needs a GPU and Megatron-LM's own script",
     "VERL_USE_EXTERNAL_MODULES=": f"needs verl; {_SETTINGS}",
     "NVTE_CPU_OFFLOAD_V1=1 torchrun ": f"needs Megatron-Bridge; {_SETTINGS}",
     "python3 benchmarks/bench_": _BENCHMARK,
-    "python3 examples/": "tests/test_examples.py runs them, small",
+    "python3 examples/long_context.py ": _BENCHMARK,
+    "python3 examples/trl_sft.py ": "needs TRL; tests/test_examples.py runs it",
     "PYTHONPATH=.venv/megatron-core-later .venv/bin/python benchmarks/bench_": _BENCHMARK,
     "python3 scripts/check_bitwise.py ": "trains 126 models; tests/test_check_bitwise.py",
     "python3 scripts/soak.py ": "takes many minutes; tests/test_soak.py",
 }
 
-SLOW_PREFIXES = tuple(f"megatron-offload {name}" for name in ("compare", "doctor", "plan", "train"))
+EXAMPLES = (
+    "python3 examples/nanogpt.py",
+    "python3 examples/long_context.py --layers 2 ",
+    "torchrun --nproc-per-node 2 examples/",
+)
+"""How commands begin that run an example on a CPU, in spite of the above."""
+
+SLOW_PREFIXES = (
+    *EXAMPLES,
+    *(f"megatron-offload {name}" for name in ("compare", "doctor", "plan", "train")),
+)
 """Commands that take more than a second or two, as does what wants `QUICKSTART` run."""
 
 QUICKSTART = "megatron-offload compare --config configs/quickstart.yaml"
@@ -109,6 +120,8 @@ QUICKSTART = "megatron-offload compare --config configs/quickstart.yaml"
 
 def reason_not_to_run(command: str) -> str | None:
     """Return why a command isn't run; None where it is."""
+    if command.startswith(EXAMPLES):
+        return None
     prefixes = (why for prefix, why in NOT_RUN_PREFIXES.items() if command.startswith(prefix))
     return NOT_RUN.get(command) or next(prefixes, None)
 

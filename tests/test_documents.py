@@ -23,7 +23,7 @@ from megatron_offload.integrations import megatron_core, megatron_moe
 BLOCKS = list(documents.blocks())
 SNIPPETS = [block for block in BLOCKS if block.language == "python"]
 COMMANDS = [(b, command) for b in BLOCKS if b.is_commands for command in b.commands()]
-LINKED = ("benchmarks", "configs", "docs", "scripts", "tests")
+LINKED = ("benchmarks", "configs", "docs", "examples", "scripts", "tests")
 
 
 def keys_of(block):
