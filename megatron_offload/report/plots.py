@@ -22,105 +22,128 @@ from megatron_offload.report.tables import TradeOff
 
 NEEDED = ("altair", "vl_convert")
 
-# Okabe and Ito's colours, which people of any colour vision tell apart.
+# Okabe and Ito's colours, and greys that no colour vision takes for one of them.
 _KINDS = {
     "forward": ("#0072b2", "forward"),
     "backward": ("#009e73", "backward"),
-    "remake": ("#56b4e9", "saved tensors made again"),
-    "other": ("#b9bec4", "compute outside groups"),
-    "stall": ("#d55e00", "compute waits for a copy"),
-    PIPELINE_WAIT: ("#f0e442", "compute waits for another stage"),
+    "remake": ("#56b4e9", "made again"),
+    "stall": ("#d55e00", "waits for a copy"),
+    PIPELINE_WAIT: ("#626c78", "waits for a stage"),
+    "other": ("#c4c9cf", "outside groups"),
     "d2h": ("#e69f00", "offload (D2H)"),
     "h2d": ("#cc79a7", "reload (H2D)"),
 }
 
-_COUNTERS: dict[str, str] = {
-    ByteCount.LIVE: "#8a9199",
-    ByteCount.HELD: "#0072b2",
-    ByteCount.HOST: "#009e73",
-    ByteCount.INFLIGHT: _KINDS["d2h"][0],
-    ByteCount.PREFETCHED: _KINDS["h2d"][0],
+_UNSEEN = ("other", "d2h", "h2d")
+"""In the lanes of all ranks."""
+
+# Colour and dashes.
+_COUNTERS: dict[str, tuple[str, list[int]]] = {
+    ByteCount.LIVE: ("#56b4e9", [1, 0]),
+    ByteCount.HELD: ("#0072b2", [8, 3]),
+    ByteCount.HOST: ("#009e73", [2, 2]),
+    ByteCount.INFLIGHT: ("#e69f00", [1, 0]),
+    ByteCount.PREFETCHED: ("#cc79a7", [5, 2, 1, 2]),
 }
 
-_POINTS = {"measured": "#0072b2", "predicted": "#e69f00", "plan": "#d55e00"}
+_POINTS = {
+    "measured": ("#0072b2", "square"),
+    "predicted": ("#e69f00", "circle"),
+    "plan": ("#d55e00", "diamond"),
+}
 
-MOST_TIMELINES = 16
+MOST_TIMELINES = 64
 """Ranks in one page; hundreds would help nobody."""
 
-_COLUMNS = 2000
-"""Parts of a step; what is shorter than one is drawn together, for no screen shows more."""
+_COLUMNS = 32_000
+"""Parts of the steps of all ranks; what is shorter than one is drawn together."""
+
+_MOST_COLUMNS = 2000
+"""Parts of one rank's step; no screen shows more."""
 
 _CHUNK = re.compile(r"\[chunk (\d+),")
 
 
-def timeline_chart(trace: StepTrace, end_us: float) -> Any:
+def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
     """Return a chart of one rank's step: a lane for each stream, and how many bytes were where.
 
-    Its axis ends at ``end_us``, such as `last_us` of all ranks.
+    Its axis ends at ``end_us``, such as `last_us` of all ranks; the more there are, the coarser.
     """
-    alt, rank = _altair(), trace.rank
-    end_us = end_us or 1.0
-    column_us = end_us / _COLUMNS
+    alt, rank, end_us = _altair(), trace.rank, end_us or 1.0
     scale, unit = (1e3, "ms") if end_us >= 2000 else (1.0, "µs")
     domain = alt.Scale(domain=[0, end_us / scale], nice=False)
-    spans = [
-        {
-            "start": span.start_us / scale,
-            "end": span.end_us / scale,
-            "stream": span.stream,
-            "what": _KINDS[_kind(span)][1],
-            "group": span.label,
-            "time": format_us(span.duration_us),
-            "bytes": format_bytes(span.num_bytes or None),
-        }
-        for stream in STREAMS
-        for span in _joined(trace.of(stream), column_us)
-    ]
+    column_us = _column_us(end_us, num_ranks)
+    spans = _rows(trace, end_us, column_us)
+    found = {row["what"] for row in spans}
+    kinds = {name: color for color, name in _KINDS.values() if name in found}
     # Lanes have a name: of two that Altair calls alike, one is drawn with the other's spans.
-    lanes = _chart(spans, name=f"spans{rank}").mark_bar()
+    lanes = _chart(spans, name=f"spans{rank}").mark_bar(height={"band": 0.8})
     lanes = lanes.encode(
         x=alt.X("start:Q", scale=domain, axis=alt.Axis(labels=False, title=None)),
         x2="end:Q",
-        y=alt.Y("stream:N", title=None, scale=alt.Scale(domain=["pass", *STREAMS])),
-        color=_colors({name: color for color, name in _KINDS.values()}, "what", spans),
+        y=alt.Y("what:N", title=None, scale=alt.Scale(domain=["pass", *kinds])),
+        color=_by("Color", "what", kinds, legend=None),
         tooltip=["group:N", "what:N", "time:N", "bytes:N"],
     )
     passes = [
         {"at": (start_us + stop_us) / 2 / scale, "name": name}
         for name, start_us, stop_us in _passes(trace.of("compute"))
-        if stop_us - start_us > 0.015 * end_us
+        if stop_us - start_us > 0.025 * end_us
     ]
-    names = _chart(passes).mark_text(fontSize=10, color="#777777")
+    names = _chart(passes).mark_text(fontSize=10)
     names = names.encode(x=alt.X("at:Q", scale=domain), y=alt.datum("pass"), text="name:N")
     counters = list(_thinned(trace.counters, last_us([trace]), column_us))
     size, size_unit = byte_unit(max((counter.value for counter in counters), default=0.0))
     values = [
-        {
-            "time": counter.time_us / scale,
-            "size": counter.value / size,
-            "what": counter.name,
-            "bytes": format_bytes(counter.value),
-        }
-        for counter in counters
+        {"time": one.time_us / scale, "size": one.value / size, "what": one.name}
+        for one in counters
     ]
+    used = {one.name for one in counters}
+    lines = {name: style for name, style in _COUNTERS.items() if name in used}
     memory = _chart(values, name=f"memory{rank}", width=900, height=180)
     memory = memory.mark_line(interpolate="step-after", strokeWidth=1.6).encode(
         x=alt.X("time:Q", scale=domain, title=f"time ({unit})"),
         y=alt.Y("size:Q", title=size_unit),
-        color=_colors(_COUNTERS, "what", values),
-        tooltip=["what:N", "bytes:N"],
+        color=_by("Color", "what", {name: color for name, (color, _) in lines.items()}),
+        strokeDash=_by("StrokeDash", "what", {name: dash for name, (_, dash) in lines.items()}),
+        tooltip=["what:N", alt.Tooltip("size:Q", title=size_unit, format=".2f")],
     )
-    above = alt.layer(lanes, names, name=f"lanes{rank}", width=900, height=110)
-    zoom = alt.selection_interval(name=f"zoom{rank}", bind="scales", encodings=["x"])
+    above = alt.layer(lanes, names, name=f"lanes{rank}", width=900, height=18 * len(kinds) + 18)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that both zoom as one
-        both = alt.vconcat(above, memory).add_params(zoom)
-    return both.resolve_scale(x="shared", color="independent")
+        both = alt.vconcat(above, memory).add_params(_zoom(f"zoom{rank}"))
+    return both.resolve_scale(x="shared", color="independent", strokeDash="independent")
 
 
-def tradeoff_chart(tradeoff: TradeOff) -> Any:
+def overview_chart(traces: Sequence[StepTrace], end_us: float) -> Any:
+    """Return a chart of what every rank's compute stream did, a lane each."""
+    alt, end_us = _altair(), end_us or 1.0
+    height = max(6.0, min(24.0, 640 / len(traces)))
+    kinds = {name: color for kind, (color, name) in _KINDS.items() if kind not in _UNSEEN}
+    thickness = {name: height * (0.9 - 0.18 * index) for index, name in enumerate(kinds)}
+    rows = [
+        {**row, "rank": trace.rank, "thickness": thickness[row["what"]]}
+        for trace in traces
+        for row in _rows(trace, end_us, _column_us(end_us, len(traces)))
+        if row["what"] in kinds
+    ]
+    scale, unit = (1e3, "ms") if end_us >= 2000 else (1.0, "µs")
+    chart = _chart(rows, name="overview", width=900, height=height * len(traces)).mark_bar()
+    chart = chart.encode(
+        x=alt.X("start:Q", title=f"time ({unit})").scale(domain=[0, end_us / scale], nice=False),
+        x2="end:Q",
+        y=alt.Y("rank:O", axis=alt.Axis(labelOverlap=True)),
+        color=_by("Color", "what", kinds, title="from thick to thin"),
+        size=alt.Size("thickness:Q", scale=None),
+        tooltip=["rank:O", "group:N", "what:N", "time:N"],
+    )
+    return chart.add_params(_zoom("zoom"))
+
+
+def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> Any:
     """Return a chart of memory against step time; a line joins what nothing beats in both.
 
     Numbers count from 1 by memory, the least first; where points lie close, their tooltips tell.
+    ``measured_bytes`` is drawn as a line: what a run took whose time says nothing.
     """
     alt = _altair()
     scale, unit = byte_unit(max(point.peak_bytes for point in tradeoff.points))
@@ -129,9 +152,11 @@ def tradeoff_chart(tradeoff: TradeOff) -> Any:
         percent, kind = point.step_time_percent, point.kind
         row = {"number": number, "setting": point.label, "how": kind, "percent": percent}
         row |= {"memory": point.peak_bytes / scale, "bytes": format_bytes(point.peak_bytes)}
+        row["text"] = str(number) if kind == "predicted" else f"{number} {point.label[:24]}"
         rows.append(row | {"is_best": percent < least[kind]})
         least[kind] = min(percent, least[kind])
-    room = alt.Scale(zero=False, padding=20)
+    _place(rows)
+    room = alt.Scale(zero=False, padding=30)
     # A title of the channel would become part of an expression, with its quotes and backslashes.
     axis = alt.Axis(title=_safe(f"peak {tradeoff.memory} of the rank that needs most ({unit})"))
     points = _chart(rows).encode(
@@ -139,15 +164,48 @@ def tradeoff_chart(tradeoff: TradeOff) -> Any:
         y=alt.Y("percent:Q", title="step time against no offload (%)", scale=room),
     )
     tips = ["number:Q", "setting:N", "bytes:N", "percent:Q", "how:N"]
-    colored = points.encode(color=_colors(_POINTS, "how", rows), tooltip=tips)
-    chart = alt.layer(
-        colored.transform_filter("datum.is_best").mark_line(opacity=0.6),
-        colored.mark_point(size=60, filled=True, opacity=1),
-        points.mark_text(dx=9, dy=-9).encode(text="number:Q"),
-        width=760,
-        height=380,
-    )
-    return chart.interactive()
+    used = {kind: style for kind, style in _POINTS.items() if least[kind] < math.inf}
+    colors = _by("Color", "how", {kind: color for kind, (color, _) in used.items()})
+    shapes = _by("Shape", "how", {kind: shape for kind, (_, shape) in used.items()})
+    layers = [
+        points.transform_filter("datum.is_best").mark_line(opacity=0.6).encode(color=colors),
+        points.mark_point(size=90, filled=True, opacity=1).encode(
+            color=colors, shape=shapes, tooltip=tips
+        ),
+    ]
+    for (side, dy), align in itertools.product({"above": -11, "below": 12}.items(), _ALIGNED):
+        texts = points.transform_filter(f"datum.side == '{side}' && datum.align == '{align}'")
+        layers.append(texts.mark_text(dy=dy, align=align).encode(text="text:N"))
+    if measured_bytes is not None:
+        run = [{"memory": measured_bytes / scale, "text": "this run"}]
+        rule = _chart(run).encode(x="memory:Q", tooltip=["text:N", "memory:Q"])
+        layers.append(
+            rule.mark_rule(strokeDash=[6, 4], strokeWidth=2, color=_POINTS["measured"][0])
+        )
+        layers.append(rule.mark_text(dx=6, align="left").encode(y=alt.value(8), text="text:N"))
+    return alt.layer(*layers, width=760, height=380).interactive()
+
+
+_ALIGNED = ("left", "right")
+
+
+def _place(rows: Sequence[dict[str, Any]]) -> None:
+    """Say where each point's text stands: beside no other's, or nowhere; long texts come first."""
+    wide, high = 420.0, 330.0  # fewer than any screen but a phone shows
+    least = {key: min(row[key] for row in rows) for key in ("memory", "percent")}
+    most = {key: max(row[key] for row in rows) - least[key] or 1.0 for key in least}
+    taken: list[tuple[float, float, float]] = []
+    for row in sorted(rows, key=lambda row: -len(row["text"])):
+        x = wide * (row["memory"] - least["memory"]) / most["memory"]
+        y = high * (row["percent"] - least["percent"]) / most["percent"]
+        row["align"] = _ALIGNED[x > wide / 2]
+        length = 7.0 * len(row["text"])
+        start = x if row["align"] == "left" else x - length
+        for row["side"], at in (("above", y + 11), ("below", y - 12), ("", y)):
+            if all(start > b or start + length < a or abs(at - c) > 13 for a, b, c in taken):
+                break
+        if row["side"]:
+            taken.append((start, start + length, at))
 
 
 def last_us(traces: Iterable[StepTrace]) -> float:
@@ -176,13 +234,39 @@ def _safe(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def _colors(colors: Mapping[str, str], name: str, rows: Iterable[Mapping[str, Any]]) -> Any:
-    """Return the colour of each value that rows have in a field, with a legend of them below."""
-    used = {row[name] for row in rows}
-    found = {key: color for key, color in colors.items() if not used or key in used}
-    scale = _altair().Scale(domain=list(found), range=list(found.values()))
-    legend = _altair().Legend(orient="bottom", title=None, columns=3, labelLimit=400)
-    return _altair().Color(f"{name}:N", scale=scale, legend=legend)
+def _by(channel: str, name: str, values: Mapping[str, Any], **legend: Any) -> Any:
+    """Return a channel that a field's values decide, with a legend of them below, or with none."""
+    alt = _altair()
+    shown = {"orient": "bottom", "title": None, "columns": 3, "symbolSize": 250, "symbolOpacity": 1}
+    key = None if "legend" in legend else alt.Legend(**shown | legend)
+    scale = alt.Scale(domain=list(values), range=list(values.values()))
+    return getattr(alt, channel)(f"{name}:N", scale=scale, legend=key)
+
+
+def _zoom(name: str) -> Any:
+    """Return what a wheel and a drag do to a chart: time alone."""
+    return _altair().selection_interval(name=name, bind="scales", encodings=["x"])
+
+
+def _column_us(end_us: float, num_ranks: int) -> float:
+    return end_us / min(_MOST_COLUMNS, _COLUMNS // num_ranks)
+
+
+def _rows(trace: StepTrace, end_us: float, column_us: float) -> list[dict[str, Any]]:
+    """Return a rank's spans as they are drawn."""
+    scale = 1e3 if end_us >= 2000 else 1.0
+    return [
+        {
+            "start": span.start_us / scale,
+            "end": span.end_us / scale,
+            "what": _KINDS[_kind(span)][1],
+            "group": span.label,
+            "time": format_us(span.duration_us),
+            "bytes": format_bytes(span.num_bytes or None),
+        }
+        for stream in STREAMS
+        for span in _joined(trace.of(stream), column_us)
+    ]
 
 
 def _kind(span: Span) -> str:
@@ -193,11 +277,13 @@ def _kind(span: Span) -> str:
 
 def _joined(spans: Iterable[Span], column_us: float) -> Iterator[Span]:
     """Yield spans; of one kind, those that begin in one column of the screen are one."""
-    lasting = (span for span in spans if span.duration_us > 0)
+    lasting = sorted((x for x in spans if x.duration_us > 0), key=lambda x: (_kind(x), x.start_us))
     for _, same in itertools.groupby(lasting, lambda x: (_kind(x), x.start_us // column_us)):
         found = list(same)
         size, first = sum(span.num_bytes for span in found), found[0]
-        yield replace(first, duration_us=found[-1].end_us - first.start_us, num_bytes=size)
+        label = f"{first.label} and {len(found) - 1} more" if len(found) > 1 else first.label
+        duration_us = found[-1].end_us - first.start_us
+        yield replace(first, label=label, duration_us=duration_us, num_bytes=size)
 
 
 def _thinned(counters: Iterable[Counter], end_us: float, column_us: float) -> Iterator[Counter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import itertools
 import json
@@ -22,7 +23,7 @@ from megatron_offload.report.report import MemoryKind, Pair, render_report
 pytest.importorskip("jinja2")
 pytest.importorskip("altair")
 
-SECTIONS = ["memory", "groups", "timeline", "tradeoff", "bits", "setup"]
+SECTIONS = ["memory", "groups", "plan", "timeline", "tradeoff", "bits", "setup"]
 VOID = {"meta", "link", "br"}
 
 
@@ -80,19 +81,24 @@ def test_no_attribute_holds_markup(page):
                 assert not set(value or "") & set('"<>'), (name, value)
 
 
+def test_the_table_of_contents_names_every_section(page):
+    links = [a["href"] for a in page.of("a")]
+    assert links == 2 * [f"#{name}" for name in SECTIONS], "beside the page, and folded"
+
+
 def test_nothing_is_loaded_and_one_script_may_run(page):
     tags = {tag for tag, _ in page.elements}
     assert not tags & {"iframe", "object", "embed", "img", "form", "base"}
     for _, attributes in page.elements:
         assert not any(name.startswith("on") for name in attributes)
-        for name in ("src", "href"):
-            assert attributes.get(name, "data:,") == "data:,"
+        assert attributes.get("src", "data:,") == "data:,"
+        assert attributes.get("href", "data:,") in ("data:,", *(f"#{name}" for name in SECTIONS))
     style = "".join(page.inside["style"])
     assert "url(" not in style
     assert "@import" not in style
     policy = next(m["content"] for m in page.of("meta") if "http-equiv" in m)
     assert policy.startswith("default-src 'none'")
-    running = [a for a in page.of("script") if a.get("type") != "application/json"]
+    running = [a for a in page.of("script") if a.get("type") != "application/gzip"]
     assert len(running) == (1 if len(page.of("script")) > 1 else 0)
     if running:
         digest = hashlib.sha256(page.inside["script"][-1].encode()).digest()
@@ -121,8 +127,9 @@ def test_what_users_named_is_text_wherever_it_stands():
     assert "<td>30.0 GiB</td><td>29.2 GiB</td><td>1490.0 ms</td>" in text, "predicted, and measured"
     assert "<script>alert" not in text
     assert "<img src=x" not in text
-    charts = [json.loads(data) for data in page.inside["script"][:-1]]
-    assert len(charts) == 3, "two timelines, trade-off"
+    zipped = [base64.b64decode(data) for data in page.inside["script"][:-1]]
+    charts = [json.loads(gzip.decompress(data)) for data in zipped]
+    assert len(charts) == 4, "both ranks, each of them, trade-off"
     assert any("<script>alert" in str(chart) for chart in charts)
 
 
@@ -138,7 +145,7 @@ def test_what_is_missing_is_named_with_the_way_to_get_it():
 def test_too_many_timelines_are_said_and_not_drawn(monkeypatch):
     monkeypatch.setattr(plots, "MOST_TIMELINES", 2)
     text = render_report(gpu_report(traces=[trace(rank) for rank in range(5)]))
-    assert text.count('<figure class="timeline">') == 2
+    assert text.count('<figure class="timeline"') == text.count("<option") == 2
     assert "3 more ranks" in text
 
 

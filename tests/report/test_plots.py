@@ -48,12 +48,12 @@ def test_spans_stand_where_their_times_say_and_ranks_share_an_axis():
     long = StepTrace(1, [Span("compute", "backward", "a", 0, 1000), Span("d2h", "d2h", "a", 9, 7)])
     end_us = last_us([short, long])
     chart = timeline_chart(short, end_us)
-    [row] = rows_of(chart, "stream")
+    [row] = rows_of(chart, "start")
     assert (row["start"], row["end"], row["what"]) == (0, 500, "forward")
     assert "[0, 1000.0]" in str(chart.to_dict())
-    rows = rows_of(timeline_chart(long, end_us), "stream")
-    assert [(row["stream"], row["start"], row["end"]) for row in rows] == [
-        *(("compute", 0, 1000), ("d2h", 9, 16))
+    rows = rows_of(timeline_chart(long, end_us), "start")
+    assert [(row["what"], row["start"], row["end"]) for row in rows] == [
+        *(("backward", 0, 1000), ("offload (D2H)", 9, 16))
     ]
 
 
@@ -62,8 +62,8 @@ def test_a_long_trace_makes_no_large_chart_and_keeps_its_peak():
     counters = [Counter(ByteCount.LIVE, i, (i % 7) * 2**20) for i in range(20_000)]
     counters.append(Counter(ByteCount.LIVE, 10_000.5, 2**30))
     chart = timeline_chart(StepTrace(0, spans, counters), 20_000.0)
-    assert len(rows_of(chart, "stream")) <= 2000
-    sizes = [row["size"] for row in rows_of(chart, "size") if "stream" not in row]
+    assert len(rows_of(chart, "start")) <= 2000
+    sizes = [row["size"] for row in rows_of(chart, "size") if "start" not in row]
     assert len(sizes) < 10_000
     assert max(sizes) == 1.0, "GiB"
 
@@ -97,16 +97,16 @@ def test_passes_over_chunks_are_named():
 @pytest.mark.parametrize(
     ("span", "what"),
     [
-        (Span("compute", "stall", "x", 0, 10, wait="W2"), "compute waits for a copy"),
+        (Span("compute", "stall", "x", 0, 10, wait="W2"), "waits for a copy"),
         (
             Span("compute", "stall", "x", 0, 10, wait=PIPELINE_WAIT),
-            "compute waits for another stage",
+            "waits for a stage",
         ),
-        (Span("compute", "<script>", "x", 0, 10), "compute outside groups"),
+        (Span("compute", "<script>", "x", 0, 10), "outside groups"),
     ],
 )
 def test_waiting_for_another_stage_is_not_waiting_for_a_copy(span, what):
-    [row] = rows_of(timeline_chart(StepTrace(0, [span]), 10.0), "stream")
+    [row] = rows_of(timeline_chart(StepTrace(0, [span]), 10.0), "start")
     assert row["what"] == what
 
 

@@ -1,17 +1,49 @@
-const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-for (const box of document.querySelectorAll(".chart")) {
-  const chart = JSON.parse(box.firstElementChild.textContent);
-  for (const part of chart.vconcat ?? [chart]) part.width = Math.max(160, box.clientWidth - 110);
-  vegaEmbed(box, chart, {
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const drawn = new Map();
+const charts = [...document.querySelectorAll(".chart")];
+const picker = document.querySelector("#rank");
+let width = innerWidth;
+
+async function draw(box) {
+  if (!box.clientWidth || drawn.has(box)) return; // what is hidden is drawn when it is picked
+  drawn.set(box, undefined);
+  const bytes = Uint8Array.from(atob(box.firstElementChild.textContent), (c) => c.charCodeAt(0));
+  const unzipped = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const chart = await new Response(unzipped).json();
+  for (const part of chart.vconcat ?? [chart]) part.width = Math.max(160, box.clientWidth - 125);
+  const ink = dark.matches ? "#e7ebef" : "#1b1f24";
+  const found = await vegaEmbed(box.lastElementChild, chart, {
     actions: false,
     renderer: "canvas", // thousands of spans
     ast: true, // the page's policy allows no eval
     logLevel: 1, // errors: a layer without points is none
-    theme: dark ? "dark" : undefined,
+    theme: dark.matches ? "dark" : undefined,
     config: {
       background: "transparent",
-      text: { color: dark ? "#e7ebef" : "#1b1f24" },
-      axis: { gridColor: dark ? "#313942" : "#d9dee4" },
+      text: { color: ink },
+      axis: { gridColor: dark.matches ? "#313942" : "#d9dee4" },
+      legend: { columns: innerWidth < 700 ? 2 : 3 },
     },
   });
+  drawn.set(box, found);
+  box.querySelector("canvas").style.touchAction = "pan-y"; // a finger scrolls the page
+  found.view.addEventListener("click", (event, mark) => pick(mark?.datum?.rank));
 }
+
+function pick(rank) {
+  if (!picker || rank === undefined) return;
+  picker.value = rank;
+  for (const one of document.querySelectorAll("[data-rank]")) one.hidden = one.dataset.rank != rank;
+  charts.forEach(draw);
+}
+
+function drawAnew() {
+  drawn.forEach((found) => found?.finalize());
+  drawn.clear();
+  charts.forEach(draw);
+}
+
+picker?.addEventListener("change", () => pick(picker.value));
+dark.addEventListener("change", drawAnew);
+addEventListener("resize", () => width !== innerWidth && ((width = innerWidth), drawAnew()));
+charts.forEach(draw);
