@@ -77,11 +77,12 @@ def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
     found = {row["what"] for row in spans}
     kinds = {name: color for color, name in _KINDS.values() if name in found}
     # Lanes have a name: of two that Altair calls alike, one is drawn with the other's spans.
-    lanes = _chart(spans, name=f"spans{rank}").mark_bar(height={"band": 0.8})
+    size = {"width": 900, "height": 18 * len(kinds)}
+    lanes = _chart(spans, name=f"spans{rank}", **size).mark_bar(height={"band": 0.8})
     lanes = lanes.encode(
-        x=alt.X("start:Q", scale=domain, axis=alt.Axis(labels=False, title=None)),
+        x=alt.X("at:Q", scale=domain, axis=alt.Axis(labels=False, title=None)),
         x2="end:Q",
-        y=alt.Y("what:N", title=None, scale=alt.Scale(domain=["pass", *kinds])),
+        y=alt.Y("what:N", title=None, scale=alt.Scale(domain=list(kinds))),
         color=_by("Color", "what", kinds, legend=None),
         tooltip=["group:N", "what:N", "time:N", "bytes:N"],
     )
@@ -90,27 +91,27 @@ def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
         for name, start_us, stop_us in _passes(trace.of("compute"))
         if stop_us - start_us > 0.025 * end_us
     ]
-    names = _chart(passes).mark_text(fontSize=10)
-    names = names.encode(x=alt.X("at:Q", scale=domain), y=alt.datum("pass"), text="name:N")
+    names = _chart(passes, name=f"passes{rank}", width=900, height=16).mark_text(fontSize=10)
+    names = names.encode(
+        x=alt.X("at:Q", scale=domain, axis=None), y=alt.Y(datum="pass", title=None), text="name:N"
+    )
     counters = list(_thinned(trace.counters, last_us([trace]), column_us))
     size, size_unit = byte_unit(max((counter.value for counter in counters), default=0.0))
     values = [
-        {"time": one.time_us / scale, "size": one.value / size, "what": one.name}
-        for one in counters
+        {"at": one.time_us / scale, "size": one.value / size, "what": one.name} for one in counters
     ]
     used = {one.name for one in counters}
     lines = {name: style for name, style in _COUNTERS.items() if name in used}
     memory = _chart(values, name=f"memory{rank}", width=900, height=180)
     memory = memory.mark_line(interpolate="step-after", strokeWidth=1.6).encode(
-        x=alt.X("time:Q", scale=domain, title=f"time ({unit})"),
+        x=alt.X("at:Q", scale=domain, title=f"time ({unit})"),
         y=alt.Y("size:Q", title=size_unit),
         color=_by("Color", "what", {name: color for name, (color, _) in lines.items()}),
         strokeDash=_by("StrokeDash", "what", {name: dash for name, (_, dash) in lines.items()}),
         tooltip=["what:N", alt.Tooltip("size:Q", title=size_unit, format=".2f")],
     )
-    above = alt.layer(lanes, names, name=f"lanes{rank}", width=900, height=18 * len(kinds) + 18)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that both zoom as one
-        both = alt.vconcat(above, memory).add_params(_zoom(f"zoom{rank}"))
+        both = alt.vconcat(names, lanes, memory, spacing=6).add_params(_zoom(f"zoom{rank}"))
     return both.resolve_scale(x="shared", color="independent", strokeDash="independent")
 
 
@@ -129,7 +130,7 @@ def overview_chart(traces: Sequence[StepTrace], end_us: float) -> Any:
     scale, unit = (1e3, "ms") if end_us >= 2000 else (1.0, "µs")
     chart = _chart(rows, name="overview", width=900, height=height * len(traces)).mark_bar()
     chart = chart.encode(
-        x=alt.X("start:Q", title=f"time ({unit})").scale(domain=[0, end_us / scale], nice=False),
+        x=alt.X("at:Q", title=f"time ({unit})").scale(domain=[0, end_us / scale], nice=False),
         x2="end:Q",
         y=alt.Y("rank:O", axis=alt.Axis(labelOverlap=True)),
         color=_by("Color", "what", kinds, title="from thick to thin"),
@@ -237,7 +238,7 @@ def _safe(value: Any) -> Any:
 def _by(channel: str, name: str, values: Mapping[str, Any], **legend: Any) -> Any:
     """Return a channel that a field's values decide, with a legend of them below, or with none."""
     alt = _altair()
-    shown = {"orient": "bottom", "title": None, "columns": 3, "symbolSize": 250, "symbolOpacity": 1}
+    shown = {"orient": "bottom", "title": None, "symbolSize": 250, "symbolOpacity": 1}
     key = None if "legend" in legend else alt.Legend(**shown | legend)
     scale = alt.Scale(domain=list(values), range=list(values.values()))
     return getattr(alt, channel)(f"{name}:N", scale=scale, legend=key)
@@ -257,7 +258,7 @@ def _rows(trace: StepTrace, end_us: float, column_us: float) -> list[dict[str, A
     scale = 1e3 if end_us >= 2000 else 1.0
     return [
         {
-            "start": span.start_us / scale,
+            "at": span.start_us / scale,
             "end": span.end_us / scale,
             "what": _KINDS[_kind(span)][1],
             "group": span.label,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import ByteCount, Counter, Span, StepTrace
 from megatron_offload.engine.stats import GroupStats
+from megatron_offload.planning.description import job_from_model, load_description
+from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
+from megatron_offload.planning.simulate import simulate
 from megatron_offload.report.report import MemoryKind, Pair, Report
 from megatron_offload.report.tables import TradeOff, TradeOffPoint
 
@@ -78,6 +82,29 @@ def gpu_report(**changes):
         ),
     )
     return replace(report, **changes)
+
+
+def many_ranks():
+    """Return what a simulated step of 64 pipeline ranks was, as a run's report."""
+    sizes = {"layers": 64, "pipeline_parallel": 64, "virtual_stages": 1, "num_microbatches": 32}
+    models = Path(__file__).parents[2] / "configs" / "models"
+    model = load_description(models / "gpt_16x8192_pp4_vpp2.yaml").model
+    job = job_from_model(model.model_copy(update=sizes))
+    found = simulate(job, RankSettings(), record=True).ranks
+    ranks = [
+        {**gpu_report().ranks[0], "rank": index, "pp_rank": index}
+        | {"offloaded_bytes": one.offloaded_bytes, "reloaded_bytes": one.reloaded_bytes}
+        for index, one in enumerate(found)
+    ]
+    reserved = tuple(Pair(None, one.peak_reserved_bytes) for one in found)
+    return gpu_report(
+        title="64 ranks",
+        is_simulated=True,
+        memory=[MemoryKind("reserved memory", reserved)],
+        ranks=ranks,
+        findings=None,
+        traces=[one.trace for one in found],
+    )
 
 
 def bare_report():

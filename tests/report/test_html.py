@@ -13,7 +13,7 @@ from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
-from reports import GIB, HOSTILE, bare_report, gpu_report, trace
+from reports import GIB, HOSTILE, bare_report, gpu_report, many_ranks, trace
 
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
@@ -147,6 +147,13 @@ def test_too_many_timelines_are_said_and_not_drawn(monkeypatch):
     text = render_report(gpu_report(traces=[trace(rank) for rank in range(5)]))
     assert text.count('<figure class="timeline"') == text.count("<option") == 2
     assert "3 more ranks" in text
+
+
+def test_64_ranks_make_no_large_page_and_no_rank_is_left_out():
+    text = render_report(many_ranks())
+    assert text.count("<option") == 64
+    assert "more ranks" not in text
+    assert len(text) < 5e6
 
 
 @pytest.mark.parametrize("package", ["jinja2", "altair", "vl_convert"])

@@ -43,16 +43,23 @@ def test_each_part_of_a_picture_has_data_of_its_own():
     assert len(drawn) == len(set(drawn)) == 6
 
 
+def test_parts_of_a_picture_zoom_as_one():
+    chart = timeline_chart(trace(0), 20.0).to_dict()
+    assert chart["params"][0]["views"] == [part["name"] for part in chart["vconcat"]]
+    fields = {part["encoding"]["x"]["field"] for part in chart["vconcat"]}
+    assert len(fields) == 1, "a scale that is shared follows the range of one field"
+
+
 def test_spans_stand_where_their_times_say_and_ranks_share_an_axis():
     short = StepTrace(0, [Span("compute", "forward", "a", 0, 500)])
     long = StepTrace(1, [Span("compute", "backward", "a", 0, 1000), Span("d2h", "d2h", "a", 9, 7)])
     end_us = last_us([short, long])
     chart = timeline_chart(short, end_us)
-    [row] = rows_of(chart, "start")
-    assert (row["start"], row["end"], row["what"]) == (0, 500, "forward")
+    [row] = rows_of(chart, "end")
+    assert (row["at"], row["end"], row["what"]) == (0, 500, "forward")
     assert "[0, 1000.0]" in str(chart.to_dict())
-    rows = rows_of(timeline_chart(long, end_us), "start")
-    assert [(row["what"], row["start"], row["end"]) for row in rows] == [
+    rows = rows_of(timeline_chart(long, end_us), "end")
+    assert [(row["what"], row["at"], row["end"]) for row in rows] == [
         *(("backward", 0, 1000), ("offload (D2H)", 9, 16))
     ]
 
@@ -62,8 +69,8 @@ def test_a_long_trace_makes_no_large_chart_and_keeps_its_peak():
     counters = [Counter(ByteCount.LIVE, i, (i % 7) * 2**20) for i in range(20_000)]
     counters.append(Counter(ByteCount.LIVE, 10_000.5, 2**30))
     chart = timeline_chart(StepTrace(0, spans, counters), 20_000.0)
-    assert len(rows_of(chart, "start")) <= 2000
-    sizes = [row["size"] for row in rows_of(chart, "size") if "start" not in row]
+    assert len(rows_of(chart, "end")) <= 2000
+    sizes = [row["size"] for row in rows_of(chart, "size") if "end" not in row]
     assert len(sizes) < 10_000
     assert max(sizes) == 1.0, "GiB"
 
@@ -106,7 +113,7 @@ def test_passes_over_chunks_are_named():
     ],
 )
 def test_waiting_for_another_stage_is_not_waiting_for_a_copy(span, what):
-    [row] = rows_of(timeline_chart(StepTrace(0, [span]), 10.0), "start")
+    [row] = rows_of(timeline_chart(StepTrace(0, [span]), 10.0), "end")
     assert row["what"] == what
 
 

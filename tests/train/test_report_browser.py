@@ -1,4 +1,5 @@
-"""A browser opens the page of a real run: no errors, nothing wider than the screen, all there.
+"""A browser opens pages of real and simulated runs: no errors, nothing wider than the screen, all
+there; wheels zoom, what is pointed at says what it is, links lead to their sections.
 
 Needs Chromium and its driver (Debian: ``apt-get install chromium chromium-driver``) and selenium.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,13 @@ import pytest
 from megatron_offload.report.report import render_report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "report"))
-from reports import bare_report, gpu_report
+from reports import bare_report, gpu_report, many_ranks
 
 pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 waits = pytest.importorskip("selenium.webdriver.support.wait")
+ScrollOrigin = pytest.importorskip("selenium.webdriver.common.actions.wheel_input").ScrollOrigin
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -30,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium and chromedriver on the PATH"),
 ]
 
-SECTIONS = ["memory", "groups", "timeline", "tradeoff", "bits", "setup"]
+SECTIONS = ["memory", "groups", "plan", "timeline", "tradeoff", "bits", "setup"]
 WIDTHS = {390: 844, 1440: 900}
 
 CONTRAST = """
@@ -59,11 +62,13 @@ return seen;
 
 
 @pytest.fixture(scope="module")
-def browser():
+def browser(tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
-    for word in ("--headless=new", "--disable-gpu", "--hide-scrollbars", "--no-first-run"):
-        options.add_argument(word)
+    quiet = ("background-networking", "component-update", "sync", "gpu", "quic")
+    for word in ("headless", "hide-scrollbars", "no-first-run", *(f"disable-{x}" for x in quiet)):
+        options.add_argument(f"--{word}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
     if os.geteuid() == 0:  # Chromium's sandbox refuses to run as root
         options.add_argument("--no-sandbox")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -72,11 +77,21 @@ def browser():
     driver.quit()
 
 
-@pytest.fixture(scope="module", params=["real", "whole", "bare"])
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """The page of a simulation of 64 ranks."""
+    path = tmp_path_factory.mktemp("many") / "report.html"
+    path.write_text(render_report(many_ranks()))
+    return path
+
+
+@pytest.fixture(scope="module", params=["real", "whole", "bare", "many"])
 def page(request, tmp_path_factory):
-    """The page of a real run, one with every part and hostile names, and one with none."""
+    """The page of a real run, one with every part and hostile names, one with none, 64 ranks."""
     if request.param == "real":
         return request.getfixturevalue("compared")[0] / "report.html"
+    if request.param == "many":
+        return request.getfixturevalue("many")
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(render_report({"whole": gpu_report, "bare": bare_report}[request.param]()))
     return path
@@ -93,9 +108,30 @@ def look(browser, page, width, scheme):
     feature = {"name": "prefers-color-scheme", "value": scheme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     browser.get(page.as_uri())
-    undrawn = "return document.querySelectorAll('.chart:not(:has(canvas))').length"
-    wait = waits.WebDriverWait(browser, 20)
-    wait.until(lambda browser: browser.execute_script(undrawn) == 0)
+    wait_for_charts(browser)
+
+
+def wait_for_charts(browser):
+    undrawn = (
+        "return [...document.querySelectorAll('.chart')].filter("
+        "chart => chart.clientWidth && !chart.querySelector('canvas')).length"
+    )
+    waits.WebDriverWait(browser, 20).until(lambda browser: not browser.execute_script(undrawn))
+
+
+def charts(browser):
+    """Return the charts that are to be seen: of all ranks, of one of them, the curve."""
+    return [one for one in browser.find_elements("css selector", "canvas") if one.is_displayed()]
+
+
+def pixels(browser, canvas):
+    return browser.execute_script("return arguments[0].toDataURL()", canvas)
+
+
+def changed(browser, canvas, before):
+    """Wait until a chart is drawn anew; Vega does it with the next frame."""
+    wait = waits.WebDriverWait(browser, 5)
+    return wait.until(lambda browser: pixels(browser, canvas) != before)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -112,10 +148,10 @@ def test_the_page_fits_the_screen_without_errors(browser, page, width, scheme):
         "[section.querySelector('h2').id, section.offsetHeight > 40])"
     )
     assert found == [[name, True] for name in SECTIONS]
-    charts = browser.execute_script(
+    fits = browser.execute_script(
         "return [...document.querySelectorAll('.chart')].map(c => c.scrollWidth <= c.clientWidth)"
     )
-    assert all(charts)
+    assert all(fits)
 
 
 def test_all_text_can_be_read_in_both_colour_schemes(browser, page, scheme):
@@ -123,12 +159,71 @@ def test_all_text_can_be_read_in_both_colour_schemes(browser, page, scheme):
     assert browser.execute_script(CONTRAST) == []
 
 
-def test_a_span_says_what_it_is(browser, page):
-    look(browser, page, 1440, "light")
-    for canvas in browser.find_elements("css selector", ".timeline canvas")[:1]:
-        size = canvas.size
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_is_pointed_at_says_what_it_is(browser, page, width):
+    look(browser, page, width, "light")
+    for canvas in charts(browser)[:1]:
+        middle = canvas.size["width"] // 2
         actions = webdriver.ActionChains(browser).scroll_to_element(canvas)
-        actions.move_to_element_with_offset(canvas, 0, 40 - size["height"] // 2).perform()
-        tip = browser.find_element("css selector", ".vg-tooltip")
-        assert "forward" in tip.text or "backward" in tip.text or "compute" in tip.text
-        assert "<script>" not in tip.get_attribute("innerHTML")
+        for x in range(60, canvas.size["width"] - 60, 12):  # somewhere in the first lane is a span
+            top = 10 - canvas.size["height"] // 2
+            actions.move_to_element_with_offset(canvas, x - middle, top).perform()
+            tips = browser.find_elements("css selector", ".vg-tooltip.visible")
+            if tips:
+                break
+        assert any(word in tips[0].text for word in ("forward", "backward", "waits"))
+        assert "<script>" not in tips[0].get_attribute("innerHTML")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_wheel_zooms_every_chart_and_a_double_click_shows_all_again(browser, page, width):
+    look(browser, page, width, "light")
+    for canvas in reversed(charts(browser)):  # the first last: a click there shows another rank
+        script = "arguments[0].scrollIntoView({block: 'center'});"
+        script += "return arguments[0].closest('.timeline')"
+        is_timeline = browser.execute_script(script, canvas)
+        for y in (60, 250) if is_timeline else (25,):  # lanes and memory
+            before = pixels(browser, canvas)
+            place = (0, y - canvas.size["height"] // 2)
+            actions = webdriver.ActionChains(browser)
+            actions.move_to_element_with_offset(canvas, *place).perform()
+            actions.scroll_from_origin(ScrollOrigin.from_element(canvas, *place), 0, -300).perform()
+            changed(browser, canvas, before)
+            zoomed = pixels(browser, canvas)
+            actions.double_click().perform()
+            changed(browser, canvas, zoomed)
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_table_of_contents_leads_to_every_section(browser, page, width):
+    look(browser, page, width, "light")
+    folded = browser.find_element("css selector", "nav.narrow summary")
+    assert folded.is_displayed() == (width == 390)
+    if width == 390:
+        folded.click()
+    for name in SECTIONS:
+        links = browser.find_elements("css selector", f"nav a[href='#{name}']")
+        [link] = [link for link in links if link.is_displayed()]
+        link.click()
+        top = f"return document.getElementById('{name}').getBoundingClientRect().top"
+        assert -1 <= browser.execute_script(top) < WIDTHS[width]
+
+
+def test_any_rank_can_be_chosen(browser, page):
+    look(browser, page, 390, "dark")
+    for option in browser.find_elements("css selector", "#rank option")[-1:]:
+        option.click()
+        wait_for_charts(browser)
+        shown = browser.find_elements("css selector", ".timeline:not([hidden])")
+        assert [one.get_attribute("data-rank") for one in shown] == [option.get_attribute("value")]
+        assert len(charts(browser)) >= 2, "of all ranks, and of this one"
+    assert browser.get_log("browser") == []
+
+
+def test_64_ranks_are_there_at_once(browser, many):
+    start = time.monotonic()
+    look(browser, many, 1440, "light")
+    assert time.monotonic() - start < 10
+    height = browser.execute_script("return document.scrollingElement.scrollHeight")
+    assert height < 8000, "no 64 timelines one below the other"

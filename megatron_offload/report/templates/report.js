@@ -22,7 +22,7 @@ async function draw(box) {
       background: "transparent",
       text: { color: ink },
       axis: { gridColor: dark.matches ? "#313942" : "#d9dee4" },
-      legend: { columns: innerWidth < 700 ? 2 : 3 },
+      legend: { columns: innerWidth < 700 ? 1 : 5 },
     },
   });
   drawn.set(box, found);
