@@ -109,8 +109,7 @@ def main() -> None:
     write_model(ROOT / "docs" / "benchmarks" / "tradeoff.json", tradeoff)
     words = f"{sizes['layers']} layers, hidden {sizes['hidden']}, sequence {sizes['seq']}, "
     words += f"PP={sizes['pp']}, VPP={sizes['vpp']}, {sizes['microbatches']} microbatches, H200"
-    names = [f"{number}  {point.label}" for number, point in enumerate(tradeoff.by_memory, start=1)]
-    title = altair.Title(f"GPT, {words}", subtitle=names, anchor="start")
+    title = altair.Title(f"GPT, {words}", anchor="start")
     chart = tradeoff_chart(tradeoff).properties(title=title)
     chart.save(ROOT / "docs" / "images" / "tradeoff_h200.png", scale_factor=1.5)
 

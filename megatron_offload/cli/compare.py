@@ -2,8 +2,8 @@
 
 reads    --config, a YAML file (or the name of one in configs/); flags win over the file, and
          whether offload is enabled there makes no difference
-prints   losses and gradient norms of every step, what moved, peak memory, and in the end
-         'bitwise identical: yes' or 'no'
+prints   every step with offload, and whether it is the same without; what moved, peak memory,
+         'bitwise identical: yes' or 'no', and in the end what that showed and what to do next
 writes   run.output: both runs in without_offload/ and with_offload/, compare.json and report.html
          (extra 'report'); where the runs have left profiles, plan.json, which is the plan that the
          run followed or else a new one, and tradeoff.json (see 'megatron-offload plan'). An earlier
@@ -17,19 +17,20 @@ example: megatron-offload compare --config quickstart
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_offload.cli.plan import make
-from megatron_offload.cli.report import write_page
+from megatron_offload.cli.report import memory_kinds, write_page
 from megatron_offload.cli.source import SourceOptions, load_source
 from megatron_offload.cli.train import RunOptions, read_config
 from megatron_offload.core.policy_config import AutoConfig, PlanFileConfig
+from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.report.console import console
-from megatron_offload.report.tables import compare_table, group_table, memory_table, rank_table
+from megatron_offload.report.tables import rank_table
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch
 from megatron_offload.train.records import (
@@ -54,11 +55,17 @@ def run(given: RunOptions) -> int:
         if reports is None:
             return 0
         result = compare_reports(*reports)
-        _print(config, reports, result)
+        out = console()
+        title = "With offload: bytes of the last step, peaks over usual steps"
+        out.print(rank_table(reports[1].peaks(), title))
+        for name, equal in result.findings.items():
+            out.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
+        out.print(f"bitwise identical: {'yes' if result.is_identical else 'no'}", style="bold")
         write_config(config, folder)
         write_model(folder / COMPARISON_NAME, result)
-        for line in (f"findings: {folder / COMPARISON_NAME}", *_plan(folder), _report(folder)):
-            console().print(line)
+        files = (f"findings: {folder / COMPARISON_NAME}", *_plan(folder), _report(folder))
+        for line in (*files, *_summary(config, reports, result)):
+            out.print(line)
     return 0 if result.is_identical else 1
 
 
@@ -76,30 +83,24 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     return config.model_copy(update=sections)
 
 
-def _print(config: TrainConfig, reports: Sequence[RunReport], result: Comparison) -> None:
-    out = console()
-    without, offloaded = reports
-    rows = [
-        (a.step, a.loss, b.loss, a.grad_norm, b.grad_norm)
-        for a, b in zip(without.steps, offloaded.steps, strict=True)
-    ]
-    out.print(compare_table(rows))
-    before, ranks = without.peaks(), offloaded.peaks()
-    out.print(rank_table(ranks, "With offload: bytes of the last step, peaks over usual steps"))
-    out.print(group_table(ranks, "Groups of the last step"))
-    if ranks[0]["peak_live_activation_bytes"] is not None:
-        out.print(memory_table(before, ranks))
-    times = [report.median_step_time_s(without=config.traced_step) for report in reports]
-    if times[0] and times[1]:
-        on_gpu = ranks[0]["peak_reserved_bytes"] is not None
-        out.print(
-            f"median step time: {1e3 * times[0]:.1f} ms without, {1e3 * times[1]:.1f} ms with "
-            f"offload ({100 * (times[1] / times[0] - 1):+.1f} %)"
-            + ("" if on_gpu else "; on a CPU the device is simulated and its speed means nothing")
-        )
-    for name, equal in result.findings.items():
-        out.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
-    out.print(f"bitwise identical: {'yes' if result.is_identical else 'no'}", style="bold")
+def _summary(
+    config: TrainConfig, reports: Sequence[RunReport], result: Comparison
+) -> Iterator[str]:
+    """Yield what two runs have shown: bits, memory, on a GPU time as well; and what to do next."""
+    same = "the same bits come out" if result.is_identical else "NOT the same bits come out"
+    yield f"Shown: {same} of {config.run.steps} training steps without offload and with it."
+    told = "The device is simulated, so speed is not judged."
+    if reports[1].steps[-1].ranks[0].peak_reserved_bytes is not None:
+        off, on = (x.median_step_time_s(without=config.traced_step) or 0.0 for x in reports)
+        told = f"Median step: {1e3 * on:.1f} ms, without {1e3 * off:.1f} ms."
+    for kind in memory_kinds(*(report.peaks() for report in reports))[:1]:
+        was, now = map(format_bytes, kind.highest)
+        told = f"{now} of {kind.name} at the peak of the fullest rank, {was} without. {told}"
+    yield f"Memory: {told}"
+    yield (
+        "Next: open the report; then put 'megatron-offload run' before a Megatron script, or "
+        "'with OffloadActivations():' around the forward of any model."
+    )
 
 
 def _plan(folder: Path) -> list[str]:

@@ -106,7 +106,7 @@ def read_report(folder: Path) -> Report:
         plain.median_step_time_s(without=traced_step) if plain else None,
         offloaded.median_step_time_s(without=traced_step),
     )
-    memory = _memory(plain.peaks() if plain else None, ranks)
+    memory = memory_kinds(plain.peaks() if plain else None, ranks)
     plan, is_followed = _plan(main, folder)
     return Report(
         title=folder.resolve().name,
@@ -137,7 +137,7 @@ def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:
     return plan, plan is not None and followed is not None and plan.is_like(followed)
 
 
-def _memory(
+def memory_kinds(
     without: Sequence[dict[str, Any]] | None, offloaded: Sequence[dict[str, Any]]
 ) -> list[MemoryKind]:
     """Return each rank's peaks, of each kind of memory that was measured."""

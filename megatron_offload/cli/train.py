@@ -61,7 +61,7 @@ def run(given: Given) -> int:
     """Train, and print what moved; return 0."""
     config = read_config(given)
     _check_heard(given, config)
-    from megatron_offload.report.tables import group_table, rank_table
+    from megatron_offload.report.tables import rank_table
     from megatron_offload.train.launch import launch
 
     with launch([("train", config)]) as reports:
@@ -71,8 +71,6 @@ def run(given: Given) -> int:
         out = console()
         if ranks:
             out.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over usual steps"))
-            if config.offload.enabled:
-                out.print(group_table(ranks, "Groups of the last step"))
         out.print(f"steps: {config.run.output / 'steps.jsonl'}")
     return 0
 

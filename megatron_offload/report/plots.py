@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,9 +33,6 @@ _KINDS = {
     "h2d": ("#cc79a7", "reload (H2D)"),
 }
 
-_UNSEEN = ("other", "d2h", "h2d")
-"""In the lanes of all ranks."""
-
 # Colour and dashes.
 _COUNTERS: dict[str, tuple[str, list[int]]] = {
     ByteCount.LIVE: ("#56b4e9", [1, 0]),
@@ -55,13 +51,8 @@ _POINTS = {
 MOST_TIMELINES = 64
 """Ranks in one page; hundreds would help nobody."""
 
-_COLUMNS = 32_000
-"""Parts of the steps of all ranks; what is shorter than one is drawn together."""
-
-_MOST_COLUMNS = 2000
-"""Parts of one rank's step; no screen shows more."""
-
-_CHUNK = re.compile(r"\[chunk (\d+),")
+_COLUMNS = 2000
+"""Parts of a step, fewer of more ranks than 16; what is shorter than one is drawn together."""
 
 
 def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
@@ -72,28 +63,18 @@ def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
     alt, rank, end_us = _altair(), trace.rank, end_us or 1.0
     scale, unit = (1e3, "ms") if end_us >= 2000 else (1.0, "µs")
     domain = alt.Scale(domain=[0, end_us / scale], nice=False)
-    column_us = _column_us(end_us, num_ranks)
+    column_us = end_us / (_COLUMNS // max(1, num_ranks // 16))
     spans = _rows(trace, end_us, column_us)
     found = {row["what"] for row in spans}
     kinds = {name: color for color, name in _KINDS.values() if name in found}
     # Lanes have a name: of two that Altair calls alike, one is drawn with the other's spans.
-    size = {"width": 900, "height": 18 * len(kinds)}
-    lanes = _chart(spans, name=f"spans{rank}", **size).mark_bar(height={"band": 0.8})
-    lanes = lanes.encode(
+    lanes = _chart(spans, name=f"spans{rank}", width=900, height=18 * len(kinds))
+    lanes = lanes.mark_bar(height={"band": 0.8}).encode(
         x=alt.X("at:Q", scale=domain, axis=alt.Axis(labels=False, title=None)),
         x2="end:Q",
         y=alt.Y("what:N", title=None, scale=alt.Scale(domain=list(kinds))),
         color=_by("Color", "what", kinds, legend=None),
         tooltip=["group:N", "what:N", "time:N", "bytes:N"],
-    )
-    passes = [
-        {"at": (start_us + stop_us) / 2 / scale, "name": name}
-        for name, start_us, stop_us in _passes(trace.of("compute"))
-        if stop_us - start_us > 0.025 * end_us
-    ]
-    names = _chart(passes, name=f"passes{rank}", width=900, height=16).mark_text(fontSize=10)
-    names = names.encode(
-        x=alt.X("at:Q", scale=domain, axis=None), y=alt.Y(datum="pass", title=None), text="name:N"
     )
     counters = list(_thinned(trace.counters, last_us([trace]), column_us))
     size, size_unit = byte_unit(max((counter.value for counter in counters), default=0.0))
@@ -111,7 +92,7 @@ def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
         tooltip=["what:N", alt.Tooltip("size:Q", title=size_unit, format=".2f")],
     )
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that both zoom as one
-        both = alt.vconcat(names, lanes, memory, spacing=6).add_params(_zoom(f"zoom{rank}"))
+        both = alt.vconcat(lanes, memory, spacing=6).add_params(_zoom(f"zoom{rank}"))
     return both.resolve_scale(x="shared", color="independent", strokeDash="independent")
 
 
@@ -119,12 +100,14 @@ def overview_chart(traces: Sequence[StepTrace], end_us: float) -> Any:
     """Return a chart of what every rank's compute stream did, a lane each."""
     alt, end_us = _altair(), end_us or 1.0
     height = max(6.0, min(24.0, 640 / len(traces)))
-    kinds = {name: color for kind, (color, name) in _KINDS.items() if kind not in _UNSEEN}
+    kinds = {
+        name: color for kind, (color, name) in _KINDS.items() if kind not in ("other", *STREAMS)
+    }
     thickness = {name: height * (0.9 - 0.18 * index) for index, name in enumerate(kinds)}
     rows = [
         {**row, "rank": trace.rank, "thickness": thickness[row["what"]]}
         for trace in traces
-        for row in _rows(trace, end_us, _column_us(end_us, len(traces)))
+        for row in _rows(trace, end_us, end_us / (_COLUMNS // max(1, len(traces) // 16)))
         if row["what"] in kinds
     ]
     scale, unit = (1e3, "ms") if end_us >= 2000 else (1.0, "µs")
@@ -143,7 +126,7 @@ def overview_chart(traces: Sequence[StepTrace], end_us: float) -> Any:
 def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> Any:
     """Return a chart of memory against step time; a line joins what nothing beats in both.
 
-    Numbers count from 1 by memory, the least first; where points lie close, their tooltips tell.
+    Numbers count from 1 by memory, the least first.
     ``measured_bytes`` is drawn as a line: what a run took whose time says nothing.
     """
     alt = _altair()
@@ -153,11 +136,9 @@ def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> A
         percent, kind = point.step_time_percent, point.kind
         row = {"number": number, "setting": point.label, "how": kind, "percent": percent}
         row |= {"memory": point.peak_bytes / scale, "bytes": format_bytes(point.peak_bytes)}
-        row["text"] = str(number) if kind == "predicted" else f"{number} {point.label[:24]}"
         rows.append(row | {"is_best": percent < least[kind]})
         least[kind] = min(percent, least[kind])
-    _place(rows)
-    room = alt.Scale(zero=False, padding=30)
+    room = alt.Scale(zero=False, padding=35)
     # A title of the channel would become part of an expression, with its quotes and backslashes.
     axis = alt.Axis(title=_safe(f"peak {tradeoff.memory} of the rank that needs most ({unit})"))
     points = _chart(rows).encode(
@@ -174,9 +155,9 @@ def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> A
             color=colors, shape=shapes, tooltip=tips
         ),
     ]
-    for (side, dy), align in itertools.product({"above": -11, "below": 12}.items(), _ALIGNED):
-        texts = points.transform_filter(f"datum.side == '{side}' && datum.align == '{align}'")
-        layers.append(texts.mark_text(dy=dy, align=align).encode(text="text:N"))
+    for kind, dy in (("measured", -13), ("plan", 15)):  # others are named by their tooltips
+        texts = points.transform_filter(f"datum.how == '{kind}'").mark_text(dy=dy)
+        layers.append(texts.encode(text="setting:N"))
     if measured_bytes is not None:
         run = [{"memory": measured_bytes / scale, "text": "this run"}]
         rule = _chart(run).encode(x="memory:Q", tooltip=["text:N", "memory:Q"])
@@ -185,28 +166,6 @@ def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> A
         )
         layers.append(rule.mark_text(dx=6, align="left").encode(y=alt.value(8), text="text:N"))
     return alt.layer(*layers, width=760, height=380).interactive()
-
-
-_ALIGNED = ("left", "right")
-
-
-def _place(rows: Sequence[dict[str, Any]]) -> None:
-    """Say where each point's text stands: beside no other's, or nowhere; long texts come first."""
-    wide, high = 420.0, 330.0  # fewer than any screen but a phone shows
-    least = {key: min(row[key] for row in rows) for key in ("memory", "percent")}
-    most = {key: max(row[key] for row in rows) - least[key] or 1.0 for key in least}
-    taken: list[tuple[float, float, float]] = []
-    for row in sorted(rows, key=lambda row: -len(row["text"])):
-        x = wide * (row["memory"] - least["memory"]) / most["memory"]
-        y = high * (row["percent"] - least["percent"]) / most["percent"]
-        row["align"] = _ALIGNED[x > wide / 2]
-        length = 7.0 * len(row["text"])
-        start = x if row["align"] == "left" else x - length
-        for row["side"], at in (("above", y + 11), ("below", y - 12), ("", y)):
-            if all(start > b or start + length < a or abs(at - c) > 13 for a, b, c in taken):
-                break
-        if row["side"]:
-            taken.append((start, start + length, at))
 
 
 def last_us(traces: Iterable[StepTrace]) -> float:
@@ -247,10 +206,6 @@ def _by(channel: str, name: str, values: Mapping[str, Any], **legend: Any) -> An
 def _zoom(name: str) -> Any:
     """Return what a wheel and a drag do to a chart: time alone."""
     return _altair().selection_interval(name=name, bind="scales", encodings=["x"])
-
-
-def _column_us(end_us: float, num_ranks: int) -> float:
-    return end_us / min(_MOST_COLUMNS, _COLUMNS // num_ranks)
 
 
 def _rows(trace: StepTrace, end_us: float, column_us: float) -> list[dict[str, Any]]:
@@ -299,15 +254,3 @@ def _thinned(counters: Iterable[Counter], end_us: float, column_us: float) -> It
             yield from sorted(kept, key=lambda counter: counter.time_us)
         if mine:
             yield replace(mine[-1], time_us=end_us)
-
-
-def _passes(compute: Iterable[Span]) -> Iterator[tuple[str, float, float]]:
-    """Yield the passes over chunks, such as ``F3`` and ``B0``, with their start and end."""
-
-    def name(span: Span) -> str:
-        match = _CHUNK.search(span.label) if span.kind in ("forward", "backward") else None
-        return f"{span.kind[0].upper()}{match[1]}" if match else ""
-
-    for key, spans in itertools.groupby(filter(name, compute), name):
-        found = list(spans)
-        yield key, found[0].start_us, found[-1].end_us

@@ -92,21 +92,6 @@ class Report:
     """Whether the run did what the plan says."""
 
     @property
-    def verdict(self) -> tuple[str, str, str]:
-        """Return whether the bits are the same: its kind, in a word, and in the line at the top."""
-        if self.findings is None:
-            kind, word = "neutral", "not compared"
-            words = "Not compared with a run without offload"
-        elif all(self.findings.values()):
-            kind, word, words = "good", "identical", "Bitwise identical"
-        else:
-            kind, word = "bad", "different"
-            wrong = (name for name, is_equal in self.findings.items() if not is_equal)
-            words = f"NOT the same bits ({', '.join(wrong)} differ)"
-        ran = f"{_count(self.num_steps, 'step')} on {_count(len(self.ranks), 'rank')}"
-        return kind, word, f"{words} over {ran}."
-
-    @property
     def groups(self) -> list[dict[str, Any]]:
         """Add up the groups of one name over all ranks; say what became of their bytes."""
         found: dict[str, tuple[Counter[str], Counter[str]]] = {}
@@ -144,10 +129,9 @@ def render_report(report: Report) -> str:
     traces = report.traces[: plots.MOST_TIMELINES]
     end_us = plots.last_us(traces)
     script = _script()
-    measured = None  # where the run is no point of the curve
-    if report.tradeoff and report.is_simulated:
-        kinds = (kind for kind in report.memory if kind.name == report.tradeoff.memory)
-        measured = next((kind.highest.offloaded for kind in kinds), None)
+    # Where its time says nothing, the run is no point of the curve.
+    peaks = {kind.name: kind.highest.offloaded for kind in report.memory if report.is_simulated}
+    measured = peaks.get(report.tradeoff.memory) if report.tradeoff else None
     page = environment.get_template("report.html").render(
         report=report,
         headline=headline,
@@ -179,7 +163,3 @@ def _script() -> str:
 def _format_percent(share: float | None) -> str:
     """Return a change in percent with its sign; ``-`` for None."""
     return "-" if share is None else f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

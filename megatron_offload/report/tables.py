@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from rich.table import Table
-from rich.text import Text
 
 from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
@@ -27,16 +26,6 @@ _RANK = {
     "host": "peak_host_bytes",
 }
 _GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
-_GROUP = {
-    "rank": "rank",
-    "group": "name",
-    "groups": "num_groups",
-    "offloaded": "offloaded_bytes",
-    "reloaded": "reloaded_bytes",
-    "made again": "remade_bytes",
-    "kept": "kept_bytes",
-    "late": "num_late_reloads",
-}
 _CHOICE = {True: "moves", False: "stays"}
 _UNIT = {True: "made again", False: "as its groups"}
 
@@ -80,46 +69,11 @@ def _bytes_table(title: str, ranks: Sequence[Mapping[str, int]]) -> Table:
 def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return one line for each rank: a mapping with the keys of `_RANK`, on a GPU of `_GPU` too."""
     on_gpu = any(rank.get("peak_reserved_bytes") is not None for rank in ranks)
-    columns = _RANK | _GPU if on_gpu else _RANK
-    return plain_table(title, list(columns), 0, (_cells(rank, columns) for rank in ranks))
-
-
-def group_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Return one line for each of each rank's ``groups``: mappings with the keys of `_GROUP`."""
-    groups = ({**group, "rank": rank["rank"]} for rank in ranks for group in rank["groups"])
-    return plain_table(title, list(_GROUP), 2, (_cells(group, _GROUP) for group in groups))
-
-
-def _cells(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
-    keys = columns.values()
-    return [format_bytes(row[key]) if key.endswith("_bytes") else row[key] for key in keys]
-
-
-def compare_table(steps: Iterable[tuple[int, float, float, float, float]]) -> Table:
-    """Return a line for each step of two runs: losses and gradient norms without and with."""
-    columns = ["step", "loss", "loss, offload", "grad norm", "grad norm, offload", "equal"]
-    rows = []
-    for step, *values in steps:
-        loss, offloaded_loss, norm, offloaded_norm = map(repr, values)  # tells every bit
-        is_equal = (loss, norm) == (offloaded_loss, offloaded_norm)
-        word = Text("yes", "green") if is_equal else Text("no", "bold red")
-        rows.append([step, *(f"{value:.9g}" for value in values), word])
-    return plain_table("Every step without and with offload", columns, 0, rows)
-
-
-def memory_table(
-    without: Sequence[Mapping[str, Any]], offloaded: Sequence[Mapping[str, Any]]
-) -> Table:
-    """Return each rank's peaks of device memory in two runs, as `rank_table` takes them."""
-    kinds = {"live saved": "peak_live_activation_bytes", "reserved": "peak_reserved_bytes"}
-    kinds = {name: key for name, key in kinds.items() if without[0].get(key) is not None}
-    columns, rows = ["rank"], [[plain["rank"]] for plain in without]
-    for name, key in kinds.items():
-        columns += [f"peak {name}", "with offload", "ratio"]
-        for row, plain, moved in zip(rows, without, offloaded, strict=True):
-            ratio = f"{moved[key] / plain[key]:.2f}" if plain[key] else "-"
-            row += [format_bytes(plain[key]), format_bytes(moved[key]), ratio]
-    return plain_table("Device memory per rank, most over usual steps", columns, 0, rows)
+    columns, rows = _RANK | _GPU if on_gpu else _RANK, []
+    for rank in ranks:
+        cells = ((key, rank[key]) for key in columns.values())
+        rows.append([format_bytes(x) if key.endswith("_bytes") else x for key, x in cells])
+    return plain_table(title, list(columns), 0, rows)
 
 
 class PlanRow(NamedTuple):

@@ -150,12 +150,13 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
     from megatron_offload.train.loop import run_training
     from megatron_offload.train.parallel import open_process_group
 
-    reports = []
+    reports: list[RunReport] = []
     with open_process_group(kind, runs[0][1].run.timeout_s) as device:
         try:
             for title, config in runs:
                 with collected_signals() as signals:
-                    report = run_training(config, device, title, signals)
+                    before = reports if len(reports) == len(runs) - 1 else None
+                    report = run_training(config, device, title, signals, before)
                 if number := report.stopped_by or next(iter(signals), 0):
                     raise SystemExit(128 + number)
                 reports.append(report)

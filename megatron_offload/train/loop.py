@@ -6,6 +6,7 @@ Offloading is switched on for its model chunks, looked at, and planned by its ow
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -43,18 +44,27 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def run_training(
-    config: TrainConfig, device: torch.device, title: str, signals: Sequence[int]
+    config: TrainConfig,
+    device: torch.device,
+    title: str,
+    signals: Sequence[int],
+    before: Sequence[RunReport] | None = (),
 ) -> RunReport:
     """Train as ``config``, checked by `check_ranks`, says; collective.
 
     Where it goes on from a checkpoint, the steps before are in rank 0's report only. Once
-    ``signals`` holds one, the run stops after its step.
+    ``signals`` holds one, the run stops after its step. Every step is said, and whether it is that
+    of a run ``before``; a run that has none, but will be one, shows it in a terminal for a while.
     """
     with open_model_parallel(config, device) as parallel:
         out = console(stderr=True, quiet=not parallel.is_owner)
-        trainer = _Trainer(config, device, parallel, signals, lambda x: out.print(f"{title}: {x}"))
-        report = trainer.run()
-    del trainer
+        with out.status(title) if before is None else _NOTHING as status:
+
+            def tell(line: str, show: Callable[[str], None] = out.print) -> None:
+                show(f"{title}: {line}")
+
+            shown = functools.partial(tell, show=status.update) if status else tell
+            report = _Trainer(config, device, parallel, signals, tell, shown, before).run()
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return report
 
@@ -68,6 +78,8 @@ class _Trainer:
     _parallel: Parallel
     _signals: Sequence[int]
     _say: Callable[[str], None]
+    _show: Callable[[str], None]
+    _before: Sequence[RunReport] | None
     _first: int = 1
 
     def __post_init__(self) -> None:
@@ -136,16 +148,11 @@ class _Trainer:
             report.steps.append(record)
             if log is not None:
                 log.write(record.to_json() + "\n")
-            say(
-                f"step {step}/{run.steps}  loss {record.loss:.6f}  "
-                f"grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}  "
-                f"{1e3 * record.step_time_s:.0f} ms  "
-                f"{record.tokens / max(record.step_time_s, 1e-9):,.0f} tokens/s"
-            )
+            self._show(self._line(record))
             if was_planning and not session.is_planning:
                 note = session.keep_plan(run.output if self._parallel.is_owner else None)
-                if note:
-                    say(note)
+                if note:  # what a plan costs is told where time means anything
+                    say(note if self._device.type == "cuda" else note.partition(";")[0])
             ends = number or step == run.steps
             if run.checkpoint_interval and (ends or step % run.checkpoint_interval == 0):
                 if log is not None:  # it must reach as far as the checkpoint, whatever happens
@@ -158,6 +165,24 @@ class _Trainer:
         if session.is_planning:
             say("the run was over before its plan was settled; raise run.steps")
         report.parameters = tuple(self._parallel.gather(digest(self._parameters())))
+
+    def _line(self, record: StepRecord) -> str:
+        """Return what is said of a step; of its time only on a device that is not simulated."""
+        line = f"step {record.step}/{self._config.run.steps}  loss {record.loss:.6f}"
+        line += f"  grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}"
+        if self._device.type == "cuda":
+            tokens = record.tokens / max(record.step_time_s, 1e-9)
+            line += f"  {1e3 * record.step_time_s:.0f} ms  {tokens:,.0f} tokens/s"
+        if self._before:
+            plain = self._before[0].steps[record.step - 1]
+            pairs = ((record.loss, plain.loss), (record.grad_norm, plain.grad_norm))
+            is_same = all(repr(a) == repr(b) for a, b in pairs)  # it tells every bit
+            line += (
+                "  the same bits as without"
+                if is_same
+                else f"  DIFFERENT: without, loss {plain.loss!r}"
+            )
+        return line
 
     def _train_step(self, step: int, session: OffloadSession) -> tuple[StepRecord, int]:
         """Take one step; return its record, and the signal that any rank has received, else 0."""

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from megatron_offload.fine_grained_activation_offload import print_offload_summary_table
 from megatron_offload.report.console import console, plain_table, printable
-from megatron_offload.report.tables import compare_table
 
 HOSTILE = "[/x]\x1b[31m:bell:\x07\u202e"
 SHOWN = r"[/x]\x1b[31m:bell:\x07\u202e"
@@ -119,9 +118,3 @@ def test_the_package_s_own_words_have_colours_in_a_terminal():
     out, text = written(tty=True)
     out.print(Text("yes", "green"))
     assert text() == "\x1b[32myes\x1b[0m\n"
-
-
-def test_a_step_whose_numbers_differ_says_so():
-    out, text = written()
-    out.print(compare_table([(1, 1.0, 1.0, 2.0, 2.5)]))
-    assert "|    no |" in text()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import re
+from operator import mul
 
 import pytest
 
 from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, Counter, Span, StepTrace
+from megatron_offload.report import plots
 from megatron_offload.report.plots import (
     last_us,
+    overview_chart,
     timeline_chart,
     tradeoff_chart,
 )
@@ -40,7 +45,7 @@ def test_each_part_of_a_picture_has_data_of_its_own():
     picture = altair.vconcat(*(timeline_chart(one, 20.0) for one in traces))
     vega = str(vl_convert.vegalite_to_vega(picture.to_json()))
     drawn = re.findall(r"'(?:from|facet)': \{(?:'name': '\w+', )?'data': '(data_\d+)'", vega)
-    assert len(drawn) == len(set(drawn)) == 6
+    assert len(drawn) == len(set(drawn)) == 4
 
 
 def test_parts_of_a_picture_zoom_as_one():
@@ -91,14 +96,44 @@ def test_a_curve_holds_its_last_value_to_the_end():
     ]
 
 
-def test_passes_over_chunks_are_named():
+def test_all_ranks_share_one_picture_and_every_kind_has_its_thickness():
     spans = [
-        *(Span("compute", "forward", f"x[chunk 3, {i}]", 10 * i, 10) for i in range(2)),
-        Span("compute", "stall", "x[chunk 3, 1]", 20, 5, wait="W2"),
-        Span("compute", "backward", "x[chunk 3, 1]", 25, 10),
+        *(Span("compute", kind, "x", 10 * i, 10) for i, kind in enumerate(("forward", "backward"))),
+        Span("compute", "other", "", 20, 10),
+        Span("d2h", "d2h", "x", 0, 10, 64),
     ]
-    rows = rows_of(timeline_chart(StepTrace(0, spans), 35.0), "name")
-    assert [(row["name"], row["at"]) for row in rows] == [("F3", 10.0), ("B3", 30.0)]
+    rows = rows_of(overview_chart([StepTrace(0, spans), StepTrace(1, spans)], 30.0), "rank")
+    found = [(row["rank"], row["what"]) for row in rows]
+    assert sorted(found) == [(rank, what) for rank in (0, 1) for what in ("backward", "forward")]
+    assert len({(row["what"], row["thickness"]) for row in rows}) == 2
+
+
+# Machado, Oliveira and Fernandes 2009, of people who lack one of three kinds of cones.
+VISIONS = {
+    "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no long": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "no medium": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "no short": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+
+
+def lab(color, vision):
+    """Return where a colour lies for eyes, in CIE Lab."""
+    parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    r, g, b = (min(1, max(0, sum(map(mul, row, linear)))) for row in VISIONS[vision])
+    xyz = (0.412 * r + 0.358 * g + 0.18 * b) / 0.95, 0.213 * r + 0.715 * g + 0.072 * b
+    xyz = *xyz, (0.019 * r + 0.119 * g + 0.95 * b) / 1.089
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+@pytest.mark.parametrize("name", ["_KINDS", "_COUNTERS", "_POINTS"])
+def test_colours_are_told_apart_by_every_kind_of_eyes(name, vision):
+    colors = [color for color, _ in getattr(plots, name).values()]
+    for pair in itertools.combinations(colors, 2):
+        assert math.dist(*(lab(color, vision) for color in pair)) > 12, pair
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_plan_that_the_run_did_not_follow_and_its_curve_are_on_the_page(tmp_pa
     assert report.read_report(folder).tradeoff.points == points, "no time was measured"
     page = report.write_page(folder).read_text()
     assert "the plan (auto)" in page
-    assert "The run did not follow it" in page
+    assert "Not followed by this run" in page
 
 
 @pytest.mark.parametrize("kind", ["auto", "plan_file"])
@@ -130,7 +130,7 @@ def test_a_plan_that_the_run_followed_is_said_to_be(tmp_path, kind):
     found = report.read_report(folder)
     assert found.plan == plan
     assert found.plan_is_followed
-    assert "The run followed it." in report.write_page(folder).read_text()
+    assert "Followed by this run" in report.write_page(folder).read_text()
 
 
 def test_a_plan_that_was_made_of_a_comparison_later_is_none_that_the_run_followed(tmp_path):

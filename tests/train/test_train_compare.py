@@ -1,6 +1,7 @@
 """What is equal is called equal, and a lost bit is not."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -31,7 +32,13 @@ def lines(folder):
 
 def test_compare_finds_every_step_equal_and_memory_lower(compared):
     folder, out = compared
-    assert "bitwise identical: yes" in out
+    *_, identical, _, _, shown, memory, following = out.splitlines()
+    assert identical == "bitwise identical: yes"
+    assert shown == "Shown: the same bits come out of 4 training steps without offload and with it."
+    assert memory.startswith("Memory: ")
+    assert memory.endswith("The device is simulated, so speed is not judged.")
+    assert following.startswith("Next: ")
+    assert not re.search(r"\d ms|tokens/s|%", out)
     without, offloaded = (lines(folder / f"{x}_offload") for x in ("without", "with"))
     for a, b in zip(without, offloaded, strict=True):
         assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
@@ -43,7 +50,7 @@ def test_compare_finds_every_step_equal_and_memory_lower(compared):
     assert all(json.loads((folder / "compare.json").read_text())["findings"].values())
 
 
-def test_a_lost_bit_in_a_reload_makes_compare_say_no(compare, monkeypatch, tmp_path):
+def test_a_lost_bit_in_a_reload_makes_compare_say_no(compare, monkeypatch, tmp_path, capfd):
     original = SimulatedBackend.copy
 
     def copy(self, pairs, stream, label):
@@ -59,10 +66,17 @@ def test_a_lost_bit_in_a_reload_makes_compare_say_no(compare, monkeypatch, tmp_p
     assert not any(findings.values())
     numbers = [lines(tmp_path / f"{x}_offload")[0]["loss"] for x in ("without", "with")]
     assert numbers[0] == numbers[1], "the first forward had nothing to reload"
+    said = capfd.readouterr().err
+    assert said.count("step 2/3 ") == 1, "each step once"
+    assert f"DIFFERENT: without, loss {lines(tmp_path / 'without_offload')[1]['loss']!r}" in said
+    assert not re.search(r"\d ms|tokens/s|%", said), "its speed means nothing"
 
 
-def test_grouped_queries_offload_the_same_bits_and_measuring_can_be_left_out(compare, tmp_path):
+def test_grouped_queries_offload_the_same_bits_and_measuring_can_be_left_out(
+    compare, tmp_path, capfd
+):
     status, findings = compare("model.query_groups=1", "run.measure_live_bytes=false")
+    assert capfd.readouterr().err.count("  the same bits as without") == 3
     assert status == 0
     assert all(findings.values())
     (rank,) = lines(tmp_path / "with_offload")[-1]["ranks"]

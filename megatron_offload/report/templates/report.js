@@ -10,7 +10,8 @@ async function draw(box) {
   const bytes = Uint8Array.from(atob(box.firstElementChild.textContent), (c) => c.charCodeAt(0));
   const unzipped = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   const chart = await new Response(unzipped).json();
-  for (const part of chart.vconcat ?? [chart]) part.width = Math.max(160, box.clientWidth - 125);
+  const labels = chart.vconcat ? 125 : 70;
+  for (const part of chart.vconcat ?? [chart]) part.width = Math.max(160, box.clientWidth - labels);
   const ink = dark.matches ? "#e7ebef" : "#1b1f24";
   const found = await vegaEmbed(box.lastElementChild, chart, {
     actions: false,
