@@ -33,13 +33,17 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP) install -e '.[docs]'
 	@touch $@
 
+$(VENV)/.installed-all: $(VENV)/.installed-dev
+	$(PIP) install '$(TORCH)' '$(MEGATRON)' -e '.[all]'
+	@touch $@
+
 quickstart: $(VENV)/.installed
 	$(BIN)/megatron-offload compare --config configs/quickstart.yaml
 
 test: lint
 	$(BIN)/python -m pytest --quick $(SPREAD)
 
-test-all: lint $(VENV)/.installed-docs
+test-all: lint $(VENV)/.installed-all
 	$(BIN)/python -m pytest $(SPREAD)
 
 lint: $(VENV)/.installed-dev
