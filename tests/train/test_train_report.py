@@ -119,7 +119,7 @@ def test_on_a_gpu_the_run_is_itself_a_point(folder):
         ("with_offload/steps.jsonl", '{"step": 1}\n', "'loss' is required"),
         ("without_offload/steps.jsonl", "", "ends at step 0"),
         ("tradeoff.json", '{"points": []}', "points"),
-        ("plan.json", '{"policyy": "x"}', "did you mean 'policy'"),
+        ("plan.json", '{"format": "megatron_offload plan"}', "'version' must be"),
     ],
 )
 def test_a_damaged_file_is_an_error_and_no_gap(folder, name, content, expected):
