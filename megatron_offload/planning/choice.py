@@ -254,7 +254,7 @@ class Chooser:
                 kept, target, best = middle, tried, found.settings
             else:
                 too_low = middle
-        least = f"{format_bytes(target)}, the least found for at most {most_slowdown_percent:g} %"
+        least = f"{format_bytes(target)}, the least found for at most {most_slowdown_percent:.3g} %"
         return self._plan("auto", best, [f"{least} of the step's time"] * num_ranks)
 
     def plan(self, config: PolicyConfig) -> OffloadPlan:

@@ -155,9 +155,9 @@ def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> A
             color=colors, shape=shapes, tooltip=tips
         ),
     ]
-    for kind, dy in (("measured", -13), ("plan", 15)):  # others are named by their tooltips
-        texts = points.transform_filter(f"datum.how == '{kind}'").mark_text(dy=dy)
-        layers.append(texts.encode(text="setting:N"))
+    for kind, where in {"measured": {"dy": -13}, "plan": {"dy": 15, "align": "left"}}.items():
+        texts = points.transform_filter(f"datum.how == '{kind}'").mark_text(**where)
+        layers.append(texts.encode(text="setting:N"))  # others are named by their tooltips
     if measured_bytes is not None:
         run = [{"memory": measured_bytes / scale, "text": "this run"}]
         rule = _chart(run).encode(x="memory:Q", tooltip=["text:N", "memory:Q"])

@@ -210,6 +210,17 @@ def test_the_table_of_contents_leads_to_every_section(browser, page, width):
         assert -1 <= browser.execute_script(top) < WIDTHS[width]
 
 
+def test_buttons_zoom_where_there_is_no_wheel(browser, page):
+    look(browser, page, 390, "light")
+    for canvas in charts(browser):
+        buttons = "return arguments[0].closest('.chart').previousElementSibling.children"
+        for button in browser.execute_script(buttons, canvas):
+            before = pixels(browser, canvas)
+            button.click()
+            changed(browser, canvas, before)
+    assert browser.get_log("browser") == []
+
+
 def test_any_rank_can_be_chosen(browser, page):
     look(browser, page, 390, "dark")
     for option in browser.find_elements("css selector", "#rank option")[-1:]:

@@ -27,7 +27,10 @@ async function draw(box) {
     },
   });
   drawn.set(box, found);
-  box.querySelector("canvas").style.touchAction = "pan-y"; // a finger scrolls the page
+  const canvas = box.querySelector("canvas");
+  canvas.style.touchAction = "pan-y"; // up and down a finger scrolls the page
+  const tell = (event) => canvas.dispatchEvent(new PointerEvent("pointermove", event));
+  canvas.addEventListener("pointerdown", tell, true); // Vega must know which part a finger is on
   found.view.addEventListener("click", (event, mark) => pick(mark?.datum?.rank));
 }
 
@@ -38,6 +41,14 @@ function pick(rank) {
   charts.forEach(draw);
 }
 
+function zoom(button) {
+  const canvas = button.parentElement.nextElementSibling.querySelector("canvas");
+  const box = canvas.getBoundingClientRect();
+  const at = { bubbles: true, clientX: box.left + box.width / 2, clientY: box.top + 30 };
+  canvas.dispatchEvent(new PointerEvent("pointermove", at)); // tells Vega which part is meant
+  canvas.dispatchEvent(new WheelEvent("wheel", { ...at, deltaY: Number(button.dataset.zoom) }));
+}
+
 function drawAnew() {
   drawn.forEach((found) => found?.finalize());
   drawn.clear();
@@ -45,6 +56,7 @@ function drawAnew() {
 }
 
 picker?.addEventListener("change", () => pick(picker.value));
+for (const one of document.querySelectorAll("[data-zoom]")) one.addEventListener("click", () => zoom(one));
 dark.addEventListener("change", drawAnew);
 addEventListener("resize", () => width !== innerWidth && ((width = innerWidth), drawAnew()));
 charts.forEach(draw);
