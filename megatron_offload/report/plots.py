@@ -155,8 +155,8 @@ def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> A
             color=colors, shape=shapes, tooltip=tips
         ),
     ]
-    for kind, where in {"measured": {"dy": -13}, "plan": {"dy": 15, "align": "left"}}.items():
-        texts = points.transform_filter(f"datum.how == '{kind}'").mark_text(**where)
+    for how, dy, align in (("measured", -13, "center"), ("plan", 15, "left")):
+        texts = points.transform_filter(f"datum.how == '{how}'").mark_text(dy=dy, align=align)
         layers.append(texts.encode(text="setting:N"))  # others are named by their tooltips
     if measured_bytes is not None:
         run = [{"memory": measured_bytes / scale, "text": "this run"}]
