@@ -91,6 +91,7 @@ def test_pages_are_registered_next_to_the_device(runtime, monkeypatch):
     backend._pin_memory, backend._near_cpus = True, frozenset({max(os.sched_getaffinity(0))})
     ran_on = []
     monkeypatch.setattr(cuda, "_register", lambda *_: ran_on.append(os.sched_getaffinity(0)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert backend.empty_host(8 * KIB).nbytes == 8 * KIB
     assert ran_on == [backend._near_cpus]
 
