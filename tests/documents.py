@@ -407,6 +407,7 @@ SLOW_SNIPPETS = {
     "megatron_core.install(config)": "imports all of megatron-core",
     "import megatron_offload.auto": "likewise",
     "torch.compile(layer)": "compiles",
+    "torch.cuda.CUDAGraph()": "takes seventeen steps",
     "callback = OffloadCallback()": "imports all of Lightning",
     "chooser.under([20 << 30] * 4)": "chooses for four ranks",
     "loop = tune(manager)": "finds what to move",

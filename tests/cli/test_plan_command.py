@@ -247,7 +247,11 @@ def test_keys_win(tmp_path, model):
             ("--model", "MODEL", "--output", "/proc/version/plan.json"),
             "can't write /proc/version",
         ),
-        (("RUN", "--output", "/proc/plan.json"), "can't write /proc/plan.json"),
+        pytest.param(
+            ("RUN", "--output", "/proc/plan.json"),
+            "can't write /proc/plan.json",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expected):

@@ -149,6 +149,7 @@ def test_too_many_timelines_are_said_and_not_drawn(monkeypatch):
     assert "3 more ranks" in text
 
 
+@pytest.mark.slow
 def test_64_ranks_make_no_large_page_and_no_rank_is_left_out():
     text = render_report(many_ranks())
     assert text.count("<option") == 64

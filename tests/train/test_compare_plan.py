@@ -26,7 +26,7 @@ def test_profiles_of_the_run_make_a_plan(tmp_path):
     assert load_plan(path).policy == "auto"
 
 
-@pytest.mark.parametrize("kind", ["auto", "plan_file"])
+@pytest.mark.parametrize("kind", ["auto", pytest.param("plan_file", marks=pytest.mark.slow)])
 def test_the_plan_that_the_run_followed_stays_and_another_does_not(tmp_path, kind):
     folder = ran(tmp_path / "with_offload")
     path = (folder if kind == "auto" else tmp_path) / "plan.json"
