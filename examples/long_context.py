@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import gc
 import itertools
 import json
@@ -146,8 +145,9 @@ class MixedAdamW:
                 pair = parameter, own, optimizer
                 self.pairs.append(pair)
                 if in_backward:
-                    update = functools.partial(self._update, *pair)
-                    parameter.register_post_accumulate_grad_hook(lambda _, update=update: update())
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda _, pair=pair: self._update(*pair)
+                    )
 
     def restart(self) -> None:
         """Begin anew with the weights that the model has now."""

@@ -153,6 +153,8 @@ def test_a_row_is_as_bad_as_its_worst_rank():
     assert judge(one(), [found(), found(offloaded=0)])["status"] == "nothing moved"
     assert judge(one(), [found(), found(remade=0)])["status"] == "nothing made again"
     assert judge(one("mlp_act"), [found(), found(remade=0)])["status"] == "equal"
+    in_eight_bits = {**one(), "model": "fp8-blockwise"}
+    assert judge(in_eight_bits, [found(), found(remade=0)])["status"] == "equal"
     row = judge(one(), [found(), found(left={"host bytes": 7})])
     assert (row["status"], row["reason"]) == ("failed", "left behind: {'host bytes': 7}")
 

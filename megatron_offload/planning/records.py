@@ -1,6 +1,6 @@
 """Records (named tuples, dataclasses) as JSON files, each field checked by its type.
 
-What is read is what was written; a file that holds anything else is refused.
+An unknown key or a value of another type is refused; what has a default may be left out.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_pages_are_registered_next_to_the_device(runtime, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert backend.empty_host(8 * KIB).nbytes == 8 * KIB
     assert ran_on == [backend._near_cpus]
+
+
+def test_a_capture_pins_nothing_and_waits_for_nothing(monkeypatch):
+    backend = object.__new__(cuda.CudaBackend)
+    backend._pin_memory = False
+    backend.d2h_stream = backend.h2d_stream = stream = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="captured"):
+        backend.empty_host(8 * KIB)
+    backend.sync_copies()
+    stream.synchronize.assert_not_called()
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])

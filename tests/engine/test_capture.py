@@ -27,6 +27,7 @@ from megatron_offload.autotune.loop import tune
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.run.launch import ToldLoop
 
 ORDER = one_forward_one_backward(6, depth=3)
 
@@ -159,6 +160,15 @@ def test_a_search_that_is_not_over_is_an_error():
     assert not loop.is_settled
     with pytest.raises(StateError, match="cuda_graph_warmup_steps"), manager.backend.capture():
         run_step(model, manager, ORDER)
+
+
+def test_the_launcher_tells_nothing_of_a_captured_step(tmp_path):
+    model, manager = settled(policy={"kind": "modules"})
+    manager.tuner = ToldLoop(tmp_path)
+    with manager.backend.capture():
+        run_step(model, manager, ORDER)
+    assert manager.tuner.is_settled
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_evaluation_that_is_captured_takes_nothing_from_a_step():
