@@ -35,8 +35,8 @@ back (none may, where all that left is kept on the device by something else) and
 made again. A combination that raises is a row with its
 reason. One that takes too long ends its process and leaves in its log, DIR/logs, where it was;
 what is left runs in new processes. Results are in DIR/check_bitwise.json after every
-combination. Ends with exit code 1 if anything differs, failed, moved nothing, made nothing again
-that it should, or did not run.
+combination. Ends with exit code 1 if anything differs, failed, moved nothing, got nothing back of
+what had left, made nothing again that it should, or did not run.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def parse_arguments(arguments=None):
         "--budgets",
         nargs="+",
         metavar="INFLIGHT/PREFETCH",
-        help="small ones by default; auto leaves both to the package",
+        help="small ones by default, none for one module; auto leaves both to the package",
     )
     for size in GIVEN:
         parser.add_argument(f"--{size}", type=int, help="in place of the model's")
@@ -161,8 +161,7 @@ def read_sizes(options):
     sizes |= {"pp": options.ranks, "normalization": options.normalization}
     for name in ("vpp", "dtype"):  # every combination has its own
         sizes.pop(name)
-    options.budgets = options.budgets or [sizes["budgets"]]
-    sizes.pop("budgets")
+    options.small_budgets = sizes.pop("budgets")
     return sizes
 
 
@@ -172,7 +171,7 @@ def check(options):
         raise ValueError("--steps is at least 1")
     for vpp in options.vpp:
         check_sizes(options.sizes | {"vpp": vpp})
-    for budgets in options.budgets:
+    for budgets in options.budgets or ():
         if budgets != "auto" and budgets.count("/") != 1:
             raise ValueError(f"--budgets takes INFLIGHT/PREFETCH or auto, not {budgets!r}")
 
@@ -196,9 +195,15 @@ def combinations(options):
         for vpp in options.vpp
         if model not in PAIRS or (options.ranks % 2 == 0 and (vpp == 1 or options.ranks > 2))
         for name, modules in SETS[model].items()
-        for budgets in options.budgets
+        for budgets in options.budgets or [small_budgets(modules, options)]
         if any(fnmatch.fnmatchcase(f"{model}:{name}", pattern) for pattern in options.only)
     ]
+
+
+def small_budgets(modules, options):
+    """Return budgets with which groups leave; those of one module may fit into any window."""
+    is_small = len(modules) == 1 and modules != ("layer",)
+    return "0/0" if is_small else options.small_budgets
 
 
 def share_a_reference(one, other):
@@ -221,6 +226,8 @@ def judge(combination, ranks):
         row |= {"status": "failed", "reason": f"left behind: {leaks[0]}"}
     elif any(rank["offloaded_bytes"] == 0 for rank in ranks):
         row["status"] = "nothing moved"
+    elif not any(rank["reloaded_bytes"] or rank["held_elsewhere_bytes"] for rank in ranks):
+        row["status"] = "nothing came back"
     elif (
         combination["recompute"]
         # A layer in 8 bits saves casts of its own, of which no unit is known: units are refused.

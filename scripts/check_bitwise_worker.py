@@ -210,8 +210,8 @@ class Check:
         if errors:
             return {"error": errors[0]}
         found = {"error": None, "steps": []}
-        names = ("offloaded_bytes", "reloaded_bytes", "remade_bytes", "refused_bytes")
-        counters = dict.fromkeys(names, 0)
+        names = ("offloaded", "reloaded", "remade", "refused", "held_elsewhere")
+        counters = dict.fromkeys((f"{name}_bytes" for name in names), 0)
         for number in range(self.spec["steps"]):
             evaluated = program.evaluate(number) if number == 1 else None
             program.choose_microbatches(number)

@@ -60,12 +60,13 @@ def one(name="layer", **more):
     return parse(*ON_CPU, *chosen).todo[0] | more
 
 
-def found(first=None, moved=2**20, offloaded=2**20, left=None, remade=2**20):
+def found(first=None, moved=2**20, offloaded=2**20, left=None, remade=2**20, held=0):
     return {
         "first_difference": first,
         "reloaded_bytes": moved,
         "remade_bytes": remade,
         "offloaded_bytes": offloaded,
+        "held_elsewhere_bytes": held,
         "left": left or {},
     }
 
@@ -150,6 +151,8 @@ def test_a_row_is_as_bad_as_its_worst_rank():
     assert judge(one(), [found(), found()])["status"] == "equal"
     assert judge(one(), [found(), found(first=2)])["status"] == "differs"
     assert judge(one(), [found(moved=0), found()])["status"] == "equal"
+    assert judge(one(), [found(moved=0), found(moved=0)])["status"] == "nothing came back"
+    assert judge(one(), [found(moved=0), found(moved=0, held=1)])["status"] == "equal"
     assert judge(one(), [found(), found(offloaded=0)])["status"] == "nothing moved"
     assert judge(one(), [found(), found(remade=0)])["status"] == "nothing made again"
     assert judge(one("mlp_act"), [found(), found(remade=0)])["status"] == "equal"
@@ -164,7 +167,8 @@ def test_only_equal_is_a_yes():
     none = {**one(), "modules": [], "status": "done"}
     assert summary([none, equal, out]) == ("bitwise identical: yes (1 equal, 1 left out)", True)
     assert not summary([none, out])[1]
-    for status in ("differs", "failed", "nothing moved", "nothing made again", "not run"):
+    lost = ("nothing moved", "nothing came back", "nothing made again")
+    for status in ("differs", "failed", *lost, "not run"):
         assert not summary([equal, {**one(), "status": status}])[1]
 
 
@@ -236,7 +240,7 @@ def test_one_bit_of_a_reloaded_tensor_is_a_no(tmp_path):
     code, rows, printed = run(tmp_path, *chosen, do=do)
     assert code == 1
     assert "bitwise identical: no (1 differs)" in printed
-    ranks = rows["vpp2 fp32 dense:mlp_act 16KiB/24KiB"]["ranks"]
+    ranks = rows["vpp2 fp32 dense:mlp_act 0/0"]["ranks"]
     assert ranks[1]["first_difference"] == 2
     assert rows["vpp2 fp32 dense:none, again"]["status"] == "equal"
 
@@ -255,7 +259,7 @@ def test_what_hangs_or_raises_is_a_row_and_the_rest_is_checked(tmp_path):
     assert late.partition(": ")[2] == "took too long, not done after 10 s"
     rank = late.split(":")[0].removeprefix("rank ")
     assert "not done after 10 s" in (tmp_path / "out" / "logs" / f"0.rank{rank}.log").read_text()
-    assert rows["vpp2 fp32 dense:mlp_act 16KiB/24KiB"]["reason"] == "rank 1: ValueError: boom"
+    assert rows["vpp2 fp32 dense:mlp_act 0/0"]["reason"] == "rank 1: ValueError: boom"
 
 
 @pytest.mark.slow
