@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import get_args
 
 import torch
@@ -203,8 +203,11 @@ def forward(model, manager, *, grad=True, seed=1, rows=16):
     return x.square().mean()
 
 
-def run_step(model, manager, order, *, rows=16, seed=1, inputs=None):
-    """Run one training step and return its losses and all gradients."""
+def run_step(model, manager, order, *, rows=16, seed=1, inputs=None, place=None):
+    """Run one training step and return its losses and all gradients.
+
+    With ``place``, each forward and backward is within what it returns for it.
+    """
     for parameter in model.parameters():
         parameter.grad = None
     if inputs is None:
@@ -214,16 +217,17 @@ def run_step(model, manager, order, *, rows=16, seed=1, inputs=None):
     losses, graphs = {}, {}
     torch.manual_seed(seed)
     for action, microbatch in order:
-        if action == "B":
-            graphs.pop(microbatch).backward()
-            continue
-        x = inputs[microbatch].clone().requires_grad_()
-        if manager:
-            manager.begin_chunk()
-        for block in model:
-            x = block(x, manager)
-        graphs[microbatch] = x.float().square().mean()
-        losses[microbatch] = graphs[microbatch].detach().clone()
+        with place(action, microbatch) if place else nullcontext():
+            if action == "B":
+                graphs.pop(microbatch).backward()
+                continue
+            x = inputs[microbatch].clone().requires_grad_()
+            if manager:
+                manager.begin_chunk()
+            for block in model:
+                x = block(x, manager)
+            graphs[microbatch] = x.float().square().mean()
+            losses[microbatch] = graphs[microbatch].detach().clone()
     del x, graphs
     if manager:
         manager.reset()

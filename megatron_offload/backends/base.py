@@ -9,7 +9,7 @@ import abc
 import contextlib
 import enum
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -67,11 +67,18 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def compute_stream(self) -> Stream:
-        """Return the stream that the calling program computes on now. Never cache it."""
+        """Return the stream that the calling program computes on now, one object for each."""
 
-    def compute_stream_key(self) -> Hashable:
-        """Return what tells the present compute stream from others, as cheaply as it can be had."""
-        return self.compute_stream()
+    @abc.abstractmethod
+    def computing_on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Return a context in which ``stream`` is the one that the program computes on."""
+
+    @abc.abstractmethod
+    def read_on(self, stream: Stream, tensor: torch.Tensor) -> None:
+        """Say that ``stream`` reads a tensor, which may have been allocated on another.
+
+        Once it is freed, its memory is handed on when all that ``stream`` has queued then is over.
+        """
 
     @abc.abstractmethod
     def record(self, stream: Stream) -> Event:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import mmap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -84,15 +85,17 @@ class CudaBackend(Backend):
         return tensor.is_cuda and tensor.get_device() == self._index
 
     def compute_stream(self) -> torch.cuda.Stream:
-        key = self.compute_stream_key()
+        key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self._index)
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = torch.cuda.current_stream(self.device)
         return stream
 
-    def compute_stream_key(self) -> tuple[int, int, int]:
-        key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self._index)
-        return key
+    def computing_on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        return nullcontext() if stream is self.compute_stream() else torch.cuda.stream(stream)
+
+    def read_on(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
+        tensor.record_stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()

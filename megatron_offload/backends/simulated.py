@@ -1,6 +1,6 @@
 """A device made of CPU memory, built to expose a missing wait.
 
-The compute stream is the host program itself: its work is done when it returns. The two copy
+A compute stream is the host program itself: its work is done when it returns. The two copy
 streams are queues, run by the configured timing or when something waits for them. The same calls
 with the same seed do the same copies at the same moments; hazards and virtual times depend on the
 calls and the addresses, never on the timing (but `is_done` that says so orders what comes later).
@@ -11,11 +11,12 @@ streams, and no chain of events and waits leads from the first to the second.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from megatron_offload.errors import HazardError
 
 _POISON = 0xFF
 
-_INDEX = {"compute": 0, "d2h": 1, "h2d": 2}
+_INDEX = {"compute": 0, "d2h": 1, "h2d": 2, "side": 3}
 
 
 class Access(NamedTuple):
@@ -37,6 +38,8 @@ class Access(NamedTuple):
     stream: str
     writes: bool
     label: str
+    home: str
+    """The stream in whose order the memory was allocated: another's never gets it."""
 
     def __str__(self) -> str:
         return f"{self.stream} {'write' if self.writes else 'read'} [{self.label}] (#{self.order})"
@@ -125,7 +128,7 @@ class SimulatedStream:
         self._executed = 0
         self._queue: deque[SimulatedEvent | Pair] = deque()
         # The number of the last access of each stream that is ordered before this stream's next.
-        self._clock: tuple[int, ...] = (0, 0, 0)
+        self._clock = (0,) * len(_INDEX)
 
     def __repr__(self) -> str:
         return f"<{self.name} stream, {len(self._queue)} operations pending>"
@@ -161,6 +164,9 @@ class SimulatedBackend(Backend):
         self.config = config = config if config is not None else SimulatedConfig()
         timing = config.copy_timing
         self._compute = SimulatedStream("compute", self, is_lazy=False, us_per_byte=0.0)
+        self.side_stream = SimulatedStream("side", self, is_lazy=False, us_per_byte=0.0)
+        """Another that a program may compute on, with memory of its own."""
+        self._readers: dict[int, set[SimulatedStream]] = {}
 
         def copy_stream(name: str, gbps: float) -> SimulatedStream:
             is_lazy = timing in ("late", "random") or f"late_{name}" in timing
@@ -198,6 +204,18 @@ class SimulatedBackend(Backend):
 
     def compute_stream(self) -> SimulatedStream:
         return self._compute
+
+    @contextlib.contextmanager
+    def computing_on(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self._compute = self._compute, stream
+        try:
+            yield
+        finally:
+            self._compute = before
+
+    def read_on(self, stream: SimulatedStream, tensor: torch.Tensor) -> None:
+        if self._check:
+            self._readers.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream)
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         position = stream._executed + len(stream._queue)
@@ -276,8 +294,8 @@ class SimulatedBackend(Backend):
         if self._poison:
             region.view(-1).view(torch.uint8).fill_(_POISON)
         if self._check:
-            label = f"empty_device({region.nbytes})"
-            self._access(self._device, region, self._compute, True, label)
+            label, home = f"empty_device({region.nbytes})", self._compute.name
+            self._access(self._device, region, self._compute, True, label, home)
         self._run_some()
         return region
 
@@ -296,9 +314,10 @@ class SimulatedBackend(Backend):
         if self._check and region.nbytes > 0:
             start = region.data_ptr()
             end = start + region.nbytes
-            unordered = self._unordered(self._device, start, end, self._compute, True)
+            home = self._compute.name
+            unordered = self._unordered(self._device, start, end, self._compute, True, home)
             record = self._device.add if unordered else self._device.replace
-            record(start, end, self._number(self._compute, True, label))
+            record(start, end, self._number(self._compute, True, label, home))
         self._run_some()
 
     def note_consumed(self, region: torch.Tensor, label: str) -> None:
@@ -308,6 +327,9 @@ class SimulatedBackend(Backend):
 
     def note_freed(self, region: torch.Tensor, label: str, *, sole_owner: bool) -> None:
         # The next user writes to it; with a sole owner that happens now, as poison.
+        for reader in self._readers.pop(region.untyped_storage().data_ptr(), ()):
+            if reader is not self._compute:
+                self.order(self._compute, self.record(reader))
         if self._check:
             label = f"after free of {label}"
             self._access(self._device, region, self._compute, True, label)
@@ -348,24 +370,33 @@ class SimulatedBackend(Backend):
 
     # Which wait is missing.
 
-    def _number(self, stream: SimulatedStream, writes: bool, label: str) -> Access:
+    def _number(self, stream: SimulatedStream, writes: bool, label: str, home: str) -> Access:
         """Give the next access its number and set its stream's own clock to it."""
         self._num_accesses = order = self._num_accesses + 1
         clock = list(stream._clock)
         clock[stream._index] = order
         stream._clock = tuple(clock)
-        return Access(order, stream.name, writes, label)
+        return Access(order, stream.name, writes, label, home)
 
     def _access(
-        self, used: Shadow, region: torch.Tensor, stream: SimulatedStream, writes: bool, label: str
+        self,
+        used: Shadow,
+        region: torch.Tensor,
+        stream: SimulatedStream,
+        writes: bool,
+        label: str,
+        home: str = "",
     ) -> None:
         """Check an access against all earlier ones of the same bytes and put it on record."""
         if region.nbytes == 0:
             return
         start = region.data_ptr()
         end = start + region.nbytes
-        unordered = self._unordered(used, start, end, stream, writes)
-        access = self._number(stream, writes, label)
+        if not home:  # that of who has it
+            earlier_uses = used.earlier_uses(start, end)
+            home = earlier_uses[-1].home if earlier_uses else self._compute.name
+        unordered = self._unordered(used, start, end, stream, writes, home)
+        access = self._number(stream, writes, label, home)
         found: dict[Wait, Hazard] = {}
         for earlier in unordered:
             missing = self._missing_wait(used is self._host, earlier, access)
@@ -379,7 +410,7 @@ class SimulatedBackend(Backend):
         raise HazardError(str(hazard))
 
     def _unordered(
-        self, shadow: Shadow, start: int, end: int, stream: SimulatedStream, writes: bool
+        self, shadow: Shadow, start: int, end: int, stream: SimulatedStream, writes: bool, home: str
     ) -> list[Access]:
         """Return the earlier accesses that conflict with one of ``stream`` at its present point."""
         clock = stream._clock
@@ -388,6 +419,7 @@ class SimulatedBackend(Backend):
             for earlier in shadow.earlier_uses(start, end)
             if (writes or earlier.writes)
             and earlier.stream != stream.name
+            and earlier.home == home
             and clock[_INDEX[earlier.stream]] < earlier.order
         ]
 
@@ -395,10 +427,10 @@ class SimulatedBackend(Backend):
         """Name the wait that would have ordered two accesses."""
         if on_host:
             return Wait.W3 if earlier.stream == "d2h" else Wait.W5
-        if earlier.stream == "compute":
+        if earlier.stream in ("compute", "side"):
             return Wait.W1 if later.stream == "d2h" else Wait.W6
         release = Wait.W2 if earlier.stream == "d2h" else Wait.W4
-        if later.stream == "compute":
+        if later.stream in ("compute", "side"):
             return release
         # From one copy stream to the other the order leads through the compute stream.
         if self._compute._clock[_INDEX[earlier.stream]] < earlier.order:
@@ -406,7 +438,7 @@ class SimulatedBackend(Backend):
         return Wait.W1 if later.stream == "d2h" else Wait.W6
 
     def _order_host_after(self, clock: tuple[int, ...]) -> None:
-        for stream in (self._compute, self.d2h_stream, self.h2d_stream):
+        for stream in (self._compute, self.side_stream, self.d2h_stream, self.h2d_stream):
             stream.merge(clock)
 
 

@@ -126,7 +126,9 @@ class ChunkOffloadHandler:
                     block.aliases.append(alias)
                 group.adopt(block)
                 return record
-        record.block = block = Block(transfers, group, storage_key, version, alias)
+        record.block = block = Block(
+            transfers, group, transfers.backend.compute_stream(), storage_key, version, alias
+        )
         blocks[storage_key] = reference = weakref.ref(block)
         group.references.append(reference)
         if self._recipes:

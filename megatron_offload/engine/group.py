@@ -13,7 +13,7 @@ block has a host region, a reload target, or a source that something else keeps 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,6 +48,9 @@ class Store(Protocol):
     def keep_source(self, block: Block) -> None:
         """Keep a block on the device for a reader who is there before its release."""
 
+    def read(self, block: Block, memory: torch.Tensor) -> None:
+        """Know that the program reads the memory of a block now, on whatever stream."""
+
     def free(self, block: Block) -> None:
         """Take back what a block holds that no one will read any more; from its finalizer."""
 
@@ -59,19 +62,25 @@ class Flight:
     group: OffloadGroup
     d2h: Event = None
     """The event behind them, once they are issued."""
-    parts: list[tuple[BlockRef, list[torch.Tensor], int]] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    """Those of all parts, each once: what reuses their memory is queued there."""
+    parts: list[tuple[BlockRef, list[torch.Tensor], int, Stream]] = field(default_factory=list)
     """Of each, the block, the aliases that keep its memory even where the graph is dropped before
-    the copy ends, and its storage."""
+    the copy ends, its storage, and its stream."""
     num_bytes: int = 0
     """What of it counts as in flight."""
 
 
 @dataclass(slots=True, eq=False)
 class Reload:
-    """One bulk reload: its event, and which streams have waited for it already."""
+    """One bulk reload."""
 
     event: Event
-    waited_keys: list[Hashable] = field(default_factory=list)
+    stream: Stream
+    """On which its targets were allocated, and are read if backward keeps to forward's streams."""
+    is_waited: bool = False
+    """Whether that stream has waited for it."""
+    is_read_elsewhere: bool = False
 
 
 class Block:
@@ -80,6 +89,7 @@ class Block:
     Attributes:
         store: who has its bytes.
         group: the group that saved it first and moves it.
+        stream: what the program computed on when it did.
         index: its place among the blocks of that group.
         storage_key: the storage's identity; 0 once the storage has gone.
         low, high: the region's byte range within the storage; grows until the copy is issued.
@@ -119,13 +129,20 @@ class Block:
     reload: Reload | None = None
     storage_ref: StorageWeakRef | None = None
     recipe: Recipe | None = None
-    made: tuple[Hashable, torch.Tensor] | None = None
+    made: tuple[Stream, torch.Tensor] | None = None
     stays = cancelled = released = forced_release = was_reached = False
 
     def __init__(
-        self, store: Store, group: OffloadGroup, storage_key: int, version: int, alias: torch.Tensor
+        self,
+        store: Store,
+        group: OffloadGroup,
+        stream: Stream,
+        storage_key: int,
+        version: int,
+        alias: torch.Tensor,
     ) -> None:
         self.group = self.mover = group
+        self.stream = stream
         self.storage_key = storage_key
         self.version = version
         self.aliases = [alias]
@@ -172,7 +189,7 @@ class Block:
         except AttributeError:  # an interrupted construction
             return
         reload = self.reload
-        has_bytes = self.region is not None or (reload is not None and not reload.waited_keys)
+        has_bytes = self.region is not None or (reload is not None and not reload.is_waited)
         if has_bytes or store.takes_targets:
             store.free(self)
 
@@ -239,14 +256,12 @@ class OffloadGroup(Group):
         moving: between the look at its bytes and the decision, the blocks that can move.
         remade: what of it is made again, or could be; set at commit.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
-        stream: what the program computed on when it began to wait for its batch.
     """
 
     elsewhere_bytes = shared_bytes = small_bytes = 0
     moving: Sequence[BlockRef] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
-    stream: Stream = None
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)

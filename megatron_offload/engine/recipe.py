@@ -110,6 +110,7 @@ class Input(SavedTensor):
         if block.flight is not None and not block.cancelled:
             block.store.keep_source(block)
         source = block.aliases[0]
+        block.store.read(block, source)
         is_same = source.dtype is self.dtype and source.storage_offset() == self.offset
         if is_same and source.shape == self.size and source.stride() == self.stride:
             return source.detach()

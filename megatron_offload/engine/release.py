@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_offload.backends.base import Backend, Wait
+from megatron_offload.backends.base import Backend, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST
 from megatron_offload.engine.group import Block, Flight, OffloadGroup
@@ -49,7 +49,7 @@ class Sources:
         self._held.append(flight)
 
     def release(self, group: OffloadGroup) -> None:
-        """Make the compute stream wait for a group's copies, and free their sources.
+        """Make what was computed on wait for a group's copies, and free their sources.
 
         Args:
             group: the one whose copies were issued first; one wait covers all before it.
@@ -58,18 +58,21 @@ class Sources:
         assert flight.group is group
         for observer in self._observers:
             observer.wait_starts()
-        backend.wait(backend.compute_stream(), flight.d2h, Wait.W2)
+        for stream in flight.streams:  # not what is current now: their memory goes back to them
+            backend.wait(stream, flight.d2h, Wait.W2)
         for observer in self._observers:
             observer.wait_issued(Wait.W2, group)
         self._held.popleft()
         in_flight, observes, empty = self.copies_in_flight, backend.observes, self._empty
         alone: tuple[HostRegion, str] | None = None
         alone_bytes = 0
-        for found, aliases, key in flight.parts:
+        for found, aliases, key, stream in flight.parts:
             num_others = in_flight.pop(key) - 1
             if num_others:
                 in_flight[key] = num_others
             block = found()  # None where no one needs it any more
+            if aliases:  # which the program may have allocated on another stream
+                backend.read_on(stream, aliases[0])
             if block is not None and block.cancelled:
                 continue
             storage = aliases[0].untyped_storage()
@@ -84,7 +87,7 @@ class Sources:
                 aliases.pop().data = empty
             is_sole_owner = num_owners(storage) == 1  # the Python handle
             if observes and not num_others:
-                self._note_freed(storage, group.label, is_sole_owner=is_sole_owner)
+                self._note_freed(storage, group.label, stream, is_sole_owner=is_sole_owner)
             if block is not None:
                 if block.forced_release and not num_others:
                     storage.resize_(0)
@@ -112,22 +115,25 @@ class Sources:
         block.address = storage.data_ptr()
         block.num_bytes = 0
         block.released = True  # from here on its recipe counts
+        self._backend.read_on(block.stream, block.aliases[0])
         for alias in block.aliases:
             alias.data = self._empty
         block.aliases.clear()
         is_sole_owner = num_owners(storage) == 1  # the Python handle
         if self._backend.observes and block.storage_key not in self.copies_in_flight:
-            self._note_freed(storage, label, is_sole_owner=is_sole_owner)
+            self._note_freed(storage, label, block.stream, is_sole_owner=is_sole_owner)
         if is_sole_owner:
             block.storage_key = 0
         else:
             block.storage_ref = StorageWeakRef(storage)
 
     def _note_freed(
-        self, storage: torch.UntypedStorage, label: str, *, is_sole_owner: bool
+        self, storage: torch.UntypedStorage, label: str, stream: Stream, *, is_sole_owner: bool
     ) -> None:
         region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self._backend.note_freed(region, label, sole_owner=is_sole_owner)
+        with self._backend.computing_on(stream):
+            self._backend.note_produced(region, label)  # all of it, though parts alone are copied
+            self._backend.note_freed(region, label, sole_owner=is_sole_owner)
 
     def empty(self, alias: torch.Tensor) -> None:
         """Take the storage out of an alias; its version counter stays, for the in-place check."""

@@ -124,8 +124,6 @@ class Step(StepDecisions[OffloadGroup]):
         must_move = must_move or rules.should_offload is not None
         is_alone = rules.bounds_flight or bool(forced)
         self.commit(group, stays_because, must_move=must_move, is_alone=is_alone)
-        if group.is_pending:
-            group.stream = transfers.backend.compute_stream()
         for block in forced:
             block.forced_release = block.flight is not None  # else it stays, whoever moves it later
 

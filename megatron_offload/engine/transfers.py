@@ -12,10 +12,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
+from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import Backend, Event, Pair, Wait
+from megatron_offload.backends.base import Backend, Event, Pair, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
 from megatron_offload.core.profile import RemadeUnit, is_cheap
@@ -178,12 +179,14 @@ class Transfers:
         is_ready, is_watched = True, backend.observes or bool(observers)
         for block, region, host in self._take_host(group, moving, reused):
             aliases, key, block_bytes = block.aliases, block.storage_key, block.num_bytes
+            if block.stream not in flight.streams:
+                flight.streams.append(block.stream)
             source = aliases[0] if block.like is not None else _region_of(block)
             block.region, block.host, block.flight = region, host, flight
             block.address = source.data_ptr() - block.low
             num_bytes += block_bytes
             by_name[block.mover.name].offloaded_bytes += block_bytes
-            parts.append((weakref.ref(block), aliases, key))
+            parts.append((weakref.ref(block), aliases, key, block.stream))
             in_flight[key] = in_flight.get(key, 0) + 1
             if block.ready is not None:
                 _add(block.ready, produced)
@@ -191,7 +194,8 @@ class Transfers:
                 is_ready = False
             if is_watched:
                 if backend.observes and block.ready is None:
-                    backend.note_produced(source, group.label)
+                    with backend.computing_on(block.stream):
+                        backend.note_produced(source, group.label)
                 for observer in observers:
                     observer.block_leaves(block, source)
             pairs.append((host, source))
@@ -201,10 +205,8 @@ class Transfers:
         d2h_stream = backend.d2h_stream
         if not is_ready:
             backend.wait_compute(d2h_stream, Wait.W1)
-            if group.followers or group.stream is not None:
-                # What waited for its batch may have been made on another stream than this.
-                streams = {one.stream for one in (*group.followers, group)}
-                produced += map(backend.record, streams - {None, backend.compute_stream()})
+            here = backend.compute_stream()  # the forward may be over
+            produced += [backend.record(one) for one in flight.streams if one is not here]
         for event in produced:
             backend.wait(d2h_stream, event, Wait.W1)
         for event in reused:
@@ -291,14 +293,25 @@ class Transfers:
             and block.released
             and (block.storage_ref is None or not self._revive(block))
         ]
-        hosts = [block.host for block in moving if block.host is not None]
-        lent = self._lend_targets(hosts, may_fail=may_fail)
-        if lent is None:
-            return False
+        # Backward computes on forward's streams: each gets the memory of what it will read.
+        streams: list[Stream] = []
+        for block in moving:
+            if block.stream not in streams:
+                streams.append(block.stream)
+        parts: list[tuple[Any, ...]] = []
+        for stream in streams:
+            some = [block for block in moving if block.stream is stream]
+            hosts = [block.host for block in some if block.host is not None]
+            with self.backend.computing_on(stream):
+                lent = self._lend_targets(hosts, may_fail=may_fail)
+            if lent is None:
+                return False
+            parts.append((stream, some, hosts, *lent))
         if group.state is ON_HOST:
             group.advance(RELOADING)
-        if moving:
-            self._issue_reload(group, moving, hosts, *lent)
+        for stream, *part in parts:
+            with self.backend.computing_on(stream):
+                self._issue_reload(group, *part)
         return True
 
     def _lend_targets(
@@ -343,7 +356,7 @@ class Transfers:
         event = backend.copy(pairs, h2d_stream, self._label(group))
         for observer in observers:
             observer.copy_issued("h2d", pairs, group)
-        reload = Reload(event)
+        reload = Reload(event, backend.compute_stream())
         read: HostRegion | None = None
         num_parts = 0
         by_name = self.stats.by_name
@@ -395,7 +408,9 @@ class Transfers:
         target = block.target
         if target is not None and not self.observers and not self.backend.observes:
             reload = block.reload  # this takes no lock, because it only looks
-            if reload is None or self.backend.compute_stream_key() in reload.waited_keys:
+            if reload is None or (
+                reload.is_waited and self.backend.compute_stream() is reload.stream
+            ):
                 return target
         return self._ready_target(block) if block.recipe is None else self._remade_target(block)
 
@@ -405,7 +420,7 @@ class Transfers:
         Its function is the program's, so no lock is held. What something else has kept all the time
         is taken from there.
         """
-        recipe, key = block.recipe, self.backend.compute_stream_key()
+        recipe, stream = block.recipe, self.backend.compute_stream()
         assert recipe is not None
         if block.target is not None:
             return block.target
@@ -414,7 +429,7 @@ class Transfers:
             if block.target is not None:
                 self.stats.held_elsewhere_bytes += block.target.nbytes
                 return block.target
-        if block.made is None or block.made[0] != key:
+        if block.made is None or block.made[0] is not stream:
             for observer in self.observers:
                 observer.remake_starts(block)
             made = recipe.run()
@@ -424,7 +439,7 @@ class Transfers:
                 region = made.new_empty(0, dtype=torch.uint8)
                 size = (block.high - block.low,)
                 made = region.set_(made.untyped_storage(), block.low, size, (1,))
-            block.made = key, made
+            block.made = stream, made
         target = block.made[1]
         for observer in self.observers:
             observer.block_read(block, target)
@@ -454,23 +469,37 @@ class Transfers:
 
     def _wait_reloaded(self, block: Block) -> None:
         if block.reload is not None:  # else it never left the device
-            self._wait(block.reload, block.group)
+            assert block.target is not None
+            self._wait(block.reload, block.group, block.target)
         group = block.group.lead or block.group
         if group.state is RELOADING:
             group.advance(RELOADED)
 
-    def _wait(self, reload: Reload, group: OffloadGroup) -> None:
+    def _wait(self, reload: Reload, group: OffloadGroup, target: torch.Tensor) -> None:
+        """Make the compute stream wait for a reload whose target it reads."""
         backend = self.backend
-        key = backend.compute_stream_key()
-        if key not in reload.waited_keys:
-            for observer in self.observers:
-                observer.wait_starts()
-            backend.wait(backend.compute_stream(), reload.event, Wait.W4)
-            for observer in self.observers:
-                observer.wait_issued(Wait.W4, group)
-            reload.waited_keys.append(key)
+        stream = backend.compute_stream()
+        is_home = stream is reload.stream
+        if is_home and reload.is_waited:
+            return
+        for observer in self.observers:
+            observer.wait_starts()
+        backend.wait(stream, reload.event, Wait.W4)
+        for observer in self.observers:
+            observer.wait_issued(Wait.W4, group)
+        if is_home:
+            reload.is_waited = True
+        else:
+            reload.is_read_elsewhere = True
+            backend.read_on(stream, target)
 
     # What records do with their blocks
+
+    def read(self, block: Block, memory: torch.Tensor) -> None:
+        """Know that the program reads the memory of a block now, on whatever stream."""
+        stream = self.backend.compute_stream()
+        if stream is not block.stream:
+            self.backend.read_on(stream, memory)
 
     @guarded
     def keep_source(self, block: Block) -> None:
@@ -508,14 +537,15 @@ class Transfers:
             self.host_pool.free(region, None)
         if target is None or reload is None:
             return
-        if not reload.waited_keys:
-            # Nobody read it; still the copy must not write into memory that was handed on.
-            self._wait(reload, group)
-        if self.backend.observes:
-            sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
-            self.backend.note_freed(target, group.label, sole_owner=sole_owner)
-        if self.tensor_pool.keeps:
-            self.tensor_pool.free(target)
+        with self.backend.computing_on(reload.stream):  # to which the memory goes back
+            if not reload.is_waited:
+                # Nobody read it there; still the copy must not write into what was handed on.
+                self._wait(reload, group, target)
+            if self.backend.observes:
+                sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
+                self.backend.note_freed(target, group.label, sole_owner=sole_owner)
+            if self.tensor_pool.keeps and not reload.is_read_elsewhere:
+                self.tensor_pool.free(target)
 
     # Steps
 

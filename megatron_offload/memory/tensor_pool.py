@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import Backend, Event
+from megatron_offload.backends.base import Backend, Event, Stream
 from megatron_offload.core.units import format_bytes
 from megatron_offload.memory.host_pool import HostPool, HostRegion
 
@@ -26,7 +26,9 @@ class TensorPool:
         self._limit_bytes = retained_bytes
         self.keeps = retained_bytes > 0
         """Whether `free` ever keeps anything."""
-        self._kept: defaultdict[int, deque[tuple[torch.Tensor, Event]]] = defaultdict(deque)
+        # By size, and by the stream that the memory was allocated on.
+        self._kept: defaultdict[tuple[int, Stream], deque[tuple[torch.Tensor, Event]]]
+        self._kept = defaultdict(deque)
         self.retained_bytes = 0
         """Bytes that are kept for reuse."""
 
@@ -53,7 +55,7 @@ class TensorPool:
         return tensors, last_uses
 
     def _take_kept(self, host: torch.Tensor, last_uses: list[Event]) -> torch.Tensor:
-        kept = self._kept.get(host.nbytes)
+        kept = self._kept.get((host.nbytes, self._backend.compute_stream()))
         if not kept:
             return self._backend.empty_device_like(host)
         flat, last_use = kept.popleft()
@@ -64,15 +66,17 @@ class TensorPool:
     def free(self, tensor: torch.Tensor) -> None:
         """Take a tensor back after its last consumer was queued on the compute stream.
 
-        Where it is not kept, whoever holds it decides how long it lives.
+        It was allocated on that one. Where it is not kept, whoever holds it decides how long it
+        lives.
         """
         if not self.keeps:
             return
         num_bytes = tensor.nbytes
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
         if is_lone and self.retained_bytes + num_bytes <= self._limit_bytes:
-            last_use = self._backend.record(self._backend.compute_stream())
-            self._kept[num_bytes].append((tensor.view(-1).view(torch.uint8).data, last_use))
+            stream = self._backend.compute_stream()
+            last_use = self._backend.record(stream)
+            self._kept[num_bytes, stream].append((tensor.view(-1).view(torch.uint8).data, last_use))
             self.retained_bytes += num_bytes
 
     def clear(self) -> None:

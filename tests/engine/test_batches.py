@@ -190,20 +190,19 @@ def test_a_part_of_the_graph_needs_only_a_part_of_a_batch():
 def test_what_was_made_on_another_stream_is_waited_for(monkeypatch, num_groups):
     # A batch may be complete only when a backward begins, which may be on a stream of its own.
     manager = make_manager(**ROOM)
-    backend, recorded, other = manager.backend, [], object()
-    compute, record = backend.compute_stream(), backend.record
+    backend, recorded = manager.backend, []
+    record, other = backend.record, backend.side_stream
 
     def record_at(stream):
         recorded.append(stream)
-        return record(compute if stream is other else stream)
+        return record(stream)
 
     monkeypatch.setattr(backend, "record", record_at)
     manager.begin_chunk()
     x = torch.randn(512, requires_grad=True)
-    monkeypatch.setattr(backend, "compute_stream", lambda: other)
-    for _ in range(num_groups):
-        x = add(manager, x, torch.randn(512))
-    monkeypatch.setattr(backend, "compute_stream", lambda: compute)
+    with backend.computing_on(other):
+        for _ in range(num_groups):
+            x = add(manager, x, torch.randn(512))
     assert other not in recorded
     manager.flush_delayed_groups()
     assert recorded.count(other) == 1

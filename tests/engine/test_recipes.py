@@ -318,11 +318,28 @@ def test_two_consumers_share_what_is_made_again():
     assert manager.last_step.remade_bytes == TENSOR_BYTES
     assert len(calls) == 2  # in forward, and in backward
 
-    streams = iter(range(100))
-    manager.backend.compute_stream_key = lambda: next(streams)
-    calls.clear()
-    assert_same(expected, run(manager, forward))
-    assert len(calls) > 3  # on another stream no wait orders who reads behind who makes
+
+def test_each_stream_makes_again_for_itself():  # none is ordered behind what another has made
+    calls = []
+
+    def counted(x):
+        calls.append(x)
+        return x.cos()
+
+    manager = make_manager()
+    manager.begin_chunk()
+    x = rows()
+    y = in_group(manager, lambda x: make(manager, counted, save(x, x)), x, "maker")
+    one = in_group(manager, lambda y: save(y, y), y, "one")
+    two = in_group(manager, lambda y: save(y, y), y, "two")
+    del y  # else it is read as it is
+    expected = torch.autograd.grad(one.sum(), x, retain_graph=True)
+    side = manager.backend.side_stream
+    side.wait_event(manager.backend.compute_stream().record_event())
+    with manager.backend.computing_on(side):
+        assert_same(expected, torch.autograd.grad(two.sum(), x))
+    assert len(calls) == 3  # in forward, and once on each
+    manager.reset()
 
 
 def test_autocast_of_the_forward_is_that_of_backward():

@@ -55,6 +55,18 @@ def test_kept_targets_are_served_in_the_order_they_were_freed(backend):
     assert [tensor.data_ptr() for tensor in again] == places
 
 
+def test_another_stream_is_not_served_from_a_kept_target(backend):
+    pool = TensorPool(backend, retained_bytes=4000)
+    tensor, _ = lend(pool)
+    place = tensor.data_ptr()
+    pool.free(tensor)
+    del tensor
+    with backend.computing_on(backend.side_stream):
+        other, last_uses = lend(pool)
+    assert (other.data_ptr() != place, last_uses) == (True, [])
+    assert lend(pool)[0].data_ptr() == place
+
+
 def test_another_size_is_not_served_from_a_kept_target(backend):
     pool = TensorPool(backend, retained_bytes=4000)
     pool.free(lend(pool)[0])

@@ -1,0 +1,235 @@
+"""Programs that compute on two streams, as where one microbatch's exchanges overlap another's work.
+
+Neither stream is ordered behind the other but where the program says so: what the engine does on
+the way of one must order the memory of the other too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import (
+    KIB,
+    TIMINGS,
+    assert_nothing_left,
+    assert_same,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
+
+from megatron_offload.backends.base import Wait
+from megatron_offload.engine.boundary import commit_group, start_group
+
+ORDER = one_forward_one_backward(6, depth=3)
+SETTINGS = [
+    {"max_inflight_bytes": 0, "prefetch_bytes": 0},
+    {"max_inflight_bytes": 16 * KIB, "prefetch_bytes": 24 * KIB},
+    {"max_inflight_bytes": 0, "prefetch_bytes": 64 * KIB, "retained_device_bytes": 256 * KIB},
+]
+
+
+def check(manager, place, *, recomputes):
+    model = make_model(recomputes=recomputes)
+    expected = run_step(model, None, ORDER)
+    for _ in range(3):
+        assert_same(expected, run_step(model, manager, ORDER, place=place))
+        assert_nothing_left(manager)
+    assert manager.last_step.reloaded_bytes > 0
+    assert (manager.last_step.remade_bytes > 0) == recomputes
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_each_microbatch_may_have_a_stream_of_its_own(timing, settings, recomputes):
+    manager = make_manager(timing, **settings)
+    backend = manager.backend
+    streams = backend.compute_stream(), backend.side_stream
+
+    def place(action, microbatch):
+        return backend.computing_on(streams[microbatch % 2])
+
+    check(manager, place, recomputes=recomputes)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_backward_may_be_on_another_stream_than_forward(timing, settings, recomputes):
+    manager = make_manager(timing, **settings)
+    backend = manager.backend
+    streams = backend.compute_stream(), backend.side_stream
+
+    def place(action, microbatch):
+        here = streams[(microbatch + (action == "B")) % 2]
+        if action == "B":  # it needs what forward has computed; nothing waits for it afterwards
+            here.wait_event(streams[microbatch % 2].record_event())
+        return backend.computing_on(here)
+
+    check(manager, place, recomputes=recomputes)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_a_group_may_end_on_another_stream_than_it_saves_on(timing):
+    manager = make_manager(timing, max_inflight_bytes=0, prefetch_bytes=0)
+    backend = manager.backend
+    compute, side = backend.compute_stream(), backend.side_stream
+    weights = [torch.randn(512, requires_grad=True) for _ in range(4)]
+
+    def step(offload):
+        x = y = torch.linspace(-1, 1, 512, requires_grad=True)
+        manager.begin_chunk()
+        for weight in weights:
+            y = start_group(manager, y, "g") if offload else y
+            with manager if offload else torch.enable_grad():
+                y = (y * weight).sin()
+            with backend.computing_on(side):
+                side.wait_event(compute.record_event())
+                y = commit_group(manager, y, "g") if offload else y
+        found = torch.autograd.grad(y.sum(), [x, *weights])
+        manager.reset()
+        return found
+
+    expected = step(offload=False)
+    for _ in range(2):
+        assert_same(expected, step(offload=True))
+        assert manager.last_step.reloaded_bytes > 0
+        assert_nothing_left(manager)
+
+
+class Times(torch.autograd.Function):
+    """Hands its input on; backward multiplies by what was saved."""
+
+    @staticmethod
+    def forward(ctx, x, saved):
+        ctx.save_for_backward(saved)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+def shared_by_two(manager):
+    """Return an input, two outputs that share a saved tensor, and the gradients to expect."""
+    x, saved = torch.randn(512, requires_grad=True), torch.randn(512)
+    expected = [saved.clone()]
+    manager.begin_chunk()
+    start_group(manager, x, "g")
+    with manager:
+        outputs = [Times.apply(x, saved), Times.apply(x, saved)]
+    del saved  # else it is read as it is
+    commit_group(manager, outputs[0], "g")
+    manager.join_offloads()
+    return x, outputs, expected
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("retained_bytes", [0, 256 * KIB])
+def test_one_tensor_may_be_read_on_both(timing, first, retained_bytes):
+    manager = make_manager(timing, retained_device_bytes=retained_bytes)
+    backend = manager.backend
+    streams = backend.compute_stream(), backend.side_stream
+    for _ in range(2):
+        x, outputs, expected = shared_by_two(manager)
+        for stream in (streams[first], streams[not first]):
+            stream.wait_event(streams[0].record_event())
+            with backend.computing_on(stream):
+                assert_same(expected, torch.autograd.grad(outputs.pop().sum(), x))
+        assert manager.tensor_pool.retained_bytes == 0  # the other may still read it
+        manager.reset()
+        assert manager.last_step.reloaded_bytes == 512 * 4
+        assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("retained_bytes", [0, 256 * KIB])
+def test_a_graph_may_be_dropped_on_another_stream(timing, is_read, retained_bytes):
+    manager = make_manager(timing, retained_device_bytes=retained_bytes)
+    backend = manager.backend
+    for _ in range(2):
+        x, outputs, expected = shared_by_two(manager)
+        if is_read:
+            found = torch.autograd.grad(outputs[0].sum(), x, retain_graph=True)
+            assert_same(expected, found)
+        else:
+            for group in manager.decisions.groups():
+                manager.reload(group)
+        with backend.computing_on(backend.side_stream):
+            del x, outputs
+        manager.reset()
+        assert manager.last_step.reloaded_bytes == 512 * 4
+        assert_nothing_left(manager)
+
+
+def test_each_that_reads_waits(monkeypatch):  # where nothing is watched, a wait is not looked for
+    manager = make_manager("eager")
+    backend, waited, read = manager.backend, [], []
+    wait, manager.backend.observes, manager.transfers.takes_targets = backend.wait, False, False
+
+    def waiting(stream, event, why):
+        if why is Wait.W4:
+            waited.append(stream)
+        wait(stream, event, why)
+
+    monkeypatch.setattr(backend, "wait", waiting)
+    streams = backend.compute_stream(), backend.side_stream
+    x, outputs, expected = shared_by_two(manager)
+    monkeypatch.setattr(backend, "read_on", lambda stream, tensor: read.append(stream))
+    for stream in streams:
+        with backend.computing_on(stream):
+            assert_same(expected, torch.autograd.grad(outputs.pop().sum(), x))
+    assert waited == list(streams)
+    assert read == [backend.side_stream]
+    manager.reset()
+
+
+def test_what_is_made_again_may_read_what_stays_of_another_stream(monkeypatch):
+    manager = make_manager("eager", max_inflight_bytes=1 << 20)
+    backend, read = manager.backend, []
+    manager.begin_chunk()
+    x = torch.randn(512, requires_grad=True)
+    y = start_group(manager, x, "g")
+    with manager:
+        y = y * torch.ones(512)  # saves the ones, and y by the next
+        z = manager.recomputable(torch.cos, y)
+        out = Times.apply(Times.apply(x, y), z)
+    commit_group(manager, out, "g")
+    place = y.data_ptr()
+    del y, z
+    monkeypatch.setattr(backend, "read_on", lambda stream, tensor: read.append((stream, tensor)))
+    with backend.computing_on(backend.side_stream):
+        out.sum().backward()
+    assert [(stream, tensor.data_ptr()) for stream, tensor in read] == [
+        (backend.side_stream, place)
+    ]
+    manager.reset()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_leaves_is_known_to_be_read_where_it_was_saved(monkeypatch, recomputes):
+    # The program may have allocated it on another, which hands it on by what the allocator knows.
+    manager = make_manager("eager")
+    backend, read = manager.backend, []
+    monkeypatch.setattr(
+        backend, "read_on", lambda stream, tensor: read.append((stream, tensor.data_ptr()))
+    )
+    manager.begin_chunk()
+    x, saved = torch.randn(512, requires_grad=True), torch.randn(512)
+    places = [saved.data_ptr()]
+    with backend.computing_on(backend.side_stream):
+        start_group(manager, x, "g")
+        with manager:
+            made = manager.recomputable(torch.cos, saved) if recomputes else saved
+            places += [made.data_ptr()] * recomputes
+            out = Times.apply(Times.apply(x, saved), made)
+    commit_group(manager, out, "g")
+    manager.join_offloads()
+    assert {stream for stream, _ in read} == {backend.side_stream}
+    assert sorted(place for _, place in read) == sorted(places)
+    del out
+    manager.reset()
