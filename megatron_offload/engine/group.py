@@ -64,9 +64,9 @@ class Flight:
     """The event behind them, once they are issued."""
     streams: list[Stream] = field(default_factory=list)
     """Those of all parts, each once: what reuses their memory is queued there."""
-    parts: list[tuple[BlockRef, list[torch.Tensor], int, Stream]] = field(default_factory=list)
+    parts: list[tuple[BlockRef, list[torch.Tensor], Stream]] = field(default_factory=list)
     """Of each, the block, the aliases that keep its memory even where the graph is dropped before
-    the copy ends, its storage, and its stream."""
+    the copy ends, and its stream."""
     num_bytes: int = 0
     """What of it counts as in flight."""
 

@@ -38,8 +38,6 @@ class Sources:
         self.budget = budget
         self._observers = observers
         self._held: deque[Flight] = deque()
-        self.copies_in_flight: dict[int, int] = {}
-        """By storage: different parts of one may be saved, and copied, by different groups."""
         self._empty = backend.empty_device(0)
 
     def hold(self, flight: Flight, num_bytes: int) -> None:
@@ -62,14 +60,10 @@ class Sources:
             backend.wait(stream, flight.d2h, Wait.W2)
         for observer in self._observers:
             observer.wait_issued(Wait.W2, group)
-        self._held.popleft()
-        in_flight, observes, empty = self.copies_in_flight, backend.observes, self._empty
+        observes, empty = backend.observes, self._empty
         alone: tuple[HostRegion, str] | None = None
         alone_bytes = 0
-        for found, aliases, key, stream in flight.parts:
-            num_others = in_flight.pop(key) - 1
-            if num_others:
-                in_flight[key] = num_others
+        for found, aliases, stream in flight.parts:
             block = found()  # None where no one needs it any more
             if aliases:  # which the program may have allocated on another stream
                 backend.read_on(stream, aliases[0])
@@ -86,28 +80,36 @@ class Sources:
             while aliases:
                 aliases.pop().data = empty
             is_sole_owner = num_owners(storage) == 1  # the Python handle
-            if observes and not num_others:
+            if observes and not self._is_copied(storage):
                 self._note_freed(storage, group.label, stream, is_sole_owner=is_sole_owner)
-            if block is not None:
-                if block.forced_release and not num_others:
-                    storage.resize_(0)
-                elif not is_sole_owner:
-                    block.storage_ref = StorageWeakRef(storage)
-                if block.storage_ref is None:
-                    block.storage_key = 0  # another storage may be found under it from here on
-                region, name = block.region, block.mover.name
-                assert region is not None
-                if alone is None or alone[0] is not region or alone[1] is not name:
-                    if alone is not None:
-                        self._host_pool.count_alone(*alone, alone_bytes)
-                    alone, alone_bytes = (region, name), 0
-                alone_bytes += block.num_bytes
+            if block is None:
+                continue
+            if is_sole_owner:
+                block.storage_key = 0  # another storage may be found under it from here on
+            elif block.forced_release and not self._is_copied(storage):
+                storage.resize_(0)
+                block.storage_key = 0
+            else:
+                block.storage_ref = StorageWeakRef(storage)
+            region, name = block.region, block.mover.name
+            assert region is not None
+            if alone is None or alone[0] is not region or alone[1] is not name:
+                if alone is not None:
+                    self._host_pool.count_alone(*alone, alone_bytes)
+                alone, alone_bytes = (region, name), 0
+            alone_bytes += block.num_bytes
         if alone is not None:
             self._host_pool.count_alone(*alone, alone_bytes)
+        self._held.popleft()
         self.budget.inflight_bytes -= flight.num_bytes
         flight.num_bytes = 0
         if group.state is OFFLOADING:
             group.advance(ON_HOST)
+
+    def _is_copied(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a copy in flight reads a storage, whose parts different groups may have saved."""
+        flights = (aliases for flight in self._held for _, aliases, _ in flight.parts if aliases)
+        return any(aliases[0].untyped_storage()._cdata == storage._cdata for aliases in flights)
 
     def drop(self, block: Block, label: str) -> None:
         """Drop the source of a block that is made again, without a copy."""
@@ -120,7 +122,7 @@ class Sources:
             alias.data = self._empty
         block.aliases.clear()
         is_sole_owner = num_owners(storage) == 1  # the Python handle
-        if self._backend.observes and block.storage_key not in self.copies_in_flight:
+        if self._backend.observes and not self._is_copied(storage):
             self._note_freed(storage, label, block.stream, is_sole_owner=is_sole_owner)
         if is_sole_owner:
             block.storage_key = 0
@@ -158,5 +160,4 @@ class Sources:
     def abandon(self) -> None:
         """Hold nothing any more: after a failed step, when no copy is under way."""
         self._held.clear()
-        self.copies_in_flight.clear()
         self.budget.inflight_bytes = 0

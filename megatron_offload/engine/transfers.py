@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import Backend, Event, Pair, Stream, Wait
+from megatron_offload.backends.base import Backend, Event, Pair, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
 from megatron_offload.core.profile import RemadeUnit, is_cheap
@@ -172,33 +172,32 @@ class Transfers:
             one.moving = ()
         reused: list[Event] = []
         flight = Flight(group)
-        parts, in_flight = flight.parts, self.sources.copies_in_flight
+        parts, streams = flight.parts, flight.streams
         pairs: list[Pair] = []
         produced: list[Event] = []
         num_bytes = 0
         is_ready, is_watched = True, backend.observes or bool(observers)
         for block, region, host in self._take_host(group, moving, reused):
-            aliases, key, block_bytes = block.aliases, block.storage_key, block.num_bytes
-            if block.stream not in flight.streams:
-                flight.streams.append(block.stream)
+            aliases, stream, block_bytes = block.aliases, block.stream, block.num_bytes
             source = aliases[0] if block.like is not None else _region_of(block)
             block.region, block.host, block.flight = region, host, flight
             block.address = source.data_ptr() - block.low
             num_bytes += block_bytes
             by_name[block.mover.name].offloaded_bytes += block_bytes
-            parts.append((weakref.ref(block), aliases, key, block.stream))
-            in_flight[key] = in_flight.get(key, 0) + 1
+            parts.append((weakref.ref(block), aliases, stream))
+            pairs.append((host, source))
+            if stream not in streams:
+                streams.append(stream)
             if block.ready is not None:
                 _add(block.ready, produced)
             else:
                 is_ready = False
             if is_watched:
                 if backend.observes and block.ready is None:
-                    with backend.computing_on(block.stream):
+                    with backend.computing_on(stream):
                         backend.note_produced(source, group.label)
                 for observer in observers:
                     observer.block_leaves(block, source)
-            pairs.append((host, source))
         if not pairs:
             group.advance(RESIDENT)
             return
@@ -206,7 +205,7 @@ class Transfers:
         if not is_ready:
             backend.wait_compute(d2h_stream, Wait.W1)
             here = backend.compute_stream()  # the forward may be over
-            produced += [backend.record(one) for one in flight.streams if one is not here]
+            produced += [backend.record(one) for one in streams if one is not here]
         for event in produced:
             backend.wait(d2h_stream, event, Wait.W1)
         for event in reused:
@@ -293,20 +292,17 @@ class Transfers:
             and block.released
             and (block.storage_ref is None or not self._revive(block))
         ]
-        # Backward computes on forward's streams: each gets the memory of what it will read.
-        streams: list[Stream] = []
-        for block in moving:
-            if block.stream not in streams:
-                streams.append(block.stream)
         parts: list[tuple[Any, ...]] = []
-        for stream in streams:
-            some = [block for block in moving if block.stream is stream]
-            hosts = [block.host for block in some if block.host is not None]
+        while moving:  # backward is on forward's streams: each gets the memory of what it will read
+            stream = moving[0].stream
+            same = [block for block in moving if block.stream is stream]
+            hosts = [block.host for block in same if block.host is not None]
             with self.backend.computing_on(stream):
                 lent = self._lend_targets(hosts, may_fail=may_fail)
             if lent is None:
                 return False
-            parts.append((stream, some, hosts, *lent))
+            parts.append((stream, same, hosts, *lent))
+            moving = [block for block in moving if block.stream is not stream]
         if group.state is ON_HOST:
             group.advance(RELOADING)
         for stream, *part in parts:
@@ -584,13 +580,14 @@ class Transfers:
         return group.label if self.backend.observes else group.name
 
 
-def _still_there(references: Iterable[BlockRef]) -> Iterator[Block]:
-    """Yield the blocks that are needed and whose storage nobody has emptied since their commit."""
-    for found in references:
-        block = found()
+def _still_there(references: Iterable[BlockRef]) -> list[Block]:
+    """Return the blocks that are needed and whose storage nobody has emptied since their commit."""
+    return [
+        block
+        for found in references
         # Where a storage is empty, a pointer into it is the offset alone.
-        if block is not None and block.aliases[0].data_ptr() >= block.high:
-            yield block
+        if (block := found()) is not None and block.aliases[0].data_ptr() >= block.high
+    ]
 
 
 def _region_of(block: Block) -> torch.Tensor:
