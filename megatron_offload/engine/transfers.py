@@ -457,7 +457,7 @@ class Transfers:
                 self._reload(group, [block], may_fail=False)
         assert block.target is not None
         self._wait_reloaded(block)
-        if self.backend.observes:
+        if self.backend.observes and block.reload is not None:  # else it is the program's memory
             self.backend.note_consumed(block.target, group.label)
         for observer in self.observers:
             observer.block_read(block, block.target)

@@ -1,4 +1,4 @@
-"""Random training programs: schedules x groups x aliasing x exceptions x copy timings.
+"""Random training programs: schedules x groups x streams x aliasing x exceptions x copy timings.
 
 A program is built from one seed alone and can be run with a manager or without. Both runs draw the
 same numbers, so losses and gradients must be bitwise equal.
@@ -7,7 +7,7 @@ same numbers, so losses and gradients must be bitwise equal.
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -148,6 +148,8 @@ class Segment:
     as_tuple: bool = False
     holds: bool = False
     """Whether the program itself keeps its result for a while, as a schedule keeps inputs."""
+    hops: bool = False
+    """Whether it runs on the other stream than what is around it, where the program has two."""
 
 
 def make_segment(rng, depth=0):
@@ -172,6 +174,41 @@ def add_recipes(rng, segments):
             remade = Remade(functions, [rng.random() < 0.6 for _ in functions])
             segment.ops.insert(rng.randint(0, len(segment.ops)), (remade, rng.randrange(4)))
         add_recipes(rng, segment.inner)
+
+
+def add_hops(rng, segments):
+    for segment in segments:
+        segment.hops = rng.random() < 0.3
+        add_hops(rng, segment.inner)
+
+
+class Streams:
+    """Which of two streams a program computes on; where it goes on, it waits for what it needs."""
+
+    def __init__(self, rng, backend):
+        self._rng = rng
+        self._backend = backend
+        self._both = backend.compute_stream(), backend.side_stream
+
+    def any(self, *, needs_both):
+        """Return a context on one of them, which is behind all of the other if that is needed."""
+        here = self._rng.choice(self._both)
+        return self._on(here) if needs_both else self._backend.computing_on(here)
+
+    def other(self):
+        """Return a context on the one that is not current."""
+        one, two = self._both
+        return self._on(two if self._backend.compute_stream() is one else one, goes_back=True)
+
+    @contextmanager
+    def _on(self, here, *, goes_back=False):
+        before = self._backend.compute_stream()
+        for stream in self._both:
+            here.wait_event(stream.record_event())
+        with self._backend.computing_on(here):
+            yield
+        if goes_back:
+            before.wait_event(here.record_event())
 
 
 def make_schedule(rng):
@@ -220,6 +257,10 @@ class Program:
             "checking": rng.random() < 0.2,
         }
         add_recipes(random.Random(~seed), self.segments)
+        on_streams = random.Random(seed * 2 + 1)
+        self.has_streams = on_streams.random() < 0.5
+        add_hops(on_streams, self.segments)
+        self._streams = None
         self._held = []
         # The first weight always learns, so that every loss has a gradient.
         self.trains = [index == 0 or rng.random() < 0.8 for index in range(4)]
@@ -256,11 +297,14 @@ class Program:
             for trains in self.trains
         ]
         results = {}
-        PipelineOffloadManager.instance = groups.manager if groups else manager
+        serving = groups.manager if groups else manager
+        PipelineOffloadManager.instance = serving
+        self._streams = None
+        if serving and self.has_streams:
+            self._streams = Streams(random.Random(self.seed), serving.backend)
         for number, actions in enumerate(self.steps):
             for weight in weights:
                 weight.grad = None
-            serving = groups.manager if groups else manager
             try:
                 with self._broken_backend(serving, number):
                     losses = self._run_step(manager, weights, actions, number, groups)
@@ -302,9 +346,7 @@ class Program:
                 groups.end(has_failed=has_failed)
             return loss
 
-        self._held.clear()
-        for kind, microbatch in actions:
-            torch.manual_seed(self.seed * 1000 + number * 100 + microbatch)
+        def take(kind, microbatch):
             if kind == "forward":
                 graphs[microbatch] = forward()
                 losses.append(graphs[microbatch].detach().clone())
@@ -323,7 +365,19 @@ class Program:
                 RaiseInBackward.apply(forward()).backward()
             else:
                 forward(fail=kind)
+
+        self._held.clear()
+        for kind, microbatch in actions:
+            torch.manual_seed(self.seed * 1000 + number * 100 + microbatch)
+            with self._place(kind):
+                take(kind, microbatch)
         return losses
+
+    def _place(self, kind):
+        """Return a context on the stream that an action is queued on."""
+        if self._streams is None:
+            return nullcontext()
+        return self._streams.any(needs_both=kind not in ("forward", "evaluate", "drop"))
 
     def _forward(self, manager, weights, fail=None):
         x = torch.randn(ROWS, WIDTH).requires_grad_(self.inputs_need_grad)
@@ -345,6 +399,10 @@ class Program:
         return (x * weights[0][0]).square().mean()
 
     def _run_segment(self, manager, weights, segment, x, late):
+        with self._streams.other() if self._streams and segment.hops else nullcontext():
+            return self._run_here(manager, weights, segment, x, late)
+
+    def _run_here(self, manager, weights, segment, x, late):
         residual = x
         grouped = manager is not None and segment.group is not None
         if grouped:
