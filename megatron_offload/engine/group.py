@@ -108,7 +108,7 @@ class Block:
         host: its bytes in host memory, which is a part of ``region``.
         cancelled: whether it stays on the device although the copy was issued.
         released: whether its source was dropped.
-        forced_release: whether its storage is emptied then, whoever holds it.
+        forced_by: tensors that may hold its storage then, which is emptied all the same.
         storage_ref: the storage, where something else still held it at the release.
         was_reached: whether backward has come to a group that has it.
         target: what it comes back to.
@@ -130,7 +130,8 @@ class Block:
     storage_ref: StorageWeakRef | None = None
     recipe: Recipe | None = None
     made: tuple[Stream, torch.Tensor] | None = None
-    stays = cancelled = released = forced_release = was_reached = False
+    stays = cancelled = released = was_reached = False
+    forced_by: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def __init__(
         self,

@@ -9,7 +9,8 @@ released when, `megatron_offload.core.window` decides.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from weakref import ref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -86,7 +87,7 @@ class Sources:
                 continue
             if is_sole_owner:
                 block.storage_key = 0  # another storage may be found under it from here on
-            elif block.forced_release and not self._is_copied(storage):
+            elif block.forced_by and _has_no_other(storage, block.forced_by):
                 storage.resize_(0)
                 block.storage_key = 0
             else:
@@ -161,3 +162,14 @@ class Sources:
         """Hold nothing any more: after a failed step, when no copy is under way."""
         self._held.clear()
         self.budget.inflight_bytes = 0
+
+
+def _has_no_other(storage: torch.UntypedStorage, owners: Iterable[ref[torch.Tensor]]) -> bool:
+    """Whether nothing has a storage but these tensors and what they are views of.
+
+    Another tensor may be read: an input that a norm before the group has saved, say.
+    """
+    alive = [tensor for owner in owners if (tensor := owner()) is not None]
+    alive += [tensor._base for tensor in alive if tensor._base is not None]
+    known = {id(tensor) for tensor in alive if tensor.untyped_storage()._cdata == storage._cdata}
+    return num_owners(storage) <= len(known) + 1  # the Python handle

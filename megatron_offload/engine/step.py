@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from weakref import ref
 
 import torch
 
@@ -103,7 +104,8 @@ class Step(StepDecisions[OffloadGroup]):
     ) -> None:
         """Decide about a group whose forward is over, and issue its copies.
 
-        The storage of ``forced_released_tensors`` is emptied at the release, if it is copied.
+        The storage of ``forced_released_tensors`` is emptied at the release, if it is copied and
+        no other tensor has it.
         """
         transfers = self._transfers
         if forced_released_tensors:
@@ -117,15 +119,17 @@ class Step(StepDecisions[OffloadGroup]):
             stays_because = ""
         elif not stays_because:
             stays_because = self._learner.keeps_because(group)
-        forced = [] if stays_because else _blocks_of(group, forced_released_tensors)
+        named = () if stays_because else tuple(map(ref, forced_released_tensors))
+        forced = _blocks_of(group, forced_released_tensors) if named else []
         for block in forced:
-            block.forced_release = True
+            block.forced_by = named
         rules = group.rules
         must_move = must_move or rules.should_offload is not None
         is_alone = rules.bounds_flight or bool(forced)
         self.commit(group, stays_because, must_move=must_move, is_alone=is_alone)
         for block in forced:
-            block.forced_release = block.flight is not None  # else it stays, whoever moves it later
+            if block.flight is None:  # it stays, whoever moves it later
+                block.forced_by = ()
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""

@@ -289,6 +289,32 @@ def test_a_forced_release_counts_for_what_a_group_before_has_copied():
     assert_same(expected, torch.autograd.grad(z.sum(), x))
 
 
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_forced_release_spares_what_another_tensor_reads(monkeypatch, is_marked):
+    # As attention whose queries have a norm before it, and whose values are a part of its input.
+    manager = make_manager(min_tensor_bytes=0)
+    kept = {"norm": "asked to"}
+    monkeypatch.setattr(manager.learner, "keeps_because", lambda g: kept.get(g.name, ""))
+    x = torch.randn(64, 32, requires_grad=True)
+
+    def attend(x, manager):
+        both = x * 2
+
+        def norm(both):
+            return torch.nn.functional.layer_norm(both[:, :16], (16,))
+
+        q = in_group(manager if is_marked else None, norm, both, "norm")
+        v = both[:, 16:]
+        return in_group(manager, lambda q: (q * v).exp(), q, "core", [q, v])
+
+    expected = torch.autograd.grad(attend(x, None).sum(), x)
+    manager.begin_chunk()
+    y = attend(x, manager)
+    manager.join_offloads()
+    assert manager.transfers.stats.by_name["core"].offloaded_bytes > 0
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+
+
 def test_reset_instance_gives_host_memory_back():
     manager = make_manager()
     run_step(make_model(), manager, ORDER)
