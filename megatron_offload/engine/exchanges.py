@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from typing import Any, Self
+
+from torch.utils.hooks import RemovableHandle
+
+
+def around(theirs: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands in for a function: ``call``, given that function before the arguments."""
+
+    @wraps(theirs)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return call(theirs, *args, **kwargs)
+
+    return stand_in
 
 
 class Exchanges:
@@ -24,6 +36,17 @@ class Exchanges:
         put_back = partial(setattr, owner, name, own[name]) if name in own else None
         self.on_undo(put_back or partial(delattr, owner, name))
         setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Set a function of a module, class or object to `around` it."""
+        stand_in = around(getattr(owner, name), call)
+        is_static = isinstance(vars(owner).get(name), staticmethod)
+        self.replace(owner, name, staticmethod(stand_in) if is_static else stand_in)
+
+    def remove_later(self, handles: Iterable[RemovableHandle]) -> None:
+        """Take hooks of modules off with the rest."""
+        for handle in handles:
+            self.on_undo(handle.remove)
 
     def undo(self) -> None:
         """Put everything back, the last first; a second call does nothing."""
