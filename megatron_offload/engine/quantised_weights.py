@@ -8,7 +8,6 @@ chunk, because the library may be imported at any time.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -61,25 +60,18 @@ def keep_quantised_weights() -> None:
         (grouped, "_prepare_weights_for_grouped_tensor_gemm"),
         (base, "get_weight_workspace"),  # in earlier versions a method of all modules
     ):
-        found = vars(owner).get(name) if owner is not None else None
-        if isinstance(found, staticmethod):
-            _exchanged.replace(owner, name, staticmethod(_marking(found.__func__)))
-        elif found is not None:
-            _exchanged.replace(owner, name, _marking(found))
+        if owner is not None and name in vars(owner):
+            _exchanged.wrap(owner, name, _quantize)
 
 
 uninstall = _exchanged.undo
 """Puts back what `keep_quantised_weights` found; the next chunk exchanges it again."""
 
 
-def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def quantize(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        mark_not_offload(*_flat(result))
-        return result
-
-    return quantize
+def _quantize(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = theirs(*args, **kwargs)
+    mark_not_offload(*_flat(result))
+    return result
 
 
 def _flat(result: Any) -> Iterator[Any]:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.loop import tune
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.frontends.around import engine_of, refuse_unserved
@@ -52,25 +51,19 @@ _NAMED: dict[str, _Kind] = {
 }
 
 
-class ModuleOffload(AbstractContextManager["ModuleOffload", None]):
-    """The hooks that `offload_modules` has set; `remove` takes them off again."""
+class ModuleOffload(Exchanges):
+    """The hooks that `offload_modules` has set; `remove`, or its end as a context, undoes that."""
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
+        super().__init__()
         self.manager = manager
         self.groups: dict[str, list[str]] = {}
         """For each requested name, the modules that it marks."""
-        self._handles: list[RemovableHandle] = []
 
-    def remove(self) -> None:
-        """Take all hooks off; a second call does nothing."""
-        while self._handles:
-            self._handles.pop().remove()
+    remove = Exchanges.undo
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.manager,)  # of a copied model, whose hooks do nothing
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def offload_modules(
@@ -116,7 +109,7 @@ def offload_modules(
         for name, kind in sorted(kinds.items(), key=lambda item: isinstance(item[1], _Span)):
             result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
         for chunk in () if is_part else chunks:
-            result._handles += adopt_model(chunk, manager)
+            result.remove_later(adopt_model(chunk, manager))
     except BaseException:
         result.remove()
         raise
@@ -157,7 +150,7 @@ def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: 
     def begin(module: nn.Module, args: Any) -> None:
         manager.begin_chunk(vp_stage=stage if vp_stage is None else vp_stage, pp_rank=pp_rank)
 
-    result._handles.append(chunk.register_forward_pre_hook(ModuleHook(begin), prepend=True))
+    result.remove_later([chunk.register_forward_pre_hook(ModuleHook(begin), prepend=True)])
 
 
 def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:
@@ -192,7 +185,7 @@ def _mark(
                 module.register_forward_pre_hook(begin, with_kwargs=True),
                 module.register_forward_hook(end, always_call=True),
             )
-        result._handles += handles
+        result.remove_later(handles)
     return found
 
 

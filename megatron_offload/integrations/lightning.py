@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -29,14 +29,12 @@ class OffloadCallback(Callback):
         self._exchanged.undo()
         offload: Any = get_act_offloading_ctx_manager(pl_module, **self._options)
         self.offload = offload
-        training_step = trainer.strategy.training_step
 
-        @functools.wraps(training_step)
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
+        def offloaded(training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with offload:
                 return training_step(*args, **kwargs)
 
-        self._exchanged.replace(trainer.strategy, "training_step", offloaded)
+        self._exchanged.wrap(trainer.strategy, "training_step", offloaded)
         self._exchanged.on_undo(offload.close)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

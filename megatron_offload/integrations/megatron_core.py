@@ -26,7 +26,7 @@ from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
-from megatron_offload.integrations.megatron_recompute import exchange_methods, hook_model, stand_ins
+from megatron_offload.integrations.megatron_recompute import hook_model, stand_ins, wrap_methods
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
@@ -72,9 +72,13 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
         for name, member in vars(_OUR_CLASS).items():  # for those who hold Megatron's class itself
             if isinstance(member, (staticmethod, types.FunctionType)):
                 exchanged.replace(their_class, name, member)
-        _mend_checkpoints()
-        exchange_methods(exchanged, _marking)
-        _serve_our_names()
+        random = import_from_megatron("megatron.core.tensor_parallel.random")
+        exchanged.wrap(random.CheckpointWithoutOutput, "checkpoint", _keeping_outputs)
+        exchanged.wrap(random.CheckpointWithoutOutputFunction, "forward", _saving_arguments)
+        wrap_methods(exchanged, _marking)
+        transformer_config = import_from_megatron("megatron.core.transformer.transformer_config")
+        exchanged.wrap(transformer_config.TransformerConfig, "__post_init__", _taking_our_names)
+        exchanged.on_undo(_marked.clear)
         tell_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
         exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
         exchanged.on_undo(_forget_wish)
@@ -137,103 +141,82 @@ def _put_back_copies(back: dict[int, Any], their_class: type) -> None:
             layer.off_interface = their_class
 
 
-def _mend_checkpoints() -> None:
-    """Keep the outputs of ``CheckpointWithoutOutput``, which Megatron empties in place; not inputs.
+def _keeping_outputs(
+    theirs: Callable[..., Any], self: Any, run_function: Callable[..., Any], *args: Any
+) -> Any:
+    """Keep the outputs of a ``CheckpointWithoutOutput``, which Megatron empties in place."""
+    outputs = theirs(self, run_function, *args)
+    manager = PipelineOffloadManager.get_instance()
+    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+        if isinstance(output, torch.Tensor):
+            manager.mark_not_offload(output)
+    return outputs
 
-    Up to 0.19 it saves detached copies of these. Autograd keeps such leaves, whatever the hooks of
-    saved tensors do, so that nothing would be freed.
+
+def _saving_arguments(
+    theirs: Callable[..., Any], ctx: Any, run_function: Callable[..., Any], owner: Any, *args: Any
+) -> Any:
+    """Let a ``CheckpointWithoutOutput`` save its arguments, not detached copies as up to 0.19.
+
+    Autograd keeps such leaves, whatever the hooks of saved tensors do, so that nothing would be
+    freed. What it computes on again it detaches itself.
     """
-    from megatron.core.tensor_parallel import random
-
-    theirs = random.CheckpointWithoutOutput.checkpoint
-    their_forward = random.CheckpointWithoutOutputFunction.forward
-
-    @functools.wraps(theirs)
-    def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        outputs = theirs(self, run_function, *args)
-        manager = facade.PipelineOffloadManager.get_instance()
-        for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-            if isinstance(output, torch.Tensor):
-                manager.mark_not_offload(output)
-        return outputs
-
-    @functools.wraps(their_forward)
-    def forward(ctx: Any, run_function: Callable[..., Any], owner: Any, *args: Any) -> Any:
-        save = ctx.save_for_backward
-        # It detaches what it computes on again itself.
-        ctx.save_for_backward = lambda *saved: save(
-            *(args if [*map(type, saved)] == [*map(type, args)] else saved)
-        )
-        try:
-            return their_forward(ctx, run_function, owner, *args)
-        finally:
-            del ctx.save_for_backward
-
-    exchanged.replace(random.CheckpointWithoutOutput, "checkpoint", checkpoint)
-    exchanged.replace(random.CheckpointWithoutOutputFunction, "forward", staticmethod(forward))
+    save = ctx.save_for_backward
+    ctx.save_for_backward = lambda *saved: save(
+        *(args if [*map(type, saved)] == [*map(type, args)] else saved)
+    )
+    try:
+        return theirs(ctx, run_function, owner, *args)
+    finally:
+        del ctx.save_for_backward
 
 
-def _serve_our_names() -> None:
-    """Take names in ``offload_modules`` that Megatron doesn't know, and mark what they stand for.
+def _taking_our_names(theirs: Callable[[Any], None], self: Any) -> None:
+    """Take names in ``offload_modules`` that Megatron doesn't know; once for each microbatch.
 
     The configuration keeps all names: Megatron's layers look for their own among them.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    theirs = TransformerConfig.__post_init__
-
-    @functools.wraps(theirs)
-    def __post_init__(self: Any) -> None:  # noqa: N807 - once for each microbatch
-        names = self.offload_modules
-        if not self.fine_grained_activation_offloading or not names:
-            return theirs(self)
-        if "layer" in names and self.overlap_moe_expert_parallel_comm:
-            raise ConfigError(
-                "'layer' in offload_modules would move nothing: overlap_moe_expert_parallel_comm "
-                "calls the parts of layers; name those"
-            )
-        if LAYER_INPUT in names and self.recompute_granularity != "full":
-            raise ConfigError(
-                "'layer_input' in offload_modules is what full recompute keeps, and is not on: set "
-                "recompute_granularity='full', or name groups such as 'core_attn'"
-            )
-        known = [name for name in names if not _is_ours(name) and name != LAYER_INPUT]
-        self.offload_modules = known or ["core_attn"]  # it wants one
-        try:
-            theirs(self)
-        except AssertionError:
-            split_modules(known)  # says which of them nobody knows
-            raise
-        finally:
-            self.offload_modules = list(names)
-
-    exchanged.replace(TransformerConfig, "__post_init__", __post_init__)
-    exchanged.on_undo(_marked.clear)
+    names = self.offload_modules
+    if not self.fine_grained_activation_offloading or not names:
+        return theirs(self)
+    if "layer" in names and self.overlap_moe_expert_parallel_comm:
+        raise ConfigError(
+            "'layer' in offload_modules would move nothing: overlap_moe_expert_parallel_comm "
+            "calls the parts of layers; name those"
+        )
+    if LAYER_INPUT in names and self.recompute_granularity != "full":
+        raise ConfigError(
+            "'layer_input' in offload_modules is what full recompute keeps, and is not on: set "
+            "recompute_granularity='full', or name groups such as 'core_attn'"
+        )
+    known = [name for name in names if not _is_ours(name) and name != LAYER_INPUT]
+    self.offload_modules = known or ["core_attn"]  # it wants one
+    try:
+        return theirs(self)
+    except AssertionError:
+        split_modules(known)  # says which of them nobody knows
+        raise
+    finally:
+        self.offload_modules = list(names)
 
 
 def _is_ours(name: str) -> bool:
     return name in EXTRA_MODULES or "." in name or "*" in name
 
 
-def _marking(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(theirs)
-    def preprocess_for_fine_grained_offloading(self: Any) -> None:
-        theirs(self)
-        hook_model(self)
-        manager, marked = PipelineOffloadManager.get_instance(), _marked.get(self)
-        if marked is None or marked.manager is not manager:
-            config, names = self.config, self.config.offload_modules
-            is_whole = (config.recompute_granularity, config.recompute_method) == (
-                "full",
-                "uniform",
-            )
-            if is_whole and not _marked and {*names} != {LAYER_INPUT}:
-                _logger.warning(_ALL_MADE_AGAIN, ", ".join(names))
-            names = filter(_is_ours, names)
-            _marked[self] = offload_modules(self, names, manager=manager, is_part=True)
-            exchanged.on_undo(_marked[self].remove)
-
-    return preprocess_for_fine_grained_offloading
+def _marking(theirs: Callable[[Any], None], self: Any) -> None:
+    """Mark what a model's ``offload_modules`` name beyond Megatron's own, before its forward."""
+    theirs(self)
+    hook_model(self)
+    manager, marked = PipelineOffloadManager.get_instance(), _marked.get(self)
+    if marked is None or marked.manager is not manager:
+        config, names = self.config, self.config.offload_modules
+        is_whole = (config.recompute_granularity, config.recompute_method) == ("full", "uniform")
+        if is_whole and not _marked and {*names} != {LAYER_INPUT}:
+            _logger.warning(_ALL_MADE_AGAIN, ", ".join(names))
+        names = filter(_is_ours, names)
+        _marked[self] = offload_modules(self, names, manager=manager, is_part=True)
+        exchanged.on_undo(_marked[self].remove)
 
 
 def pipeline(what: str = "rank") -> int:

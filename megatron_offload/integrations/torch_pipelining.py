@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from megatron_offload.autotune.loop import tune
@@ -16,54 +18,48 @@ from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.frontends.recompute import adopt_model
 
 
-class PipelineOffload(AbstractContextManager["PipelineOffload", None]):
-    """What `offload_pipeline` has set; ``stages`` are the indices of this rank's stages."""
+class PipelineOffload(Exchanges):
+    """What `offload_pipeline` has set; ``stages`` are the indices of this rank's stages.
+
+    `remove`, or its end as a context, leaves schedule and stages as they were, and gives all memory
+    back.
+    """
 
     def __init__(self, schedule: Any, stages: list[Any], manager: PipelineOffloadManager) -> None:
+        super().__init__()
         self.manager = manager
         self.stages = [stage.stage_index for stage in stages]
         tune(manager)
-        self._groups = AutomaticGroups(manager, "stage", finds_steps=False)
-        self._exchanged = Exchanges()
+        groups = AutomaticGroups(manager, "stage", finds_steps=False)
+        self.on_undo(manager.close)
         for place, stage in enumerate(stages):
-            for handle in adopt_model(stage.submod, manager):
-                self._exchanged.on_undo(handle.remove)
-            self._exchanged.replace(stage, "forward_one_chunk", self._forward(stage, place))
-        self._exchanged.replace(schedule, "step", self._step(schedule))
+            self.remove_later(adopt_model(stage.submod, manager))
+            where = {"vp_stage": place, "pp_rank": stage.group_rank}
+            name = f"stage {stage.stage_index}"
+            context = AroundForwards(groups, knows_model=True, name=name, **where)
+            self.wrap(stage, "forward_one_chunk", partial(_run_forward, stage, context))
+        self.wrap(schedule, "step", partial(_run_step, schedule, groups))
+
+    remove = Exchanges.undo
 
     @property
     def last_step(self) -> StepStats:
         """Counters of the last step."""
         return self.manager.last_step
 
-    def remove(self) -> None:
-        """Leave schedule and stages as they were, and give all memory back; twice is fine."""
-        self._exchanged.undo()
-        self.manager.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+def _run_forward(
+    stage: Any, context: AroundForwards, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with context if stage.has_backward else nullcontext():
+        return forward(*args, **kwargs)
 
-    def _forward(self, stage: Any, place: int) -> Any:
-        forward = stage.forward_one_chunk
-        where = {"vp_stage": place, "pp_rank": stage.group_rank}
-        name = f"stage {stage.stage_index}"
-        around = AroundForwards(self._groups, knows_model=True, name=name, **where)
 
-        def forward_one_chunk(*args: Any, **kwargs: Any) -> Any:
-            with around if stage.has_backward else nullcontext():
-                return forward(*args, **kwargs)
-
-        return forward_one_chunk
-
-    def _step(self, schedule: Any) -> Any:
-        step = schedule.step
-
-        def offloaded_step(*args: Any, **kwargs: Any) -> Any:
-            with self._groups.step() if schedule._has_backward else nullcontext():
-                return step(*args, **kwargs)
-
-        return offloaded_step
+def _run_step(
+    schedule: Any, groups: AutomaticGroups, step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with groups.step() if schedule._has_backward else nullcontext():
+        return step(*args, **kwargs)
 
 
 def offload_pipeline(

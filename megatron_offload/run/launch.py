@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import os
@@ -18,7 +17,7 @@ from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Exchanges, around
 from megatron_offload.engine.learning import read_policy
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import StateError, is_installed
@@ -58,18 +57,15 @@ def prepare(given: Mapping[str, Any]) -> None:
         theirs: Any = importlib.import_module("megatron.training.arguments")
     except ImportError:  # another trainer's job, whose flags are its own
         return
-    add, validate = theirs.add_megatron_arguments, theirs.validate_args
 
-    @functools.wraps(add)
-    def add_megatron_arguments(parser: ArgumentParser) -> Any:
+    def add_megatron_arguments(add: Callable[..., Any], parser: ArgumentParser) -> Any:
         parser = add(parser)
         for action in parser._actions:  # in 0.19 a bare % in one of them ends --help
             action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
         add_flags(parser.add_argument_group("activation offload (megatron-offload)"), given)
         return parser
 
-    @functools.wraps(validate)
-    def validate_args(args: Any, *more: Any, **named: Any) -> Any:
+    def validate_args(validate: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
         config = install_by_flags({**given, **vars(args)})
         if config.enabled:
             usual = _MODULES + (_MOE if getattr(args, "num_experts", None) else _DENSE)
@@ -95,25 +91,25 @@ def prepare(given: Mapping[str, Any]) -> None:
                 os.environ[_VARIABLE] = "1"
             return validate(args, *more, **named)
 
-    pairs = [(add, add_megatron_arguments), (validate, validate_args)]
     utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
     bind = getattr(utils, "set_ideal_affinity_for_current_gpu", None)
-    if bind is not None:
-        pairs.append((bind, _going_on(bind)))
-    megatron_core.exchange_everywhere(pairs)
+    megatron_core.exchange_everywhere(
+        (function, around(function, call))
+        for function, call in (
+            (theirs.add_megatron_arguments, add_megatron_arguments),
+            (theirs.validate_args, validate_args),
+            (bind, _going_on),
+        )
+        if function is not None
+    )
 
 
-def _going_on(bind: Callable[[], None]) -> Callable[[], None]:
+def _going_on(bind: Callable[[], None]) -> None:
     """Let a job go on where a package is missing by which Megatron finds a GPU's processors."""
-
-    @functools.wraps(bind)
-    def set_ideal_affinity_for_current_gpu() -> None:
-        try:
-            bind()
-        except (ImportError, RuntimeError) as error:
-            _logger.warning("this process is bound to no processors near its GPU: %s", error)
-
-    return set_ideal_affinity_for_current_gpu
+    try:
+        bind()
+    except (ImportError, RuntimeError) as error:
+        _logger.warning("this process is bound to no processors near its GPU: %s", error)
 
 
 class ToldLoop(MeasuredLoop):

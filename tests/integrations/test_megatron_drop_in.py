@@ -336,8 +336,9 @@ def test_before_cuda_begins_the_manager_is_left_alone_until_the_first_forward(mo
             recompute_granularity=None,
             recompute_method=None,
         )
-        note = megatron_core._marking(
-            lambda _: found.append(PipelineOffloadManager.get_instance().config)
+        note = functools.partial(
+            megatron_core._marking,
+            lambda _: found.append(PipelineOffloadManager.get_instance().config),
         )
         note(model)
         note(model)
@@ -391,7 +392,7 @@ def test_names_that_can_move_nothing_under_full_recompute_are_told_of(names, met
     model = torch.nn.Module()
     options = {"recompute_granularity": "full", "recompute_method": method}
     model.config = types.SimpleNamespace(offload_modules=names, **options)
-    note = megatron_core._marking(lambda _: None)
+    note = functools.partial(megatron_core._marking, lambda _: None)
     note(model)
     note(model)
     is_said = caplog.text.count("only 'layer_input' moves anything")
