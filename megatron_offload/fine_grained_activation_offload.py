@@ -17,33 +17,13 @@ import torch.distributed as dist
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.engine import manager as engine_manager
 from megatron_offload.engine.boundary import Tensors, commit_group, start_group
-from megatron_offload.frontends.megatron_manager import ChunkOffloadHandler, PipelineOffloadManager
-from megatron_offload.memory.tensor_pool import GPUTensorPool, OffloadTensorPool
-from megatron_offload.report.tables import print_offload_summary_table
-
-__all__ = [
-    "DEBUG",
-    "DEBUG_RANK",
-    "ChunkOffloadHandler",
-    "FineGrainedActivationOffloadingInterface",
-    "FineGrainedOffloadingBackwardRecordFunction",
-    "FineGrainedOffloadingGroupCommitFunction",
-    "FineGrainedOffloadingGroupStartFunction",
-    "GPUTensorPool",
-    "OffloadTensorGroup",
-    "OffloadTensorPool",
-    "PipelineOffloadManager",
-    "debug_rank",
-    "fine_grained_offloading_backward_record",
-    "fine_grained_offloading_disable_offload",
-    "fine_grained_offloading_enable_offload",
-    "fine_grained_offloading_forward_record",
-    "fine_grained_offloading_group_commit",
-    "fine_grained_offloading_group_flush_delayed_groups",
-    "fine_grained_offloading_group_offload",
-    "fine_grained_offloading_group_start",
-    "print_offload_summary_table",
-]
+from megatron_offload.frontends.megatron_manager import ChunkOffloadHandler as ChunkOffloadHandler
+from megatron_offload.frontends.megatron_manager import PipelineOffloadManager
+from megatron_offload.memory.tensor_pool import GPUTensorPool as GPUTensorPool
+from megatron_offload.memory.tensor_pool import OffloadTensorPool as OffloadTensorPool
+from megatron_offload.report.tables import (
+    print_offload_summary_table as print_offload_summary_table,
+)
 
 DEBUG = False
 """Whether `debug_rank` prints anything."""

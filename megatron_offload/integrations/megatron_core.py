@@ -61,7 +61,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
         pairs = [
             (value, getattr(facade, name))
             for name, value in vars(target).items()
-            if name in facade.__all__ and getattr(value, "__module__", "") == _MODULE
+            if hasattr(facade, name) and getattr(value, "__module__", "") == _MODULE
         ]
         pairs += stand_ins()
         # The first to be noted is the last to be undone.

@@ -504,7 +504,11 @@ def check_references():
     megatron_core.install()
     ours = facade.FineGrainedActivationOffloadingInterface
     new_layer = build_model(build_config({}, offload=True)).decoder.layers[0]
-    shared = {name for name in facade.__all__ if hasattr(target, name) and name[:5] != "DEBUG"}
+    shared = {
+        name
+        for name, value in vars(facade).items()
+        if hasattr(target, name) and getattr(value, "__module__", "")[:16] == "megatron_offload"
+    }
     found = {
         "module": all(getattr(target, name) is getattr(facade, name) for name in shared),
         "num_shared": len(shared),
