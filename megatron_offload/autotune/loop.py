@@ -147,11 +147,7 @@ class MeasuredLoop:
 
     def _profiled(self) -> Generator[None, None, tuple[StepProfile, MeasuredStep] | None]:
         """Let a step pass; return what it has shown, None where it can't be told."""
-        try:
-            recorded = self._looking.enter_context(profile_step(self._manager, peaks=False))
-        except StateError:  # someone else profiles it
-            yield
-            return None
+        recorded = self._looking.enter_context(profile_step(self._manager))
         step = yield from self._measured()
         try:
             self._looking.close()

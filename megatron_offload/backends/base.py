@@ -40,13 +40,11 @@ class Wait(enum.Enum):
 
 
 class DeviceMemory(NamedTuple):
-    """What the process has of the device's memory, and the most it had since the last reset."""
+    """What the process has of the device's memory."""
 
     allocated_bytes: int
     reserved_bytes: int
     """Allocated or cached."""
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
 
 
 class Backend(abc.ABC):
@@ -131,10 +129,6 @@ class Backend(abc.ABC):
     def memory(self) -> DeviceMemory | None:
         """Return what is allocated and reserved, by the order of the host's calls, if known."""
         return None
-
-    def reset_memory_peaks(self) -> None:
-        """Start new peaks of `memory`, for everyone in the process who reads them."""
-        return
 
     def trim_device(self) -> None:
         """Hand device memory that is cached and unused back; may block the host."""

@@ -164,14 +164,10 @@ class CudaBackend(Backend):
         # `memory_stats` would flatten and sort a hundred other numbers first.
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
         if not found:  # nothing was ever allocated
-            return DeviceMemory(0, 0, 0, 0)
-        allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+            return DeviceMemory(0, 0)
         return DeviceMemory(
-            allocated["current"], reserved["current"], allocated["peak"], reserved["peak"]
+            found["allocated_bytes"]["all"]["current"], found["reserved_bytes"]["all"]["current"]
         )
-
-    def reset_memory_peaks(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
 
     def trim_device(self) -> None:
         torch.cuda.empty_cache()

@@ -681,12 +681,16 @@ class PipelineOffloadManager:
 
     @contextmanager
     def staying(self, because: str) -> Iterator[None]:
-        """Move nothing of the steps inside, ``because`` of what, and learn nothing from them."""
+        """Move nothing of the steps inside, ``because`` of what, and learn nothing from them.
+
+        What they have taken of the device besides is given back at the end.
+        """
         outer, self._stays_because = self._stays_because, because
         try:
             yield
         finally:
             self._stays_because = outer
+            self.backend.trim_device()
 
     # What is asked for
 

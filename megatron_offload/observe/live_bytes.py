@@ -52,13 +52,11 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
     def memory(self) -> DeviceMemory:
         """Return what a device that holds nothing else would tell."""
         live_bytes = self.live_bytes
-        return DeviceMemory(live_bytes, live_bytes, self.peak_bytes, self.peak_bytes)
+        return DeviceMemory(live_bytes, live_bytes)
 
     def reset_peak(self) -> None:
         """Start a new peak at what is alive now."""
         self.peak_bytes = self.live_bytes
-
-    reset_memory_peaks = reset_peak
 
     def restore_peak(self, num_bytes: int) -> None:
         """Count a peak that came by before someone called `reset_peak` for a look of his own."""

@@ -2,16 +2,15 @@
 
 Nothing blocks the host while it is recorded: times are read when the step is over. Of a step that
 moves something, memory is told as it would be if nothing had moved: what lies on the host alone
-just then is added, and to a peak between two looks the larger count of both.
+just then is added.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,9 +38,6 @@ _Identity: TypeAlias = tuple[GroupKey, int]
 class RecordedStep:
     """What `profile_step` has recorded, once its block is left."""
 
-    peak_allocated_bytes: int | None = None
-    """Since the device's own peaks were last reset by someone else; None: not known."""
-    peak_reserved_bytes: int | None = None
     _profile: StepProfile | None = None
 
     @property
@@ -54,11 +50,7 @@ class RecordedStep:
 
 @contextmanager
 def profile_step(
-    manager: PipelineOffloadManager,
-    *,
-    run: RunShape | None = None,
-    moves: bool = True,
-    peaks: bool = True,
+    manager: PipelineOffloadManager, *, run: RunShape | None = None, moves: bool = True
 ) -> Iterator[RecordedStep]:
     """Record the first step that ends inside; meant for one step, its ``reset`` included.
 
@@ -72,39 +64,23 @@ def profile_step(
             is no other pipeline rank.
         moves: whether the step moves what others would. One that doesn't teaches the engine
             nothing, and takes the memory of a step without offload.
-        peaks: whether the most between two boundaries is looked at. A device has one peak for all
-            who ask, which has to be reset for that: what it was is in the recorded step.
 
     Raises:
-        StateError: no step has ended inside, or one that had begun before; or the manager is being
-            profiled with its peaks already.
+        StateError: no step has ended inside, or one that had begun before.
     """
-    if peaks and any(
-        isinstance(one, _Recorder) and one.looks_at_peaks for one in manager.observers
-    ):
-        raise StateError("a step is being profiled already: one profile_step at a time")
     recorded = RecordedStep()
-    recorder = _Recorder(manager, run, moves=moves, peaks=peaks)
-    with ExitStack() as undo:
-        undo.enter_context(manager.observed_by(recorder))
-        undo.callback(recorder.tell_peaks, recorded)
-        if not moves:
-            undo.callback(manager.backend.trim_device)
-            undo.enter_context(manager.staying("the step is profiled without offload"))
+    recorder = _Recorder(manager, run)
+    staying = manager.staying("the step is profiled without offload")
+    with manager.observed_by(recorder), nullcontext() if moves else staying:
         recorder.look()
         yield recorded
         recorded._profile = recorder.finish()
 
 
 class _Look(NamedTuple):
-    """What was found at one place of the program; ``away`` is what lies on the host alone."""
+    """What was found at one place of the program."""
 
     time: Any
-    host_us: float
-    memory: DeviceMemory | None
-    away_bytes: int
-    most_away_bytes: int
-    """Since the engine last changed it at a boundary."""
     num_marks: int
     """Of the compute stream's waits and remakings, before this."""
 
@@ -112,63 +88,33 @@ class _Look(NamedTuple):
 class _Recorder(BoundaryObserver, LossTimer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
-    def __init__(
-        self, manager: PipelineOffloadManager, run: RunShape | None, *, moves: bool, peaks: bool
-    ) -> None:
+    def __init__(self, manager: PipelineOffloadManager, run: RunShape | None) -> None:
         BoundaryObserver.__init__(self)
         LossTimer.__init__(self, manager.backend)
         self._manager = manager
-        self._run, self._moves, self._peaks = run, moves, peaks
-        self.looks_at_peaks = peaks
+        self._run = run
         self._copies = CopyTimer(manager.backend)
         self._saved = _SavedBytes()
         # Where the device doesn't tell its memory, what the manager's meter counts.
-        self._is_of_device = manager.backend.memory() is not None
-        self._meter = None if self._is_of_device else meter_of(manager)
-        self._most_allocated_bytes = self._most_reserved_bytes = 0
+        tells = manager.backend.memory() is not None
+        self._source = manager.backend if tells else meter_of(manager)
+        self._most_memory = DeviceMemory(0, 0)
+        self._most_with_away_bytes = 0
         self._looks: list[_Look] = []
         self._marks: dict[OffloadGroup, dict[Boundary, int]] = {}
         self._learned: StepProfile | None = None
         self._offloaded_bytes = 0
-        self._settled_away_bytes = 0
-
-    # Clock and memory
 
     def look(self) -> None:
-        backend = self._backend
-        with backend.uncounted():
-            passed = backend.timestamp(backend.compute_stream())
-            now_us, found, away_bytes = time.perf_counter() * 1e6, self._memory(), self._away()
-            most_bytes = max(away_bytes, self._settled_away_bytes)
-            num_marks = len(self._loss_marks)
-            self._looks.append(_Look(passed, now_us, found, away_bytes, most_bytes, num_marks))
-            self._settled_away_bytes = away_bytes
-
-    def _away(self) -> int:
-        return self._manager.host_pool.alone.total_bytes if self._moves else 0
-
-    def _memory(self) -> DeviceMemory | None:
-        """Return what there is now, with the peak since the last look; None if nothing is known."""
-        source = self._backend if self._meter is None else self._meter
-        found = source.memory()
-        if found is None:
-            return None
-        self._most_allocated_bytes = max(self._most_allocated_bytes, found.peak_allocated_bytes)
-        self._most_reserved_bytes = max(self._most_reserved_bytes, found.peak_reserved_bytes)
-        if not self._peaks:
-            return found._replace(peak_allocated_bytes=0)
-        source.reset_memory_peaks()
-        return found
-
-    def tell_peaks(self, recorded: RecordedStep) -> None:
-        """Tell the peaks, and put back the one that can be."""
-        self._peaks = False  # what came since the last look stays with the device
-        self._memory()
-        if self._is_of_device:
-            recorded.peak_allocated_bytes = self._most_allocated_bytes
-            recorded.peak_reserved_bytes = self._most_reserved_bytes
-        elif self._meter is not None:
-            self._meter.restore_peak(self._most_allocated_bytes)
+        """Note when it is, and the most memory until now."""
+        with self._backend.uncounted():
+            self._looks.append(_Look(self.now(), len(self._loss_marks)))
+            found = self._source and self._source.memory()
+            if found:
+                self._most_memory = DeviceMemory(*map(max, self._most_memory, found))
+                away_bytes = self._manager.host_pool.alone.total_bytes
+                with_away_bytes = found.allocated_bytes + away_bytes
+                self._most_with_away_bytes = max(self._most_with_away_bytes, with_away_bytes)
 
     # Boundaries
 
@@ -190,17 +136,7 @@ class _Recorder(BoundaryObserver, LossTimer):
             with self._backend.uncounted():
                 self._saved.commit(group)
 
-    def group_committed(self, group: OffloadGroup) -> None:
-        """Forget the peak of what the engine does at a boundary, which counts at either end."""
-        away_bytes = self._away()
-        if away_bytes != self._settled_away_bytes:
-            self._memory()
-            self._settled_away_bytes = away_bytes
-
-    backward_left = group_committed
-
     def backward_entered(self, group: OffloadGroup) -> None:
-        self.group_committed(group)
         # A graph of an earlier step may have groups of the same keys.
         if self._learned is None and "start" in self._marks.get(group, ()):
             with self._backend.uncounted():
@@ -224,6 +160,7 @@ class _Recorder(BoundaryObserver, LossTimer):
         """Begin anew: what was passed so far, such as an evaluation, is no part of a step."""
         del self._looks[:-1]
         self._looks[0] = self._looks[0]._replace(num_marks=0)
+        self._most_memory, self._most_with_away_bytes = DeviceMemory(0, 0), 0
         self._marks.clear()
         self.open.clear()
         self._copies = CopyTimer(self._backend)
@@ -262,13 +199,13 @@ class _Recorder(BoundaryObserver, LossTimer):
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
             step_us=at_us[-1],
-            memory=self._samples([marks[group.key] for group in learned.groups], at_us),
+            memory=self._memory(at_us[-1]),
             run=self._run or learned.run,
             offloaded_bytes=self._offloaded_bytes,
             waited_us=sum(waits_us),
             d2h_gbps=self._copies.read_gbps("d2h"),
             h2d_gbps=self._copies.read_gbps("h2d"),
-            counts_what_moved=self._moves,
+            counts_what_moved=True,
         )
 
     def _read_times(self, waits_us: Sequence[float]) -> list[float]:
@@ -280,42 +217,15 @@ class _Recorder(BoundaryObserver, LossTimer):
             at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
         return at_us
 
-    def _samples(
-        self, marks: Iterable[Mapping[Boundary, int]], at_us: Sequence[float]
-    ) -> tuple[MemorySample, ...]:
-        """Return a sample for each boundary that counts, and one for the step's end."""
-        counts = {place for mark in marks for place in mark.values()} | {len(self._looks) - 1}
-        samples = []
-        began_us = self._looks[0].host_us
-        peak_bytes = 0  # of what lies between two of these looks, with those that don't count
-        most_bytes = most_with_away_bytes = 0
-        for place, look in enumerate(self._looks[1:], start=1):
-            if look.memory is None:
-                return ()
-            allocated_bytes, peak = look.memory.allocated_bytes, look.memory.peak_allocated_bytes
-            most_bytes = max(most_bytes, allocated_bytes, peak)
-            allocated_bytes += look.away_bytes
-            if peak:
-                peak_bytes = max(peak_bytes, peak + look.most_away_bytes)
-            most_with_away_bytes = max(most_with_away_bytes, allocated_bytes, peak_bytes)
-            if place in counts:
-                samples.append(
-                    MemorySample(
-                        look.host_us - began_us if self._is_of_device else at_us[place],
-                        allocated_bytes,
-                        look.memory.reserved_bytes,
-                        peak_bytes,
-                    )
-                )
-                peak_bytes = 0
+    def _memory(self, step_us: float) -> tuple[MemorySample, ...]:
+        """Return one sample of the step's end with the most of each; none where nobody tells."""
+        if self._source is None:
+            return ()
+        allocated_bytes, reserved_bytes = self._most_memory
+        most_bytes = self._most_with_away_bytes
         # What the allocator can't use is taken to be as much.
-        more_bytes = most_with_away_bytes - most_bytes
-        return tuple(
-            each._replace(
-                reserved_bytes=max(each.reserved_bytes + more_bytes, each.allocated_bytes)
-            )
-            for each in samples
-        )
+        reserved_bytes = max(most_bytes, reserved_bytes + most_bytes - allocated_bytes)
+        return (MemorySample(step_us, most_bytes, reserved_bytes),)
 
 
 def _timed(group: GroupProfile, remade_us: Mapping[tuple[GroupKey, str], float]) -> GroupProfile:

@@ -134,11 +134,10 @@ class ToldLoop(MeasuredLoop):
     def _tell(self, manager: PipelineOffloadManager) -> Generator[None, None, None]:
         rank, folder, is_seen = rank_in(), self._report, False
         while not is_seen:
-            # It may be no whole step, or someone else profiles it.
-            with suppress(StateError), ExitStack() as looking:
+            with suppress(StateError), ExitStack() as looking:  # it may be no whole step
                 if folder is not None:
                     trace = looking.enter_context(trace_step(manager, rank))
-                    seen = looking.enter_context(profile_step(manager, peaks=False))
+                    seen = looking.enter_context(profile_step(manager))
                 yield
                 while not (manager.last_step.num_groups or manager.is_passing):
                     yield  # an evaluation

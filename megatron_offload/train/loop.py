@@ -220,9 +220,6 @@ class _Trainer:
         if on_gpu:
             allocated = torch.cuda.max_memory_allocated(self._device)
             reserved = torch.cuda.max_memory_reserved(self._device)
-            if recorded is not None:  # it has taken the device's peaks for its own
-                allocated = max(allocated, recorded.peak_allocated_bytes or 0)
-                reserved = max(reserved, recorded.peak_reserved_bytes or 0)
         mine = RankStep(
             rank=rank,
             pp_rank=parallel.pp_rank,

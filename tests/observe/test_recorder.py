@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 import torch
@@ -125,30 +123,12 @@ def test_times_are_those_of_the_program():
     assert profile.step_us == 1170
 
 
-def test_samples_are_the_live_bytes_at_the_boundaries_and_the_peaks_between():
+def test_memory_is_the_most_that_was_alive_at_a_boundary():
     program = Program()
-    meter = program.meter
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
-    samples = recorded.profile.memory
-    forward = [0, 1000, 1000, 3000, 3000, 4000, 4000, 6000]
-    backward = [6000, 4000, 4000, 3000, 3000, 1000, 1000, 0]
-    assert [sample.allocated_bytes for sample in samples] == [*forward, *backward, 0]
-    before = [0, *forward, *backward[:-1]]
-    assert [sample.peak_bytes for sample in samples] == [
-        *(max(pair) for pair in zip(before, [*forward, *backward], strict=True)),
-        0,
-    ]
-    times = sorted(chain.from_iterable(recorded.profile.times))
-    assert [sample.at_us for sample in samples] == [*times, 1170]
-    assert meter.peak_bytes == 6000  # as if nobody had looked
-
-
-def test_peaks_are_left_alone_where_nobody_wants_them_and_where_nothing_tells_of_memory():
-    program = Program()
-    with profile_step(program.manager, peaks=False) as recorded:
-        program.step()
-    assert {sample.peak_bytes for sample in recorded.profile.memory} == {0}
+    assert recorded.profile.memory == (MemorySample(1170, 6000, 6000),)
+    assert program.meter.peak_bytes == 6000  # as if nobody had looked
     program = Program(metered=False)
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
@@ -156,26 +136,21 @@ def test_peaks_are_left_alone_where_nobody_wants_them_and_where_nothing_tells_of
 
 
 class Telling(SimulatedBackend):
-    """A device that tells of its memory; each allocation is seen through its peak alone."""
+    """A device that tells of its memory, which grows with what is computed."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.current, self.peak, self.num_resets, self.num_trims = 100, 5000, 0, 0
+        self.current, self.num_trims = 100, 0
 
     def memory(self):
-        return DeviceMemory(self.current, 2 * self.peak, self.peak, 2 * self.peak)
-
-    def reset_memory_peaks(self):
-        self.peak = self.current
-        self.num_resets += 1
+        return DeviceMemory(self.current, 2 * self.current)
 
     def trim_device(self):
         self.num_trims += 1
 
     def advance_compute(self, us):
         super().advance_compute(us)
-        self.current += 1
-        self.peak = max(self.peak, self.current + int(us))
+        self.current += int(us)
 
 
 def make_telling():
@@ -186,41 +161,13 @@ def make_telling():
     return program
 
 
-def test_the_devices_peaks_are_taken_between_boundaries_and_told_in_the_end():
+def test_a_device_that_tells_of_its_memory_is_asked():
     program = make_telling()
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
-        program.backend.peak = 7000  # of an optimizer, say
-    samples = recorded.profile.memory
-    assert len(samples) == program.backend.num_resets - 1 == 17
-    assert samples[0][1:] == (101, 2 * 131, 131)  # embedding
-    assert samples[1][1:] == (103, 2 * 162, 162)  # the first part of a
-    assert max(sample.peak_bytes for sample in samples) < 5000
-    assert [s.at_us for s in samples] == sorted(s.at_us for s in samples)  # of the host's clock
-    assert (recorded.peak_allocated_bytes, recorded.peak_reserved_bytes) == (7000, 14000)
-
-
-def test_a_peak_that_was_seen_where_nothing_counts_is_not_lost():
-    program = make_telling()
-    bursts = [9999]
-
-    def burst(grad):
-        if bursts:
-            program.backend.peak = bursts.pop()
-
-    with profile_step(program.manager, moves=False) as recorded, program.manager.step():
-        program.manager.begin_chunk()
-        x = start_group(program.manager, torch.ones(1, requires_grad=True) * 1, "a")
-        with program.manager:
-            x = Work.apply(x, program.backend, 100, 10)
-        x.register_hook(burst)
-        x = commit_group(program.manager, x * 1, "a")
-        x.backward(retain_graph=True)  # leaves the group for the first time
-        x.backward()
-    assert [sample.peak_bytes == 9999 for sample in recorded.profile.memory] == [
-        *(False, False, False),
-        *(True, False),
-    ]
+        program.backend.current = 7000  # of an optimizer, say
+    (sample,) = recorded.profile.memory
+    assert sample[1:3] == (100 + 1170, 2 * (100 + 1170))
 
 
 def test_what_a_step_without_offload_reserved_besides_is_given_back():
@@ -297,15 +244,6 @@ def test_nested_groups_lie_within_one_another():
             assert inner.done_us <= outer.done_us
 
 
-def rows_of(profile):
-    """Return the most memory between boundaries of groups, each end counted."""
-    nothing = MemorySample(0.0, 0, 0)
-    return [
-        max(one.allocated_bytes, other.allocated_bytes, other.peak_bytes)
-        for one, other in itertools.pairwise([nothing, *profile.memory, nothing])
-    ]
-
-
 def test_a_recorded_step_can_be_planned_with():
     program = Program()
     with profile_step(program.manager, moves=False) as recorded:
@@ -324,24 +262,21 @@ def test_a_recorded_step_can_be_planned_with():
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize(
-    ("budget_bytes", "takes_peaks"), [(0, True), (2500, True), (2500, False), (None, True)]
-)
-def test_memory_is_told_as_if_nothing_had_moved(timing, budget_bytes, takes_peaks):
+@pytest.mark.parametrize("budget_bytes", [0, 2500, None])
+def test_memory_is_told_as_if_nothing_had_moved(timing, budget_bytes):
     limits = {"max_inflight_bytes": budget_bytes, "prefetch_bytes": budget_bytes}
     program = Program(timing=timing, **limits)
     for _ in range(3):
         program.step()
-    with profile_step(program.manager, moves=False, peaks=takes_peaks) as stayed:
+    with profile_step(program.manager, moves=False) as stayed:
         program.step()
     program.step()
-    with profile_step(program.manager, peaks=takes_peaks) as moved:
+    with profile_step(program.manager) as moved:
         program.step()
     assert moved.profile.offloaded_bytes > 0
     assert moved.profile.counts_what_moved
     assert moved.profile == stayed.profile
-    assert rows_of(moved.profile) == rows_of(stayed.profile)
-    assert measured_peak_bytes(moved.profile) == max(rows_of(moved.profile))
+    assert moved.profile.memory[0][1:] == stayed.profile.memory[0][1:]
 
 
 def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
@@ -349,11 +284,10 @@ def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
     meter, most = program.meter, []
 
     def memory():
-        most.append(max(meter.live_bytes, meter.peak_bytes))
-        return DeviceMemory(meter.live_bytes, max(most) + 500, meter.peak_bytes, max(most) + 500)
+        most.append(meter.live_bytes)
+        return DeviceMemory(meter.live_bytes, max(most) + 500)
 
     monkeypatch.setattr(program.backend, "memory", memory)
-    monkeypatch.setattr(program.backend, "reset_memory_peaks", meter.reset_peak)
     for _ in range(3):
         program.step()
     for moves in (True, False):
@@ -361,7 +295,7 @@ def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
         with profile_step(program.manager, moves=moves) as recorded:
             program.step()
         assert (recorded.profile.offloaded_bytes > 0) == moves
-        assert max(rows_of(recorded.profile)) == 6000
+        assert recorded.profile.memory[0].allocated_bytes == 6000
         assert measured_peak_bytes(recorded.profile) == 6500
 
 
@@ -382,7 +316,7 @@ def test_so_it_is_with_a_model_whose_tensors_share_memory(prefetch_bytes):
         run_step(model, manager, order)
     assert moved.profile.offloaded_bytes > 100 * KIB
     assert moved.profile == stayed.profile
-    assert rows_of(moved.profile) == rows_of(stayed.profile)
+    assert moved.profile.memory[0][1:] == stayed.profile.memory[0][1:]
 
 
 def test_passes_without_a_backward_never_count():
@@ -398,8 +332,6 @@ def test_passes_without_a_backward_never_count():
     assert begun_us == 2 * 195
     assert profile.times[0] == GroupTimes(*(t + behind_us for t in (30, 130, 520, 720)))
     assert len(profile.times) == 4
-    assert len(profile.memory) == 17
-    assert profile.memory[0].allocated_bytes == 0
 
 
 def test_a_graph_of_an_earlier_step_takes_its_time_and_is_no_group_of_this_one():
@@ -414,7 +346,6 @@ def test_a_graph_of_an_earlier_step_takes_its_time_and_is_no_group_of_this_one()
         x.backward()
     profile = recorded.profile
     assert [(g.name, g.num_bytes, g.elsewhere_bytes) for g in profile.groups] == [("a", 100, 0)]
-    assert len(profile.memory) == 5
     assert profile.backward_order == (A0,)
     assert profile.times[0].backward_us - profile.times[0].committed_us >= 390
 
@@ -441,7 +372,6 @@ def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is(at_once, 
             outputs.pop(0).backward()
         program.backend.advance_compute(5)
     assert recorded.profile.times == tuple(GroupTimes(*each) for each in times)
-    assert len(recorded.profile.memory) == 9
 
 
 def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
@@ -458,7 +388,6 @@ def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
         x.backward()
     assert recorded.profile.times == (GroupTimes(0, 10, 31, 51),)
     assert recorded.profile.groups[0].num_bytes == 100
-    assert len(recorded.profile.memory) == 5
 
 
 def test_a_graph_that_is_gone_through_twice_is_entered_at_first_and_left_at_last(tmp_path):
@@ -472,7 +401,6 @@ def test_a_graph_that_is_gone_through_twice_is_entered_at_first_and_left_at_last
     assert profile.backward_at_bytes == (3000, 5000)
     # The first backward takes 10, 100, 20, 200 and 60.
     assert profile.times[1] == GroupTimes(140, 190, 205, 195 + 390 + 110)
-    assert len(profile.memory) == 9
     save_profile(profile, tmp_path / "profile.json")
 
 
@@ -569,7 +497,6 @@ def test_an_error_anywhere_leaves_the_manager_whole(at, moves):
     assert manager.last_step.offloaded_bytes == stats.offloaded_bytes > 0
     with profile_step(manager, moves=False) as recorded:
         program.step()
-    assert len(recorded.profile.memory) == 17
 
 
 def test_a_step_that_failed_and_was_tried_again_inside_counts_alone():
@@ -580,7 +507,6 @@ def test_a_step_that_failed_and_was_tried_again_inside_counts_alone():
             raise InjectedError
         program.step()
     assert [group.num_bytes for group in recorded.profile.groups] == [1000, 2000] * 2
-    assert len(recorded.profile.memory) == 17
     assert recorded.profile.times[0].committed_us - recorded.profile.times[0].started_us == 100
 
 
@@ -592,11 +518,6 @@ def test_what_is_no_whole_step_is_refused():
     with pytest.raises(StateError, match="in the middle of a step"):
         with profile_step(program.manager):
             program.manager.reset()
-    with profile_step(program.manager):
-        with pytest.raises(StateError, match="one profile_step at a time"):
-            with profile_step(program.manager):
-                pass
-        program.step()
 
 
 @pytest.mark.parametrize("moves", [True, False])
