@@ -1,12 +1,11 @@
 """This implementation in the place of megatron-core's own, for whoever refers to that by then.
 
-That is in namespaces by identity, and for layers that hold Megatron's class in that class.
+That is in namespaces by identity, and in the class that layers hold.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import logging
 import sys
@@ -40,8 +39,8 @@ _ALL_MADE_AGAIN = (
 exchanged = Exchanges()
 """What `install` has exchanged, and whoever adds to it; `uninstall` puts it back."""
 
-_marked: WeakKeyDictionary[nn.Module, ModuleOffload] = WeakKeyDictionary()
-"""By model, the hooks on modules that ``offload_modules`` names beyond Megatron's own names."""
+_marked: WeakKeyDictionary[nn.Module, tuple[OffloadConfig, ModuleOffload]] = WeakKeyDictionary()
+"""By model, the hooks on its modules, and the configuration that they were made for."""
 
 
 def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = None) -> None:
@@ -58,18 +57,19 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
     """
     if not exchanged:
         target = import_from_megatron(_MODULE)
+        their_class = target.FineGrainedActivationOffloadingInterface
         pairs = [
             (value, getattr(facade, name))
             for name, value in vars(target).items()
             if hasattr(facade, name) and getattr(value, "__module__", "") == _MODULE
+            if value is not their_class
         ]
         pairs += stand_ins()
         # The first to be noted is the last to be undone.
-        back = {id(ours): theirs for theirs, ours in pairs}
-        their_class = target.FineGrainedActivationOffloadingInterface
-        exchanged.on_undo(functools.partial(_put_back_copies, back, their_class))
+        exchanged.on_undo(functools.partial(_put_back_copies, {id(o): t for t, o in pairs}))
         exchange_everywhere(pairs)
-        for name, member in vars(_OUR_CLASS).items():  # for those who hold Megatron's class itself
+        our_class = facade.FineGrainedActivationOffloadingInterface
+        for name, member in vars(our_class).items():  # layers hold the class itself
             if isinstance(member, (staticmethod, types.FunctionType)):
                 exchanged.replace(their_class, name, member)
         random = import_from_megatron("megatron.core.tensor_parallel.random")
@@ -124,21 +124,13 @@ def is_installed() -> bool:
     return bool(exchanged)
 
 
-_OUR_CLASS = facade.FineGrainedActivationOffloadingInterface
-
-
-def _put_back_copies(back: dict[int, Any], their_class: type) -> None:
+def _put_back_copies(back: dict[int, Any]) -> None:
     """Put Megatron's own where ours was copied to since."""
     for module in _loaded_modules():
         if f"{module.__name__}.".startswith("megatron."):
             for name, value in list(vars(module).items()):
                 if id(value) in back:
                     setattr(module, name, back[id(value)])
-    for layer in gc.get_objects():
-        # type() and not isinstance(): proxies may run code when they are asked for their class.
-        is_module = issubclass(type(layer), torch.nn.Module)
-        if is_module and vars(layer).get("off_interface") is _OUR_CLASS:
-            layer.off_interface = their_class
 
 
 def _keeping_outputs(
@@ -205,18 +197,20 @@ def _is_ours(name: str) -> bool:
 
 
 def _marking(theirs: Callable[[Any], None], self: Any) -> None:
-    """Mark what a model's ``offload_modules`` name beyond Megatron's own, before its forward."""
+    """Before a model's forward, hook the modules of which Megatron's own call sites don't tell."""
     theirs(self)
-    hook_model(self)
-    manager, marked = PipelineOffloadManager.get_instance(), _marked.get(self)
-    if marked is None or marked.manager is not manager:
+    manager = PipelineOffloadManager.get_instance()
+    known_for, marked = _marked.get(self, (None, None))
+    if marked is None or known_for is not manager.config or marked.manager is not manager:
         config, names = self.config, self.config.offload_modules
         is_whole = (config.recompute_granularity, config.recompute_method) == ("full", "uniform")
         if is_whole and not _marked and {*names} != {LAYER_INPUT}:
             _logger.warning(_ALL_MADE_AGAIN, ", ".join(names))
-        names = filter(_is_ours, names)
-        _marked[self] = offload_modules(self, names, manager=manager, is_part=True)
-        exchanged.on_undo(_marked[self].remove)
+        marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
+        exchanged.on_undo(marked.remove)
+        if manager.config.enabled:
+            marked.remove_later(hook_model(self, manager))
+        _marked[self] = manager.config, marked
 
 
 def pipeline(what: str = "rank") -> int:

@@ -11,7 +11,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -47,11 +46,6 @@ _SEGMENTS = "_checkpointed_forward"
 _PARTS = functions_of_torch(dict.fromkeys(("gelu", "silu", "mul", "add", "to"), "mlp_act"))
 """What an activation is made of where it isn't fused."""
 
-_hooked: WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], list[RemovableHandle]]] = (
-    WeakKeyDictionary()
-)
-"""By model, what was to be made again when its modules got their hooks, and these."""
-
 _in_segments: list[nn.Module] = []
 """The module whose layers run in checkpoints now, where the inputs of these are groups."""
 
@@ -79,7 +73,7 @@ def stand_ins() -> Iterator[tuple[Any, Any]]:
 def wrap_methods(exchanged: Exchanges, preparing: Callable[..., Any]) -> None:
     """Put calls that tell, or let others tell, around methods of megatron-core's classes.
 
-    ``preparing`` is for what a model calls before each forward; it is to call `hook_model`.
+    ``preparing`` is for what a model calls before each forward.
     """
     for module, class_name, name, call in (
         ("models.gpt.gpt_model", "GPTModel", _PREPARE, preparing),
@@ -93,7 +87,7 @@ def wrap_methods(exchanged: Exchanges, preparing: Callable[..., Any]) -> None:
         owner = getattr(_module(module), class_name, None)
         if owner is not None and name in vars(owner):
             exchanged.wrap(owner, name, call)
-    exchanged.on_undo(_forget_models)
+    exchanged.on_undo(told_by_integrations.clear)
     told_by_integrations.update(("rope", "mla_up", "moe_permute"))
 
 
@@ -148,21 +142,10 @@ def _sorting(
     return result
 
 
-def hook_model(model: nn.Module) -> None:
-    """Let what a model's modules make be made again, if it isn't yet."""
-    config = _manager().config
-    if config.enabled and _hooked.get(model, ((), []))[0] != config.recompute:
-        refuse_unserved("megatron_core.install()", config)
-        handles = recompute_modules(named_modules(model), config.recompute, _manager)
-        _hooked[model] = config.recompute, handles
-
-
-def _forget_models() -> None:
-    for _, handles in _hooked.values():
-        for handle in handles:
-            handle.remove()
-    _hooked.clear()
-    told_by_integrations.clear()
+def hook_model(model: nn.Module, manager: PipelineOffloadManager) -> list[RemovableHandle]:
+    """Let what a model's modules make be made again; return their hooks."""
+    refuse_unserved("megatron_core.install()", manager.config)
+    return recompute_modules(named_modules(model), manager.config.recompute, _manager)
 
 
 def _by_segments(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
