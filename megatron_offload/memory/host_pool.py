@@ -177,8 +177,7 @@ class HostPool:
 
     Args:
         backend: pins the slabs and answers whether events are done.
-        slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned;
-            where the machine has less, a warning says so.
+        slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned.
         cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes` with its errors, 0
             lends nothing.
         share: what part of the free memory that is, for all local ranks together.
@@ -203,14 +202,7 @@ class HostPool:
         self._num_reads = 0
         # The smallest slab that could not be pinned: nothing as large is tried again.
         self._unpinnable_bytes: int | None = None
-        self._warned_of: set[str] = set()
-        if cap_bytes is None and self.slab_bytes > self.cap_bytes:
-            self._warn_once(
-                "host_slab_bytes is %s and this process may pin %s (host_memory_share %g of what "
-                "the machine and its control groups have free, for all local ranks): no slab is "
-                "larger (lower host_slab_bytes)",
-                *(self.slab_bytes, self.cap_bytes, share),
-            )
+        self._warned_of: set[bool] = set()
 
     def allocate(
         self, num_bytes: int, like: tuple[torch.Size, torch.dtype] | None = None
@@ -409,16 +401,7 @@ class HostPool:
         if size_bytes > room_bytes:
             return False
         largest_bytes = max(size_bytes, min(self.slab_bytes, room_bytes))
-        if self._pin(largest_bytes):
-            return True
-        if largest_bytes == size_bytes or not self._pin(size_bytes):
-            return False
-        self._warn_once(
-            "a slab of %s can't be pinned (%s): slabs are as small as what is asked for, which is "
-            "slow (lower host_slab_bytes or host_memory_bytes)",
-            *(largest_bytes, self.last_pin_error),
-        )
-        return True
+        return self._pin(largest_bytes) or self._pin(size_bytes)
 
     def _pin(self, num_bytes: int) -> bool:
         if self._unpinnable_bytes is not None and num_bytes >= self._unpinnable_bytes:
@@ -438,26 +421,26 @@ class HostPool:
         return True
 
     def _refuse(self, num_bytes: int) -> None:
+        """Warn once of why memory is short, with the numbers."""
         stats = self.stats
-        if stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes:
-            self._warn_once(
-                "host pool is full: asked %s, %s in use, %s of %s pinned; the tensors stay on the "
-                "device (raise host_memory_bytes or lower the fraction)",
-                *(num_bytes, stats.in_use_bytes, stats.slab_bytes_total, self.cap_bytes),
+        pinned, asked = format_bytes(stats.slab_bytes_total), format_bytes(num_bytes)
+        is_full = stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes
+        if is_full:
+            why = (
+                f"host pool is full: asked {asked}, {format_bytes(stats.in_use_bytes)} in use, "
+                f"{pinned} of {format_bytes(self.cap_bytes)} pinned; the tensors stay on the "
+                "device (raise host_memory_bytes or lower the fraction)"
             )
-            return
-        stats.num_unpinnable += 1
-        self._warn_once(
-            "host memory can't be pinned: asked %s, %s pinned, error: %s; the tensors stay on "
-            "the device (lower host_memory_bytes or host_slab_bytes)",
-            *(num_bytes, stats.slab_bytes_total, self.last_pin_error),
-        )
-
-    def _warn_once(self, message: str, *given: object) -> None:
-        """Warn, with numbers of bytes for people."""
-        if message not in self._warned_of:
-            self._warned_of.add(message)
-            _logger.warning(message, *(format_bytes(n) if isinstance(n, int) else n for n in given))
+        else:
+            stats.num_unpinnable += 1
+            why = (
+                f"host memory can't be pinned: asked {asked}, {pinned} pinned, error: "
+                f"{self.last_pin_error}; the tensors stay on the device (lower host_memory_bytes "
+                "or host_slab_bytes)"
+            )
+        if is_full not in self._warned_of:
+            self._warned_of.add(is_full)
+            _logger.warning(why)
 
 
 def _aligned(num_bytes: int) -> int:
