@@ -102,6 +102,13 @@ class _Boundary(torch.autograd.Function):
         tensor = bound.args[1]
         return super().apply(*bound.args[1:]) if torch.is_grad_enabled() else tensor
 
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Leave the group, or enter it; what isn't the tensor has no gradient."""
+        if ctx.group is not None:
+            ctx.passes(ctx.group)
+        return grads[0], None, None, None, None
+
 
 class FineGrainedOffloadingGroupStartFunction(_Boundary):
     """``apply(tensor, cur_forward_chunk, name=None)``: open a group of a chunk, and mark its start.
@@ -117,15 +124,8 @@ class FineGrainedOffloadingGroupStartFunction(_Boundary):
         """Return an alias of ``tensor`` that is no view."""
         with torch.enable_grad():
             ctx.group = cpu_offload_handler.on_group_start_forward(name)
-        ctx.handler = cpu_offload_handler
+        ctx.passes = cpu_offload_handler.leave_backward
         return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Leave the group."""
-        if ctx.group is not None:
-            ctx.handler.leave_backward(ctx.group)
-        return grads[0], None, None
 
 
 class FineGrainedOffloadingGroupCommitFunction(_Boundary):
@@ -143,15 +143,8 @@ class FineGrainedOffloadingGroupCommitFunction(_Boundary):
         """Return an alias of ``tensor`` that is no view."""
         with torch.enable_grad():
             ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
-        ctx.handler = cur_forward_chunk
+        ctx.passes = cur_forward_chunk.enter_backward
         return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Enter the group."""
-        if ctx.group is not None:
-            ctx.handler.enter_backward(ctx.group)
-        return grads[0], None, None, None, None
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
