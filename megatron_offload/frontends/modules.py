@@ -29,25 +29,21 @@ from megatron_offload.frontends.recompute import (
 _logger = logging.getLogger(__name__)
 
 
-class _Span(NamedTuple):
-    """Between two children of whatever matches the pattern is a group."""
+class _Kind(NamedTuple):
+    """What a name stands for: modules, or in each of them what runs between two of its children."""
 
-    pattern: str
-    after: str
-    before: str
+    patterns: tuple[str, ...]
+    between: tuple[str, str] | None = None
 
 
-_Kind = _Span | list[str]
-"""What a name stands for: a span, or whatever matches one of the patterns."""
-
-_NAMED: dict[str, _Kind] = {
-    "mlp_fc1": ["**.mlp.linear_fc1"],
-    "mlp_act": _Span("**.mlp", after="linear_fc1", before="linear_fc2"),
-    "mlp_fc2": ["**.mlp.linear_fc2"],
-    "expert_fc2": ["**.experts.linear_fc2", "**.local_experts.*.linear_fc2"],
-    "shared_experts": ["**.shared_experts"],
-    "router": ["**.mlp.router"],
-    "layer": ["**.layers.*"],
+_NAMED = {
+    "mlp_fc1": _Kind(("**.mlp.linear_fc1",)),
+    "mlp_act": _Kind(("**.mlp",), between=("linear_fc1", "linear_fc2")),
+    "mlp_fc2": _Kind(("**.mlp.linear_fc2",)),
+    "expert_fc2": _Kind(("**.experts.linear_fc2", "**.local_experts.*.linear_fc2")),
+    "shared_experts": _Kind(("**.shared_experts",)),
+    "router": _Kind(("**.mlp.router",)),
+    "layer": _Kind(("**.layers.*",)),
 }
 
 
@@ -106,7 +102,7 @@ def offload_modules(
         for stage, chunk in enumerate(() if is_part else chunks):
             _begin_chunks(result, chunk, stage, pp_rank)
         # Spans last: their ends lie inside the boundaries of the modules beside them.
-        for name, kind in sorted(kinds.items(), key=lambda item: isinstance(item[1], _Span)):
+        for name, kind in sorted(kinds.items(), key=lambda item: item[1].between is not None):
             result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
         for chunk in () if is_part else chunks:
             result.remove_later(adopt_model(chunk, manager))
@@ -121,7 +117,8 @@ def _kind_of(
     name: str, modules: Sequence[Mapping[str, nn.Module]], is_part: bool = False
 ) -> _Kind | None:
     """Return what a name stands for in these model chunks; a child's own name counts last."""
-    for kind in (_NAMED.get(name, [name]), [name]):
+    own = _Kind((name,))
+    for kind in (_NAMED.get(name, own), own):
         if any(_find(found, kind) for found in modules):
             return kind
     if is_part:
@@ -155,13 +152,13 @@ def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: 
 
 def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:
     """Return the names of the modules that are groups, or that groups lie in."""
-    patterns = [kind.pattern] if isinstance(kind, _Span) else kind
-    expressions = [expression_of(pattern) for pattern in patterns]
-    found = [path for path in modules if path and any(e.fullmatch(path) for e in expressions)]
-    if isinstance(kind, _Span):
-        ends = kind.after, kind.before
-        found = [path for path in found if all(f"{path}.{end}" in modules for end in ends)]
-    return found
+    expressions = [expression_of(pattern) for pattern in kind.patterns]
+    return [
+        path
+        for path in modules
+        if path and any(expression.fullmatch(path) for expression in expressions)
+        if all(f"{path}.{end}" in modules for end in kind.between or ())
+    ]
 
 
 def _mark(
@@ -171,8 +168,8 @@ def _mark(
     for path in found:
         module = modules[path]
         handles = hooks_of(name, module)
-        if isinstance(kind, _Span):
-            first, last = modules[f"{path}.{kind.after}"], modules[f"{path}.{kind.before}"]
+        if kind.between is not None:
+            first, last = (modules[f"{path}.{end}"] for end in kind.between)
             begin, end, close = _region(result.manager, name, _outputs, _inputs)
             handles += (
                 first.register_forward_hook(begin),

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from megatron_offload.backends.base import Backend, Pair, Wait
-from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction, Observer
@@ -22,21 +22,99 @@ from megatron_offload.observe.live_bytes import meter_of
 Boundary: TypeAlias = Literal["start", "commit", "backward", "done"]
 """A forward enters and leaves a group, a backward does."""
 
+Place: TypeAlias = tuple[Literal["forward", "backward", "other"], OffloadGroup | None]
+"""A pass of a group; neither where the program is in none."""
 
-class BoundaryObserver(Observer, ABC):
-    """Tells `passed` of every boundary, in the order of the program.
+
+class Turn(NamedTuple):
+    """What the compute stream does from a time on."""
+
+    time: Any
+    place: Place
+    lost_by: Literal["", "wait", "remake"] = ""
+    """Why it does no work of the program's own, if it doesn't."""
+    detail: str = ""
+    """The wait's name, or the unit of what is made again."""
+
+
+class ComputeTimer(Observer, ABC):
+    """An event of the compute stream at both ends of each wait for a copy and each making again."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._empty: tuple[Any, Any] | None = None
+        self._remaking: list[tuple[OffloadGroup, str]] = []
+        self.turns: list[Turn] = []
+
+    @abstractmethod
+    def where(self) -> Place:
+        """Return where the program is."""
+
+    def restart(self) -> None:
+        """Forget all turns."""
+        self.turns.clear()
+        self._remaking.clear()
+        self._empty = self.now(), self.now()
+
+    def turn(self) -> None:
+        """Note what the compute stream does from now on."""
+        if self._remaking:
+            group, unit = self._remaking[-1]
+            self.turns.append(Turn(self.now(), ("backward", group), "remake", unit))
+        else:
+            self.turns.append(Turn(self.now(), self.where()))
+
+    def wait_starts(self) -> None:
+        self.turns.append(Turn(self.now(), self.where(), "wait"))
+
+    def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
+        self.turns[-1] = self.turns[-1]._replace(detail=why.name)
+        self.turn()
+
+    def remake_starts(self, block: Block) -> None:
+        self._remaking.append((block.group, block.recipe.unit if block.recipe else ""))
+        self.turn()
+
+    def remade(self, block: Block, made: torch.Tensor) -> None:
+        self._remaking.pop()
+        self.turn()
+
+    def read_lost_us(self, turns: Sequence[Turn]) -> list[float]:
+        """Wait for these turns; return the time that each has lost until the next, mostly 0.
+
+        It is counted less what two events take anyway.
+        """
+        elapsed_us = self._backend.sync_elapsed_us
+        least_us = elapsed_us(*self._empty) if self._empty is not None else 0.0
+        return [
+            max(0.0, elapsed_us(since.time, until.time) - least_us) if since.lost_by else 0.0
+            for since, until in pairwise(turns)
+        ]
+
+    def now(self) -> Any:
+        """Return a point of the compute stream whose time can be read."""
+        return self._backend.timestamp(self._backend.compute_stream())
+
+
+class BoundaryTimer(ComputeTimer):
+    """Tells `passed` of every boundary too, in the order of the program.
 
     Of a group whose start needs no gradient nobody says that backward leaves it: the next boundary
     outside the group counts as its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
         self.open: list[tuple[Literal["forward", "backward"], OffloadGroup]] = []
         """The passes and groups that the program is in, innermost last."""
 
-    @abstractmethod
+    def where(self) -> Place:
+        return self.open[-1] if self.open else ("other", None)
+
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
         """The program has passed a boundary; ``open`` is up to date."""
+        self._remaking.clear()  # where an exception has ended it
+        self.turn()
 
     def group_starts(self, group: OffloadGroup) -> None:
         self.leave_backwards()
@@ -83,78 +161,7 @@ class MeasuredStep(NamedTuple):
     """The most that the process has reserved; None where nobody tells."""
 
 
-class Loss(NamedTuple):
-    """Why the compute stream does no work of the program's own."""
-
-    key: GroupKey
-    """Whose tensors are made again, or which group the program was at when it waited."""
-    is_backward: bool
-    unit: str | None
-    """Of what is made again; None where it waits for a copy."""
-
-
-class LossTimer(Observer):
-    """An event of the compute stream at both ends of each wait for a copy and each making again."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._empty: tuple[Any, Any] | None = None
-        self._loss_marks: list[tuple[Any, Loss | None]] = []
-        """Events, each with what the time since the one before went into."""
-        self._losses: list[Loss] = []
-        self._at = GroupKey(0, 0), False
-
-    def restart(self) -> None:
-        """Forget what was lost so far."""
-        self._loss_marks.clear()
-        self._losses.clear()
-        self._empty = self.now(), self.now()
-
-    def wait_starts(self) -> None:
-        self._loss_begins(Loss(*self._at, None))
-
-    def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
-        self._loss_ends()
-
-    def remake_starts(self, block: Block) -> None:
-        self._loss_begins(
-            Loss(block.group.key, True, "" if block.recipe is None else block.recipe.unit)
-        )
-
-    def remade(self, block: Block, made: torch.Tensor) -> None:
-        self._loss_ends()
-
-    def _loss_begins(self, loss: Loss) -> None:
-        self._mark_loss()
-        self._losses.append(loss)
-
-    def _loss_ends(self) -> None:
-        self._mark_loss()
-        self._losses.pop()
-
-    def _mark_loss(self) -> None:
-        self._loss_marks.append((self.now(), self._losses[-1] if self._losses else None))
-
-    def read_losses(self) -> list[tuple[Loss | None, float]]:
-        """Wait for all marks; return what the time before each went into.
-
-        It is counted less what two events take anyway, and 0 where it went into nothing.
-        """
-        elapsed_us = self._backend.sync_elapsed_us
-        found: list[tuple[Loss | None, float]] = [(None, 0.0)] if self._loss_marks else []
-        least_us = elapsed_us(*self._empty) if self._empty is not None else 0.0
-        for (since, _), (until, loss) in pairwise(self._loss_marks):
-            us = max(0.0, elapsed_us(since, until) - least_us) if loss else 0.0
-            found.append((loss, us))
-        return found
-
-    def now(self) -> Any:
-        """Return a point of the compute stream whose time can be read."""
-        with self._backend.uncounted():
-            return self._backend.timestamp(self._backend.compute_stream())
-
-
-class StepTimer(LossTimer):
+class StepTimer(ComputeTimer):
     """Measures the first step that ends while it observes a manager; `read` tells what it took.
 
     The host waits for nothing before that.
@@ -167,7 +174,8 @@ class StepTimer(LossTimer):
         self._manager = manager
         self._began: Any = None
         self._ended: Any = None
-        self._num_chunks = self._num_marks = self._copied_bytes = 0
+        self._at: Place = "other", None
+        self._num_chunks = self._num_turns = self._copied_bytes = 0
         self._meter = meter_of(manager)
         self._earlier_peak_bytes = 0
         if self._meter is not None:
@@ -179,19 +187,23 @@ class StepTimer(LossTimer):
         """Whether a step has."""
         return self._ended is not None
 
+    def where(self) -> Place:
+        """Return which group the program has entered last."""
+        return self._at
+
     def group_starts(self, group: OffloadGroup) -> None:
-        self._at = group.key, False
+        self._at = "forward", group
         if group.key == (0, 0) and not self.has_ended:
             self.restart()  # what was passed so far, such as an evaluation, is no part of it
             self._began = self.now()
 
     def backward_enters(self, group: OffloadGroup) -> None:
-        self._at = group.key, True
+        self._at = "backward", group
 
     def step_ended(self, profile: StepProfile) -> None:
         if self._began is not None and not self.has_ended:
             self._ended = self.now()
-            self._num_marks = len(self._loss_marks)
+            self._num_turns = len(self.turns)
             self._num_chunks = 1 + max(group.key.chunk for group in profile.groups)
             stats = self._manager.last_step
             self._copied_bytes = stats.offloaded_bytes + stats.reloaded_bytes
@@ -213,9 +225,12 @@ class StepTimer(LossTimer):
                 reserved_bytes = self._meter.peak_bytes
             self._meter.restore_peak(self._earlier_peak_bytes)
         lost_us = [[0.0, 0.0] for _ in range(self._num_chunks)]
-        for loss, us in self.read_losses()[: self._num_marks]:
-            if loss is not None:
-                lost_us[loss.key.chunk][loss.is_backward] += us
+        turns = self.turns[: self._num_turns]
+        for (_, (place, group), lost_by, _), us in zip(
+            turns, self.read_lost_us(turns), strict=False
+        ):
+            if lost_by and group is not None:
+                lost_us[group.key.chunk][place == "backward"] += us
         return MeasuredStep(step_us, lost_us, self._copied_bytes, reserved_bytes)
 
 
@@ -253,6 +268,4 @@ class CopyTimer(Observer):
 
     def _now(self, direction: Direction) -> Any:
         backend = self._backend
-        stream = backend.d2h_stream if direction == "d2h" else backend.h2d_stream
-        with backend.uncounted():
-            return backend.timestamp(stream)
+        return backend.timestamp(backend.d2h_stream if direction == "d2h" else backend.h2d_stream)

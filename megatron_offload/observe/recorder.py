@@ -7,12 +7,12 @@ just then is added.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from itertools import pairwise
+from typing import TypeAlias
 
 from megatron_offload.backends.base import DeviceMemory, Pair
 from megatron_offload.core.profile import (
@@ -29,7 +29,7 @@ from megatron_offload.engine.observer import Direction
 from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
 from megatron_offload.observe.live_bytes import meter_of
-from megatron_offload.observe.measure import Boundary, BoundaryObserver, CopyTimer, LossTimer
+from megatron_offload.observe.measure import Boundary, BoundaryTimer, CopyTimer, Turn
 
 _Identity: TypeAlias = tuple[GroupKey, int]
 
@@ -77,20 +77,11 @@ def profile_step(
         recorded._profile = recorder.finish()
 
 
-class _Look(NamedTuple):
-    """What was found at one place of the program."""
-
-    time: Any
-    num_marks: int
-    """Of the compute stream's waits and remakings, before this."""
-
-
-class _Recorder(BoundaryObserver, LossTimer):
+class _Recorder(BoundaryTimer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
     def __init__(self, manager: PipelineOffloadManager, run: RunShape | None) -> None:
-        BoundaryObserver.__init__(self)
-        LossTimer.__init__(self, manager.backend)
+        super().__init__(manager.backend)
         self._manager = manager
         self._run = run
         self._copies = CopyTimer(manager.backend)
@@ -100,7 +91,7 @@ class _Recorder(BoundaryObserver, LossTimer):
         self._source = manager.backend if tells else meter_of(manager)
         self._most_memory = DeviceMemory(0, 0)
         self._most_with_away_bytes = 0
-        self._looks: list[_Look] = []
+        self._num_turns = 0
         self._marks: dict[OffloadGroup, dict[Boundary, int]] = {}
         self._learned: StepProfile | None = None
         self._offloaded_bytes = 0
@@ -108,7 +99,7 @@ class _Recorder(BoundaryObserver, LossTimer):
     def look(self) -> None:
         """Note when it is, and the most memory until now."""
         with self._backend.uncounted():
-            self._looks.append(_Look(self.now(), len(self._loss_marks)))
+            self.turn()
             found = self._source and self._source.memory()
             if found:
                 self._most_memory = DeviceMemory(*map(max, self._most_memory, found))
@@ -122,7 +113,7 @@ class _Recorder(BoundaryObserver, LossTimer):
         marks = self._marks.setdefault(group, {})
         # Backward may enter through a graph that is kept, and goes on in what it has entered.
         if self._learned is None and not (boundary == "backward" and "backward" in marks):
-            marks[boundary] = len(self._looks)
+            marks[boundary] = len(self.turns)
             self.look()
 
     def group_starts(self, group: OffloadGroup) -> None:
@@ -153,19 +144,19 @@ class _Recorder(BoundaryObserver, LossTimer):
         if self._learned is None:
             self.leave_backwards()
             self.look()
-            self._learned = profile
+            self._learned, self._num_turns = profile, len(self.turns)
             self._offloaded_bytes = self._manager.last_step.offloaded_bytes
 
     def _restart(self) -> None:
         """Begin anew: what was passed so far, such as an evaluation, is no part of a step."""
-        del self._looks[:-1]
-        self._looks[0] = self._looks[0]._replace(num_marks=0)
+        began = self.turns[-1].time
+        self.restart()
+        self.turns.append(Turn(began, ("other", None)))
         self._most_memory, self._most_with_away_bytes = DeviceMemory(0, 0), 0
         self._marks.clear()
         self.open.clear()
         self._copies = CopyTimer(self._backend)
         self._saved.begin_step()
-        self.restart()
 
     # The profile
 
@@ -185,13 +176,17 @@ class _Recorder(BoundaryObserver, LossTimer):
         backwards: dict[GroupKey, int] = {}
         for key, at_bytes in zip(learned.backward_order, learned.backward_at_bytes, strict=True):
             backwards.setdefault(key, at_bytes)
-        waits_us: list[float] = []
+        turns = self.turns[: self._num_turns]
         remade_us: dict[tuple[GroupKey, str], float] = defaultdict(float)
-        for loss, us in self.read_losses()[: self._looks[-1].num_marks]:
-            waits_us.append(us if loss is not None and loss.unit is None else 0.0)
-            if loss is not None and loss.unit is not None:
-                remade_us[loss.key, loss.unit] += us
-        at_us = self._read_times(waits_us)
+        at_us, waited_us = [0.0], 0.0
+        for (since, until), us in zip(pairwise(turns), self.read_lost_us(turns), strict=True):
+            _, group = since.place
+            if since.lost_by == "wait":
+                waited_us += us
+            elif since.lost_by and group is not None:
+                remade_us[group.key, since.detail] += us
+            elapsed_us = self._backend.sync_elapsed_us(turns[0].time, until.time) - waited_us
+            at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
         return replace(
             learned,
             groups=tuple(_timed(self._saved.fill(group), remade_us) for group in learned.groups),
@@ -202,20 +197,11 @@ class _Recorder(BoundaryObserver, LossTimer):
             memory=self._memory(at_us[-1]),
             run=self._run or learned.run,
             offloaded_bytes=self._offloaded_bytes,
-            waited_us=sum(waits_us),
+            waited_us=waited_us,
             d2h_gbps=self._copies.read_gbps("d2h"),
             h2d_gbps=self._copies.read_gbps("h2d"),
             counts_what_moved=True,
         )
-
-    def _read_times(self, waits_us: Sequence[float]) -> list[float]:
-        """Wait until the device has passed every look; return when, since the first, less waits."""
-        began, at_us = self._looks[0].time, [0.0]
-        waited_us = [0.0, *itertools.accumulate(waits_us)]
-        for look in self._looks[1:]:
-            elapsed_us = self._backend.sync_elapsed_us(began, look.time) - waited_us[look.num_marks]
-            at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
-        return at_us
 
     def _memory(self, step_us: float) -> tuple[MemorySample, ...]:
         """Return one sample of the step's end with the most of each; none where nobody tells."""

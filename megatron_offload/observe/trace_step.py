@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import STREAMS, ByteCount, Counter, Span, StepTrace
-from megatron_offload.engine.group import Block, OffloadGroup
+from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
-from megatron_offload.observe.measure import Boundary, BoundaryObserver, CopyTimer
+from megatron_offload.observe.measure import Boundary, BoundaryTimer, CopyTimer
 
 
 @contextmanager
@@ -35,33 +33,27 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
         tracer.finish(trace)
 
 
-class _Tracer(BoundaryObserver):
+class _Tracer(BoundaryTimer):
     """What the streams did between the points that the program has passed."""
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
-        super().__init__()
-        self._backend = manager.backend
+        super().__init__(manager.backend)
         self._host_pool = manager.host_pool
         self._budget = manager.budget
-        self._num_remaking = 0
         self._live_bytes: dict[GroupKey, int] = {}
         self._inflight: Tally[OffloadGroup] = Tally()
-        self._since: Any = None  # when the wait began
-        # What compute does from a time on: kind, label, wait.
-        self._turns: list[tuple[Any, str, str, str]] = []
         self._copies = CopyTimer(manager.backend)
         self._samples: list[tuple[str, Any, float]] = []
         self._last_values: dict[str, float] = {}
-        self._turn()
+        self.turn()
         self._sample()
 
     # Boundaries
 
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
-        self._num_remaking = 0  # also where an exception has ended it
+        super().passed(boundary, group)
         if boundary == "done":
             self._live_bytes.pop(group.key, None)
-        self._turn()
 
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
         super().group_commits(group, is_delayed=is_delayed)
@@ -79,22 +71,7 @@ class _Tracer(BoundaryObserver):
 
     backward_left = backward_entered
 
-    def _turn(self) -> Any:
-        """Note what compute does from now on; return when that is."""
-        kind, group = self.open[-1] if self.open else ("other", None)
-        time, label = self._now(), group.label if group else ""
-        self._turns.append((time, "remake" if self._num_remaking else kind, label, ""))
-        return time
-
-    # Copies, waits, and what is made again
-
-    def remake_starts(self, block: Block) -> None:
-        self._num_remaking += 1
-        self._turn()
-
-    def remade(self, block: Block, made: torch.Tensor) -> None:
-        self._num_remaking -= 1
-        self._turn()
+    # Copies and waits
 
     def copy_starts(self, direction: Direction) -> None:
         if direction == "h2d":  # else the host's memory is taken, and nothing is in it yet
@@ -107,19 +84,14 @@ class _Tracer(BoundaryObserver):
             self._inflight[group] += self._copies.copies[-1].num_bytes
 
     def wait_starts(self) -> None:
-        self._since = self._now()
-        self._sample(self._since)
+        super().wait_starts()
+        self._sample(self.turns[-1].time)
 
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
-        _, _, label, _ = self._turns[-1]
-        self._turns.append((self._since, "stall", label, why.name))
-        after = self._turn()
+        super().wait_issued(why, group)
         if why is Wait.W2:
             self._inflight.pop(group, None)
-        self._sample(after)
-
-    def _now(self) -> Any:
-        return self._backend.timestamp(self._backend.compute_stream())
+        self._sample(self.turns[-1].time)
 
     # Counters
 
@@ -138,7 +110,7 @@ class _Tracer(BoundaryObserver):
         }
         changed = [name for name in values if values[name] != self._last_values.get(name)]
         if changed:
-            time = time if time is not None else self._now()
+            time = time if time is not None else self.now()
             self._samples += [(name, time, values[name]) for name in changed]
             self._last_values = values
 
@@ -146,9 +118,9 @@ class _Tracer(BoundaryObserver):
 
     def finish(self, trace: StepTrace) -> None:
         """Wait for what was recorded and fill a trace with it; spans of a stream don't overlap."""
-        self._turn()
-        origin = self._turns[0][0]
-        times = [time for time, *_ in self._turns] + [time for _, time, _ in self._samples]
+        self.turn()
+        origin = self.turns[0].time
+        times = [turn.time for turn in self.turns] + [time for _, time, _ in self._samples]
         times += [time for copy in self._copies.copies for time in (copy.start, copy.end)]
         # The record keeps the keys' objects alive.
         at_us = {id(time): self._backend.sync_elapsed_us(origin, time) for time in times}
@@ -162,8 +134,11 @@ class _Tracer(BoundaryObserver):
             if span.duration_us > 0 or more.get("num_bytes") or more.get("wait"):
                 trace.spans.append(span)
 
-        for (start, kind, label, wait), (end, *_) in itertools.pairwise(self._turns):
-            add("compute", start, end, kind, label, wait=wait)
+        for turn, until in itertools.pairwise(self.turns):
+            place, group = turn.place
+            kind = {"": place, "wait": "stall", "remake": "remake"}[turn.lost_by]
+            wait, label = turn.detail if kind == "stall" else "", group.label if group else ""
+            add("compute", turn.time, until.time, kind, label, wait=wait)
         for stream, label, start, end, num_bytes in self._copies.copies:
             add(stream, start, end, stream, label, num_bytes=num_bytes)
         trace.counters = [
