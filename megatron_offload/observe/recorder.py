@@ -56,7 +56,7 @@ def profile_step(
 
     Time and memory go from the block's begin to the end of the step. The record is filled when the
     block is left, unless by an exception. The simulated device has no memory of its own: there it
-    is what a `LiveActivationMeter` counts that observes the manager; without one are no samples.
+    is what a `LiveActivationMeter` counts that observes the manager; without one none is told.
 
     Args:
         manager: whose groups are recorded.
