@@ -6,7 +6,9 @@ shape follows from the inputs' shapes, with the bits, shapes and strides of Mega
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations.megatron_core import import_from_megatron, megatron_version
 
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
+_CLASS = "_DeepepManager"
 _METHOD = "_indices_to_multihot"
 
 _exchanged = Exchanges()
@@ -28,16 +31,14 @@ def install() -> None:
     mode takes together with ``moe_permute_fusion``, doesn't come by here.
 
     Raises:
-        IntegrationError: megatron-core is absent, or has no such step.
+        IntegrationError: megatron-core is absent, or its step isn't the one this was written for.
     """
-    manager: Any = getattr(import_from_megatron(_MODULE), "_DeepepManager", None)
-    if not hasattr(manager, _METHOD):
-        raise IntegrationError(
-            f"megatron-core {megatron_version()} has no _DeepepManager.{_METHOD}, in whose place "
-            "this stands; leave out install()"
-        )
-    if not _exchanged:
-        _exchanged.wrap(manager, _METHOD, _without_waits)
+    if _exchanged:
+        return
+    manager = getattr(import_from_megatron(_MODULE), _CLASS, None)
+    theirs: Any = getattr(manager, _METHOD, None)
+    _check_same(theirs)
+    _exchanged.wrap(manager, _METHOD, _without_waits)
 
 
 uninstall = _exchanged.undo
@@ -45,9 +46,9 @@ uninstall = _exchanged.undo
 
 
 def _without_waits(
-    _: Callable[..., Any], manager: Any, indices: torch.Tensor, probs: torch.Tensor
+    theirs: Callable[..., Any], self: Any, indices: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return indices_to_multihot(indices, probs, manager.num_local_experts)
+    return indices_to_multihot(indices, probs, self.num_local_experts)
 
 
 def indices_to_multihot(
@@ -104,3 +105,31 @@ class _IndicesToMultihot(torch.autograd.Function):
         picked = grad.gather(1, indices.long().clamp(min=0))
         # Megatron's backward adds to zeros, which makes -0.0 a 0.0; so does this.
         return None, (picked + 0.0).masked_fill(indices == -1, 0.0), None
+
+
+def _check_same(theirs: Callable[..., Any]) -> None:
+    """Compare both steps on three tokens: a version that isn't known may have changed its own."""
+    wrong = (
+        f"{_CLASS}.{_METHOD} of megatron-core {megatron_version()} is not the one that this stands "
+        "in for, that of 0.16 to 0.19; leave out install()"
+    )
+    try:
+        expected = _outcome(theirs)
+    except Exception as error:
+        raise IntegrationError(f"{wrong} ({error})") from error
+    if _outcome(partial(_without_waits, theirs)) != expected:
+        raise IntegrationError(wrong)
+
+
+def _outcome(step: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return the bits that a step makes of three tokens, and of a gradient."""
+    manager = types.SimpleNamespace(num_local_experts=3)
+    indices = torch.tensor([[2, -1], [-1, -1], [0, 1]], device="cpu")
+    probs = [[0.5, 0.25], [1.0, 2.0], [-0.0, 3.0]]
+    weights = torch.tensor([[1.0, 2.0, -0.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0]], device="cpu")
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.tensor(probs, dtype=torch.float32, device="cpu", requires_grad=True)
+        routing_map, multihot_probs = step(manager, indices, leaf)
+        (gradient,) = torch.autograd.grad(multihot_probs, leaf, weights.to(multihot_probs.dtype))
+    bits = [tensor.view(torch.int32).tolist() for tensor in (multihot_probs, gradient)]
+    return routing_map.dtype, routing_map.tolist(), *bits

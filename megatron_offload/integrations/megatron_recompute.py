@@ -131,12 +131,13 @@ def _sorting(
     split_sizes: torch.Tensor,
     sorted_idxs: torch.Tensor,
     probs: Any = None,
-    fused: bool = False,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     def sort_again(chunks: torch.Tensor) -> Any:
-        return theirs(chunks, split_sizes, sorted_idxs, fused=fused)[0]
+        return theirs(chunks, split_sizes, sorted_idxs, None, *args, **kwargs)[0]
 
-    result = theirs(input, split_sizes, sorted_idxs, probs, fused)
+    result = theirs(input, split_sizes, sorted_idxs, probs, *args, **kwargs)
     if torch.is_grad_enabled():
         tell(_manager(), result[0], sort_again, (input,), {}, "moe_permute")
     return result

@@ -255,6 +255,33 @@ def test_managers_built_before_and_subclasses_have_it_unless_they_have_their_own
     assert managers[2]._indices_to_multihot(None, None) == "its own"
 
 
+def raises(self, indices, probs):
+    return self.something_new
+
+
+def other_dtype(self, indices, probs):
+    routing_map, multihot_probs = MEGATRONS(self, indices, probs)
+    return routing_map, multihot_probs.double()
+
+
+def other_gradient(self, indices, probs):
+    routing_map, multihot_probs = MEGATRONS(self, indices, probs)
+    return routing_map, multihot_probs.detach() + 0.0 * multihot_probs
+
+
+def other_map(self, indices, probs):
+    routing_map, multihot_probs = MEGATRONS(self, indices, probs)
+    return ~routing_map, multihot_probs
+
+
+@pytest.mark.parametrize("changed", [raises, other_dtype, other_gradient, other_map])
+def test_a_step_that_is_not_megatrons_known_one_is_refused(changed, monkeypatch):
+    monkeypatch.setattr(DeepepManager, "_indices_to_multihot", changed)
+    with pytest.raises(IntegrationError, match=r"not the one that this stands in for.*0\.16 to 0"):
+        megatron_moe.install()
+    assert DeepepManager._indices_to_multihot is changed
+
+
 @pytest.mark.parametrize("missing", ["class", "method"])
 def test_a_megatron_core_without_the_step_is_named(missing, monkeypatch):
     monkeypatch.setattr(sys.modules["megatron.core"], "__version__", "0.11.0")
@@ -262,7 +289,7 @@ def test_a_megatron_core_without_the_step_is_named(missing, monkeypatch):
         monkeypatch.delattr(token_dispatcher, "_DeepepManager")
     else:
         monkeypatch.delattr(DeepepManager, "_indices_to_multihot")
-    with pytest.raises(IntegrationError, match=r"0\.11\.0 has no _DeepepManager"):
+    with pytest.raises(IntegrationError, match=r"_DeepepManager.*0\.11\.0 is not.*0\.16 to 0\.19"):
         megatron_moe.install()
 
 
