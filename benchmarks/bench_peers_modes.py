@@ -139,7 +139,7 @@ class Ours(Marked):
 
     def take_step(self, step):
         """Take as many steps as the measured loop needs, of the same microbatches."""
-        from megatron_offload.planning.plan_file import save_plan
+        from megatron_offload.planning.files import save_plan
 
         taken, loop = [step()], self.manager.tuner
         while loop is not None and any_rank(not loop.is_settled):
@@ -178,7 +178,7 @@ class Ours(Marked):
     def profiled(self, rank, pp_rank):
         from megatron_offload.core.profile import RunShape
         from megatron_offload.observe.recorder import profile_step
-        from megatron_offload.planning.profile_file import save_profile
+        from megatron_offload.planning.files import save_profile
 
         spec = self.spec
         run = RunShape(

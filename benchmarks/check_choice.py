@@ -26,9 +26,9 @@ from pathlib import Path
 from megatron_offload.core.machine import Machine
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.description import load_description
+from megatron_offload.planning.files import load_profile
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, UnitWork
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import job_of, profiles_of
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import Simulation, settings_of, simulate

@@ -21,7 +21,7 @@ from compare_simulation import FOLDER, ROOT, machine_of
 
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.choice import Chooser
-from megatron_offload.planning.profile_file import load_profile
+from megatron_offload.planning.files import load_profile
 from megatron_offload.planning.profiled_job import job_of
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.report.console import console, plain_table

@@ -356,7 +356,7 @@ assert trainer.offload.last_step.offloaded_bytes > 0
         "from pathlib import Path\n"
         "from megatron_offload.planning.description import load_description\n"
         "from megatron_offload.planning.profiled_job import profiles_of\n"
-        "from megatron_offload.planning.profile_file import save_profile\n"
+        "from megatron_offload.planning.files import save_profile\n"
         "job = load_description('configs/models/gpt_16x8192_pp4_vpp2.yaml').job()\n"
         "Path('runs').mkdir(exist_ok=True)\n"
         "for rank, profile in enumerate(profiles_of(job)):\n"

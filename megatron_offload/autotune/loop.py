@@ -35,11 +35,10 @@ from megatron_offload.errors import OffloadError, StateError
 from megatron_offload.observe.measure import MeasuredStep, StepTimer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
+from megatron_offload.planning.files import PLANS, PROFILES
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
-from megatron_offload.planning.plan_file import parse_plan, plan_to_json
 from megatron_offload.planning.policy import ModulesPolicy
-from megatron_offload.planning.profile_file import parse_profile, profile_to_json
 from megatron_offload.planning.profiled_job import FROM_COPIES, job_of, schedule_of, slowest_link
 from megatron_offload.planning.replay import ending_after
 from megatron_offload.planning.schedule import Pass, PassKind
@@ -165,7 +164,7 @@ class MeasuredLoop:
     def _plan(self, profile: StepProfile, first: MeasuredStep) -> Generator[None, None, None]:
         """Agree on a plan, measure what it costs, and correct it, until one stays."""
         self._ranks = ranks = Ranks(str(next(_numbers)), self._timeout_s)
-        text, stage = profile_to_json(profile), profile.run.pp_rank
+        text, stage = PROFILES.to_json(profile), profile.run.pp_rank
         said = [stage, first, text if ranks.is_first_of(str(stage)) else ""]
         answer = ranks.ask(json.dumps(said), self._first_answer)
         if answer is None:
@@ -188,7 +187,7 @@ class MeasuredLoop:
     def _first_answer(self, texts: Sequence[str]) -> str:
         """Plan by the profiles of all ranks; each pipeline rank's comes once, others are empty."""
         found = (json.loads(text)[2] for text in texts)
-        profiles = [parse_profile(text, "the profile of a rank") for text in found if text]
+        profiles = [PROFILES.parse(text, "the profile of a rank") for text in found if text]
         if self._ranks.is_alone:
             profiles = [replace(one, run=one.run._replace(pp_rank=0)) for one in profiles]
         size = 1 + max(profile.run.pp_rank for profile in profiles)
@@ -230,7 +229,7 @@ class MeasuredLoop:
         cost, search = cost_of(self._job, by_rank), self._search
         _logger.debug("%s is lost, and %s bytes are reserved", cost, reserved)
         search.note(cost, reserved)
-        text = plan_to_json(replace(search.plan, bandwidths=FROM_COPIES))
+        text = PLANS.to_json(replace(search.plan, bandwidths=FROM_COPIES))
         return json.dumps([text, search.is_settled, search.is_kept, search.said])
 
     # What becomes of the answer.
@@ -239,7 +238,7 @@ class MeasuredLoop:
         """Follow the plan of an answer; return whether it stays."""
         text, is_settled, is_kept, said = json.loads(answer)
         if text is not None:
-            plan = parse_plan(text, "the answer")
+            plan = PLANS.parse(text, "the answer")
             missing = 1 + (self._learner.pp_rank or 0) - plan.pp_size
             if missing > 0:  # it was made by this rank alone
                 plan = replace(plan, ranks=plan.ranks * (1 + missing))

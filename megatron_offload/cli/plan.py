@@ -34,8 +34,8 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.choice import Chooser
+from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint, plan_table

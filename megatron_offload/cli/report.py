@@ -27,8 +27,8 @@ from megatron_offload.core.trace import read_traces
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
+from megatron_offload.planning.files import load_plan
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.report.console import console
 from megatron_offload.report.report import NEEDED, MemoryKind, Pair, Report, render_report
 from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint

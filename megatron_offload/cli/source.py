@@ -32,10 +32,10 @@ from megatron_offload.planning.description import (
     Surroundings,
     load_description,
 )
+from megatron_offload.planning.files import load_profile
 from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.plan import check_profiles
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
-from megatron_offload.planning.profile_file import load_profile
 from megatron_offload.planning.profiled_job import (
     FROM_COPIES,
     job_of,

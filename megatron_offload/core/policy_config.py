@@ -61,7 +61,7 @@ class AutoConfig(SolvedConfig):
 
 
 class PlanFileConfig(StrictModel):
-    """A plan that was made before; see `megatron_offload.planning.plan_file.save_plan`."""
+    """A plan that was made before; see `megatron_offload.planning.files.save_plan`."""
 
     kind: Literal["plan_file"]
 

@@ -22,8 +22,8 @@ from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.files import load_plan
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.plan_file import load_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
 
 _NUM_FITS = 3

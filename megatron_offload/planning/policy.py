@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.planning.files import load_plan
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
-from megatron_offload.planning.plan_file import load_plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.profile_file import save_profile
+from megatron_offload.planning.files import save_plan, save_profile
 from megatron_offload.report.console import console
 from megatron_offload.run.flags import add_flags, read_flags
 

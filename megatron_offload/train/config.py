@@ -15,7 +15,7 @@ from megatron_offload.config import LAYER_INPUT, OffloadConfig, split_modules
 from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel
-from megatron_offload.planning.plan_file import load_plan
+from megatron_offload.planning.files import load_plan
 
 
 class ModelConfig(StrictModel):

@@ -30,8 +30,7 @@ from megatron_offload.machine.examine import found_versions
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.recorder import RecordedStep, profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.plan_file import save_plan
-from megatron_offload.planning.profile_file import save_profile
+from megatron_offload.planning.files import save_plan, save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.checkpoint import Checkpoints
 from megatron_offload.train.config import TrainConfig

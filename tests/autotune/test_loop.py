@@ -12,7 +12,7 @@ from megatron_offload.autotune.loop import tune
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.observe.recorder import profile_step
-from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
+from megatron_offload.planning.files import PLANS, load_plan, save_plan
 
 TARGET = 110 * KIB
 """Something over half of what the step takes without offload."""
@@ -60,7 +60,7 @@ def test_whatever_the_link_gives_the_default_costs_no_more_than_it_may(gbps, log
     assert (job.moved_bytes[-1] > 0.4 * everything_bytes) == (gbps >= 0.1)
     assert job.manager.observers == [job.meter], "nobody looks any more"
     assert log.messages == [f"auto: {loop.said}"]
-    assert parse_plan(plan_to_json(loop.plan), "it") == loop.plan
+    assert PLANS.parse(PLANS.to_json(loop.plan), "it") == loop.plan
     again = VirtualJob(gbps)
     assert settled(again).plan == loop.plan
     assert len(again.moved_bytes) == num_steps

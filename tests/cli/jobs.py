@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_offload.cli.source import SourceOptions, load_source
 from megatron_offload.planning.description import load_description
-from megatron_offload.planning.profile_file import save_profile
+from megatron_offload.planning.files import save_profile
 from megatron_offload.planning.profiled_job import profiles_of
 
 ROOT = Path(__file__).parent.parent.parent

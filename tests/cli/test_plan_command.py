@@ -12,9 +12,8 @@ from jobs import RATES, load_model, load_run, measured, ran, run_without
 from megatron_offload.cli.main import main
 from megatron_offload.core.machine import Machine
 from megatron_offload.files.strict_model import read_model
+from megatron_offload.planning.files import load_plan, load_profile, save_profile
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.planning.profile_file import load_profile, save_profile
 from megatron_offload.planning.profiled_job import FROM_COPIES
 from megatron_offload.planning.simulate import settings_of, simulate
 from megatron_offload.report.tables import TradeOff

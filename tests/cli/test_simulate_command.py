@@ -13,8 +13,8 @@ from megatron_offload.cli.main import main
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.description import load_description
+from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
 from megatron_offload.planning.simulate import settings_of, simulate
 

@@ -23,8 +23,8 @@ from programs import (
 from megatron_offload.core.profile import RunShape
 from megatron_offload.errors import ConfigError
 from megatron_offload.observe.recorder import profile_step
+from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, UnitChoice
-from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.policy import RatioPolicy
 
 ORDER = one_forward_one_backward(4, depth=3)

@@ -13,7 +13,7 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.profile_file import load_profile, save_profile
+from megatron_offload.planning.files import load_profile, save_profile
 from megatron_offload.planning.profiled_job import measured_peak_bytes
 
 pytestmark = pytest.mark.gpu

@@ -34,8 +34,8 @@ from megatron_offload.observe.measure import StepTimer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.choice import Chooser
+from megatron_offload.planning.files import save_profile
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.profile_file import save_profile
 from megatron_offload.planning.profiled_job import (
     job_from_profiles,
     job_of,

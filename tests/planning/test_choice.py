@@ -13,8 +13,8 @@ from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
+from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.job import RankSettings, UnitWork
-from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.planning.policy import RatioPolicy
 from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.simulate import settings_of, simulate

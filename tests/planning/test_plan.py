@@ -11,6 +11,7 @@ from problems import profiles, random_profile
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.files import PLANS, load_plan, save_plan
 from megatron_offload.planning.plan import (
     MeasuredCost,
     OffloadPlan,
@@ -18,7 +19,6 @@ from megatron_offload.planning.plan import (
     plan_of,
     rank_plan,
 )
-from megatron_offload.planning.plan_file import load_plan, parse_plan, plan_to_json, save_plan
 from megatron_offload.planning.policy import RatioPolicy
 
 PROFILES = profiles(ranks=2, virtual=2, microbatches=4)
@@ -46,9 +46,9 @@ def random_plan(rng):
 def test_plans_survive_json(tmp_path):
     for seed in range(300):
         plan = random_plan(random.Random(seed))
-        again = parse_plan(plan_to_json(plan), "it")
+        again = PLANS.parse(PLANS.to_json(plan), "it")
         assert again == plan, seed
-        assert plan_to_json(again) == plan_to_json(plan)
+        assert PLANS.to_json(again) == PLANS.to_json(plan)
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
 
@@ -77,8 +77,8 @@ def test_texts_differ_with_anything_and_are_the_same_for_the_same_plan():
         replace(PLAN, ranks=(replace(first, choices=(flipped, *first.choices[1:])), PLAN.ranks[1])),
     ]
     for other in others:
-        assert plan_to_json(other) != plan_to_json(PLAN)
-    assert plan_to_json(RatioPolicy(0.5).make_plan(PROFILES)) == plan_to_json(PLAN)
+        assert PLANS.to_json(other) != PLANS.to_json(PLAN)
+    assert PLANS.to_json(RatioPolicy(0.5).make_plan(PROFILES)) == PLANS.to_json(PLAN)
 
 
 def with_group(profile, index, **changes):
@@ -154,7 +154,7 @@ COST = MeasuredCost(101.0, 1.5)._asdict()
 
 
 def changed(change):
-    data = json.loads(plan_to_json(PLAN))
+    data = json.loads(PLANS.to_json(PLAN))
     change(data)
     return json.dumps(data)
 
@@ -177,15 +177,15 @@ def changed(change):
 )
 def test_a_file_changed_by_hand_is_refused_unless_it_is_a_choice(change, message):
     with pytest.raises(ConfigError, match=message):
-        parse_plan(changed(change), "it")
+        PLANS.parse(changed(change), "it")
 
 
 def test_a_choice_may_be_changed_by_hand():
-    plan = parse_plan(changed(lambda d: d["ranks"][0]["choices"][0].update(moves=False)), "it")
+    plan = PLANS.parse(changed(lambda d: d["ranks"][0]["choices"][0].update(moves=False)), "it")
     assert plan.ranks[0].choices[0].key in plan.ranks[0].kept
 
 
 @pytest.mark.parametrize("text", ["", "[]"])
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(ConfigError, match="it"):
-        parse_plan(text, "it")
+        PLANS.parse(text, "it")

@@ -8,7 +8,7 @@ from problems import profiles
 from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.plan_file import save_plan
+from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy, plan_by_rule
 
 

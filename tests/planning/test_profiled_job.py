@@ -11,9 +11,9 @@ from problems import make_job, random_job
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupTimes
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.files import PROFILES
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
-from megatron_offload.planning.profile_file import parse_profile, profile_to_json
 from megatron_offload.planning.profiled_job import (
     job_from_profiles,
     job_of,
@@ -113,7 +113,7 @@ def test_what_a_profile_of_a_job_says_agrees_with_the_simulator(seed):
     step = simulate(job, None)
     for profile, rank in zip(profiles_of(job), step.ranks, strict=True):
         assert profile.step_us == pytest.approx(step.step_us, rel=1e-12)
-        parse_profile(profile_to_json(profile), "it")
+        PROFILES.parse(PROFILES.to_json(profile), "it")
         assert measured_peak_bytes(profile) == rank.peak_reserved_bytes
 
 

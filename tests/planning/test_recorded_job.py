@@ -9,7 +9,7 @@ import pytest
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.planning.choice import Chooser
-from megatron_offload.planning.profile_file import load_profile
+from megatron_offload.planning.files import load_profile
 from megatron_offload.planning.profiled_job import job_of
 from megatron_offload.planning.schedule import make_schedule
 

@@ -7,7 +7,7 @@ from cli.jobs import load_run, ran
 
 from megatron_offload.cli.compare import _plan
 from megatron_offload.files.strict_model import read_model
-from megatron_offload.planning.plan_file import load_plan, save_plan
+from megatron_offload.planning.files import load_plan, save_plan
 from megatron_offload.planning.policy import RatioPolicy
 from megatron_offload.report.tables import TradeOff
 

@@ -14,8 +14,8 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
+from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
-from megatron_offload.planning.plan_file import save_plan
 from megatron_offload.report.tables import TradeOff, TradeOffPoint
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import RunFacts

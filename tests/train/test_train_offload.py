@@ -6,7 +6,7 @@ import pytest
 from virtual_clock import VirtualJob
 
 from megatron_offload.autotune.loop import tune
-from megatron_offload.planning.plan_file import load_plan
+from megatron_offload.planning.files import load_plan
 from megatron_offload.train.loop import OffloadSession
 
 

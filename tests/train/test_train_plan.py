@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from training_runs import numbers, run, words
 
-from megatron_offload.planning.plan_file import load_plan
-from megatron_offload.planning.profile_file import load_profile
+from megatron_offload.planning.files import load_plan, load_profile
 from megatron_offload.train.records import read_steps
 
 LONG = "run.steps=15"

@@ -10,7 +10,7 @@ from training_runs import numbers, run, words
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import ByteCount, read_traces
-from megatron_offload.planning.profile_file import load_profile
+from megatron_offload.planning.files import load_profile
 from megatron_offload.planning.profiled_job import job_from_profiles, measured_peak_bytes
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
