@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_offload.backends import visible_devices
-from megatron_offload.backends.host_limit import default_cap_bytes, read_kernel_text
+from megatron_offload.backends.host_limit import default_cap_bytes
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import CopyRates, MachineProfile
 from megatron_offload.core.units import format_bytes
@@ -196,25 +196,12 @@ def check_environment(environ: Mapping[str, str]) -> list[Finding]:
 def found_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run computes.
 
-    Of megatron-core that is what an import gives and not what pip lists: the two differ where
-    another copy comes first on ``PYTHONPATH``.
+    Of megatron-core, once it is imported, that is its own and not what pip lists: the two differ
+    where another copy comes first on ``PYTHONPATH``.
     """
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    megatron = _megatron_version()
-    return versions | ({"megatron-core": megatron} if megatron else {})
-
-
-def _megatron_version() -> str:
-    """Return the version that the megatron-core which would be imported gives itself, or ""."""
-    try:
-        spec = importlib.util.find_spec("megatron.core")
-    except (ImportError, ValueError):
-        return ""
-    origin = Path(spec.origin) if spec is not None and spec.origin else Path()
-    text = read_kernel_text(origin.parent / "package_info.py")
-    parts = dict(re.findall(r"^(\w+) = '?\"?([\w.]*)['\"]?$", text, re.MULTILINE))
-    numbers = [parts.get(key, "") for key in ("MAJOR", "MINOR", "PATCH")]
-    return ".".join(numbers) + parts.get("PRE_RELEASE", "") if "".join(numbers).isdigit() else ""
+    megatron = sys.modules.get("megatron.core")
+    return versions | ({"megatron-core": megatron.__version__} if megatron else {})

@@ -27,7 +27,7 @@ from megatron_offload.core.policy_config import (
 from megatron_offload.core.profile import GroupKey, StepProfile, is_cheap
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
-from megatron_offload.planning.footprint import Footprint, LiveGroup
+from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import (
     OffloadPlan,
@@ -39,7 +39,6 @@ from megatron_offload.planning.plan import (
 from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.planning.replay import RankProgram, RankWork, half_the_time, replay
 from megatron_offload.planning.simulate import (
-    RankResult,
     Simulation,
     reserved_bytes,
     settings_of,
@@ -86,7 +85,6 @@ _NUM_CHANGED = 3
 _HOPELESS = 1.1
 """A candidate that takes so much longer than the best is not looked around."""
 
-_NOTHING_WANTED = -(2**62)
 _NO_LIMITS = RankSettings()
 _LIMITS = ("max_inflight_bytes", "prefetch_bytes")
 
@@ -183,7 +181,7 @@ class Chooser:
         self._most_changes = _MOST_CHANGED // max(1, boundaries)
         self._bare_steps: dict[_Recompute, Simulation] = {}
         self._works: dict[tuple[int, _Recompute], RankWork] = {}
-        self._lives: dict[tuple[int, _Recompute], _Rank] = {}
+        self._lives: dict[tuple[int, _Recompute], Footprint] = {}
         self._programs: dict[tuple[int, RankSettings], RankProgram] = {}
         self._steps: dict[tuple[bool, _Settings], Simulation] = {}
         self.without = self._simulate((NO_OFFLOAD,) * num_ranks)
@@ -519,11 +517,11 @@ class Chooser:
             prefetch_bytes=prefetch_bytes,
         )
 
-    def _rank(self, index: int, recompute: _Recompute) -> _Rank:
+    def _rank(self, index: int, recompute: _Recompute) -> Footprint:
         key = index, recompute
         if key not in self._lives:
             without = self._bare_step(recompute).ranks[index]
-            self._lives[key] = _Rank(self._work(index, recompute).profile, without)
+            self._lives[key] = Footprint(self._work(index, recompute).profile, without)
         return self._lives[key]
 
     def _work(self, index: int, recompute: _Recompute) -> RankWork:
@@ -591,13 +589,13 @@ class Chooser:
     def _remaking(self, rank: int, recompute: Sequence[Collection[str]] | None) -> StepProfile:
         """Return the profile of a rank, with units made again as `RankSettings` says."""
         profile, stages = self._profiles[rank], self._stages(rank)
-        groups = []
-        for group in profile.groups:
-            stage = stages[group.key.chunk]
-            names: Collection[str] | None = None
-            if recompute is not None:
-                names = recompute[stage] if stage < len(recompute) else ()
-            groups.append(group.making_again(names))
+        chosen = dict(enumerate(recompute or ()))
+        groups = (
+            group.making_again(
+                None if recompute is None else chosen.get(stages[group.key.chunk], ())
+            )
+            for group in profile.groups
+        )
         return replace(profile, groups=tuple(groups))
 
     def _predicted(self, plan: OffloadPlan) -> OffloadPlan:
@@ -609,39 +607,6 @@ class Chooser:
             for rank, peak_bytes in zip(plan.ranks, peaks, strict=True)
         )
         return replace(plan, ranks=tuple(ranks))
-
-
-class _Rank(Footprint):
-    """One rank, and the orders in which its groups go."""
-
-    def __init__(self, profile: StepProfile, without: RankResult) -> None:
-        super().__init__(profile, without)
-        self.keys = frozenset(group.key for group in self.groups)
-        in_order = sorted(self.groups, key=lambda group: group.first_row)
-        largest = sorted(in_order, key=lambda group: (-group.num_bytes, -group.life_us))
-        self._orders = _spread(in_order), largest
-
-    def cover(self, order: int, target_bytes: int, room_bytes: int) -> list[GroupKey]:
-        """Return what moves so that its rows keep a target: as the order says, less what need not.
-
-        Of what is live in a row and moves, as much as the room is there still.
-        """
-        over = self.rows - target_bytes
-        lacking = np.where(over > 0, over + room_bytes, _NOTHING_WANTED)
-        taken = []
-        for group in self._orders[order]:
-            rows = lacking[group.first_row : group.end_row]
-            if rows.max(initial=0) > 0:
-                rows -= group.num_bytes
-                taken.append(group)
-        moved = []
-        for group in reversed(taken):
-            rows = lacking[group.first_row : group.end_row]
-            if rows.max() + group.num_bytes <= 0:
-                rows += group.num_bytes
-            else:
-                moved.append(group.key)
-        return moved
 
 
 def _kinds_of(job: Job) -> list[tuple[str, int]]:
@@ -679,15 +644,6 @@ def _unit_choices(profile: StepProfile, stages: Sequence[int]) -> Iterator[UnitC
             sums[kind] = num_bytes + unit.num_bytes, us + unit.us, unit.is_remade
     for (stage, name), (num_bytes, us, is_remade) in sorted(sums.items()):
         yield UnitChoice(stage, name, num_bytes, us, is_remade)
-
-
-def _spread(groups: Sequence[LiveGroup]) -> list[LiveGroup]:
-    """Return groups so that the first of them, however many, lie evenly over the step."""
-    num_bits = len(groups).bit_length()
-    return [
-        groups[place]
-        for place in sorted(range(len(groups)), key=lambda place: f"{place:0{num_bits}b}"[::-1])
-    ]
 
 
 def _with_slow_link(machine: Machine, share: float) -> Machine:

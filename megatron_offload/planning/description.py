@@ -118,10 +118,6 @@ def fit_achieved_share(
     raise ConfigError(f"no achieved_share up to 1 makes a step of {step_us:g} us of this model")
 
 
-_TRAINERS = frozenset({"data", "optimizer", "parallel", "run", "schedule"})
-"""Sections of the trainer's configuration that no description has."""
-
-
 class Budgets(StrictModel):
     """The device memory of copies, as in ``OffloadConfig``."""
 
@@ -189,12 +185,6 @@ def load_description(
     pairs of ``overrides``.
     """
     data = load_yaml(path)
-    if data.keys() & _TRAINERS:
-        raise ConfigError(
-            f"{path} is a configuration of 'train' (it has the section "
-            f"{min(data.keys() & _TRAINERS)!r}), and no description of a job; run it with "
-            "run.profile_step=3 and give its folder, or write a file as configs/models/ has them"
-        )
     if machine is not None:
         data["machine"] = dict(machine)
     return validate(JobDescription, apply_overrides(data, overrides), str(path))

@@ -1,7 +1,8 @@
-"""What one rank's work takes of memory without offload, and when its groups could be away."""
+"""What one rank's work takes of memory without offload, and which of its groups could be away."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.planning.schedule import PassKind
 from megatron_offload.planning.simulate import RankResult
+
+_NOTHING_WANTED = -(2**62)
 
 
 class LiveGroup(NamedTuple):
@@ -30,6 +33,7 @@ class Footprint:
     Attributes:
         rows: bytes that are taken while a piece of work runs.
         groups: those that can move.
+        keys: theirs.
         times_us: of every group its start, commit, and backward's begin and end.
     """
 
@@ -57,6 +61,10 @@ class Footprint:
                 first_row, life_us = first_rows[piece.key], start_us - times_us[1]
                 group = LiveGroup(piece.key, sizes[piece.key], first_row, row, life_us)
                 self.groups.append(group)
+        self.keys = frozenset(group.key for group in self.groups)
+        in_order = sorted(self.groups, key=lambda group: group.first_row)
+        largest = sorted(in_order, key=lambda group: (-group.num_bytes, -group.life_us))
+        self._orders = _spread(in_order), largest
 
     @property
     def largest_bytes(self) -> int:
@@ -71,3 +79,35 @@ class Footprint:
             changes[group.first_row] += group.num_bytes
             changes[group.end_row] -= group.num_bytes
         return int(np.cumsum(changes).max(initial=0))
+
+    def cover(self, order: int, target_bytes: int, room_bytes: int) -> list[GroupKey]:
+        """Return what moves so that its rows keep a target, in an order, less what need not.
+
+        The orders are 0, spread over the step, and 1, the largest first. Of what is live in a row
+        and moves, as much as the room is there still.
+        """
+        over = self.rows - target_bytes
+        lacking = np.where(over > 0, over + room_bytes, _NOTHING_WANTED)
+        taken = []
+        for group in self._orders[order]:
+            rows = lacking[group.first_row : group.end_row]
+            if rows.max(initial=0) > 0:
+                rows -= group.num_bytes
+                taken.append(group)
+        moved = []
+        for group in reversed(taken):
+            rows = lacking[group.first_row : group.end_row]
+            if rows.max() + group.num_bytes <= 0:
+                rows += group.num_bytes
+            else:
+                moved.append(group.key)
+        return moved
+
+
+def _spread(groups: Sequence[LiveGroup]) -> list[LiveGroup]:
+    """Return groups so that the first of them, however many, lie evenly over the step."""
+    num_bits = len(groups).bit_length()
+    return [
+        groups[place]
+        for place in sorted(range(len(groups)), key=lambda place: f"{place:0{num_bits}b}"[::-1])
+    ]

@@ -6,24 +6,15 @@ second, of one direction unless said.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupKey, is_cheap
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
-
-
-def _check_numbers(described: Any, owner: str) -> None:
-    """Refuse what is negative, infinite or no number."""
-    for field in fields(described):
-        value = getattr(described, field.name)
-        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            raise ConfigError(f"{owner}: {field.name} can't be {value}")
 
 
 class UnitWork(NamedTuple):
@@ -70,7 +61,6 @@ class GroupWork:
     """The other groups that this is made from, as `UnitWork.parents`."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, f"group {self.name!r}")
         unit_bytes = sum(unit.num_bytes for unit in self.units)
         if unit_bytes > self.num_bytes:
             raise ConfigError(f"group {self.name!r}: its units have {unit_bytes} bytes, it fewer")
@@ -119,9 +109,6 @@ class StageWork:
     host_us_per_group: float = 0.0
     """What it takes besides for a marked group, where there is an engine."""
 
-    def __post_init__(self) -> None:
-        _check_numbers(self, "stage")
-
     def slowness(self, *, has_engine: bool) -> float:
         """Return by how much the host draws out the stage's passes: the slower of two counts."""
         host_us = self.host_us
@@ -148,9 +135,6 @@ class RankSettings:
     that are cheap."""
     lost_us: tuple[float, ...] = ()
     """What each pass of the rank takes besides, as it was measured."""
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "settings")
 
 
 NO_OFFLOAD = RankSettings(offloads=False, recompute=())
@@ -181,15 +165,12 @@ class Job:
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "job")
         schedule, stages, static = self.schedule, len(self.stages), len(self.static_bytes)
         if stages != schedule.num_stages or static != schedule.num_ranks:
             raise ConfigError(
                 f"job: the schedule has {schedule.num_stages} stages, and {stages} are described; "
                 f"it has {schedule.num_ranks} ranks, static_bytes are given for {static}"
             )
-        if self.gpus_per_rank < 1 or min(self.static_bytes) < 0:
-            raise ConfigError("job: gpus_per_rank must be above 0, static_bytes can't be negative")
 
     def making_again(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
         """Return the same step, with units of a rank made again as `RankSettings` says."""

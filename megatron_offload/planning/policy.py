@@ -61,12 +61,8 @@ class ModulesPolicy:
                 kept[group.key] = f"beyond the fraction {self.fraction:g} of its chunk"
         return kept
 
-    def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan of all ranks, from one profile of each, in any order."""
-        profiles = check_profiles(profiles)
-        return plan_of(self.kind, profiles, map(self._plan_rank, profiles))
-
-    def _plan_rank(self, profile: StepProfile) -> RankPlan:
+    def plan_rank(self, profile: StepProfile) -> RankPlan:
+        """Return the plan of one rank, which needs no other's."""
         delta_bytes = profile.run.pp_rank * self.delta_bytes_across_pp_ranks
         policy = replace(self, keep_bytes=self.keep_bytes + delta_bytes)
         return rank_plan(profile, policy.plan(profile), "of a module that moves")
@@ -79,11 +75,6 @@ class RatioPolicy:
     kind: ClassVar[str] = "ratio"
 
     ratio: float
-
-    def make_plan(self, profiles: Collection[StepProfile]) -> OffloadPlan:
-        """Return the plan of all ranks, from one profile of each, in any order."""
-        profiles = check_profiles(profiles)
-        return plan_of(self.kind, profiles, map(self.plan_rank, profiles))
 
     def plan_rank(self, profile: StepProfile) -> RankPlan:
         """Return the plan of one rank, which needs no other's."""
@@ -98,20 +89,24 @@ class RatioPolicy:
 
 
 def plan_by_rule(
-    config: ModulesPolicy | ModulesConfig | RatioConfig | PlanFileConfig,
+    rule: ModulesPolicy | RatioPolicy | ModulesConfig | RatioConfig | PlanFileConfig,
     profiles: Collection[StepProfile],
 ) -> OffloadPlan:
-    """Return the plan that a section asks for which needs no search: a rule's, or a file's.
+    """Return the plan of all ranks that needs no search: a rule's, or that of a file.
+
+    Profiles are one of each rank, in any order; of a section the rule is what it asks for.
 
     Raises:
         ConfigError: the file can't be read or is of another run, or profiles are missing.
     """
-    if isinstance(config, PlanFileConfig):
-        plan = load_plan(config.path)
+    if isinstance(rule, PlanFileConfig):
+        plan = load_plan(rule.path)
         for profile in profiles:
             plan.check(profile)
         return plan
-    if isinstance(config, RatioConfig):
-        return RatioPolicy(config.ratio).make_plan(profiles)
-    policy = config if isinstance(config, ModulesPolicy) else ModulesPolicy()
-    return policy.make_plan(profiles)
+    if isinstance(rule, RatioConfig):
+        rule = RatioPolicy(rule.ratio)
+    elif isinstance(rule, ModulesConfig):
+        rule = ModulesPolicy()
+    profiles = check_profiles(profiles)
+    return plan_of(rule.kind, profiles, map(rule.plan_rank, profiles))

@@ -16,11 +16,9 @@ from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import (
-    GroupKey,
     GroupProfile,
     GroupTimes,
     MemorySample,
-    RemadeUnit,
     RunShape,
     StepProfile,
     is_cheap,
@@ -44,8 +42,6 @@ def job_from_profiles(
     schedule: Schedule,
     machine: Machine,
     static_bytes: Sequence[int],
-    *,
-    output_bytes: int = 0,
 ) -> Job:
     """Return the step that measured profiles show, one of each pipeline rank.
 
@@ -62,14 +58,12 @@ def job_from_profiles(
         )
     stages: dict[int, StageWork] = {}
     for rank, profile in enumerate(profiles):
-        stages |= _stages_of(rank, profile, schedule, output_bytes)
+        stages |= _stages_of(rank, profile, schedule)
     ordered = tuple(stages[stage] for stage in range(schedule.num_stages))
     return Job(schedule, ordered, tuple(static_bytes), machine)
 
 
-def _stages_of(
-    rank: int, profile: StepProfile, schedule: Schedule, output_bytes: int
-) -> dict[int, StageWork]:
+def _stages_of(rank: int, profile: StepProfile, schedule: Schedule) -> dict[int, StageWork]:
     passes = schedule.ranks[rank]
     chunks = _chunks_of(rank, profile, passes)
     before_us = _least_before(passes, chunks)
@@ -88,7 +82,7 @@ def _stages_of(
             works.append(_work(alike, index))
         works.append(_between("behind the stage", 0.0, before_us[stage, False]))
         timed = [work for work in works if work.is_marked or work.forward_us or work.backward_us]
-        stages[stage] = StageWork(tuple(timed), output_bytes)
+        stages[stage] = StageWork(tuple(timed))
     return stages
 
 
@@ -318,7 +312,6 @@ def profiles_of(job: Job) -> list[StepProfile]:
         profiles.append(
             replace(
                 work.profile,
-                groups=tuple(_with_units(work)),
                 times=tuple(GroupTimes(*times[group.key]) for group in work.profile.groups),
                 step_us=step.step_us,
                 memory=(memory,),
@@ -328,20 +321,3 @@ def profiles_of(job: Job) -> list[StepProfile]:
             )
         )
     return profiles
-
-
-def _with_units(rank: RankWork) -> Iterator[GroupProfile]:
-    """Yield a rank's groups with what could be made again of them."""
-    for group in rank.profile.groups:
-        key = group.key
-        works = rank.job.stages[rank.chunk_stages[key.chunk]].groups
-        marked = [work for work in works if work.is_marked]
-        units = (
-            RemadeUnit(
-                *(unit.unit, unit.num_bytes, unit.us),
-                needs=tuple(GroupKey(key.chunk, key.order - d) for d in unit.parents if d),
-                is_remade=False,
-            )
-            for unit in marked[key.order].units
-        )
-        yield group._replace(remade=tuple(units))

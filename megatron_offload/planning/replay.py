@@ -253,11 +253,8 @@ class RankWork:
         for passed in self._passes:
             marked = [place for place in passed.places if place.work.is_marked]
             if passed.one.kind is PassKind.FORWARD:
-                for key, work, needs in marked:
-                    units = tuple(
-                        RemadeUnit(unit.unit, unit.num_bytes, unit.us, needs)
-                        for unit in work.remade
-                    )
+                for key, work, _ in marked:
+                    units = tuple(_units_of(key, work))
                     groups.append(
                         GroupProfile(key, work.name, work.num_bytes, passed_bytes, remade=units)
                     )
@@ -276,6 +273,14 @@ class RankWork:
         if not 0 <= other < num_stages or other in self._own_stages:
             return None
         return message_of(one if sends else Pass(other, one.kind, one.microbatch), num_stages)
+
+
+def _units_of(key: GroupKey, work: GroupWork) -> Iterator[RemadeUnit]:
+    """Yield what of a group is made again, and what could be."""
+    for is_remade, units in ((True, work.remade), (False, work.units)):
+        for name, num_bytes, us, parents in units:
+            needs = tuple(GroupKey(key.chunk, key.order - one) for one in parents if one)
+            yield RemadeUnit(name, num_bytes, us, needs, is_remade)
 
 
 def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False) -> RankProgram:

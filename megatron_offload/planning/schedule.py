@@ -156,14 +156,9 @@ def _check_groups(num_ranks: int, num_microbatches: int, size: int) -> None:
     smallest = min(size, num_microbatches % size or size)
     if smallest >= num_ranks and size <= num_microbatches:
         return
-    fitting = [
-        one
-        for one in range(num_ranks, num_microbatches + 1)
-        if not 0 < num_microbatches % one < num_ranks
-    ]
     raise ConfigError(
         f"interleaved 1F1B takes its {num_microbatches} microbatches in groups of at least its "
         f"{num_ranks} ranks, the last of what is left, and {size} leave "
-        f"{num_microbatches % size}; microbatch_group_size_per_vp_stage could be "
-        f"{', '.join(map(str, fitting[:5])) or 'nothing: give more microbatches'}"
+        f"{num_microbatches % size}; give more microbatches, or another "
+        "microbatch_group_size_per_vp_stage"
     )

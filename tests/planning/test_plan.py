@@ -19,10 +19,10 @@ from megatron_offload.planning.plan import (
     plan_of,
     rank_plan,
 )
-from megatron_offload.planning.policy import RatioPolicy
+from megatron_offload.planning.policy import RatioPolicy, plan_by_rule
 
 PROFILES = profiles(ranks=2, virtual=2, microbatches=4)
-PLAN = RatioPolicy(0.5).make_plan(PROFILES)
+PLAN = plan_by_rule(RatioPolicy(0.5), PROFILES)
 
 
 def random_plan(rng):
@@ -78,7 +78,7 @@ def test_texts_differ_with_anything_and_are_the_same_for_the_same_plan():
     ]
     for other in others:
         assert PLANS.to_json(other) != PLANS.to_json(PLAN)
-    assert PLANS.to_json(RatioPolicy(0.5).make_plan(PROFILES)) == PLANS.to_json(PLAN)
+    assert PLANS.to_json(plan_by_rule(RatioPolicy(0.5), PROFILES)) == PLANS.to_json(PLAN)
 
 
 def with_group(profile, index, **changes):

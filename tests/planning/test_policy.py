@@ -54,13 +54,13 @@ def test_modules_that_are_not_listed_stay():
     profile = make_profile()
     kept = ModulesPolicy(modules=("group[01]", "other")).plan(profile)
     assert {key.order for key in kept} == {2, 3}
-    plan = ModulesPolicy(modules=("group0",)).make_plan([profile])
+    plan = plan_by_rule(ModulesPolicy(modules=("group0",)), [profile])
     assert plan.ranks[0].moved_bytes == 200
 
 
 def test_a_plan_of_modules_gives_later_ranks_more_to_keep():
     runs = profiles(ranks=3, microbatches=4)
-    plan = ModulesPolicy(delta_bytes_across_pp_ranks=100).make_plan(runs)
+    plan = plan_by_rule(ModulesPolicy(delta_bytes_across_pp_ranks=100), runs)
     assert [len(rank.kept) for rank in plan.ranks] == [0, 1, 1]
     for rank, profile in zip(plan.ranks, runs, strict=True):
         own = ModulesPolicy(keep_bytes=100 * profile.run.pp_rank).plan(profile)
@@ -70,7 +70,7 @@ def test_a_plan_of_modules_gives_later_ranks_more_to_keep():
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999, 1.0])
 def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
     runs = profiles(ranks=2, virtual=2)
-    for rank in RatioPolicy(ratio).make_plan(runs).ranks:
+    for rank in plan_by_rule(RatioPolicy(ratio), runs).ranks:
         largest = max(choice.num_bytes for choice in rank.choices)
         assert 0 <= ratio * rank.saved_bytes - rank.moved_bytes < largest
         moves = [choice.moves for choice in rank.choices]
@@ -79,7 +79,7 @@ def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
 
 def test_a_plan_from_a_file_is_that_plan_for_its_run_alone(tmp_path):
     runs = profiles(ranks=2)
-    plan = RatioPolicy(0.5).make_plan(runs)
+    plan = plan_by_rule(RatioPolicy(0.5), runs)
     save_plan(plan, tmp_path / "plan.json")
     config = PlanFileConfig(kind="plan_file", path=str(tmp_path / "plan.json"))
     assert plan_by_rule(config, runs) == plan
@@ -92,7 +92,7 @@ def test_a_section_becomes_its_rule():
     runs = profiles(ranks=2)
     numbers = {"fraction": 0.5, "delta_bytes_across_pp_ranks": 2000}
     policy = ModulesPolicy(modules=("core_attn", "mlp_*"), **numbers)
-    assert plan_by_rule(policy, runs) == policy.make_plan(runs)
-    assert plan_by_rule(ModulesConfig(), runs) == ModulesPolicy().make_plan(runs)
+    assert plan_by_rule(policy, runs) != plan_by_rule(ModulesPolicy(), runs)
+    assert plan_by_rule(ModulesConfig(), runs) == plan_by_rule(ModulesPolicy(), runs)
     share = plan_by_rule(RatioConfig(kind="ratio", ratio=0.3), runs)
-    assert share == RatioPolicy(0.3).make_plan(runs)
+    assert share == plan_by_rule(RatioPolicy(0.3), runs)

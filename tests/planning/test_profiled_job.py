@@ -13,7 +13,7 @@ from megatron_offload.core.profile import GroupTimes
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import PROFILES
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
-from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
+from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy, plan_by_rule
 from megatron_offload.planning.profiled_job import (
     job_from_profiles,
     job_of,
@@ -75,9 +75,7 @@ def marked_all(job):
 def test_a_profiled_step_takes_the_time_that_it_took(schedule):
     stages = tuple(stage(number) for number in range(schedule.num_stages))
     job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
-    again = job_from_profiles(
-        with_gaps(job), schedule, MACHINE, job.static_bytes, output_bytes=2000
-    )
+    again = job_from_profiles(with_gaps(job), schedule, MACHINE, job.static_bytes)
     before, after = simulate(job), simulate(again)
     # Work behind a rank's last group is before its next pass, so messages leave that much sooner.
     assert after.step_us == pytest.approx(before.step_us, rel=0.02)
@@ -159,9 +157,9 @@ def test_memory_that_leaves_out_what_moved_is_refused():
 def test_a_rank_that_moves_nothing_has_no_engine_and_what_a_plan_keeps_does_not_move():
     job = make_job(ranks=4, virtual=2, microbatches=8)
     runs = profiles_of(job)
-    nothing = settings_of(RatioPolicy(0.0).make_plan(runs), RankSettings(recompute=()))
+    nothing = settings_of(plan_by_rule(RatioPolicy(0.0), runs), RankSettings(recompute=()))
     assert nothing == [NO_OFFLOAD] * 4
-    plan = ModulesPolicy(modules=("mlp_*",)).make_plan(runs)
+    plan = plan_by_rule(ModulesPolicy(modules=("mlp_*",)), runs)
     step = simulate(job, settings_of(plan))
     for rank, result in zip(plan.ranks, step.ranks, strict=True):
         assert not set(result.moved) & set(rank.kept)
