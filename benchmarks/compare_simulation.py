@@ -24,8 +24,7 @@ from megatron_offload.planning.description import (
 )
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.model import LAYER_GROUPS, ModelDescription
-from megatron_offload.planning.simulate import simulate
-from megatron_offload.planning.streams import RELEASE, RELOAD
+from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "benchmarks" / "h200"

@@ -27,8 +27,7 @@ from megatron_offload.planning.description import (
 )
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import simulate
-from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
+from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
 
 GIB, MIB = 2**30, 2**20
 NUM_RANKS, NUM_MICROBATCHES = 1024, 32

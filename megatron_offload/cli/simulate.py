@@ -28,8 +28,7 @@ from megatron_offload.cli.options import progress, writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
-from megatron_offload.planning.simulate import Simulation, simulate
-from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
+from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, Simulation, simulate
 from megatron_offload.report.console import console, plain_table
 
 

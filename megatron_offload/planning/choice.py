@@ -19,11 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_offload.core.machine import Machine, MachineConfig
-from megatron_offload.core.policy_config import (
-    AutoConfig,
-    MemoryTargetConfig,
-    PolicyConfig,
-)
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.profile import GroupKey, StepProfile, is_cheap
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
@@ -39,13 +35,13 @@ from megatron_offload.planning.plan import (
 from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.planning.replay import RankProgram, RankWork, half_the_time, replay
 from megatron_offload.planning.simulate import (
+    RELEASE,
+    RELOAD,
     Simulation,
-    reserved_bytes,
     settings_of,
     simulate,
     simulate_programs,
 )
-from megatron_offload.planning.streams import RELEASE, RELOAD
 
 _NUM_ROOMS = 10
 _NUM_ORDERS = 2
@@ -547,7 +543,7 @@ class Chooser:
         return self._programs[key]
 
     def _peak(self, rank: int, settings: RankSettings) -> int:
-        return reserved_bytes(self._job, self._program(rank, settings))
+        return self._program(rank, settings).peak_reserved_bytes
 
     def _simulate(self, settings: _Settings, *, is_slow: bool = False) -> Simulation:
         key = is_slow and self._has_slow_link, settings

@@ -200,10 +200,7 @@ class OffloadPlan:
 
 
 def rank_plan(
-    profile: StepProfile,
-    kept: Mapping[GroupKey, str],
-    moved: str,
-    **settings: Any,
+    profile: StepProfile, kept: Mapping[GroupKey, str], moved: str, **settings: Any
 ) -> RankPlan:
     """Return the plan of a rank from what stays, with reasons, and the reason of all that moves.
 

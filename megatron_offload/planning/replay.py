@@ -2,7 +2,7 @@
 
 `core.step.StepDecisions` decides here as in the engine, over the passes of a schedule; what it asks
 for is written down. So what moves, where the compute stream waits, and every peak of memory follow
-from here, whatever the copies cost; `megatron_offload.planning.streams` adds the times.
+from here, whatever the copies cost; `megatron_offload.planning.simulate` adds the times.
 
 Memory is counted as the allocator sees it: in the order of the compute stream's program. A source
 takes device memory until the compute stream has waited for its copy, a reload's target from its
@@ -31,6 +31,9 @@ from megatron_offload.core.window import InFlightWindow
 from megatron_offload.errors import OffloadError
 from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings, StageWork
 from megatron_offload.planning.schedule import Pass, PassKind
+
+_SEGMENT_BYTES = 2 * 1024**2
+"""PyTorch's caching allocator takes large memory from the device in multiples of this."""
 
 _ends_s = ContextVar("_ends_s", default=math.inf)
 
@@ -116,6 +119,8 @@ class StepCounts:
     """The most that is allocated at one time."""
     peak_taken_bytes: int = 0
     """The most that is allocated, or was freed with a message and can't be used yet."""
+    peak_reserved_bytes: int = 0
+    """What the allocator reserves: ``peak_taken_bytes`` and what it can't use, see `Job`."""
     peak_host_bytes: int = 0
     """The most that lies on the host, from the issue of an offload to that of its reload."""
     offloaded_bytes: int = 0
@@ -144,8 +149,6 @@ class RankProgram(StepCounts):
     arguments: list[float] = field(default_factory=list)
     copy_bytes: list[int] = field(default_factory=list)
     """By the index of the copy, in the order of issue."""
-    peak_temp_bytes: int = 0
-    """The largest temporaries of any group, buffers included."""
     # The rest only where it was asked for.
     labels: list[tuple[str, bool]] = field(default_factory=list)
     """The group of each op, and whether it is in backward."""
@@ -330,7 +333,8 @@ class _Replay:
         self._chunks: dict[tuple[int, int], list[WorkGroup]] = {}
         self._pending_bytes = 0
         self._static_bytes = self._device_bytes = static_bytes
-        self._host_bytes = 0
+        self._host_bytes = self._peak_temp_bytes = 0
+        self._unused_bytes = rank.job.unused_bytes
         self._budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
         self._window: InFlightWindow[WorkGroup] = InFlightWindow(self._release, self._budget)
         self._decisions = StepDecisions(self, self._window, self._budget)
@@ -403,8 +407,8 @@ class _Replay:
         """Write a group's part of a pass."""
         program = self.program
         temp_bytes += passed.stage.buffer_bytes
-        if temp_bytes > program.peak_temp_bytes:
-            program.peak_temp_bytes = temp_bytes
+        if temp_bytes > self._peak_temp_bytes:
+            self._peak_temp_bytes = temp_bytes
         self._note_peaks(temp_bytes + block_bytes)
         us *= self._slowness[passed.one.stage]
         if us > 0:
@@ -429,6 +433,12 @@ class _Replay:
         budget = self._budget
         left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
         assert (*left, self._device_bytes) == (0, 0, 0, self._static_bytes), left
+        reserved_bytes = self.program.peak_taken_bytes
+        if self._unused_bytes is not None:  # it was measured
+            self.program.peak_reserved_bytes = reserved_bytes + self._unused_bytes
+        else:
+            num_segments = -(-(reserved_bytes + self._peak_temp_bytes) // _SEGMENT_BYTES)
+            self.program.peak_reserved_bytes = num_segments * _SEGMENT_BYTES
         del self._window, self._decisions  # which hold this: no circle of so many groups
         return self.program
 

@@ -1,36 +1,57 @@
 """How long a step takes, where it stalls, and what memory it needs, with no GPU at all.
 
+A rank's compute stream is a process of simpy; the end of a copy moves whenever the node's bandwidth
+is shared anew. Messages leave as soon as they are made, and are under way beside compute.
+
+Copies share a node's bandwidth max-min fair, by progressive filling (Bertsekas and Gallager, Data
+Networks, 1992, section 6.5.2). All GPUs being alike, shares depend only on how many copy which way.
+
 Same input, same result to the last bit; the work is linear in passes times groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import itertools
+import math
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_offload.core.trace import ByteCount, Counter, StepTrace
+from megatron_offload.core.machine import Machine
+from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.replay import RankProgram, StepCounts, replay
-from megatron_offload.planning.streams import RankStreams, run_streams
+from megatron_offload.planning.replay import OpKind, RankProgram, StepCounts, check_time, replay
 
-SEGMENT_BYTES = 2 * 1024**2
-"""PyTorch's caching allocator takes large memory from the device in multiples of this."""
+if TYPE_CHECKING:
+    import simpy
+
+PIPELINE = PIPELINE_WAIT
+"""The stall of a rank that waits for another stage."""
+RELEASE = "W2"
+"""The stall at a release, whose copy to the host is not over."""
+RELOAD = "W4"
+"""The stall at a backward, whose reload is not over."""
+
+_EVENTS_BETWEEN_LOOKS = 100
+"""At the clock."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RankResult(StepCounts):
     """What a step was on one rank."""
 
-    end_us: float
+    end_us: float = 0.0
     """When its last pass and its last release were over."""
-    compute_us: float
-    stall_us: dict[str, float]
+    compute_us: float = 0.0
+    stall_us: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys((PIPELINE, RELEASE, RELOAD), 0.0)
+    )
     """What the compute stream lost, by cause: `PIPELINE`, `RELEASE`, `RELOAD`. Waiting for the end
     of the step's last rank isn't in it."""
-    peak_reserved_bytes: int
-    """What the allocator reserves: ``peak_taken_bytes`` and what it can't use, see `Job`."""
     trace: StepTrace | None = None
 
 
@@ -69,11 +90,22 @@ def simulate_programs(
     job: Job, programs: Sequence[RankProgram], *, record: bool = False
 ) -> Simulation:
     """Predict a step of which each rank's program is known, and recorded if that is asked for."""
-    ranks = run_streams(job, programs, records=record)
-    return Simulation(
-        step_us=max(one.end_us for one in ranks),
-        ranks=tuple(_result(job, one) for one in ranks),
-    )
+    ranks = [_Streams(index, program, records=record) for index, program in enumerate(programs)]
+    environment = _Step(job, ranks).environment
+    for number in itertools.count():
+        if math.isinf(environment.peek()):
+            break
+        if number % _EVENTS_BETWEEN_LOOKS == 0:
+            check_time()
+        environment.step()
+    stuck = [rank for rank, one in enumerate(ranks) if not one.is_done]
+    if stuck:
+        raise ConfigError(
+            f"schedule {job.schedule.name!r}: pipeline ranks {', '.join(map(str, stuck))} wait for "
+            "each other"
+        )
+    results = tuple(one.result for one in ranks)
+    return Simulation(max(one.end_us for one in results), results)
 
 
 _DEFAULT = RankSettings()
@@ -95,31 +127,232 @@ def settings_of(plan: OffloadPlan, default: RankSettings = _DEFAULT) -> list[Ran
     return found
 
 
-def reserved_bytes(job: Job, program: RankProgram) -> int:
-    """Return what a rank reserves: what it takes and, where that was measured, what is unused.
+class Rates(NamedTuple):
+    """Bytes per microsecond of each copy, by what its GPU copies."""
 
-    Else it is an estimate, in segments of the allocator.
-    """
-    if job.unused_bytes is not None:
-        return program.peak_taken_bytes + job.unused_bytes
-    num_bytes = program.peak_taken_bytes + program.peak_temp_bytes
-    return -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+    d2h: float
+    """To the host, the other direction idle."""
+    h2d: float
+    both_d2h: float
+    """To the host, with the other direction busy."""
+    both_h2d: float
 
 
-def _result(job: Job, rank: RankStreams) -> RankResult:
-    program = rank.program
-    if rank.trace is not None:
-        began_us = [*rank.began_us, rank.end_us]
-        for position, *counts in program.memory:
-            names = (ByteCount.HELD, ByteCount.INFLIGHT, ByteCount.PREFETCHED, ByteCount.HOST)
+class FairShare:
+    """The shares of the copies of one node; every copy stands for ``gpus_per_rank`` at once."""
+
+    def __init__(self, machine: Machine, gpus_per_rank: int = 1) -> None:
+        self._machine = machine
+        self._gpus_per_rank = gpus_per_rank
+        self._known: dict[tuple[int, int, int], Rates] = {}
+
+    def rates(self, num_d2h: int, num_h2d: int, num_both: int) -> Rates:
+        """Return the rates where so many ranks copy each way, or both; 0 for what none does."""
+        case = (num_d2h, num_h2d, num_both)
+        if case not in self._known:
+            self._known[case] = self._fill(*(self._gpus_per_rank * number for number in case))
+        return self._known[case]
+
+    def _fill(self, num_d2h: int, num_h2d: int, num_both: int) -> Rates:
+        """Raise all rates together, and stop those that a limit binds."""
+        machine = self._machine
+        numbers = (num_d2h, num_h2d, num_both, num_both)
+        limits = [
+            ((0,), machine.d2h_gbps * num_d2h),
+            ((1,), machine.h2d_gbps * num_h2d),
+            ((2,), min(machine.both_gbps, machine.d2h_gbps) * num_both),
+            ((3,), min(machine.both_gbps, machine.h2d_gbps) * num_both),
+            ((0, 2), machine.node_d2h_gbps or math.inf),
+            ((1, 3), machine.node_h2d_gbps or math.inf),
+            ((0, 1, 2, 3), machine.node_gbps),
+        ]
+        rates = [0.0] * 4
+        rising = {kind for kind in range(4) if numbers[kind]}
+        while rising:
+            levels = []
+            for kinds, gbps in limits:
+                taken = sum(rates[kind] * numbers[kind] for kind in kinds if kind not in rising)
+                number = sum(numbers[kind] for kind in kinds if kind in rising)
+                if number:
+                    levels.append(((gbps - taken) / number, kinds))
+            level, kinds = min(levels)
+            for kind in rising.intersection(kinds):
+                rates[kind] = level
+            rising -= set(kinds)
+        return Rates(*(rate * 1e3 for rate in rates))
+
+
+class _Queue:
+    """A copy stream: copies in the order of issue, one at a time."""
+
+    def __init__(self, rank: _Streams, *, is_d2h: bool) -> None:
+        self.rank = rank
+        self.is_d2h = is_d2h
+        self.waiting: deque[int] = deque()
+        self.copy: int | None = None
+        """The one that is under way."""
+        self.rest_bytes = self.rate = self.start_us = self.since_us = 0.0
+        self.num_rates = 0
+
+
+class _Streams:
+    """One rank's streams, and what becomes of them."""
+
+    def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
+        counts = {one.name: getattr(program, one.name) for one in fields(StepCounts)}
+        self.program = program
+        self.result = RankResult(**counts, trace=StepTrace(index) if records else None)
+        self.is_done = False
+        self.d2h, self.h2d = _Queue(self, is_d2h=True), _Queue(self, is_d2h=False)
+        self.is_over = bytearray(len(program.copy_bytes))
+        self.awaited: tuple[int, simpy.Event] | None = None
+        self._memory = deque(program.memory if records else ())
+
+    def note(self, span: Span) -> None:
+        """Keep a span, if spans are kept."""
+        if self.result.trace is not None:
+            self.result.trace.spans.append(span)
+
+    def stalled(self, cause: str, position: int, since_us: float, until_us: float) -> None:
+        """Count what was lost at an op of the program."""
+        if until_us <= since_us:
+            return
+        self.result.stall_us[cause] += until_us - since_us
+        if self.result.trace is not None:
+            label = self.program.labels[position][0]
+            self.note(Span("compute", "stall", label, since_us, until_us - since_us, wait=cause))
+
+    def came_to(self, position: int, now_us: float) -> None:
+        """Note what memory is taken from an op on, if that is kept."""
+        names = (ByteCount.HELD, ByteCount.INFLIGHT, ByteCount.PREFETCHED, ByteCount.HOST)
+        trace = self.result.trace
+        while trace and self._memory and self._memory[0].position <= position:
+            _, *counts = self._memory.popleft()
             for name, num_bytes in zip(names, counts, strict=True):
-                rank.trace.counters.append(Counter(name, began_us[position], num_bytes))
-    own = {one.name: getattr(program, one.name) for one in fields(StepCounts)}
-    return RankResult(
-        **own,
-        end_us=rank.end_us,
-        compute_us=rank.compute_us,
-        stall_us=rank.stall_us,
-        peak_reserved_bytes=reserved_bytes(job, program),
-        trace=rank.trace,
-    )
+                trace.counters.append(Counter(name, now_us, num_bytes))
+
+
+class _Step:
+    """The processes of all ranks, and what they share."""
+
+    def __init__(self, job: Job, ranks: list[_Streams]) -> None:
+        import simpy
+
+        self.environment = simpy.Environment()
+        machine = job.machine
+        self._share = FairShare(machine, min(job.gpus_per_rank, machine.gpus_per_node))
+        us_per_byte = 1e-3 / machine.p2p_gbps
+        output_us = [machine.p2p_latency_us + s.output_bytes * us_per_byte for s in job.stages]
+        # By `message_of`, less the microbatch. A gradient is as large as what the stage before
+        # has sent.
+        self._transfer_us = [
+            us for stage in range(len(output_us)) for us in (output_us[stage - 1], output_us[stage])
+        ]
+        self._arrivals: dict[int, simpy.Event] = {}
+        for first in range(0, len(ranks), job.ranks_per_node):
+            node = ranks[first : first + job.ranks_per_node]
+            for rank in node:
+                self.environment.process(self._compute_stream(rank, node))
+
+    def _compute_stream(
+        self, rank: _Streams, node: list[_Streams]
+    ) -> Generator[simpy.Event, None, None]:
+        environment, program = self.environment, rank.program
+        num_ops, joined_us, records = len(program.kinds), 0.0, rank.result.trace is not None
+        for position, kind in enumerate(program.kinds):
+            now_us, argument = environment.now, program.arguments[position]
+            if records:
+                rank.came_to(position, now_us)
+            if kind == OpKind.COMPUTE:
+                rank.result.compute_us += argument
+                if records:
+                    label, is_backward = program.labels[position]
+                    what = "other" if not label else "backward" if is_backward else "forward"
+                    rank.note(Span("compute", what, label, now_us, argument))
+                elif position + 1 < num_ops and program.kinds[position + 1] == OpKind.COMPUTE:
+                    joined_us += argument  # nobody looks in between
+                    continue
+                yield environment.timeout(joined_us + argument)
+                joined_us = 0.0
+                continue
+            number = int(argument)
+            if kind == OpKind.AWAIT:
+                if not rank.is_over[number]:
+                    rank.awaited = (number, environment.event())
+                    is_d2h = yield rank.awaited[1]
+                    rank.awaited = None
+                    rank.stalled(RELEASE if is_d2h else RELOAD, position, now_us, environment.now)
+            elif kind == OpKind.RECEIVE:
+                arrival = self._arrival_of(number)
+                if not arrival.processed:
+                    yield arrival
+                    rank.stalled(PIPELINE, position, now_us, environment.now)
+                del self._arrivals[number]
+            elif kind == OpKind.SEND:
+                self._send(number)
+            else:
+                queue = rank.d2h if kind == OpKind.OFFLOAD else rank.h2d
+                queue.waiting.append(number)
+                if queue.copy is None:
+                    self._begin_copy(queue)
+                    self._share_anew(node)
+        rank.came_to(num_ops, environment.now)
+        rank.result.end_us = environment.now
+        rank.is_done = True
+
+    def _arrival_of(self, message: int) -> simpy.Event:
+        return self._arrivals.setdefault(message, self.environment.event())
+
+    def _send(self, message: int) -> None:
+        flight = self.environment.timeout(self._transfer_us[message % len(self._transfer_us)])
+        assert flight.callbacks is not None
+        flight.callbacks.append(self._arrival_of(message).trigger)
+
+    # Copies
+
+    def _begin_copy(self, queue: _Queue) -> None:
+        """Begin the next copy of an idle queue, if there is one."""
+        queue.copy = queue.waiting.popleft() if queue.waiting else None
+        if queue.copy is not None:
+            queue.rest_bytes, queue.rate = queue.rank.program.copy_bytes[queue.copy], 0.0
+            queue.start_us = queue.since_us = self.environment.now
+
+    def _end_copy(self, queue: _Queue, num_rates: int, node: list[_Streams], _: object) -> None:
+        """End a queue's copy, unless its rate has changed since this end was set."""
+        if num_rates != queue.num_rates:
+            return
+        rank, copy, now_us = queue.rank, queue.copy, self.environment.now
+        assert copy is not None
+        rank.is_over[copy] = True
+        if rank.result.trace is not None:
+            stream, program = "d2h" if queue.is_d2h else "h2d", rank.program
+            label, num_bytes = program.copy_labels[copy], program.copy_bytes[copy]
+            duration_us = now_us - queue.start_us
+            rank.note(Span(stream, stream, label, queue.start_us, duration_us, num_bytes))
+        self._begin_copy(queue)
+        self._share_anew(node)
+        if rank.awaited is not None and rank.awaited[0] == copy:
+            rank.awaited[1].succeed(queue.is_d2h)
+
+    def _share_anew(self, node: list[_Streams]) -> None:
+        """Share a node's bandwidth among the copies that run now."""
+        busy = [(rank.d2h.copy is not None, rank.h2d.copy is not None) for rank in node]
+        ways = ((True, False), (False, True), (True, True))
+        rates = self._share.rates(*map(busy.count, ways))
+        for rank in node:
+            d2h, h2d = rank.d2h, rank.h2d
+            if d2h.copy is not None:
+                self._set_rate(d2h, rates.d2h if h2d.copy is None else rates.both_d2h, node)
+            if h2d.copy is not None:
+                self._set_rate(h2d, rates.h2d if d2h.copy is None else rates.both_h2d, node)
+
+    def _set_rate(self, queue: _Queue, rate: float, node: list[_Streams]) -> None:
+        if rate == queue.rate:
+            return
+        now_us = self.environment.now
+        queue.rest_bytes -= queue.rate * (now_us - queue.since_us)
+        queue.rate, queue.since_us = rate, now_us
+        queue.num_rates += 1
+        end = self.environment.timeout(max(0.0, queue.rest_bytes) / rate)
+        assert end.callbacks is not None
+        end.callbacks.append(partial(self._end_copy, queue, queue.num_rates, node))

@@ -19,11 +19,7 @@ from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.errors import ConfigError, OffloadError, shorten
 from megatron_offload.files.text import open_regular
 from megatron_offload.train.parallel import Parallel
-from megatron_offload.train.run_folder import (
-    CheckpointFolder,
-    Manifest,
-    read_checkpoint,
-)
+from megatron_offload.train.run_folder import CheckpointFolder, Manifest, read_checkpoint
 
 
 class CheckpointError(OffloadError, RuntimeError):

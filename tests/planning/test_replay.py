@@ -115,7 +115,6 @@ def test_what_is_made_again_is_there_in_its_own_forward_and_backward_alone():
     settings = replace(NO_OFFLOAD, recompute=(frozenset({"norm", "other"}),))
     program = replay(job, 0, settings)
     assert program.peak_device_bytes == 1004
-    assert program.peak_temp_bytes == 6
     assert program.arguments == [1.0, 1.0, 2.0, 2.5]
     assert (program.remade_bytes, program.remade_us) == (6, 0.5)
     alone = replay(one_rank(work(10, units=norm)), 0, settings)

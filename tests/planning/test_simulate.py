@@ -13,8 +13,7 @@ from megatron_offload.core.trace import ByteCount, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import simulate
-from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD
+from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
 
 KB = 1000
 FAST = Machine(

@@ -23,8 +23,7 @@ from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, UnitWork
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
-from megatron_offload.planning.simulate import simulate
-from megatron_offload.planning.streams import RELEASE, RELOAD
+from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 
 KIB = 1024
 NUM_STEPS = 6

@@ -16,8 +16,14 @@ from megatron_offload.planning.job import (
 )
 from megatron_offload.planning.replay import OpKind, RankProgram
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
-from megatron_offload.planning.simulate import simulate
-from megatron_offload.planning.streams import PIPELINE, RELEASE, RELOAD, FairShare, run_streams
+from megatron_offload.planning.simulate import (
+    PIPELINE,
+    RELEASE,
+    RELOAD,
+    FairShare,
+    simulate,
+    simulate_programs,
+)
 
 KB = 1000
 MACHINE = Machine(
@@ -38,8 +44,7 @@ def run(*ops, copy_bytes=(), machine=MACHINE):
     for kind, argument in ops:
         program.kinds.append(kind)
         program.arguments.append(argument)
-    ranks = run_streams(replace(JOB, machine=machine), [program], records=False)
-    return ranks[0]
+    return simulate_programs(replace(JOB, machine=machine), [program]).ranks[0]
 
 
 def test_copies_of_one_queue_follow_one_another():
