@@ -275,13 +275,9 @@ class MemorySearch(PlanSearch):
 
     def _promise(self) -> str:
         reserved = [rank.measured_peak_bytes for rank in self.plan.ranks]
-        found = (
-            "what is reserved is not known"
-            if None in reserved
-            else f"{_sizes([each or 0 for each in reserved])} are reserved"
-        )
+        found = _sizes([each or 0 for each in reserved]) if all(reserved) else "unknown sizes"
         return (
-            f"; {found}, at most {_sizes(self._wanted_bytes)} is wanted; this costs "
+            f"; {found} are reserved, at most {_sizes(self._wanted_bytes)} is wanted; this costs "
             f"{self.plan.measured}"
         )
 

@@ -13,18 +13,16 @@ example: megatron-offload doctor --output doctor.json
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
 from pydantic_settings import CliToggleFlag
-from rich.table import Table
 from rich.text import Text
 
 from megatron_offload.cli.options import Options, writing
 from megatron_offload.config import find_config
 from megatron_offload.files.text import replace_text
-from megatron_offload.machine.examine import Examination, Finding, examine
+from megatron_offload.machine.examine import Examination, examine
 from megatron_offload.planning.description import load_description
 from megatron_offload.report.console import console, plain_table
 
@@ -52,17 +50,13 @@ def run(given: Given) -> int:
         job = load_description(find_config(given.model, kind="models")).job()
         own = max(job.optimizer_host_bytes)
     examination = examine(bandwidth=not given.no_bandwidth, optimizer_bytes=own)
-    console().print(findings_table(examination.findings))
+    rows = (
+        [Text(one.level, _STYLES[one.level]), one.title, one.found, one.advice]
+        for one in examination.findings
+    )
+    console().print(plain_table("This machine", ["", "looked at", "found", "what to do"], 4, rows))
     if given.output is not None:
         data = TypeAdapter(Examination).dump_python(examination, mode="json")
         with writing(given.output):
             replace_text(given.output, json.dumps({"format": 1, **data}, indent=1) + "\n")
     return int(any(finding.level == "error" for finding in examination.findings))
-
-
-def findings_table(findings: Sequence[Finding]) -> Table:
-    """Return one line for each finding, in their order."""
-    rows = (
-        [Text(one.level, _STYLES[one.level]), one.title, one.found, one.advice] for one in findings
-    )
-    return plain_table("This machine", ["", "looked at", "found", "what to do"], 4, rows)

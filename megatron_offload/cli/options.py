@@ -2,7 +2,7 @@
 
 A command's options are one model; of another, such as the trainer's configuration, each key is a
 flag too, which says the same as ``--set KEY=VALUE``. pydantic-settings makes the flags of both.
-Where commands write, and what they say while they work, stands here too.
+Where commands write stands here too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -20,7 +20,6 @@ from pydantic_core import PydanticUndefined
 
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import StrictModel, validate
-from megatron_offload.report.console import console
 
 
 class Options(StrictModel):
@@ -110,10 +109,3 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"can't write {path}: {error.strerror}; choose another file") from error
-
-
-@contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Show in a terminal what takes its time; yield what is to be told how far the work is."""
-    with console(stderr=True).status(what, spinner="line") as status:
-        yield lambda text: status.update(f"{what}: {text}")

@@ -27,7 +27,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from rich.table import Table
 
-from megatron_offload.cli.options import progress, writing
+from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.units import format_bytes
@@ -64,15 +64,14 @@ def run(given: Given) -> int:
     """Plan, print and write; return 0."""
     output = given.output or (given.folder and given.folder / PLAN_NAME)
     config = _policy_of(given)
-    with progress("planning"):
-        source = load_source(given)
-        recorded = source.recorded
-        if recorded is not None and recorded.own_plan == output:
-            raise ConfigError(
-                f"{output} is the plan that the run made and followed; --output FILE takes another"
-            )
-        chooser = Chooser(source.profiles, source.job, source.default)
-        plan = make(source, chooser, config, output)
+    source = load_source(given)
+    recorded = source.recorded
+    if recorded is not None and recorded.own_plan == output:
+        raise ConfigError(
+            f"{output} is the plan that the run made and followed; --output FILE takes another"
+        )
+    chooser = Chooser(source.profiles, source.job, source.default)
+    plan = make(source, chooser, config, output)
     step = chooser.simulate(plan)
     tables = (_rank_table(source, plan, chooser.without, step), plan_table(plan))
     source.show(chooser.without, step, "with the plan", tables)

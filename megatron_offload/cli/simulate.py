@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_offload.cli.options import progress, writing
+from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
@@ -44,13 +44,10 @@ class Given(SourceOptions):
 
 def run(given: Given) -> int:
     """Simulate both steps, print them and write what was asked for; return 0."""
-    with progress("simulating") as say:
-        source = load_source(given)
-        settings = source.settings(given.plan)
-        say("the step without offload")
-        without = simulate(source.job)
-        say("the step with offload")
-        offloaded = simulate(source.job, settings, record=given.trace is not None)
+    source = load_source(given)
+    settings = source.settings(given.plan)
+    without = simulate(source.job)
+    offloaded = simulate(source.job, settings, record=given.trace is not None)
     if given.plan is not None:
         what = f"the plan {given.plan}"
     elif source.recorded is not None:

@@ -33,7 +33,7 @@ from megatron_offload.planning.description import (
     load_description,
 )
 from megatron_offload.planning.files import load_profile
-from megatron_offload.planning.job import Job, RankSettings
+from megatron_offload.planning.job import LIMITS, Job, RankSettings
 from megatron_offload.planning.plan import check_profiles
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.planning.profiled_job import (
@@ -52,8 +52,6 @@ from megatron_offload.train.run_folder import (
     main_folder,
     rank_files,
 )
-
-_SIZES = ("max_inflight_bytes", "prefetch_bytes")
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class Source:
         flags = self.around.offload
         given: dict[str, Any] = {}
         for section in (self.recorded.offload if self.recorded else Budgets(), flags):
-            given |= section.model_dump(include={*_SIZES}, exclude_unset=True)
+            given |= section.model_dump(include={*LIMITS}, exclude_unset=True)
         if "recompute" not in flags.model_fields_set:
             return RankSettings(**given)
         units = {unit.unit for stage in self.job.stages for g in stage.groups for unit in g.units}

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
-from megatron_offload.files.text import MAX_TEXT_BYTES, read_json, replace_text
+from megatron_offload.files.text import read_json, replace_text
 
 
 def _plain_size(value: Any) -> Any:
@@ -93,8 +93,6 @@ class StrictModel(BaseModel):
     )
 
 
-Model = TypeVar("Model", bound=BaseModel)
-
 T = TypeVar("T")
 
 _MOST_ISSUES = 20
@@ -128,9 +126,9 @@ def _adapter_of(model: Any) -> TypeAdapter[Any]:
     return TypeAdapter(model)
 
 
-def read_model(model: type[Model], path: Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Model:
+def read_model(model: type[T], path: Path) -> T:
     """Build ``model`` from a JSON file; ConfigError as for `read_json` and `validate`."""
-    return validate(model, read_json(path, limit_bytes=limit_bytes), str(path))
+    return validate(model, read_json(path), str(path))
 
 
 def write_model(path: Path, model: BaseModel) -> None:

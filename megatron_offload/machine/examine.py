@@ -122,8 +122,7 @@ def check_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
     """Say what a GPU's copies reach, and what is left of that when others copy too."""
     title = f"GPU {index}: copies"
     alone = min(rates.d2h_gbps, rates.h2d_gbps)
-    both = min(rates.both_d2h_gbps / rates.d2h_gbps, rates.both_h2d_gbps / rates.h2d_gbps)
-    node = min(rates.node_d2h_gbps / rates.d2h_gbps, rates.node_h2d_gbps / rates.h2d_gbps)
+    together = min(rates.node_d2h_gbps / rates.d2h_gbps, rates.node_h2d_gbps / rates.h2d_gbps)
     found = f"{rates.d2h_gbps:.1f} GB/s to the host and {rates.h2d_gbps:.1f} back, at once "
     found += f"{rates.both_d2h_gbps:.1f} and {rates.both_h2d_gbps:.1f}"
     if num_gpus > 1:
@@ -134,12 +133,9 @@ def check_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
         advice += "copies, whether memory lies next to the GPU (numactl, nvidia-smi topo -m), "
         advice += "and whether an IOMMU translates addresses (boot with iommu=pt)"
         return Finding("warning", title, found, advice)
-    if min(both, node) >= _FREE_SHARE:
+    if together >= _FREE_SHARE:
         return Finding("ok", title, found)
-    advice = "plan with these numbers: in a step, copies go both ways"
-    if num_gpus > 1 and node < _FREE_SHARE * both:
-        advice = "plan with the last numbers, since the machine's memory is shared; what later "
-        advice += "ranks keep, the first can use (delta_bytes_across_pp_ranks)"
+    advice = "plan with the last numbers: in a step copies go both ways, and GPUs share memory"
     return Finding("note", title, found, advice)
 
 

@@ -10,9 +10,8 @@ Where a job is small, single groups, limits and kinds of the best are changed at
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import cycle, pairwise, product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,10 +23,11 @@ from megatron_offload.core.profile import GroupKey, StepProfile, is_cheap
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.footprint import Footprint
-from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
+from megatron_offload.planning.job import LIMITS, NO_OFFLOAD, UNLIMITED, Job, RankSettings
 from megatron_offload.planning.plan import (
     OffloadPlan,
     UnitChoice,
+    by_stage,
     check_profiles,
     plan_of,
     rank_plan,
@@ -64,10 +64,8 @@ _MOST_TRIES = 4
 """So often a choice is made for a lower target, where replaying it shows more than its rows do."""
 
 _MOST_BOUNDARIES = 600_000
-"""Of groups, that all candidates of one target pass together: some seconds of one core."""
-
-_MOST_CHANGED = 500_000
-"""Likewise those in which single groups, limits and kinds are changed."""
+"""Of groups, that all candidates of one target pass together: some seconds of one core. So many
+more pass those in which single groups, limits and kinds are changed."""
 
 _ENOUGH_CANDIDATES = 100
 """Where fewer may be tried, `Chooser.within` looks around the best of the last target alone."""
@@ -81,16 +79,23 @@ _NUM_CHANGED = 3
 _HOPELESS = 1.1
 """A candidate that takes so much longer than the best is not looked around."""
 
-_NO_LIMITS = RankSettings()
-_LIMITS = ("max_inflight_bytes", "prefetch_bytes")
-
 _Settings: TypeAlias = tuple[RankSettings, ...]
 """Of each rank."""
 _Kind: TypeAlias = tuple[str, int]
 """A unit of a virtual stage, the same on all ranks."""
 _Recompute: TypeAlias = tuple[frozenset[str], ...]
 """Kinds that are made again, by virtual stage."""
-_Change: TypeAlias = Callable[[RankSettings], RankSettings]
+
+
+class _Change(NamedTuple):
+    """What is done otherwise on one rank."""
+
+    rank: int
+    shares: _Shares = _SAME
+    keys: frozenset[GroupKey] = frozenset()
+    """Groups that move where they stay, and stay where they move."""
+    kinds: frozenset[_Kind] = frozenset()
+    """Bytes that are made again where they are not, and the other way round."""
 
 
 class _Way(NamedTuple):
@@ -149,7 +154,7 @@ class Chooser:
         self,
         profiles: Collection[StepProfile],
         job: Job,
-        limits: RankSettings = _NO_LIMITS,
+        limits: RankSettings = UNLIMITED,
         *,
         link_share: float = SLOW_LINK_SHARE,
     ) -> None:
@@ -169,12 +174,12 @@ class Chooser:
             kinds = [(unit, stage) for unit, stage in kinds if unit in may.get(stage, ())]
         self._kinds = kinds
         self._num_cheap = sum(is_cheap(unit) for unit, _ in kinds)
-        self._levels = [_recompute(kinds[:number]) for number in range(len(kinds) + 1)]
+        self._levels = [by_stage(kinds[:number]) for number in range(len(kinds) + 1)]
         boundaries = sum(
             2 * len(job.stages[one.stage].groups) for passes in job.schedule.ranks for one in passes
         )
         self._most_candidates = max(12, _MOST_BOUNDARIES // max(1, boundaries))
-        self._most_changes = _MOST_CHANGED // max(1, boundaries)
+        self._most_changes = _MOST_BOUNDARIES // max(1, boundaries)
         self._bare_steps: dict[_Recompute, Simulation] = {}
         self._works: dict[tuple[int, _Recompute], RankWork] = {}
         self._lives: dict[tuple[int, _Recompute], Footprint] = {}
@@ -218,18 +223,7 @@ class Chooser:
         """Return the plan with the least peak of the fullest rank that costs no more time.
 
         It does so with a slower link, too.
-
-        Raises:
-            ConfigError: a profile is of a step that moved something.
         """
-        moved_bytes = sum(
-            profile.offloaded_bytes for profile in self._profiles if profile.waited_us is None
-        )
-        if moved_bytes:
-            raise ConfigError(
-                f"the profiled step moved {moved_bytes} bytes, and its times hold what it waited "
-                "for them; profile another"
-            )
         limit_us = self.without.step_us * (1 + most_slowdown_percent / 100)
         lowest, highest = self.lowest_bytes, self.highest_bytes
         too_low, kept = -1, _NUM_TARGETS
@@ -380,12 +374,13 @@ class Chooser:
             for index, best in enumerate(starts):
                 changes = self._changes(best.settings, may_remake=may_remake)
                 num_in_vain = 0
-                for rank, change in cycle(changes):
+                for change in cycle(changes):
                     if num_left == 0 or num_in_vain == len(changes):
                         break
                     num_left, num_in_vain = num_left - 1, num_in_vain + 1
-                    one = change(best.settings[rank])
-                    settings = (*best.settings[:rank], one, *best.settings[rank + 1 :])
+                    rank, before = change.rank, best.settings
+                    one = self._apply(change, before[rank])
+                    settings = (*before[:rank], one, *before[rank + 1 :])
                     if self._keeps(targets, settings):
                         us = self._simulate(settings).step_us
                         if us < best.us:
@@ -397,64 +392,59 @@ class Chooser:
         peaks = map(self._peak, range(len(targets)), settings)
         return all(peak <= target for peak, target in zip(peaks, targets, strict=True))
 
-    def _changes(self, settings: _Settings, *, may_remake: bool) -> list[tuple[int, _Change]]:
+    def _changes(self, settings: _Settings, *, may_remake: bool) -> list[_Change]:
         """Return changes of each rank: of limits and kinds first, then of groups in a random order.
 
         Where groups are few, also of those in one place of each chunk, and of limits along with
         others: alone such a change doesn't keep the target, or makes no step quicker.
         """
-        groups: list[tuple[int, _Change]] = []
-        others: list[tuple[int, _Change]] = []
+        groups: list[_Change] = []
+        others: list[_Change] = []
         for rank in range(len(settings)):
             keys = [group.key for group in self._rank(rank, ()).groups]
             is_few = len(keys) <= _FEW_GROUPS
             for distance in range(len(keys) if is_few else 3):
-                for pair in zip(keys, keys[distance:], strict=False):
-                    groups.append((rank, partial(self._with_others, rank, frozenset(pair), _SAME)))
+                pairs = zip(keys, keys[distance:], strict=False)
+                groups += [_Change(rank, keys=frozenset(pair)) for pair in pairs]
             if is_few:
                 places = pairwise(sorted({key.order for key in keys}))
                 for two, shares in product(places, (_SAME, (1.5, 0.5))):
                     alike = frozenset(key for key in keys if key.order in two)
-                    groups.append((rank, partial(self._with_others, rank, alike, shares)))
+                    groups.append(_Change(rank, shares, keys=alike))
             for shares in ((0.8, 0.8), (1.25, 1.25), (0.9, 1.1), (1.1, 0.9)):
-                others.append((rank, partial(self._with_room, shares)))
+                others.append(_Change(rank, shares))
             both = [_SAME, (0.65, 0.65)] if is_few else [_SAME]
             for kind, shares in product(self._kinds if may_remake else (), both):
-                others.append((rank, partial(self._with_kind, kind, shares)))
+                others.append(_Change(rank, shares, kinds=frozenset((kind,))))
         # Where only some can be tried, those of all places.
         mixed = np.random.default_rng(0).permutation(len(groups))
         return others + [groups[place] for place in mixed]
 
-    def _with_others(
-        self, rank: int, keys: frozenset[GroupKey], shares: _Shares, settings: RankSettings
-    ) -> RankSettings:
-        """Move those of some groups that stay, let stay those that move, within other limits."""
+    def _apply(self, change: _Change, settings: RankSettings) -> RankSettings:
+        """Return the settings of a rank after a change."""
+        if change.kinds:
+            stages = enumerate(settings.recompute or ())
+            kinds = {(unit, stage) for stage, units in stages for unit in units}
+            settings = replace(settings, recompute=by_stage(kinds ^ change.kinds))
         if not settings.offloads:
-            live = self._rank(rank, settings.recompute or ())
-            both = dict.fromkeys(_LIMITS, 2 * live.largest_bytes)
+            if not change.keys:
+                return settings
+            live = self._rank(change.rank, settings.recompute or ())
+            both = dict.fromkeys(LIMITS, 2 * live.largest_bytes)
             settings = self._limited(kept=live.keys, recompute=settings.recompute, **both)
-        return self._with_room(shares, replace(settings, kept=settings.kept ^ keys))
-
-    def _with_kind(self, kind: _Kind, shares: _Shares, settings: RankSettings) -> RankSettings:
-        """Make a kind of bytes again, or don't where it is, within other limits."""
-        stages = enumerate(settings.recompute or ())
-        kinds = {(unit, stage) for stage, units in stages for unit in units}
-        changed = replace(settings, recompute=_recompute(kinds ^ {kind}))
-        return self._with_room(shares, changed)
-
-    def _with_room(self, shares: _Shares, settings: RankSettings) -> RankSettings:
-        """Take other shares of both limits."""
-        pairs = zip(_LIMITS, shares, strict=True)
-        changed = {name: int(share * (getattr(settings, name) or 0)) for name, share in pairs}
-        own = {"kept": settings.kept, "recompute": settings.recompute}
-        return self._limited(**own, **changed) if settings.offloads else settings
+        limits = {
+            name: int(share * (getattr(settings, name) or 0))
+            for name, share in zip(LIMITS, change.shares, strict=True)
+        }
+        kept = settings.kept ^ change.keys
+        return self._limited(kept=kept, recompute=settings.recompute, **limits)
 
     def _limited(self, **changed: Any) -> RankSettings:
         """Return settings of a rank that moves something; the user's limits go over all."""
         free = {
             name: value
             for name, value in changed.items()
-            if name not in _LIMITS or getattr(self._limits, name) is None
+            if name not in LIMITS or getattr(self._limits, name) is None
         }
         return replace(self._limits, **free)
 
@@ -558,8 +548,8 @@ class Chooser:
         plans = []
         for index, (settings, what) in enumerate(zip(chosen, wanted, strict=True)):
             profile = self._remaking(index, settings.recompute)
-            live = {group.key for group in self._rank(index, settings.recompute or ()).groups}
-            moved = live.difference(settings.kept) if settings.offloads else set()
+            live = self._rank(index, settings.recompute or ()).keys
+            moved = live.difference(settings.kept) if settings.offloads else frozenset()
             kept = {
                 group.key: f"not needed for {what}" if group.key in live else "has no backward"
                 for group in profile.groups
@@ -572,19 +562,14 @@ class Chooser:
                     f"moves for {what}",
                     max_inflight_bytes=settings.max_inflight_bytes if moved else None,
                     prefetch_bytes=settings.prefetch_bytes if moved else None,
-                    units=tuple(_unit_choices(profile, self._stages(index))),
+                    units=tuple(_unit_choices(profile, self._work(index, ()).vp_stages)),
                 )
             )
         return self._predicted(plan_of(kind, self._profiles, plans))
 
-    def _stages(self, rank: int) -> list[int]:
-        """Return the virtual stage of each chunk of a rank."""
-        own = self._job.schedule.stages_of(rank)
-        return [own.index(stage) for stage in RankWork(self._job, rank).chunk_stages]
-
     def _remaking(self, rank: int, recompute: Sequence[Collection[str]] | None) -> StepProfile:
         """Return the profile of a rank, with units made again as `RankSettings` says."""
-        profile, stages = self._profiles[rank], self._stages(rank)
+        profile, stages = self._profiles[rank], self._work(rank, ()).vp_stages
         chosen = dict(enumerate(recompute or ()))
         groups = (
             group.making_again(
@@ -620,14 +605,6 @@ def _kinds_of(job: Job) -> list[tuple[str, int]]:
                 us[unit.unit] += unit.us
     costs = {unit: us[unit] / max(1, size) for unit, size in num_bytes.items()}
     return sorted(found, key=lambda kind: (costs[kind[0]], *kind))
-
-
-def _recompute(kinds: Collection[tuple[str, int]]) -> tuple[frozenset[str], ...]:
-    """Return kinds by virtual stage."""
-    num_stages = 1 + max((stage for _, stage in kinds), default=-1)
-    return tuple(
-        frozenset(unit for unit, place in kinds if place == stage) for stage in range(num_stages)
-    )
 
 
 def _unit_choices(profile: StepProfile, stages: Sequence[int]) -> Iterator[UnitChoice]:

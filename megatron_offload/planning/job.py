@@ -137,6 +137,12 @@ class RankSettings:
     """What each pass of the rank takes besides, as it was measured."""
 
 
+LIMITS = ("max_inflight_bytes", "prefetch_bytes")
+"""The budgets of `RankSettings`."""
+
+UNLIMITED = RankSettings()
+"""Everything may move, within the engine's own budgets."""
+
 NO_OFFLOAD = RankSettings(offloads=False, recompute=())
 """Everything stays, and nothing waits for a copy."""
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from megatron_offload.core.profile import IS_STRICT, Amount, Duration, GroupKey, Name, StepProfile
 from megatron_offload.errors import ConfigError
 
-_MOST_NAMED = 20
-
 _SMALL_SHARE = 0.02
 """Bytes of groups may differ by this much altogether between a plan and its run."""
 
@@ -100,12 +98,7 @@ class RankPlan:
         """The units that are made again, by virtual stage; None where it doesn't say."""
         if self.units is None:
             return None
-        remade = [unit for unit in self.units if unit.is_remade]
-        num_stages = 1 + max((unit.vp_stage for unit in remade), default=-1)
-        return tuple(
-            frozenset(unit.unit for unit in remade if unit.vp_stage == stage)
-            for stage in range(num_stages)
-        )
+        return by_stage((unit.unit, unit.vp_stage) for unit in self.units if unit.is_remade)
 
     @property
     def kept(self) -> dict[GroupKey, str]:
@@ -199,6 +192,15 @@ class OffloadPlan:
         )
 
 
+def by_stage(kinds: Iterable[tuple[str, int]]) -> tuple[frozenset[str], ...]:
+    """Return units, each with its virtual stage, by virtual stage."""
+    found = set(kinds)
+    num_stages = 1 + max((stage for _, stage in found), default=-1)
+    return tuple(
+        frozenset(unit for unit, place in found if place == stage) for stage in range(num_stages)
+    )
+
+
 def rank_plan(
     profile: StepProfile, kept: Mapping[GroupKey, str], moved: str, **settings: Any
 ) -> RankPlan:
@@ -235,11 +237,9 @@ def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]
     first = in_order[0].run
     ranks = [profile.run.pp_rank for profile in in_order]
     if ranks != list(range(first.pp_size)):
-        missing = sorted(set(range(first.pp_size)).difference(ranks))[:_MOST_NAMED]
-        lacking = f"; missing: {', '.join(map(str, missing))}" if missing else ""
         raise ConfigError(
             f"a plan needs one profile of each of {first.pp_size} pipeline ranks, got those of "
-            f"{', '.join(map(str, ranks))}{lacking}"
+            f"{', '.join(map(str, ranks))}"
         )
     for run in (profile.run for profile in in_order):
         for name in ("num_microbatches", "pp_size", "vp_size", "modules", "versions"):

@@ -26,6 +26,7 @@ from megatron_offload.core.profile import (
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork, UnitWork
+from megatron_offload.planning.plan import by_stage
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
@@ -220,16 +221,12 @@ def slowest_link(profiles: Iterable[StepProfile]) -> Machine | None:
 
 def _remade_in(profile: StepProfile, job: Job, rank: int) -> tuple[frozenset[str], ...]:
     """Return the units that a profiled step made again, by virtual stage."""
-    chunks = RankWork(job, rank).chunk_stages
-    return tuple(
-        frozenset(
-            unit.unit
-            for group in profile.groups
-            if chunks[group.key.chunk] == stage
-            for unit in group.remade
-            if unit.is_remade
-        )
-        for stage in job.schedule.stages_of(rank)
+    vp_stages = RankWork(job, rank).vp_stages
+    return by_stage(
+        (unit.unit, vp_stages[group.key.chunk])
+        for group in profile.groups
+        for unit in group.remade
+        if unit.is_remade
     )
 
 

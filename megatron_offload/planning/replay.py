@@ -189,7 +189,7 @@ class RankWork:
 
     Attributes:
         job: the step, with those units made again.
-        chunk_stages: the stage of each chunk: of forwards that have a group.
+        vp_stages: the virtual stage of each chunk: of forwards that have a group.
         profile: what the engine would learn from a step: groups, and the order of needs. It
             depends on the schedule and on sizes alone, not on what moves.
     """
@@ -199,8 +199,8 @@ class RankWork:
     ) -> None:
         self.job = job = job.making_again(rank, recompute)
         self.rank = rank
-        self.chunk_stages: list[int] = []
-        self._own_stages = frozenset(job.schedule.stages_of(rank))
+        self.vp_stages: list[int] = []
+        self._own_stages = job.schedule.stages_of(rank)
         places: dict[tuple[int, int], tuple[_Place, ...]] = {}
         self._passes: list[_PassWork] = []
         pending = PendingMessages(job, rank)
@@ -239,13 +239,13 @@ class RankWork:
 
     def _places(self, stage: int) -> tuple[_Place, ...]:
         """Return the groups of the next chunk."""
-        chunk, order, places = len(self.chunk_stages), 0, []
+        chunk, order, places = len(self.vp_stages), 0, []
         for work in self.job.stages[stage].groups:
             needs = tuple(GroupKey(chunk, order - distance) for distance in work.needs)
             places.append(_Place(GroupKey(chunk, order if work.is_marked else -1), work, needs))
             order += work.is_marked
         if order:
-            self.chunk_stages.append(stage)
+            self.vp_stages.append(self._own_stages.index(stage))
         return tuple(places)
 
     def _learn(self) -> StepProfile:

@@ -23,6 +23,7 @@ class PassKind(StrEnum):
 
 
 _MOST_PASSES = 10_000_000
+_NOTHING = "a schedule has at least one rank, one stage and one microbatch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if min(len(self.ranks), self.num_stages, self.num_microbatches) < 1:
-            raise ConfigError("a schedule has at least one rank, one stage and one microbatch")
+            raise ConfigError(_NOTHING)
         if not all(self.ranks):
             raise ConfigError(f"rank {self.ranks.index(())} has nothing to do")
         seen = Counter(one for passes in self.ranks for one in passes)
@@ -122,15 +123,19 @@ def make_schedule(
         raise ConfigError(
             f"schedule {name!r} has no virtual stages, got {num_virtual}, in groups of {group_size}"
         )
-    sizes = {"ranks": num_ranks, "microbatches": num_microbatches, "virtual stages": num_virtual}
-    for what, number in sizes.items():
-        if number < 1:
-            raise ConfigError(f"a schedule has at least one of its {what}, got {number}")
+    if min(num_ranks, num_microbatches, num_virtual) < 1:
+        raise ConfigError(_NOTHING)
     if num_ranks * num_microbatches * num_virtual * 2 > _MOST_PASSES:
         raise ConfigError(f"a schedule has at most {_MOST_PASSES} passes")
     size = group_size or num_ranks
-    if is_interleaved:
-        _check_groups(num_ranks, num_microbatches, size)
+    smallest = min(size, num_microbatches % size or size)
+    if is_interleaved and not num_ranks <= smallest <= size <= num_microbatches:
+        raise ConfigError(
+            f"interleaved 1F1B takes its {num_microbatches} microbatches in groups of at least its "
+            f"{num_ranks} ranks, the last of what is left, and {size} leave "
+            f"{num_microbatches % size}; give more microbatches, or another "
+            "microbatch_group_size_per_vp_stage"
+        )
     table = [
         (virtual, microbatch)
         for first in range(0, num_microbatches, size)
@@ -150,15 +155,3 @@ def make_schedule(
         last = backwards[len(table) - num_warmup :]
         ranks.append((*forwards[:num_warmup], *chain.from_iterable(in_turn), *last))
     return Schedule(name, num_ranks * num_virtual, num_microbatches, tuple(ranks))
-
-
-def _check_groups(num_ranks: int, num_microbatches: int, size: int) -> None:
-    smallest = min(size, num_microbatches % size or size)
-    if smallest >= num_ranks and size <= num_microbatches:
-        return
-    raise ConfigError(
-        f"interleaved 1F1B takes its {num_microbatches} microbatches in groups of at least its "
-        f"{num_ranks} ranks, the last of what is left, and {size} leave "
-        f"{num_microbatches % size}; give more microbatches, or another "
-        "microbatch_group_size_per_vp_stage"
-    )

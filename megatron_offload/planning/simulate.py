@@ -11,18 +11,18 @@ Same input, same result to the last bit; the work is linear in passes times grou
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
+from megatron_offload.planning.job import LIMITS, NO_OFFLOAD, UNLIMITED, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.replay import OpKind, RankProgram, StepCounts, check_time, replay
 
@@ -108,13 +108,9 @@ def simulate_programs(
     return Simulation(max(one.end_us for one in results), results)
 
 
-_DEFAULT = RankSettings()
-
-
-def settings_of(plan: OffloadPlan, default: RankSettings = _DEFAULT) -> list[RankSettings]:
+def settings_of(plan: OffloadPlan, default: RankSettings = UNLIMITED) -> list[RankSettings]:
     """Return what each rank of a plan does; the limits that ``default`` sets go over the plan's."""
-    names = ("max_inflight_bytes", "prefetch_bytes")
-    free = [name for name in names if getattr(default, name) is None]
+    free = [name for name in LIMITS if getattr(default, name) is None]
     found = []
     for rank in plan.ranks:
         recompute = default.recompute if rank.recompute is None else rank.recompute
@@ -138,48 +134,38 @@ class Rates(NamedTuple):
     both_h2d: float
 
 
-class FairShare:
-    """The shares of the copies of one node; every copy stands for ``gpus_per_rank`` at once."""
+def fair_rates(
+    machine: Machine, gpus_per_rank: int, num_d2h: int, num_h2d: int, num_both: int
+) -> Rates:
+    """Return the rates where so many ranks of a node copy each way, or both; 0 for what none does.
 
-    def __init__(self, machine: Machine, gpus_per_rank: int = 1) -> None:
-        self._machine = machine
-        self._gpus_per_rank = gpus_per_rank
-        self._known: dict[tuple[int, int, int], Rates] = {}
-
-    def rates(self, num_d2h: int, num_h2d: int, num_both: int) -> Rates:
-        """Return the rates where so many ranks copy each way, or both; 0 for what none does."""
-        case = (num_d2h, num_h2d, num_both)
-        if case not in self._known:
-            self._known[case] = self._fill(*(self._gpus_per_rank * number for number in case))
-        return self._known[case]
-
-    def _fill(self, num_d2h: int, num_h2d: int, num_both: int) -> Rates:
-        """Raise all rates together, and stop those that a limit binds."""
-        machine = self._machine
-        numbers = (num_d2h, num_h2d, num_both, num_both)
-        limits = [
-            ((0,), machine.d2h_gbps * num_d2h),
-            ((1,), machine.h2d_gbps * num_h2d),
-            ((2,), min(machine.both_gbps, machine.d2h_gbps) * num_both),
-            ((3,), min(machine.both_gbps, machine.h2d_gbps) * num_both),
-            ((0, 2), machine.node_d2h_gbps or math.inf),
-            ((1, 3), machine.node_h2d_gbps or math.inf),
-            ((0, 1, 2, 3), machine.node_gbps),
-        ]
-        rates = [0.0] * 4
-        rising = {kind for kind in range(4) if numbers[kind]}
-        while rising:
-            levels = []
-            for kinds, gbps in limits:
-                taken = sum(rates[kind] * numbers[kind] for kind in kinds if kind not in rising)
-                number = sum(numbers[kind] for kind in kinds if kind in rising)
-                if number:
-                    levels.append(((gbps - taken) / number, kinds))
-            level, kinds = min(levels)
-            for kind in rising.intersection(kinds):
-                rates[kind] = level
-            rising -= set(kinds)
-        return Rates(*(rate * 1e3 for rate in rates))
+    All rates are raised together, and those that a limit binds stop there.
+    """
+    d2h, h2d, both = (gpus_per_rank * number for number in (num_d2h, num_h2d, num_both))
+    numbers = (d2h, h2d, both, both)
+    limits = [
+        ((0,), machine.d2h_gbps * d2h),
+        ((1,), machine.h2d_gbps * h2d),
+        ((2,), min(machine.both_gbps, machine.d2h_gbps) * both),
+        ((3,), min(machine.both_gbps, machine.h2d_gbps) * both),
+        ((0, 2), machine.node_d2h_gbps or math.inf),
+        ((1, 3), machine.node_h2d_gbps or math.inf),
+        ((0, 1, 2, 3), machine.node_gbps),
+    ]
+    rates = [0.0] * 4
+    rising = {kind for kind in range(4) if numbers[kind]}
+    while rising:
+        levels = []
+        for kinds, gbps in limits:
+            taken = sum(rates[kind] * numbers[kind] for kind in kinds if kind not in rising)
+            number = sum(numbers[kind] for kind in kinds if kind in rising)
+            if number:
+                levels.append(((gbps - taken) / number, kinds))
+        level, kinds = min(levels)
+        for kind in rising.intersection(kinds):
+            rates[kind] = level
+        rising -= set(kinds)
+    return Rates(*(rate * 1e3 for rate in rates))
 
 
 class _Queue:
@@ -240,7 +226,8 @@ class _Step:
 
         self.environment = simpy.Environment()
         machine = job.machine
-        self._share = FairShare(machine, min(job.gpus_per_rank, machine.gpus_per_node))
+        gpus_per_rank = min(job.gpus_per_rank, machine.gpus_per_node)
+        self._rates = functools.cache(functools.partial(fair_rates, machine, gpus_per_rank))
         us_per_byte = 1e-3 / machine.p2p_gbps
         output_us = [machine.p2p_latency_us + s.output_bytes * us_per_byte for s in job.stages]
         # By `message_of`, less the microbatch. A gradient is as large as what the stage before
@@ -338,7 +325,7 @@ class _Step:
         """Share a node's bandwidth among the copies that run now."""
         busy = [(rank.d2h.copy is not None, rank.h2d.copy is not None) for rank in node]
         ways = ((True, False), (False, True), (True, True))
-        rates = self._share.rates(*map(busy.count, ways))
+        rates = self._rates(*map(busy.count, ways))
         for rank in node:
             d2h, h2d = rank.d2h, rank.h2d
             if d2h.copy is not None:
@@ -355,4 +342,4 @@ class _Step:
         queue.num_rates += 1
         end = self.environment.timeout(max(0.0, queue.rest_bytes) / rate)
         assert end.callbacks is not None
-        end.callbacks.append(partial(self._end_copy, queue, queue.num_rates, node))
+        end.callbacks.append(functools.partial(self._end_copy, queue, queue.num_rates, node))

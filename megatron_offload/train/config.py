@@ -128,7 +128,7 @@ class RunConfig(StrictModel):
     bit. From the fourth on steps are like those after."""
     profile_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``); 0 for none.
-    Changes no bit. In a run that is resumed later the third step after that."""
+    Changes no bit. From the third on steps are like those after."""
     checkpoint_interval: int = Field(default=0, ge=0)
     """Steps between checkpoints, of which the newest two are kept; one more follows the last step,
     or a signal. 0 for none at all."""

@@ -24,24 +24,19 @@ _DEFAULT_TEXT_BYTES = 4 * 1024 * 1024
 class TextSource:
     """Sequences cut out of text at places that a counter-based generator draws."""
 
-    def __init__(self, text: bytes, seed: int, micro_batch_size: int, sequence_length: int) -> None:
+    def __init__(self, config: TrainConfig) -> None:
+        data = config.data
+        text = b"\n".join(path.read_bytes() for path in data.text) if data.text else default_text()
         self._text = np.frombuffer(text, dtype=np.uint8)
         self.digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-        self._seed = seed
-        self._micro_batch_size = micro_batch_size
-        self._length = sequence_length + 1
+        self._seed = config.run.seed
+        self._micro_batch_size = data.micro_batch_size
+        self._length = config.model.sequence_length + 1
         if len(self._text) < self._length:
             raise ConfigError(
                 f"the text holds {len(self._text)} bytes, fewer than the {self._length} of one "
                 f"sequence and its next token; give more text or lower model.sequence_length"
             )
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> TextSource:
-        """Read the text that ``config`` names."""
-        data = config.data
-        text = b"\n".join(path.read_bytes() for path in data.text) if data.text else default_text()
-        return cls(text, config.run.seed, data.micro_batch_size, config.model.sequence_length)
 
     def tokens(self, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
         """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""

@@ -6,7 +6,6 @@ Offloading is switched on for its model chunks, looked at, and planned by its ow
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import time
@@ -53,17 +52,17 @@ def run_training(
 
     Where it goes on from a checkpoint, the steps before are in rank 0's report only. Once
     ``signals`` holds one, the run stops after its step. Every step is said, and whether it is that
-    of a run ``before``; a run that has none, but will be one, shows it in a terminal for a while.
+    of a run ``before``; of a run that has none, but will be one, how many there are.
     """
     with open_model_parallel(config, device) as parallel:
         out = console(stderr=True, quiet=not parallel.is_owner)
-        with out.status(title) if before is None else _NOTHING as status:
 
-            def tell(line: str, show: Callable[[str], None] = out.print) -> None:
-                show(f"{title}: {line}")
+        def say(line: str) -> None:
+            out.print(f"{title}: {line}")
 
-            shown = functools.partial(tell, show=status.update) if status else tell
-            report = _Trainer(config, device, parallel, signals, tell, shown, before).run()
+        if before is None:
+            say(f"{config.run.steps} steps, to compare with")
+        report = _Trainer(config, device, parallel, signals, say, before).run()
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return report
 
@@ -77,7 +76,6 @@ class _Trainer:
     _parallel: Parallel
     _signals: Sequence[int]
     _say: Callable[[str], None]
-    _show: Callable[[str], None]
     _before: Sequence[RunReport] | None
     _first: int = 1
 
@@ -92,7 +90,7 @@ class _Trainer:
         self._optimizer = build_optimizer(config, self._chunks)
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
-        self._source = TextSource.of(config)
+        self._source = TextSource(config)
         found = {"run.device": self._device.type, "the digest of data.text": self._source.digest}
         self._checkpoints = Checkpoints(
             deciding(config, self._parallel.world_size, **found),
@@ -147,7 +145,8 @@ class _Trainer:
             report.steps.append(record)
             if log is not None:
                 log.write(record.to_json() + "\n")
-            self._show(self._line(record))
+            if self._before is not None:
+                say(self._line(record))
             if was_planning and not session.is_planning:
                 note = session.keep_plan(run.output if self._parallel.is_owner else None)
                 if note:  # what a plan costs is told where time means anything
@@ -247,10 +246,8 @@ class _Trainer:
     def _profiling(
         self, step: int, manager: PipelineOffloadManager | None
     ) -> contextlib.AbstractContextManager[RecordedStep | None]:
-        config, wanted = self._config, self._config.run.profile_step
-        if wanted and self._first > 1:  # the first steps after a start are not like the rest
-            wanted = max(wanted, self._first + 2)
-        if manager is None or step != wanted:
+        config = self._config
+        if manager is None or step != config.run.profile_step:
             return _NOTHING
         run = RunShape(
             num_microbatches=config.data.microbatches,

@@ -223,7 +223,7 @@ def test_a_target_below_what_there_can_be_is_gone_for_as_far_as_that_goes():
 def test_where_nobody_tells_what_is_reserved_a_plan_is_trusted():
     search = memory(WANTED)
     assert play(search, lambda plan: (cost(0.5), [None])) == 1
-    assert "what is reserved is not known" in search.said
+    assert "unknown sizes are reserved" in search.said
 
 
 @pytest.mark.parametrize("seed", range(40))

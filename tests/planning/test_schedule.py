@@ -147,15 +147,15 @@ def test_what_can_t_run(text, num_microbatches, reason):
     ("arguments", "reason"),
     [
         (("1f1", 2, 2), "did you mean '1f1b'"),
-        (("1f1b", 0, 2), "at least one of its ranks"),
-        (("gpipe", 2, 0), "at least one of its microbatches"),
+        (("1f1b", 0, 2), "at least one rank"),
+        (("gpipe", 2, 0), "at least one rank"),
         (("1f1b", 2, 2, 2), "no virtual stages"),
         (("interleaved", 4, 6, 2), "4 leave 2; give more microbatches"),
         (("interleaved", 4, 10, 2, 3), "10 microbatches in groups of at least its 4 ranks"),
         (("interleaved", 4, 10, 2, 12), "another microbatch_group_size_per_vp_stage"),
         (("interleaved", 4, 3, 2), "4 leave 3; give more microbatches"),
         (("1f1b", 4, 8, 1, 4), "no virtual stages, got 1, in groups of 4"),
-        (("interleaved", 2, 2, 0), "at least one of its virtual stages"),
+        (("interleaved", 2, 2, 0), "at least one rank"),
         (("gpipe", 10_000, 10_000), "at most"),
     ],
 )

@@ -20,7 +20,7 @@ from megatron_offload.planning.simulate import (
     PIPELINE,
     RELEASE,
     RELOAD,
-    FairShare,
+    fair_rates,
     simulate,
     simulate_programs,
 )
@@ -121,22 +121,22 @@ def test_a_schedule_whose_ranks_wait_in_a_circle_is_refused():
     [(1, 0, 0, 55.0), (0, 1, 0, 55.0), (0, 0, 1, 51.0), (4, 0, 0, 41.0), (0, 4, 0, 51.25)],
 )
 def test_a_host_with_four_h200s(num_d2h, num_h2d, num_both, gbps):
-    rates = FairShare(Machine()).rates(num_d2h, num_h2d, num_both)
+    rates = fair_rates(Machine(), 1, num_d2h, num_h2d, num_both)
     used = [rate for rate in rates if rate]
     assert used == pytest.approx([gbps * 1e3] * len(used))
 
 
 def test_four_that_copy_both_ways_are_bound_by_the_node():
-    assert FairShare(Machine()).rates(0, 0, 4) == pytest.approx((0, 0, 25625.0, 25625.0))
+    assert fair_rates(Machine(), 1, 0, 0, 4) == pytest.approx((0, 0, 25625.0, 25625.0))
 
 
 def test_what_one_copy_may_not_use_the_others_get():
     machine = Machine(d2h_gbps=10, h2d_gbps=50, both_gbps=50, node_gbps=45, node_d2h_gbps=None)
-    assert FairShare(machine).rates(1, 1, 0) == pytest.approx((10_000, 35_000, 0, 0))
+    assert fair_rates(machine, 1, 1, 1, 0) == pytest.approx((10_000, 35_000, 0, 0))
 
 
 def test_gpus_of_one_rank_count_each():
-    assert FairShare(Machine(), 4).rates(0, 0, 1) == FairShare(Machine()).rates(0, 0, 4)
+    assert fair_rates(Machine(), 4, 0, 0, 1) == fair_rates(Machine(), 1, 0, 0, 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -148,7 +148,7 @@ def test_no_limit_is_exceeded_and_every_copy_is_at_one(seed):
         d2h_gbps=d2h, h2d_gbps=h2d, both_gbps=both, node_gbps=node, node_d2h_gbps=node_d2h
     )
     numbers = [rng.randint(0, 4) for _ in range(3)]
-    rates = [rate / 1e3 for rate in FairShare(machine).rates(*numbers)]
+    rates = [rate / 1e3 for rate in fair_rates(machine, 1, *numbers)]
     numbers.append(numbers[2])
     own = [d2h, h2d, min(both, d2h), min(both, h2d)]
     total = sum(rate * number for rate, number in zip(rates, numbers, strict=True))

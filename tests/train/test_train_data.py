@@ -12,11 +12,26 @@ from megatron_offload.train.data import TextSource
 TEXT = bytes(range(256)) * 8
 
 
-def source(seed=1):
-    return TextSource(TEXT, seed, micro_batch_size=2, sequence_length=16)
+@pytest.fixture
+def source(tmp_path):
+    """Return what makes a source of some text."""
+
+    def make(seed=1, text=TEXT, micro_batch_size=2, sequence_length=16):
+        (tmp_path / "text").write_bytes(text)
+        return TextSource(
+            TrainConfig.model_validate(
+                {
+                    "model": {"sequence_length": sequence_length},
+                    "data": {"text": [tmp_path / "text"], "micro_batch_size": micro_batch_size},
+                    "run": {"seed": seed},
+                }
+            )
+        )
+
+    return make
 
 
-def test_the_same_microbatch_is_the_same_tokens_in_any_order():
+def test_the_same_microbatch_is_the_same_tokens_in_any_order(source):
     keys = list(itertools.product((1, 2), (0, 1), (0, 1)))
     forwards, backwards = source(), source()
     first = {key: forwards.tokens(*key) for key in keys}
@@ -27,7 +42,7 @@ def test_the_same_microbatch_is_the_same_tokens_in_any_order():
     assert not torch.equal(source(2).tokens(*keys[0]), first[keys[0]])
 
 
-def test_labels_are_the_tokens_one_place_on():
+def test_labels_are_the_tokens_one_place_on(source):
     batches = list(source().microbatches(1, 3, 0, torch.device("cpu")))
     assert len(batches) == 3
     for batch in batches:
@@ -36,11 +51,11 @@ def test_labels_are_the_tokens_one_place_on():
         assert torch.equal(batch["position_ids"][1], torch.arange(16))
 
 
-def test_text_of_exactly_one_sequence_is_enough():
-    exact = TextSource(b"abcde", 1, micro_batch_size=1, sequence_length=4)
+def test_text_of_exactly_one_sequence_is_enough(source):
+    exact = source(text=b"abcde", micro_batch_size=1, sequence_length=4)
     assert exact.tokens(1, 0, 0).tolist() == [list(b"abcde")]
     with pytest.raises(ConfigError, match="fewer than the 6"):
-        TextSource(b"abcde", 1, micro_batch_size=1, sequence_length=5)
+        source(text=b"abcde", sequence_length=5)
 
 
 def test_text_files_are_read_in_their_order(tmp_path):
@@ -49,9 +64,9 @@ def test_text_files_are_read_in_their_order(tmp_path):
     config = TrainConfig.model_validate(
         {"model": {"sequence_length": 8}, "data": {"text": [tmp_path / "b", tmp_path / "a"]}}
     )
-    assert TextSource.of(config).tokens(1, 0, 0).tolist() == [list(b"bbbb\naaaa")]
+    assert TextSource(config).tokens(1, 0, 0).tolist() == [list(b"bbbb\naaaa")]
 
 
-def test_the_digest_is_of_the_text_and_not_of_how_it_is_cut():
+def test_the_digest_is_of_the_text_and_not_of_how_it_is_cut(source):
     assert source(1).digest == source(2).digest
-    assert TextSource(TEXT[:-1], 1, 2, 16).digest != source().digest
+    assert source(text=TEXT[:-1]).digest != source().digest
