@@ -53,12 +53,17 @@ provide_datasets.is_distributed = True
 def provide_model(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    make_spec = gpt_layer_specs.get_gpt_layer_local_spec
-    if args.transformer_impl == "transformer_engine":
-        make_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+    has_engine = args.transformer_impl == "transformer_engine"
+    layers = gpt_layer_specs.get_gpt_decoder_block_spec(config, has_engine, vp_stage=vp_stage)
+    more = None
+    if args.mtp_num_layers:
+        more = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, layers.layer_specs[-1], has_engine, vp_stage=vp_stage
+        )
     return GPTModel(
         config=config,
-        transformer_layer_spec=make_spec(),
+        transformer_layer_spec=layers,
+        mtp_block_spec=more,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

@@ -1,0 +1,116 @@
+"""Lets Megatron-LM's own programs run on a CPU: a folder that stands first on PYTHONPATH.
+
+Once a process has loaded `megatron.training`, CUDA stands for the CPU in Megatron's modules and
+nowhere else: torch, this package and the program itself see a machine without a GPU. What
+megatron-core needs is `megatron_offload.integrations.megatron_cpu`'s; here is what `pretrain` asks
+for beyond that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import sys
+import typing
+
+if not hasattr(typing, "override"):  # megatron-core 0.19 asks for Python 3.12
+    typing.override = lambda method: method
+
+
+class Finished:
+    """A stream or an event of a device that has done all it was asked for."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def wait_stream(self, stream):
+        """Wait for nothing."""
+
+
+class Bridges:
+    """What of Megatron's asks for CUDA, and the CPU in its place."""
+
+    def __init__(self):
+        self.view = None
+        """What Megatron's modules take for torch, once there is one."""
+        self._stack = contextlib.ExitStack()
+
+    def build(self):
+        """Let CUDA stand for the CPU in all that is loaded."""
+        import torch
+
+        from megatron_offload.integrations.megatron_cpu import cpu_bridges
+
+        self._stack.enter_context(cpu_bridges())
+        self.view = sys.modules["megatron.core.parallel_state"].torch
+        vars(self.view).update(rand=self._on_cpu(torch.rand))
+        vars(self.view.cuda).update(
+            is_available=lambda: True,
+            device_count=lambda: 1,
+            set_device=lambda device: None,
+            Stream=Finished,
+            current_stream=lambda device=None: Finished(),
+            stream=lambda stream: contextlib.nullcontext(),
+        )
+        loaded = torch.utils.data.dataloader._BaseDataLoaderIter
+        loaded.__init__ = self._keeping_random_state(loaded.__init__)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megatron."):
+                self.reach(module)
+
+    def reach(self, module):
+        """Let CUDA stand for the CPU in a module that has been loaded."""
+        if self.view is not None and vars(module).get("torch") is sys.modules["torch"]:
+            module.torch = self.view
+
+    @staticmethod
+    def _on_cpu(factory):
+        return lambda *sizes, device=None, **named: factory(*sizes, **named)
+
+    @staticmethod
+    def _keeping_random_state(make):
+        """A loader's iterator draws a seed on the CPU, whose generator is the device's as well."""
+
+        def begin(self, *words, **named):
+            import torch
+
+            before = torch.get_rng_state()
+            make(self, *words, **named)
+            torch.set_rng_state(before)
+
+        return begin
+
+
+bridges = Bridges()
+
+
+class Loader:
+    """Loads a module as another loader does, and then reaches it."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def exec_module(self, module):
+        self._loader.exec_module(module)
+        if module.__name__ == "megatron.training":
+            bridges.build()
+        bridges.reach(module)
+
+
+class Finder:
+    """Finds Megatron's modules where they are."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = None
+        if name.startswith("megatron."):
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = Loader(spec.loader)
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
