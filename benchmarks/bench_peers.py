@@ -170,7 +170,9 @@ def parse_arguments(arguments=None):
     parser.add_argument("--share-gpu", action="store_true", help=SHARE_GPU)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--output", type=Path, required=True, help="a folder")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/peers"), help="a folder; runs/peers unless set"
+    )
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.warmup < 0 or options.repetitions < 1:
         parser.error("--steps and --repetitions are at least 1, --warmup at least 0")

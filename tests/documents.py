@@ -1,7 +1,8 @@
 """What the documents tell a reader to run: their fenced blocks, as commands and as snippets.
 
-`PRELUDES` says what a snippet presupposes and what it must have done; `NOT_RUN` and `SLOW` say of
-each command that isn't simply run why that is so. `tests/test_documents.py` runs the rest.
+`PRELUDES` says what a snippet presupposes and what it must have done; `SMALLER` how commands for
+GPUs are run on a CPU; `NOT_RUN` and `NOT_RUN_PREFIXES` why the others are not.
+`tests/test_documents.py` runs the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from pretrain_runs import MOVING, ON_CPU, SMALL
 
 from megatron_offload.cli.main import COMMANDS
 
@@ -83,33 +86,96 @@ NOT_RUN = {
     "make format": "changes the sources",
     "make docs": "makes an environment; tests/test_site.py builds the site",
     ".venv/bin/python -m pytest tests/fuzz --fuzz 2000": "tests; takes minutes",
-    "megatron-offload compare --config h200_x4_pp4_vpp2": "needs four GPUs",
 }
 """Commands that no test runs, and why. What begins as one of `NOT_RUN_PREFIXES` isn't either."""
 
+_PARSED = "its own parser takes its flags, in tests/test_documents.py"
+
 NOT_RUN_PREFIXES = {
-    "torchrun ": "needs several machines or GPUs",
-    "accelerate launch ": "needs two GPUs; its script runs in the next line",
-    "megatron-offload run ": "needs a GPU and Megatron-LM's own script",
-    "VERL_USE_EXTERNAL_MODULES=": f"needs verl; {_SETTINGS}",
-    "NVTE_CPU_OFFLOAD_V1=1 torchrun ": f"needs Megatron-Bridge; {_SETTINGS}",
-    "python3 benchmarks/bench_": _BENCHMARK,
-    "python3 examples/long_context.py ": _BENCHMARK,
-    "python3 examples/trl_sft.py ": "needs TRL; tests/test_examples.py runs it",
-    "PYTHONPATH=.venv/megatron-core-later .venv/bin/python benchmarks/bench_": _BENCHMARK,
-    "python3 scripts/check_bitwise.py ": "trains 126 models; tests/test_check_bitwise.py",
-    "python3 scripts/soak.py ": "takes many minutes; tests/test_soak.py",
+    "accelerate launch ": "starts one process where there is no GPU; the next line starts two",
+    "torchrun --nproc-per-node 8 -m megatron_offload.run pretrain_gpt.py --cuda-graph-impl ": (
+        "captures a CUDA graph; Megatron's parser takes its flags, in tests/run/test_launcher.py"
+    ),
+    "VERL_USE_EXTERNAL_MODULES=": (
+        f"needs Ray and GPUs; verl's own configuration takes its overrides, and {_SETTINGS}"
+    ),
+    "NVTE_CPU_OFFLOAD_V1=1 torchrun ": (
+        f"Megatron-Bridge asks for TransformerEngine, so for a GPU; {_SETTINGS}"
+    ),
+    "python3 benchmarks/bench_": f"{_BENCHMARK}; {_PARSED}",
+    "python3 examples/long_context.py ": f"{_BENCHMARK}; {_PARSED}",
+    "python3 scripts/check_bitwise.py --output ": f"trains 126 models; {_PARSED}",
+    "python3 scripts/soak.py ": f"takes many minutes; tests/test_soak.py; {_PARSED}",
 }
+
+PRETRAIN = ("pretrain_gpt.py", "examples/megatron_pretrain.py")
+"""Scripts of a Megatron-LM job; the example is run for both, as the wheel has only the library."""
+
+_FOR_A_GPU = (
+    "run.device=cpu parallel.pipeline=2 model.layers=4 model.hidden=64 model.heads=2 "
+    "model.ffn=128 model.sequence_length=32 model.vocabulary=256 run.steps=2 "
+    "offload.min_tensor_bytes=0 run.output=runs"
+)
+_JOB = f"{SMALL} {ON_CPU} {MOVING} --train-iters 20 --eval-interval 20"
+_JOBS = {" ... ": " ", " ...": "", "torchrun ": "torchrun --standalone ", "-node 8 ": "-node 2 "}
+
+SMALLER: dict[str, tuple[dict[str, str], str]] = {
+    "megatron-offload run pretrain_gpt.py ... --num-experts": (
+        _JOBS,
+        f"{_JOB} --swiglu --disable-bias-linear --moe-shared-expert-intermediate-size 64",
+    ),
+    "megatron-offload run pretrain_gpt.py": (_JOBS, _JOB),
+    "torchrun --nproc-per-node 8 ... -m megatron_offload.run": (_JOBS, _JOB),
+    "torchrun --nproc-per-node 1 -m megatron_offload.run --offload-policy modules": (_JOBS, _JOB),
+    "megatron-offload compare --config h200_x4": ({}, f"--set {_FOR_A_GPU}/compared"),
+    "torchrun --nproc-per-node 4 --max-restarts 3 -m megatron_offload train": (
+        {"torchrun ": "torchrun --standalone ", "-node 4": "-node 2"},
+        f"{_FOR_A_GPU}/restarted",
+    ),
+    "torchrun --nnodes 2 --nproc-per-node 4 ... -m megatron_offload train": (
+        {"-node 4 ...": "-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:$MASTER_PORT"},
+        f"--set {_FOR_A_GPU}/two",
+    ),
+    "torchrun --nproc-per-node 4 tests/integrations/pipelining_worker.py": (
+        {"torchrun ": "torchrun --standalone ", "-node 4": "-node 2"},
+        "--device cpu --width 64 --rows 64 --layers 1",
+    ),
+    "PYTHONPATH=.venv/megatron-core-later .venv/bin/python benchmarks/bench_host_overhead.py": (
+        {"PYTHONPATH=.venv/megatron-core-later .venv/bin/python": "python3"},
+        "--num-runs 1",
+    ),
+}
+"""How commands begin that are run small on a CPU: what is exchanged, and flags that then win."""
+
+
+def made_small(command: str) -> str:
+    """Return a command as it is run: with the sizes and devices that a test has."""
+    for prefix, (exchanged, appended) in SMALLER.items():
+        if command.startswith(prefix):
+            for old, new in exchanged.items():
+                command = command.replace(old, new)
+            machines = 2 if "--nnodes 2" in command else 1
+            return " & ".join([f"{command} {appended}"] * machines) + " && wait $!" * (machines - 1)
+    return command
+
+
+def wants_megatron(command: str) -> bool:
+    """Whether a command is run where the later megatron-core is."""
+    return any(script in command for script in (*PRETRAIN, "bench_host_overhead.py"))
+
 
 EXAMPLES = (
     "python3 examples/nanogpt.py",
     "python3 examples/long_context.py --layers 2 ",
+    "python3 examples/trl_sft.py ",
     "torchrun --nproc-per-node 2 examples/",
 )
 """How commands begin that run an example on a CPU, in spite of the above."""
 
 SLOW_PREFIXES = (
     *EXAMPLES,
+    *SMALLER,
+    "python3 scripts/check_bitwise.py ",
     *(f"megatron-offload {name}" for name in ("compare", "doctor", "plan", "train")),
 )
 """Commands that take more than a second or two, as does what wants `QUICKSTART` run."""
@@ -120,7 +186,7 @@ QUICKSTART = "megatron-offload compare --config configs/quickstart.yaml"
 
 def reason_not_to_run(command: str) -> str | None:
     """Return why a command isn't run; None where it is."""
-    if command.startswith(EXAMPLES):
+    if command.startswith((*EXAMPLES, *SMALLER)):
         return None
     prefixes = (why for prefix, why in NOT_RUN_PREFIXES.items() if command.startswith(prefix))
     return NOT_RUN.get(command) or next(prefixes, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import runpy
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import documents
+import pretrain_runs
 import pytest
 import torch
 from documents import NOT_RUN, PRELUDES, QUICKSTART, ROOT, SHOWN, SLOW_SNIPPETS
@@ -34,6 +36,7 @@ def scratch_folder(path):
     """Return a folder in which a page's paths lead where they lead in the repository's root."""
     for name in LINKED:
         (path / name).symlink_to(ROOT / name)
+    (path / "pretrain_gpt.py").symlink_to(pretrain_runs.EXAMPLE)
     return path
 
 
@@ -49,12 +52,15 @@ def quickstart_run(scratch):
 
 
 def run(command, folder):
-    """Run a command as a shell would in which the environment is active."""
+    """Run a command as a shell would in which the environment is active; return its output."""
     environment = {
         **os.environ,
+        "MASTER_PORT": str(pretrain_runs.free_port()),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
+    if documents.wants_megatron(command):
+        environment = pretrain_runs.environment()
     done = subprocess.run(
         ["/bin/bash", "-c", command],
         cwd=folder,
@@ -64,6 +70,7 @@ def run(command, folder):
         timeout=550,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
 
 
 def cases(pairs):
@@ -78,14 +85,17 @@ def run_case(command, folder, request, monkeypatch):
     if documents.wants_run(command):
         request.getfixturevalue("quickstart_run")
     if documents.is_slow(command):
-        return run(command, folder)
+        output = run(documents.made_small(command), folder)
+        if any(script in command for script in documents.PRETRAIN):
+            moved = pretrain_runs.Printed(output).moved
+            assert moved, "the line that docs/megatron.md speaks of"
+        return
     # In this process, which has torch loaded already.
     program, *words = shlex.split(command)
     assert program == "megatron-offload"
     monkeypatch.chdir(folder)
     status = cli.main(words)
     assert status == 0, command
-    return None
 
 
 @pytest.mark.parametrize("command", [*cases((b.place, command) for b, command in COMMANDS)])
@@ -108,23 +118,44 @@ def test_each_command_that_is_not_run_stands_on_a_page_still():
     commands = [command for _, command in COMMANDS]
     for command in NOT_RUN:
         assert command in commands, command
-    for prefix in documents.NOT_RUN_PREFIXES:
+    for prefix in (*documents.NOT_RUN_PREFIXES, *documents.SMALLER):
         assert any(command.startswith(prefix) for command in commands), prefix
 
 
-def test_scripts_that_are_not_run_have_the_flags_that_pages_give_them():
+class ParsedError(Exception):
+    """A script has taken its arguments."""
+
+
+def scripts_of_pages():
+    """Yield each command of a page that is a script of this repository's, and its words."""
     for block, command in COMMANDS:
-        words = command.split()
-        for script in (
-            word for word in words if word.startswith(("benchmarks/", "scripts/", "tests/"))
-        ):
-            if not script.endswith(".py"):
-                continue
-            source = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))
-            for flag in (word for word in words[words.index(script) :] if word[:2] == "--"):
-                name = flag[2:].replace("-", "_")  # where flags are made of a table of sizes
-                known = f'"{flag}"' in source or ('f"--{' in source and f'"{name}"' in source)
-                assert known, f"{block.place}: {script} has no {flag}"
+        words = shlex.split(command)
+        for index, word in enumerate(words):
+            if word.endswith(".py") and word.startswith(("benchmarks/", "examples/", "scripts/")):
+                is_megatron = word in documents.PRETRAIN
+                if not is_megatron and documents.reason_not_to_run(command) is not None:
+                    yield pytest.param(words[index:], id=f"{block.place}: {command}")
+
+
+@pytest.mark.parametrize("words", [*scripts_of_pages()])
+def test_a_script_that_is_not_run_takes_its_page_s_arguments(words, monkeypatch):
+    script = ROOT / words[0]
+    words = [word.removesuffix(":...") for word in words]  # of whatever settings
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path])
+    names = runpy.run_path(str(script))
+    if "parse_arguments" in names:
+        names["parse_arguments"]()
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def take(parser):
+        parse(parser)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", take)
+    with pytest.raises(ParsedError):
+        names["main"]()
 
 
 def test_commands_that_are_not_run_parse(monkeypatch):

@@ -52,6 +52,7 @@ class Bridges:
             current_stream=lambda device=None: Finished(),
             stream=lambda stream: contextlib.nullcontext(),
         )
+        torch.Tensor.type = self._said_to_be_on_cuda(torch.Tensor.type)
         loaded = torch.utils.data.dataloader._BaseDataLoaderIter
         loaded.__init__ = self._keeping_random_state(loaded.__init__)
         for name, module in list(sys.modules.items()):
@@ -66,6 +67,18 @@ class Bridges:
     @staticmethod
     def _on_cpu(factory):
         return lambda *sizes, device=None, **named: factory(*sizes, **named)
+
+    @staticmethod
+    def _said_to_be_on_cuda(say):
+        """Megatron's optimizers know parameters by such names as ``torch.cuda.BFloat16Tensor``."""
+
+        def name_type(tensor, *words, **named):
+            answer = say(tensor, *words, **named)
+            asks = sys._getframe(1).f_globals.get("__name__", "")
+            is_name = isinstance(answer, str) and asks.startswith("megatron.")
+            return answer.replace("torch.", "torch.cuda.") if is_name else answer
+
+        return name_type
 
     @staticmethod
     def _keeping_random_state(make):
