@@ -48,7 +48,8 @@ def environment() -> dict[str, str]:
     """Return the environment of a job that runs where the later megatron-core is."""
     if not LATER.is_dir():
         pytest.skip(f"no later megatron-core in {LATER}; `make test` puts one there")
-    folders = (ROOT / "tests" / "no_cuda", LATER, ROOT)
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    folders = [ROOT / "tests" / "no_cuda", LATER, ROOT, *filter(None, given)]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("NVTE_")},
         "CUDA_VISIBLE_DEVICES": "",

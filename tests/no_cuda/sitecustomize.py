@@ -1,9 +1,10 @@
 """Lets Megatron-LM's own programs run on a CPU: a folder that stands first on PYTHONPATH.
 
-Once a process has loaded `megatron.training`, CUDA stands for the CPU in Megatron's modules and
-nowhere else: torch, this package and the program itself see a machine without a GPU. What
-megatron-core needs is `megatron_offload.integrations.megatron_cpu`'s; here is what `pretrain` asks
-for beyond that.
+Once a process has loaded `megatron.training`, the CPU stands for CUDA in Megatron's modules and
+nowhere else: this package and the program itself see a machine without a GPU. What megatron-core
+needs is `megatron_offload.integrations.megatron_cpu`'s; here is what `pretrain` asks for beyond
+that. Of torch's own, tensors name their type to Megatron as CUDA's, meshes of CUDA are the CPU's,
+and data loaders leave the random state alone.
 """
 
 from __future__ import annotations
@@ -11,10 +12,30 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import sys
+import types
 import typing
 
 if not hasattr(typing, "override"):  # megatron-core 0.19 asks for Python 3.12
     typing.override = lambda method: method
+
+
+class Devices(type):
+    """The type of what is called as ``torch.device`` is: CUDA's devices are the CPU."""
+
+    def __call__(cls, kind, *index):
+        import torch
+
+        is_on_cuda = str(kind).startswith("cuda")
+        return torch.device("cpu") if is_on_cuda else torch.device(kind, *index)
+
+    def __instancecheck__(cls, found):
+        import torch
+
+        return isinstance(found, torch.device)
+
+
+class Device(metaclass=Devices):
+    """What `Devices` is the type of."""
 
 
 class Finished:
@@ -23,12 +44,14 @@ class Finished:
     def __init__(self, *_, **__):
         pass
 
-    def wait_stream(self, stream):
-        """Wait for nothing."""
+    def _nothing(self, *_):
+        return self
+
+    wait_stream = wait_event = record_event = record = wait = synchronize = _nothing
 
 
 class Bridges:
-    """What of Megatron's asks for CUDA, and the CPU in its place."""
+    """The CPU in the place of the CUDA that Megatron asks for."""
 
     def __init__(self):
         self.view = None
@@ -43,15 +66,20 @@ class Bridges:
 
         self._stack.enter_context(cpu_bridges())
         self.view = sys.modules["megatron.core.parallel_state"].torch
-        vars(self.view).update(rand=self._on_cpu(torch.rand))
+        vars(self.view).update(rand=self._on_cpu(torch.rand), device=Device)
         vars(self.view.cuda).update(
             is_available=lambda: True,
             device_count=lambda: 1,
             set_device=lambda device: None,
+            get_device_properties=lambda device=None: types.SimpleNamespace(major=9),
+            empty_cache=lambda: None,
             Stream=Finished,
+            Event=Finished,
             current_stream=lambda device=None: Finished(),
             stream=lambda stream: contextlib.nullcontext(),
         )
+        mesh = torch.distributed.device_mesh.DeviceMesh
+        mesh.__init__ = self._of_the_cpu(mesh.__init__)
         torch.Tensor.type = self._said_to_be_on_cuda(torch.Tensor.type)
         loaded = torch.utils.data.dataloader._BaseDataLoaderIter
         loaded.__init__ = self._keeping_random_state(loaded.__init__)
@@ -67,6 +95,13 @@ class Bridges:
     @staticmethod
     def _on_cpu(factory):
         return lambda *sizes, device=None, **named: factory(*sizes, **named)
+
+    @staticmethod
+    def _of_the_cpu(make):
+        def begin(mesh, device_type, *words, **named):
+            make(mesh, "cpu" if device_type == "cuda" else device_type, *words, **named)
+
+        return begin
 
     @staticmethod
     def _said_to_be_on_cuda(say):

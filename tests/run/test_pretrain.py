@@ -101,3 +101,14 @@ def test_a_pipeline_is_resumed_with_the_launcher_where_it_was_saved(tmp_path):
     assert resumed.iterations[4][1] == expected.iterations[4][1]
     mean = sum(float(expected.iterations[number][0]) for number in (3, 4)) / 2
     assert abs(float(resumed.iterations[4][0]) - mean) < 2e-6
+
+
+def test_megatron_s_own_fsdp_prints_the_same_with_the_launcher():
+    pytest.importorskip("einops", reason="no einops, which Megatron's FSDP asks for")
+    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    more = "--use-distributed-optimizer --ckpt-format fsdp_dtensor --bf16"
+    flags = (*FLAGS, *sharded.split(), *more.split())
+    printed = pretrain(*flags, ranks=2, launched=MODULES)
+    check_same(printed, pretrain(*flags, ranks=2))
+    assert len(printed.iterations) == 4
+    assert set(printed.moved) == FIVE
