@@ -125,6 +125,7 @@ SMALLER: dict[str, tuple[dict[str, str], str]] = {
         f"{_JOB} --swiglu --disable-bias-linear --moe-shared-expert-intermediate-size 64",
     ),
     "megatron-offload run pretrain_gpt.py": (_JOBS, _JOB),
+    "megatron-offload run --offload-policy auto --offload-report runs/job": (_JOBS, _JOB),
     "torchrun --nproc-per-node 8 ... -m megatron_offload.run": (_JOBS, _JOB),
     "torchrun --nproc-per-node 1 -m megatron_offload.run --offload-policy modules": (_JOBS, _JOB),
     "megatron-offload compare --config h200_x4": ({}, f"--set {_FOR_A_GPU}/compared"),
