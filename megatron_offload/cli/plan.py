@@ -64,14 +64,15 @@ def run(given: Given) -> int:
     """Plan, print and write; return 0."""
     output = given.output or (given.folder and given.folder / PLAN_NAME)
     config = _policy_of(given)
-    source = load_source(given)
-    recorded = source.recorded
-    if recorded is not None and recorded.own_plan == output:
-        raise ConfigError(
-            f"{output} is the plan that the run made and followed; --output FILE takes another"
-        )
-    chooser = Chooser(source.profiles, source.job, source.default)
-    plan = make(source, chooser, config, output)
+    with console(stderr=True).status("planning"):
+        source = load_source(given)
+        recorded = source.recorded
+        if recorded is not None and recorded.own_plan == output:
+            raise ConfigError(
+                f"{output} is the plan that the run made and followed; --output FILE takes another"
+            )
+        chooser = Chooser(source.profiles, source.job, source.default)
+        plan = make(source, chooser, config, output)
     step = chooser.simulate(plan)
     tables = (_rank_table(source, plan, chooser.without, step), plan_table(plan))
     source.show(chooser.without, step, "with the plan", tables)

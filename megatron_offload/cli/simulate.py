@@ -44,10 +44,11 @@ class Given(SourceOptions):
 
 def run(given: Given) -> int:
     """Simulate both steps, print them and write what was asked for; return 0."""
-    source = load_source(given)
-    settings = source.settings(given.plan)
-    without = simulate(source.job)
-    offloaded = simulate(source.job, settings, record=given.trace is not None)
+    with console(stderr=True).status("simulating"):
+        source = load_source(given)
+        settings = source.settings(given.plan)
+        without = simulate(source.job)
+        offloaded = simulate(source.job, settings, record=given.trace is not None)
     if given.plan is not None:
         what = f"the plan {given.plan}"
     elif source.recorded is not None:

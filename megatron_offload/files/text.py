@@ -6,16 +6,18 @@ fails or is killed leaves the file that was there.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import uuid
+from collections import Counter
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, shorten
 
 MAX_TEXT_BYTES = 16 * 1024**2
 """Larger files are no configuration of a person."""
@@ -58,9 +60,18 @@ def parse_json(text: bytes | str, source: str, *, allow_nan: bool = False) -> An
     Python itself writes them, where they are allowed.
     """
     try:
-        return from_json(text, allow_inf_nan=allow_nan)  # nested no deeper than it can be read
+        data = from_json(text, allow_inf_nan=allow_nan)  # nested no deeper than it can be read
+        json.loads(text, object_pairs_hook=_once)
     except ValueError as error:
         raise ConfigError(f"{source} is not plain JSON: {error}") from error
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    """Refuse a key that is given twice: one of its values would be ignored in silence."""
+    keys = Counter(key for key, _ in pairs)
+    if len(keys) < len(pairs):
+        raise ValueError(f"key {shorten(keys.most_common(1)[0][0])!r} is given twice")
 
 
 def replace_text(path: str | Path, text: str) -> None:

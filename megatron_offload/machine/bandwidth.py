@@ -5,6 +5,7 @@ Copies are timed by the device's clock, and count only while all directions copy
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -40,14 +41,19 @@ def measure_gpus(num_gpus: int, *, timeout_s: float = 120.0) -> tuple[CopyRates,
     One that fails, or takes longer than ``timeout_s``, is a `BandwidthError`.
     """
     command = [sys.executable, "-m", __name__, str(num_gpus)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        rates, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise BandwidthError(f"the copies were not done within {timeout_s:g} s") from error
+    finally:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5.0)  # one that is stuck in the driver is left to the system
     if process.returncode:
-        last_line = [f"exit status {process.returncode}", *process.stderr.strip().splitlines()][-1]
+        last_line = [f"exit status {process.returncode}", *errors.strip().splitlines()][-1]
         raise BandwidthError(f"measuring failed: {last_line}")
-    return tuple(CopyRates.model_validate(gpu) for gpu in json.loads(process.stdout))
+    return tuple(CopyRates.model_validate(gpu) for gpu in json.loads(rates))
 
 
 def measure_copies(

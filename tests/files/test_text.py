@@ -61,6 +61,14 @@ def test_bad_json_says_so(tmp_path, text):
     assert len(str(error.value)) < 300
 
 
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 0, "a": 1}}]'])
+def test_a_key_given_twice_is_refused(tmp_path, text):
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="key 'a' is given twice"):
+        files.read_json(file)
+
+
 def test_good_json_comes_back(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"a": [1, 2.5, null, "x", 5e-324]}')
