@@ -11,6 +11,7 @@ import torch
 from programs import (
     KIB,
     TIMINGS,
+    Times,
     assert_nothing_left,
     assert_same,
     make_manager,
@@ -97,19 +98,6 @@ def test_a_group_may_end_on_another_stream_than_it_saves_on(timing):
         assert_same(expected, step(offload=True))
         assert manager.last_step.reloaded_bytes > 0
         assert_nothing_left(manager)
-
-
-class Times(torch.autograd.Function):
-    """Hands its input on; backward multiplies by what was saved."""
-
-    @staticmethod
-    def forward(ctx, x, saved):
-        ctx.save_for_backward(saved)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0], None
 
 
 def shared_by_two(manager):

@@ -9,7 +9,7 @@ import contextlib
 
 import pytest
 import torch
-from programs import assert_nothing_left, assert_same, one_forward_one_backward, run_step
+from programs import Times, assert_nothing_left, assert_same, one_forward_one_backward, run_step
 from test_cuda import MIB, make_inputs, make_manager, make_model
 
 from megatron_offload.engine.boundary import commit_group, start_group
@@ -69,19 +69,6 @@ def test_every_bit_is_the_same(monkeypatch, inflight_bytes, retained_bytes, cros
         assert_nothing_left(manager)
     assert manager.last_step.reloaded_bytes > 0
     manager.close()
-
-
-class Times(torch.autograd.Function):
-    """Hands its input on; backward multiplies by what was saved."""
-
-    @staticmethod
-    def forward(ctx, x, saved):
-        ctx.save_for_backward(saved)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0], None
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
