@@ -1,7 +1,7 @@
 """The measured loop: a run finds by its own steps what to keep, and what to move.
 
     first three steps   everything moves or is made again; memory is pinned, and taken anew
-    the fourth          is profiled and measured
+    the fourth, fifth   are profiled and measured
     then, per plan      one takes its memory anew, the next is measured; three plans at most
 
 It begins from the side that fits and keeps where steps wait. What a plan costs is told by what its
@@ -49,6 +49,9 @@ _MOST_PROGRAMS = 3
 
 _SPARE_SHARE = 16
 """Of the device's memory, what plans leave to spare."""
+
+_MOST_IDLE_SHARE = 0.25
+"""Where the device waits for the host at more boundaries, the host is taken to be the limit."""
 
 _logger = logging.getLogger(__name__)
 
@@ -128,14 +131,13 @@ class MeasuredLoop:
                 return
             self.is_settled = False
             yield  # its memory was just trimmed
-            shown = None
-            while shown is None:
-                shown = yield from self._profiled()
-            profile, step = shown
+            profile = None
+            while profile is None:
+                profile = yield from self._profiled()
             if not (profile.step_us and profile.d2h_gbps and profile.h2d_gbps):
                 self.is_settled = True  # on a device without a clock, or where nothing moves
                 return
-            yield from self._plan(profile, step)
+            yield from self._plan(profile)
             while not self._is_other(profile):
                 if self._is_led:
                     self.is_settled = True
@@ -144,25 +146,33 @@ class MeasuredLoop:
             self._follow(None)
             _logger.warning("the program has changed: everything moves, until a step was profiled")
 
-    def _profiled(self) -> Generator[None, None, tuple[StepProfile, MeasuredStep] | None]:
+    def _profiled(self) -> Generator[None, None, StepProfile | None]:
         """Let a step pass; return what it has shown, None where it can't be told."""
         recorded = self._looking.enter_context(profile_step(self._manager))
-        step = yield from self._measured()
+        yield
         try:
             self._looking.close()
         except StateError:
             return None
-        return step and (self._learner.without_unlisted(recorded.profile), step)
+        return None if self._is_spoilt else self._learner.without_unlisted(recorded.profile)
 
-    def _measured(self) -> Generator[None, None, MeasuredStep | None]:
-        """Likewise, what it has taken."""
-        timer = StepTimer(self._manager)
-        with self._manager.observed_by(timer):
-            yield
-        return timer.read() if timer.has_ended and not self._is_spoilt else None
+    def _measured(self, profile: StepProfile) -> Generator[None, None, MeasuredStep | None]:
+        """Let steps pass until one is measured; None where none comes that is like the profiled."""
+        while True:
+            timer = StepTimer(self._manager)
+            with self._manager.observed_by(timer):
+                yield
+            if self._is_other(profile) or self._is_led:
+                return None
+            is_like = profile.has_groups_of(self._learner.profile or profile)
+            if timer.has_ended and is_like and not self._is_spoilt:
+                return timer.read()
 
-    def _plan(self, profile: StepProfile, first: MeasuredStep) -> Generator[None, None, None]:
+    def _plan(self, profile: StepProfile) -> Generator[None, None, None]:
         """Agree on a plan, measure what it costs, and correct it, until one stays."""
+        first = yield from self._measured(profile)
+        if first is None:
+            return
         self._ranks = ranks = Ranks(str(next(_numbers)), self._timeout_s)
         text, stage = PROFILES.to_json(profile), profile.run.pp_rank
         said = [stage, first, text if ranks.is_first_of(str(stage)) else ""]
@@ -172,11 +182,9 @@ class MeasuredLoop:
             answer = ranks.ask(json.dumps([stage, first, text]), self._first_answer)
         while answer is not None and not self._take(answer):
             yield  # the first behind a change takes its memory anew
-            step = None
-            while step is None or not profile.has_groups_of(self._learner.profile or profile):
-                step = yield from self._measured()
-                if self._is_other(profile) or self._is_led:
-                    return
+            step = yield from self._measured(profile)
+            if step is None:
+                return
             answer = ranks.ask(json.dumps([stage, step]), self._next_answer)
             if answer is None:
                 _logger.warning("%s; it keeps its plan", _NOT_HEARD % self._timeout_s)
@@ -227,8 +235,12 @@ class MeasuredLoop:
             for rank in range(len(self._job.static_bytes))
         ]
         cost, search = cost_of(self._job, by_rank), self._search
-        _logger.debug("%s is lost, and %s bytes are reserved", cost, reserved)
-        search.note(cost, reserved)
+        idle_share = max(step.idle_share for steps in by_rank.values() for step in steps)
+        _logger.debug(
+            "%s is lost, %s bytes are reserved, %.2f of boundaries wait for the host",
+            *(cost, reserved, idle_share),
+        )
+        search.note(cost, reserved, is_host_bound=idle_share > _MOST_IDLE_SHARE)
         text = PLANS.to_json(replace(search.plan, bandwidths=FROM_COPIES))
         return json.dumps([text, search.is_settled, search.is_kept, search.said])
 

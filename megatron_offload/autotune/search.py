@@ -57,8 +57,20 @@ class PlanSearch(ABC):
         self._left_s = MOST_PLANNING_S
         self._tried: list[OffloadPlan] = []
 
-    def note(self, cost: MeasuredCost, reserved_bytes: Sequence[int | None]) -> None:
-        """Take what a step that follows the plan has shown: its cost, what each rank reserves."""
+    def note(
+        self,
+        cost: MeasuredCost,
+        reserved_bytes: Sequence[int | None],
+        *,
+        is_host_bound: bool = False,
+    ) -> None:
+        """Take what a step that follows the plan has shown.
+
+        Args:
+            cost: of its time.
+            reserved_bytes: what each rank reserves.
+            is_host_bound: whether the device has waited for the host.
+        """
         pairs = zip(self.plan.ranks, reserved_bytes, strict=True)
         ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
         self.plan = replace(self.plan, ranks=ranks, measured=cost)
@@ -96,7 +108,7 @@ class PlanSearch(ABC):
         """Return another plan to try, None where that brings nothing."""
 
     @abstractmethod
-    def _rating(self, plan: OffloadPlan) -> tuple[float, int]:
+    def _rating(self, plan: OffloadPlan) -> tuple[float, ...]:
         """Return by how much a plan breaks its promise, and what is compared besides; less wins."""
 
     @abstractmethod
@@ -117,9 +129,10 @@ class CostSearch(PlanSearch):
     faster the less memory is left, so that is quick enough.
 
     What waits and makings again have lost tells small costs well, and nothing of the host's: where
-    that launches too slowly, all the engine does takes the step's time. So where the device can
-    hold a step without offload, one is measured first, and others may take hardly longer than that
-    and what they have lost.
+    that launches too slowly, all the engine does takes the step's time. So where that is seen and
+    the device can hold a step without offload, one is measured, and others may take hardly longer
+    than that and what they have lost. Where the device has always work, a step's time isn't looked
+    at: the first steps behind a change take longer than those that follow.
     """
 
     def __init__(
@@ -128,18 +141,27 @@ class CostSearch(PlanSearch):
         super().__init__(chooser, policy)
         self._limit = policy.most_slowdown_percent
         self._capacity_bytes = capacity_bytes
+        self._is_host_bound = False
         self._bare: OffloadPlan | None = None
         """Under which nothing moves; with its cost once that is known."""
 
-    def note(self, cost: MeasuredCost, reserved_bytes: Sequence[int | None]) -> None:
+    def note(
+        self,
+        cost: MeasuredCost,
+        reserved_bytes: Sequence[int | None],
+        *,
+        is_host_bound: bool = False,
+    ) -> None:
         """As with any search; the step that is seen may be the one without offload."""
         if self._bare is not None and self._bare.measured is None:
             self._bare = replace(self._bare, measured=cost)
-            first = self._tried[0]
-            assert first.measured is not None
-            self.plan = self._tried[0] = replace(first, measured=self._beside_bare(first.measured))
+            for place, plan in enumerate(self._tried):
+                assert plan.measured is not None
+                self._tried[place] = replace(plan, measured=self._beside_bare(plan.measured))
+            self.plan = self._tried[-1]
             super()._go_on()
         else:
+            self._is_host_bound |= is_host_bound
             super().note(self._beside_bare(cost), reserved_bytes)
 
     def _beside_bare(self, cost: MeasuredCost) -> MeasuredCost:
@@ -151,8 +173,10 @@ class CostSearch(PlanSearch):
 
     def _go_on(self) -> None:
         spare_bytes = self._chooser.highest_bytes // _SPARE_SHARE
-        if self._bare is None and self._num_left and self._fits_without(spare_bytes):
+        may_look = self._is_host_bound and self._bare is None and self._num_left > 0
+        if may_look and self._fits_without(spare_bytes):
             self.plan = self._bare = self._under(self._chooser.highest_bytes)
+            self._num_left -= 1
         else:
             super()._go_on()
 
@@ -204,7 +228,7 @@ class CostSearch(PlanSearch):
     def _is_quick(self, plan: OffloadPlan) -> bool:
         return _cost(plan) <= self._limit
 
-    def _rating(self, plan: OffloadPlan) -> tuple[float, int]:
+    def _rating(self, plan: OffloadPlan) -> tuple[float, ...]:
         reserved = [rank.measured_peak_bytes or 0 for rank in plan.ranks]
         most_bytes = max(reserved) if all(reserved) else _peak_bytes(plan)
         return (0.0 if self._is_quick(plan) else _cost(plan)), most_bytes
@@ -268,10 +292,10 @@ class MemorySearch(PlanSearch):
                 return planned
         return higher
 
-    def _rating(self, plan: OffloadPlan) -> tuple[float, int]:
+    def _rating(self, plan: OffloadPlan) -> tuple[float, ...]:
         pairs = zip(plan.ranks, self._wanted_bytes, strict=True)
         missed = (max(0, (rank.measured_peak_bytes or 0) - wanted) for rank, wanted in pairs)
-        return sum(missed), plan.moved_bytes
+        return sum(missed), _cost(plan), plan.moved_bytes
 
     def _promise(self) -> str:
         reserved = [rank.measured_peak_bytes for rank in self.plan.ranks]

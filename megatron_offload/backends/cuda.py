@@ -145,6 +145,9 @@ class CudaBackend(Backend):
         event.record(stream)
         return event
 
+    def has_passed(self, point: torch.cuda.Event) -> bool:
+        return bool(point.query())
+
     def sync_elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         start.synchronize()
         end.synchronize()

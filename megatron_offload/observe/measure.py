@@ -159,6 +159,9 @@ class MeasuredStep(NamedTuple):
     """To the host and back."""
     reserved_bytes: int | None
     """The most that the process has reserved; None where nobody tells."""
+    idle_share: float
+    """Of the boundaries of its groups, those at which the device had come to the one before: most,
+    where it waits for the host."""
 
 
 class StepTimer(ComputeTimer):
@@ -176,6 +179,8 @@ class StepTimer(ComputeTimer):
         self._ended: Any = None
         self._at: Place = "other", None
         self._num_chunks = self._num_turns = self._copied_bytes = 0
+        self._boundary: Any = None
+        self._num_boundaries = self._num_idle = 0
         self._meter = meter_of(manager)
         self._earlier_peak_bytes = 0
         if self._meter is not None:
@@ -196,9 +201,26 @@ class StepTimer(ComputeTimer):
         if group.key == (0, 0) and not self.has_ended:
             self.restart()  # what was passed so far, such as an evaluation, is no part of it
             self._began = self.now()
+            self._num_boundaries = self._num_idle = 0
+        self._look()
+
+    def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
+        self._look()
 
     def backward_enters(self, group: OffloadGroup) -> None:
         self._at = "backward", group
+        self._look()
+
+    def backward_leaves(self, group: OffloadGroup) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        """See at a boundary whether the device has come to the one before already."""
+        if not self.has_ended:
+            if self._boundary is not None:
+                self._num_boundaries += 1
+                self._num_idle += self._backend.has_passed(self._boundary)
+            self._boundary = self.now()
 
     def step_ended(self, profile: StepProfile) -> None:
         if self._began is not None and not self.has_ended:
@@ -231,7 +253,8 @@ class StepTimer(ComputeTimer):
         ):
             if lost_by and group is not None:
                 lost_us[group.key.chunk][place == "backward"] += us
-        return MeasuredStep(step_us, lost_us, self._copied_bytes, reserved_bytes)
+        idle_share = self._num_idle / max(1, self._num_boundaries)
+        return MeasuredStep(step_us, lost_us, self._copied_bytes, reserved_bytes, idle_share)
 
 
 class Copy(NamedTuple):

@@ -27,7 +27,7 @@ def remaking(job, rank, copied_bytes=0):
         if one.kind is PassKind.FORWARD:
             units = [unit for work in job.stages[one.stage].groups for unit in work.units]
             lost_us.append([0.0, sum(unit.us for unit in units)])
-    return MeasuredStep(STEP_US, lost_us, copied_bytes, None)
+    return MeasuredStep(STEP_US, lost_us, copied_bytes, None, 0.0)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (3,), (0, 1, 2, 3)])
@@ -47,7 +47,7 @@ def test_a_loss_costs_less_where_a_rank_would_have_waited_anyway(job):
         for is_backward in (False, True):
             lost_us = [[0.0, 0.0] for _ in range(16)]
             lost_us[chunk][is_backward] = 100.0
-            costs.append(cost_of(job, {0: [MeasuredStep(STEP_US, lost_us, 0, None)]}).lost_us)
+            costs.append(cost_of(job, {0: [MeasuredStep(STEP_US, lost_us, 0, None, 0.0)]}).lost_us)
     assert min(costs) == pytest.approx(0, abs=1e-6)
     assert max(costs) == pytest.approx(100)
 

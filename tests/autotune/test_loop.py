@@ -87,7 +87,7 @@ def test_a_limit_of_ones_own_is_kept(percent):
 
 def test_without_plans_to_measure_the_prediction_is_trusted():
     job = VirtualJob(0.3, policy={"kind": "auto", "measured_plans": 0})
-    loop = settled(job, most_steps=4)
+    loop = settled(job, most_steps=5)
     assert loop.plan.measured is None
     assert loop.said.endswith("as predicted")
     assert loop.plan.moved_bytes > 0
