@@ -176,6 +176,16 @@ def test_each_limit_is_the_users_then_a_plans_then_the_default(case):
     assert limits(budget) == expected, "a later step changes no precedence"
 
 
+def test_the_default_is_that_of_the_plan_s_own_steps_whatever_those_before_have_saved():
+    budget = learned_budget()
+    budget.begin_step()
+    budget.follow_plan(None, None)  # such as one under which half is made again
+    for _ in range(10):
+        budget.add_saved(400, 400, is_learned=True)
+    budget.learn(400)
+    assert limits(budget) == (500, 800)
+
+
 def test_a_plan_without_limits_gives_them_back():
     budget = learned_budget()
     budget.follow_plan(700, 900)
