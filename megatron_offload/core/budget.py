@@ -49,7 +49,7 @@ class DeviceBudget:
     # Who sets the limits
 
     def follow_plan(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
-        """Take a plan's limits; None where it sets none, and the default follows its steps alone."""
+        """Take a plan's limits; where it sets none, the default follows the steps to come alone."""
         self._plan = max_inflight_bytes, prefetch_bytes
         self._peak_saved_bytes = self._saved_bytes
         self._choose_limits()

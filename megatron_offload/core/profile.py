@@ -125,17 +125,6 @@ class GroupTimes(NamedTuple):
     """When backward had left it."""
 
 
-class MemorySample(NamedTuple):
-    """What the device memory of a process was at one time of a step."""
-
-    at_us: Duration
-    """By the clock of `GroupTimes`, of the host's calls: the allocator runs ahead of the device."""
-    allocated_bytes: Amount
-    reserved_bytes: Amount
-    peak_bytes: Amount = 0
-    """The most that was allocated since the sample before; 0 where it wasn't looked at."""
-
-
 class RunShape(NamedTuple):
     """Which part of which run a step was seen in: what a plan made from it is good for."""
 
@@ -176,8 +165,11 @@ class StepProfile:
     step_us: Duration = field(default=0.0, compare=False)
     """How long the step took on the compute stream, likewise; 0 where it was not timed."""
 
-    memory: tuple[MemorySample, ...] = field(default=(), compare=False)
-    """At the boundaries of the groups, in the order of the program; maybe once more at the end."""
+    peak_allocated_bytes: Amount = field(default=0, compare=False)
+    """The most of the device's memory that the process had allocated; 0 where nobody told."""
+
+    peak_reserved_bytes: Amount = field(default=0, compare=False)
+    """Likewise, allocated or cached."""
 
     run: RunShape = field(default=RunShape(), compare=False)
 
@@ -195,7 +187,7 @@ class StepProfile:
     """Likewise to the device."""
 
     counts_what_moved: bool = field(default=False, compare=False)
-    """Whether ``memory`` counts what was on the host as if it had stayed on the device."""
+    """Whether the peaks count what was on the host as if it had stayed on the device."""
 
     def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.

@@ -19,7 +19,6 @@ from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
-    MemorySample,
     RunShape,
     StepProfile,
 )
@@ -187,6 +186,9 @@ class _Recorder(BoundaryTimer):
                 remade_us[group.key, since.detail] += us
             elapsed_us = self._backend.sync_elapsed_us(turns[0].time, until.time) - waited_us
             at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
+        allocated_bytes, reserved_bytes = self._most_memory
+        most_bytes = self._most_with_away_bytes
+        # Of what is reserved, what the allocator can't use is taken to be as much.
         return replace(
             learned,
             groups=tuple(_timed(self._saved.fill(group), remade_us) for group in learned.groups),
@@ -194,7 +196,8 @@ class _Recorder(BoundaryTimer):
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
             step_us=at_us[-1],
-            memory=self._memory(at_us[-1]),
+            peak_allocated_bytes=most_bytes,
+            peak_reserved_bytes=max(most_bytes, reserved_bytes + most_bytes - allocated_bytes),
             run=self._run or learned.run,
             offloaded_bytes=self._offloaded_bytes,
             waited_us=waited_us,
@@ -202,16 +205,6 @@ class _Recorder(BoundaryTimer):
             h2d_gbps=self._copies.read_gbps("h2d"),
             counts_what_moved=True,
         )
-
-    def _memory(self, step_us: float) -> tuple[MemorySample, ...]:
-        """Return one sample of the step's end with the most of each; none where nobody tells."""
-        if self._source is None:
-            return ()
-        allocated_bytes, reserved_bytes = self._most_memory
-        most_bytes = self._most_with_away_bytes
-        # What the allocator can't use is taken to be as much.
-        reserved_bytes = max(most_bytes, reserved_bytes + most_bytes - allocated_bytes)
-        return (MemorySample(step_us, most_bytes, reserved_bytes),)
 
 
 def _timed(group: GroupProfile, remade_us: Mapping[tuple[GroupKey, str], float]) -> GroupProfile:

@@ -102,7 +102,6 @@ def _profile_problems(profile: StepProfile) -> Iterator[str]:
     clocks = {
         "groups": [group.committed_at_bytes for group in profile.groups],
         "backward_at_bytes": at_bytes,
-        "memory": [sample.at_us for sample in profile.memory],
     }
     for name, clock in clocks.items():
         if any(one > next_one for one, next_one in pairwise(clock)):
@@ -112,12 +111,12 @@ def _profile_problems(profile: StepProfile) -> Iterator[str]:
     for group, times in zip(profile.groups, profile.times, strict=False):
         if list(times) != sorted(times) and group.key in backwards:
             yield f"'times' of group {group.name!r} (chunk {group.key.chunk}) run backwards"
-    if any(sample.allocated_bytes > sample.reserved_bytes for sample in profile.memory):
-        yield "'memory': more is allocated than reserved"
+    if profile.peak_allocated_bytes > profile.peak_reserved_bytes:
+        yield "'peak_allocated_bytes' are more than 'peak_reserved_bytes'"
 
 
 PLANS = RecordFiles(OffloadPlan, "plan", 3, _plan_problems, indent=1)
-PROFILES = RecordFiles(StepProfile, "profile", 2, _profile_problems)
+PROFILES = RecordFiles(StepProfile, "profile", 3, _profile_problems)
 
 save_plan, load_plan = PLANS.save, PLANS.load
 save_profile, load_profile = PROFILES.save, PROFILES.load

@@ -18,7 +18,6 @@ from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import (
     GroupProfile,
     GroupTimes,
-    MemorySample,
     RunShape,
     StepProfile,
     is_cheap,
@@ -284,34 +283,30 @@ def _passes_seen(profile: StepProfile) -> list[tuple[int, bool]]:
 
 
 def measured_peak_bytes(profile: StepProfile) -> int:
-    """Return the most that a step reserved without offload; 0 where nobody looked."""
+    """Return the most that a step reserved without offload; 0 where nobody told."""
     if profile.offloaded_bytes and not profile.counts_what_moved:
         raise ConfigError(
             f"the profile of pipeline rank {profile.run.pp_rank} is of a step that moved "
             f"{profile.offloaded_bytes} bytes, which its memory doesn't count; profile another"
         )
-    return max((max(sample[1:]) for sample in profile.memory), default=0)
+    return profile.peak_reserved_bytes
 
 
 def profiles_of(job: Job) -> list[StepProfile]:
-    """Return what each pipeline rank would see in a step without offload.
-
-    Memory is one sample, at the end: what the step has taken at most.
-    """
+    """Return what each pipeline rank would see in a step without offload."""
     step, schedule = simulate(job, record=True), job.schedule
     profiles = []
     for rank, result in enumerate(step.ranks):
         work = RankWork(job, rank)
         times = Footprint(work.profile, result).times_us
-        reserved_bytes = result.peak_reserved_bytes
-        memory = MemorySample(step.step_us, job.static_bytes[rank], reserved_bytes, reserved_bytes)
         num_virtual = len(schedule.stages_of(rank))
         profiles.append(
             replace(
                 work.profile,
                 times=tuple(GroupTimes(*times[group.key]) for group in work.profile.groups),
                 step_us=step.step_us,
-                memory=(memory,),
+                peak_allocated_bytes=result.peak_reserved_bytes,
+                peak_reserved_bytes=result.peak_reserved_bytes,
                 run=RunShape(
                     schedule.num_microbatches, rank, schedule.num_ranks, num_virtual, rank
                 ),

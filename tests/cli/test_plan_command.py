@@ -197,10 +197,11 @@ def test_a_machine_that_is_given_wins_over_what_copies_got(tmp_path):
     assert load_run(folder, set=["machine.d2h_gbps=3"]).job.machine.d2h_gbps == 3
 
 
-def test_without_samples_of_memory_it_is_what_groups_save(tmp_path):
+def test_where_nobody_told_of_memory_it_is_what_groups_save(tmp_path):
     folder = ran(tmp_path / "run")
+    no_peaks = {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
     for rank in range(2):
-        edited(folder, rank, lambda data: data.update(memory=[]))
+        edited(folder, rank, lambda data: data.update(no_peaks))
     source = load_run(folder)
     saved = [sum(g.num_bytes for g in profile.groups) for profile in source.profiles]
     peaks = [rank.peak_reserved_bytes for rank in simulate(source.job).ranks]

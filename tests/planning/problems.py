@@ -10,7 +10,6 @@ from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
     GroupTimes,
-    MemorySample,
     RunShape,
     StepProfile,
 )
@@ -39,7 +38,7 @@ def random_profile(rng):
     )
     order = rng.sample(keys, rng.randint(0, len(keys)))
     has_clock = rng.random() < 0.8
-    num_samples = rng.choice([0, 4 * len(keys)])
+    allocated_bytes = rng.choice([0, rng.randrange(2**62)])
     return StepProfile(
         groups=groups,
         backward_order=tuple(order),
@@ -48,14 +47,8 @@ def random_profile(rng):
         if rng.random() < 0.8
         else (),
         step_us=rng.uniform(0, 1e9),
-        memory=tuple(
-            MemorySample(at_us, allocated, allocated + rng.randrange(2**40), rng.randrange(2**40))
-            for at_us, allocated in zip(
-                sorted(rng.uniform(0, 1e9) for _ in range(num_samples)),
-                [rng.randrange(2**62) for _ in range(num_samples)],
-                strict=True,
-            )
-        ),
+        peak_allocated_bytes=allocated_bytes,
+        peak_reserved_bytes=allocated_bytes + rng.randrange(2**40),
         run=RunShape(
             rng.randint(1, 99),
             rng.randrange(pp_size),

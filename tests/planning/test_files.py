@@ -26,7 +26,7 @@ def example():
         if len(profile.backward_order) > 1
         and profile.backward_at_bytes
         and profile.times
-        and profile.memory
+        and profile.peak_allocated_bytes
     )
 
 
@@ -90,8 +90,7 @@ def set_at(*path, to):
         (set_at("backward_at_bytes", 0, to=2**63 - 1), "'backward_at_bytes' are not in the order"),
         (set_at("groups", 0, "committed_at_bytes", to=2**63 - 1), "'groups' are not in the order"),
         (lambda data: data["times"].pop(), "'times' holds"),
-        (set_at("memory", 0, "at_us", to=1e12), "'memory' are not in the order"),
-        (set_at("memory", 0, "reserved_bytes", to=0), "more is allocated than reserved"),
+        (set_at("peak_reserved_bytes", to=0), "are more than 'peak_reserved_bytes'"),
     ],
 )
 def test_what_no_step_can_have_shown_is_refused(change, message):
