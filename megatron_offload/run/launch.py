@@ -156,8 +156,9 @@ class ToldLoop(MeasuredLoop):
             stats, pinned = manager.last_step, manager.host_pool.stats.slab_bytes_total
             sizes = {name: group.offloaded_bytes for name, group in stats.by_name.items()}
             moved = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size]
-            console().print(
-                f"megatron-offload: a step of rank 0 moves {', '.join(moved) or 'nothing'}, makes "
-                f"{format_bytes(stats.remade_bytes)} again, pins {format_bytes(pinned)} on the "
-                f"host{self.said and '; '}{self.said}"
-            )
+            does = f"moves {', '.join(moved) or 'nothing'}"
+            if moved or stats.remade_bytes:
+                again = format_bytes(stats.remade_bytes)
+                does += f", makes {again} again, pins {format_bytes(pinned)} on the host"
+            does += self.said and f"; {self.said}"
+            console().print(f"megatron-offload: a step of rank 0 {does}")
