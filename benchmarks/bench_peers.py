@@ -28,7 +28,7 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
                  Megatron's recompute_modules: its norms and its dense MLP, or as in
                  recompute-selective:modules=core_attn
 
-A mode that plans takes up to nine steps more at the begin of the warm-up, all of the same
+A mode that plans takes up to ten steps more at the begin of the warm-up, all of the same
 microbatches; ``--timeout`` has to leave time for them.
 
 Each mode runs in processes of its own, which import what they need while the mode before them runs.
