@@ -5,8 +5,9 @@
     then, per plan      one takes its memory anew, the next is measured; three plans at most
 
 It begins from the side that fits and keeps where steps wait. What a plan costs is told by what its
-own steps have lost, so none is taken without offload. Only steps that are looked at are timed.
-Exactness depends on nothing here: what goes wrong costs a warning, and everything goes on moving.
+own steps have lost; only where the device waits for the host one is taken without offload. Only
+steps that are looked at are timed. Exactness depends on nothing here: what goes wrong costs a
+warning, and everything goes on moving.
 
 A rank that waits for a copy, or makes something again, often loses what it would have waited for
 another rank anyway. So what each pass has lost is put into the simulated step without offload: as
