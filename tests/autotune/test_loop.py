@@ -14,6 +14,8 @@ from megatron_offload.engine.observer import Observer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.files import PLANS, load_plan, save_plan
 
+pytestmark = pytest.mark.usefixtures("few_candidates")
+
 TARGET = 110 * KIB
 """Something over half of what the step takes without offload."""
 

@@ -20,7 +20,7 @@ from megatron_offload.report.tables import TradeOff
 
 pytest.importorskip("simpy")
 
-pytestmark = pytest.mark.usefixtures("wide")
+pytestmark = pytest.mark.usefixtures("wide", "few_candidates")
 
 
 def peak_of(step):

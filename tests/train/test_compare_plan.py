@@ -11,6 +11,8 @@ from megatron_offload.planning.files import load_plan, save_plan
 from megatron_offload.planning.policy import RatioPolicy, plan_by_rule
 from megatron_offload.report.tables import TradeOff
 
+pytestmark = pytest.mark.usefixtures("few_candidates")
+
 
 def test_without_profiles_there_is_no_plan(tmp_path):
     (tmp_path / "with_offload").mkdir()
