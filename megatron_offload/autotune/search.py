@@ -56,6 +56,7 @@ class PlanSearch(ABC):
         self._num_left = policy.measured_plans
         self._left_s = MOST_PLANNING_S
         self._tried: list[OffloadPlan] = []
+        self._is_host_bound = False
 
     def note(
         self,
@@ -74,6 +75,11 @@ class PlanSearch(ABC):
         pairs = zip(self.plan.ranks, reserved_bytes, strict=True)
         ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
         self.plan = replace(self.plan, ranks=ranks, measured=cost)
+        self._is_host_bound |= is_host_bound
+        self._measured()
+
+    def _measured(self) -> None:
+        """Go on from the plan that was measured."""
         self._tried.append(self.plan)
         self._go_on()
 
@@ -141,35 +147,27 @@ class CostSearch(PlanSearch):
         super().__init__(chooser, policy)
         self._limit = policy.most_slowdown_percent
         self._capacity_bytes = capacity_bytes
-        self._is_host_bound = False
         self._bare: OffloadPlan | None = None
         """Under which nothing moves; with its cost once that is known."""
 
-    def note(
-        self,
-        cost: MeasuredCost,
-        reserved_bytes: Sequence[int | None],
-        *,
-        is_host_bound: bool = False,
-    ) -> None:
-        """As with any search; the step that is seen may be the one without offload."""
+    def _measured(self) -> None:
+        """As with any search; what was measured may be the step without offload."""
         if self._bare is not None and self._bare.measured is None:
-            self._bare = replace(self._bare, measured=cost)
-            for place, plan in enumerate(self._tried):
-                assert plan.measured is not None
-                self._tried[place] = replace(plan, measured=self._beside_bare(plan.measured))
+            self._bare = self.plan
+            self._tried = [self._beside_bare(plan) for plan in self._tried]
             self.plan = self._tried[-1]
             super()._go_on()
         else:
-            self._is_host_bound |= is_host_bound
-            super().note(self._beside_bare(cost), reserved_bytes)
+            self.plan = self._beside_bare(self.plan)
+            super()._measured()
 
-    def _beside_bare(self, cost: MeasuredCost) -> MeasuredCost:
-        """Return a cost with what the step takes longer than one without offload."""
-        if self._bare is None or self._bare.measured is None:
-            return cost
-        longer_us = cost.step_us - (1 + _NOISE) * self._bare.measured.step_us
-        return cost._replace(lost_us=max(cost.lost_us, longer_us))
+    def _beside_bare(self, plan: OffloadPlan) -> OffloadPlan:
+        """Return a plan whose cost has what its step takes longer than one without offload."""
+        cost, bare = plan.measured, None if self._bare is None else self._bare.measured
+        if cost is None or bare is None:
+            return plan
+        longer_us = cost.step_us - (1 + _NOISE) * bare.step_us
+        return replace(plan, measured=cost._replace(lost_us=max(cost.lost_us, longer_us)))
 
     def _go_on(self) -> None:
         spare_bytes = self._chooser.highest_bytes // _SPARE_SHARE
