@@ -16,7 +16,6 @@ _EXTRAS = {
     "altair": ("report", "drawing a chart"),
     "jinja2": ("report", "the HTML report"),
     "megatron.core": ("megatron", "training"),
-    "safetensors": ("megatron", "training"),
     "vl_convert": ("report", "drawing a chart"),
 }
 """For packages that only some commands need the extra that brings them, and what it is for."""

@@ -2,7 +2,7 @@
 # The tests that need a device, one process a file; prints what they end with and the longest of them.
 #
 #   scripts/gpu_tests.sh OUTPUT_FOLDER [FILE...]         # such as test_cuda; by default all
-#   PYTEST_ADDOPTS="-m two_gpus" scripts/gpu_tests.sh OUTPUT_FOLDER test_train_resume
+#   PYTEST_ADDOPTS="-m two_gpus" scripts/gpu_tests.sh OUTPUT_FOLDER test_compare_on_gpus
 #
 # What compares bits runs side by side; what measures the device, or fills it, runs alone behind it.
 # Kernels are deterministic. Exit status 1 if a file's is not 0.

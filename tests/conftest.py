@@ -28,7 +28,6 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, help="how many random programs to run; 300, quick 60")
     parser.addoption("--every-line", type=int, help="interrupt a step at each n-th of its lines")
     parser.addoption("--fuzz-first-seed", type=int, default=0, help="seed of the first of them")
-    parser.addoption("--faults", type=int, default=2, help="how many training runs to kill")
 
 
 def pytest_configure(config):
@@ -40,8 +39,6 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    if "fault_seed" in metafunc.fixturenames:
-        metafunc.parametrize("fault_seed", range(metafunc.config.getoption("--faults")))
     if "fuzz_seed" in metafunc.fixturenames:
         first = metafunc.config.getoption("--fuzz-first-seed")
         seeds = range(first, first + metafunc.config.getoption("--fuzz"))

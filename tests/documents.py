@@ -402,12 +402,6 @@ assert trainer.offload.end_step()
 assert trainer.offload.last_step.offloaded_bytes > 0
 """,
     ),
-    'load_file("runs/long/checkpoints': (
-        "from pathlib import Path\nimport torch\nfrom safetensors.torch import save_file\n"
-        "folder = Path('runs/long/checkpoints/step_000025')\nfolder.mkdir(parents=True)\n"
-        "save_file({'weight': torch.ones(2)}, folder / 'stage_0.safetensors')\n",
-        "assert torch.equal(state['weight'], torch.ones(2))",
-    ),
     "megatron_moe.install()": ("", ""),
     "set_activation_offloading(fc1, True)": (
         "from types import SimpleNamespace\n"
@@ -488,7 +482,6 @@ SHOWN = {
     "bitwise identical: yes": "what the quickstart prints",
     "group        groups  offloaded": "what an example prints",
     "megatron_offload/": "the tree",
-    "<run.output>/checkpoints/": "a folder's tree",
     "flags / YAML ──> OffloadConfig": "a diagram",
     "autograd graph ──> SavedTensor": "a diagram",
     "profiles ──> job ──> choice ──> plan": "a diagram",

@@ -25,9 +25,9 @@ TINY = {
 }
 
 
-def words(output, *settings, resume=False):
+def words(output, *settings):
     """Return the command line of a tiny run; settings are ``section.key=value``."""
-    found = ["train", *(["--resume"] if resume else []), "--set"]
+    found = ["train", "--set"]
     for section, keys in TINY.items():
         found += [f"{section}.{key}={json.dumps(value)}" for key, value in keys.items()]
     return [*found, f"run.output={output}", *settings]
@@ -78,14 +78,3 @@ def numbers(output):
         )
         for step in steps
     }
-
-
-def stored(output, step):
-    """Return the bytes of every tensor file of a checkpoint, by name."""
-    folder = Path(output) / "checkpoints" / f"step_{step:06d}"
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
-
-
-def whole(output):
-    """Return the steps of the whole checkpoints."""
-    return sorted(int(x.name[5:]) for x in (Path(output) / "checkpoints").glob("step_*"))

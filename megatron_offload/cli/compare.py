@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_offload.cli.plan import make
 from megatron_offload.cli.report import memory_kinds, write_page
@@ -72,7 +73,7 @@ def run(given: RunOptions) -> int:
 def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     """Return the same run with or without offload, whole, writing into a folder of its own."""
     is_offloaded = folder == FOLDERS[1]
-    run = {"output": config.run.output / folder, "resume": False, "checkpoint_interval": 0}
+    run: dict[str, Any] = {"output": config.run.output / folder}
     if not is_offloaded:  # there are no groups to look at
         run |= {"trace_step": 0, "profile_step": 0}
     # Copies and not new objects: which offload settings were given must not change.

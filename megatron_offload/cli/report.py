@@ -94,7 +94,10 @@ def read_report(folder: Path) -> Report:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
     if main != folder:
         comparison = read_model(Comparison, folder / COMPARISON_NAME)
-        plain = RunReport(read_steps(folder / FOLDERS[0], offloaded.steps[-1].step))
+        num_steps, before = len(offloaded.steps), read_steps(folder / FOLDERS[0])
+        if len(before) < num_steps:
+            raise ConfigError(f"{folder / FOLDERS[0]} ends at step {len(before)} of {num_steps}")
+        plain = RunReport(before[:num_steps])
     path, facts_path = folder / CONFIG_NAME, main / FACTS_NAME
     config = validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
     facts = read_model(RunFacts, facts_path) if facts_path.exists() else None

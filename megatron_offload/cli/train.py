@@ -4,13 +4,12 @@ reads    --config, a YAML file (or the name of one in configs/), and the text th
          win over the file
 prints   a line for each step, and in the end what moved on each rank and in each group
 writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with
-         run.trace_step, checkpoints with run.checkpoint_interval; a folder that holds another run
-         is refused, unless --resume goes on with it
+         run.trace_step; a folder that holds another run is refused
 
 starts its own processes, one for each rank; under torchrun it is one of them
 
 exit status: 0 trained, 1 a rank failed, 2 bad input (nothing was started), 143 or 130 stopped by
-SIGTERM or SIGINT after a whole step
+SIGTERM or SIGINT
 
 example: megatron-offload train --config quickstart --set run.steps=6 \
              run.output=runs/example --offload-modules core_attn mlp_act
@@ -44,10 +43,7 @@ class RunOptions(OptionsWithKeys):
     """YAML file, or the name of one that comes with the package, such as quickstart."""
 
 
-class Given(RunOptions):
-    """The options of ``train``."""
-
-    also: ClassVar = {**RunOptions.also, "--run.resume": "--resume"}
+Given = RunOptions
 
 
 def read_config(given: RunOptions) -> TrainConfig:
@@ -57,7 +53,7 @@ def read_config(given: RunOptions) -> TrainConfig:
     return validate(TrainConfig, data, str(given.config or "command line"))
 
 
-def run(given: Given) -> int:
+def run(given: RunOptions) -> int:
     """Train, and print what moved; return 0."""
     config = read_config(given)
     _check_heard(given, config)
@@ -75,7 +71,7 @@ def run(given: Given) -> int:
     return 0
 
 
-def _check_heard(given: Given, config: TrainConfig) -> None:
+def _check_heard(given: RunOptions, config: TrainConfig) -> None:
     """Check that no word about offload goes unheard."""
     keys = [item.partition("=")[0].strip() for item in given.set]
     is_asked = any(key.startswith("offload.") for key in keys)

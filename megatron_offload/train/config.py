@@ -129,12 +129,6 @@ class RunConfig(StrictModel):
     profile_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``); 0 for none.
     Changes no bit. From the third on steps are like those after."""
-    checkpoint_interval: int = Field(default=0, ge=0)
-    """Steps between checkpoints, of which the newest two are kept; one more follows the last step,
-    or a signal. 0 for none at all."""
-    resume: bool = False
-    """Go on from the newest checkpoint in ``output``, or start with the first step where there is
-    none."""
     timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
     """Seconds that a rank waits for others before it fails."""
 

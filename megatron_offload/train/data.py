@@ -28,7 +28,6 @@ class TextSource:
         data = config.data
         text = b"\n".join(path.read_bytes() for path in data.text) if data.text else default_text()
         self._text = np.frombuffer(text, dtype=np.uint8)
-        self.digest = hashlib.blake2b(text, digest_size=16).hexdigest()
         self._seed = config.run.seed
         self._micro_batch_size = data.micro_batch_size
         self._length = config.model.sequence_length + 1

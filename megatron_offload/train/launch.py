@@ -1,8 +1,7 @@
 """Starts the ranks of a run, or joins those that torchrun started, and hands back their reports.
 
-A signal never interrupts a rank's step, and repeated ones mean to a rank the same as one: launchers
-send again what a terminal sent already. Torch's launcher forwards a signal to its ranks, and kills
-those that take too long; where it is killed itself, the system sends its ranks SIGINT.
+A signal ends a rank at once. Torch's launcher forwards what it gets to its ranks; where it is
+killed itself, the system sends its ranks SIGINT.
 """
 
 from __future__ import annotations
@@ -23,17 +22,10 @@ from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig, check_ranks
 from megatron_offload.train.records import COMPARISON_NAME, RunReport
-from megatron_offload.train.run_folder import (
-    CheckpointFolder,
-    check_comparison,
-    check_output,
-    locked,
-)
+from megatron_offload.train.run_folder import check_comparison, check_output, locked
 
 Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
-
-_STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 class RankFailedError(OffloadError, RuntimeError):
@@ -41,10 +33,10 @@ class RankFailedError(OffloadError, RuntimeError):
 
 
 class StoppedError(OffloadError, RuntimeError):
-    """A run was stopped by a signal before its last step."""
+    """A run was stopped by a signal."""
 
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_status = 128 + number
 
 
@@ -58,9 +50,9 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     Raises:
         ConfigError: a run that can't be started; nothing was.
         RankFailedError: a rank failed.
-        StoppedError: a signal ended the run after a whole step. Torchrun's ranks exit instead.
+        StoppedError: a signal ended the run.
     """
-    require("megatron.core", "safetensors")
+    require("megatron.core")
     from megatron_offload.train.parallel import check_device
 
     first = runs[0][1]
@@ -80,7 +72,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     folders = [config.run.output for _, config in runs] + ([comparison] if comparison else [])
     with locked(folders if rank == 0 else ()):
         if comparison is None:
-            check_output(first, ranks)
+            check_output(first.run.output)
         else:
             check_comparison(comparison)
         if kind == "cpu" and first.run.device == "auto" and rank == 0:
@@ -121,27 +113,23 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigE
         first: list[RunReport] | ConfigError = elastic_launch(config, _rank_main)(runs, kind)[0]
         return first
     except ChildFailedError as error:
-        # Ranks may stop for a signal that the launcher hasn't got.
-        codes = {failure.exitcode for failure in error.failures.values()}
-        number = next((number for number in _STOPPING if codes == {128 + number}), None)
-        if number is None:
-            raise RankFailedError(f"a rank failed:\n{error}") from error
+        # The launcher may see that ranks have ended before it gets a signal that all were sent.
+        codes = {-failure.exitcode for failure in error.failures.values()}
+        if len(codes) == 1 and codes <= {signal.SIGTERM, signal.SIGINT}:
+            raise StoppedError(codes.pop()) from error
+        raise RankFailedError(f"a rank failed:\n{error}") from error
     except SignalException as error:
-        number = error.sigval
-    latest = CheckpointFolder(runs[0][1].run.output).latest()
-    there = "there is no checkpoint" if latest is None else f"--resume goes on from {latest}"
-    raise StoppedError(f"stopped by {signal.Signals(number).name}; {there}", number)
+        raise StoppedError(error.sigval) from error
 
 
 def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
     """Be one rank, from the environment that the launcher set.
 
-    What only ranks can find wrong, all find alike, and return it to be reported as bad input. A
-    rank that a signal stopped exits here: returning would mean that the run is done.
+    What only ranks can find wrong, all find alike, and return it to be reported as bad input.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
-        # Until steps are taken, a Ctrl-C or the end of the launcher ends a rank at once.
+        # A Ctrl-C or the end of the launcher ends a rank at once, and without its traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not parent.is_alive():
             raise SystemExit(128 + signal.SIGINT)
@@ -154,12 +142,8 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
     with open_process_group(kind, runs[0][1].run.timeout_s) as device:
         try:
             for title, config in runs:
-                with collected_signals() as signals:
-                    before = reports if len(reports) == len(runs) - 1 else None
-                    report = run_training(config, device, title, signals, before)
-                if number := report.stopped_by or next(iter(signals), 0):
-                    raise SystemExit(128 + number)
-                reports.append(report)
+                before = reports if len(reports) == len(runs) - 1 else None
+                reports.append(run_training(config, device, title, before))
         except ConfigError as error:
             return error
         except RuntimeError as error:
@@ -167,18 +151,3 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
                 time.sleep(3.0)  # another rank has failed: the launcher must see it first
             raise
     return reports
-
-
-@contextlib.contextmanager
-def collected_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT inside this context instead of ending; main thread only."""
-    received: list[int] = []
-    found = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in _STOPPING
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in found.items():
-            signal.signal(number, handler)

@@ -6,8 +6,6 @@ Offloading is switched on for its model chunks, looked at, and planned by its ow
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -31,12 +29,11 @@ from megatron_offload.observe.recorder import RecordedStep, profile_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.files import save_plan, save_profile
 from megatron_offload.report.console import console
-from megatron_offload.train.checkpoint import Checkpoints
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import TextSource, digest
 from megatron_offload.train.parallel import Parallel, open_model_parallel
-from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log, read_steps
-from megatron_offload.train.run_folder import PLAN_NAME, CheckpointFolder, deciding, prepare_folder
+from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log
+from megatron_offload.train.run_folder import PLAN_NAME, prepare_folder
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -45,14 +42,12 @@ def run_training(
     config: TrainConfig,
     device: torch.device,
     title: str,
-    signals: Sequence[int],
     before: Sequence[RunReport] | None = (),
 ) -> RunReport:
     """Train as ``config``, checked by `check_ranks`, says; collective.
 
-    Where it goes on from a checkpoint, the steps before are in rank 0's report only. Once
-    ``signals`` holds one, the run stops after its step. Every step is said, and whether it is that
-    of a run ``before``; of a run that has none, but will be one, how many there are.
+    Every step is said, and whether it is that of a run ``before``; of a run that has none, but will
+    be one, how many there are.
     """
     with open_model_parallel(config, device) as parallel:
         out = console(stderr=True, quiet=not parallel.is_owner)
@@ -62,7 +57,7 @@ def run_training(
 
         if before is None:
             say(f"{config.run.steps} steps, to compare with")
-        report = _Trainer(config, device, parallel, signals, say, before).run()
+        report = _Trainer(config, device, parallel, say, before).run()
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return report
 
@@ -74,10 +69,8 @@ class _Trainer:
     _config: TrainConfig
     _device: torch.device
     _parallel: Parallel
-    _signals: Sequence[int]
     _say: Callable[[str], None]
     _before: Sequence[RunReport] | None
-    _first: int = 1
 
     def __post_init__(self) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -91,57 +84,33 @@ class _Trainer:
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
         self._source = TextSource(config)
-        found = {"run.device": self._device.type, "the digest of data.text": self._source.digest}
-        self._checkpoints = Checkpoints(
-            deciding(config, self._parallel.world_size, **found),
-            CheckpointFolder(config.run.output),
-            self._device,
-            self._parallel,
-            self._chunks,
-            self._optimizer,
-        )
         self._forward_backward = get_forward_backward_func()
         live = config.run.measure_live_bytes
         self._meter = LiveActivationMeter(self._parameters()) if live else None
 
     def run(self) -> RunReport:
-        """Take every step that is left; report what happened on all ranks."""
+        """Take every step; report what happened on all ranks."""
         config, run, parallel = self._config, self._config.run, self._parallel
         report = RunReport()
-        if run.resume:
-            self._restore(report)
         if parallel.is_owner:
             on_gpu = self._device.type == "cuda"
             gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
-            prepare_folder(config, gpu, parallel.world_size, is_new=not report.steps)
+            prepare_folder(config, gpu, parallel.world_size)
         is_timed = max(run.trace_step, run.profile_step) > 0
         with (
             open_offload(
                 config.offload, self._chunks, self._meter, parallel.pp_rank, is_timed=is_timed
             ) as session,
-            open_log(run.output, report.steps) if parallel.is_owner else _NOTHING as log,
+            open_log(run.output) if parallel.is_owner else _NOTHING as log,
         ):
             self._take_steps(report, session, log)
         return report
 
-    def _restore(self, report: RunReport) -> None:
-        """Load the newest checkpoint, and the steps that were taken before it."""
-        restored = self._checkpoints.load()
-        if restored is None:
-            self._say("no checkpoint to resume from; starting with the first step")
-            return
-        path, step = restored
-        self._scheduler.step(step)
-        self._first = step + 1
-        kept = self._parallel.on_owner(lambda: read_steps(self._config.run.output, step))
-        report.steps = kept or []
-        self._say(f"resumed from {path}; going on after step {step}")
-
     def _take_steps(self, report: RunReport, session: OffloadSession, log: TextIO | None) -> None:
         run, say = self._config.run, self._say
-        for step in range(self._first, run.steps + 1):
+        for step in range(1, run.steps + 1):
             was_planning = session.is_planning
-            record, number = self._train_step(step, session)
+            record = self._train_step(step, session)
             report.steps.append(record)
             if log is not None:
                 log.write(record.to_json() + "\n")
@@ -151,15 +120,6 @@ class _Trainer:
                 note = session.keep_plan(run.output if self._parallel.is_owner else None)
                 if note:  # what a plan costs is told where time means anything
                     say(note if self._device.type == "cuda" else note.partition(";")[0])
-            ends = number or step == run.steps
-            if run.checkpoint_interval and (ends or step % run.checkpoint_interval == 0):
-                if log is not None:  # it must reach as far as the checkpoint, whatever happens
-                    os.fsync(log.fileno())
-                say(f"saved {self._checkpoints.save(step)}")
-            if number and step < run.steps:
-                say(f"{signal.Signals(number).name}; stopping after step {step}")
-                report.stopped_by = number
-                return
         if session.is_planning:
             say("the run was over before its plan was settled; raise run.steps")
         report.parameters = tuple(self._parallel.gather(digest(self._parameters())))
@@ -182,8 +142,7 @@ class _Trainer:
             )
         return line
 
-    def _train_step(self, step: int, session: OffloadSession) -> tuple[StepRecord, int]:
-        """Take one step; return its record, and the signal that any rank has received, else 0."""
+    def _train_step(self, step: int, session: OffloadSession) -> StepRecord:
         config, run, parallel = self._config, self._config.run, self._parallel
         rank, on_gpu = parallel.rank, self._device.type == "cuda"
         self._synchronize()
@@ -233,15 +192,14 @@ class _Trainer:
             is_planned_by=is_planning,
             **counters,
         )
-        # Ranks receive a signal at different steps; here all of them learn of it at the same.
-        ranks, numbers = zip(*parallel.gather((mine, next(iter(self._signals), 0))), strict=True)
+        ranks = parallel.gather(mine)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             write_traces(run.output / f"trace_{rank}.json", [trace])
         if recorded is not None:
             save_profile(recorded.profile, run.output / f"profile_{rank}.json")
         sequences = config.data.microbatches * config.data.micro_batch_size * parallel.dp_size
         tokens = sequences * config.model.sequence_length
-        return StepRecord.merge(step, lr, tokens, ranks), max(numbers)
+        return StepRecord.merge(step, lr, tokens, ranks)
 
     def _profiling(
         self, step: int, manager: PipelineOffloadManager | None

@@ -47,22 +47,6 @@ class Parallel:
         """Return every rank's object, in the order of ranks; collective."""
         return gather(mine, self.host_group)
 
-    def agreed(self, action: Callable[[], _T]) -> _T:
-        """Return what ``action`` returns; raise a `ConfigError` or OSError of one rank on all."""
-        mine: Exception | None = None
-        try:
-            result = action()
-        except (ConfigError, OSError) as error:
-            mine = error
-        for failure in self.gather(mine):
-            if failure is not None:
-                raise mine or failure
-        return result
-
-    def on_owner(self, action: Callable[[], Any]) -> Any:
-        """Have rank 0 do something; return what it returns there, None elsewhere; collective."""
-        return self.agreed(action if self.is_owner else lambda: None)
-
 
 def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> str:
     """Return ``"cuda"`` or ``"cpu"`` for a run of ``local_ranks`` processes on this machine.
@@ -99,18 +83,10 @@ def open_process_group(kind: str, timeout_s: float = 600.0) -> Iterator[torch.de
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeout_s)
     try:
-        store, rank, ranks = next(torch.distributed.rendezvous("env://", timeout=timeout))
-        # A launcher may keep one store over its restarts: there the ranks of this attempt would
-        # find the addresses of those before them, and fail to connect.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         torch.distributed.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
-            store=torch.distributed.PrefixStore(f"attempt_{attempt}", store),
-            rank=rank,
-            world_size=ranks,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_s),
             device_id=device if kind == "cuda" else None,
         )
     except (ValueError, DistNetworkError, DistStoreError) as error:
@@ -133,7 +109,7 @@ def _closing(close: Callable[[], None]) -> Iterator[None]:
     """
     try:
         yield
-    except (OffloadError, SystemExit):
+    except OffloadError:
         close()
         raise
     close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -102,8 +102,6 @@ class RunReport:
     steps: list[StepRecord] = field(default_factory=list)
     parameters: tuple[str, ...] = ()
     """Digest of every rank's parameters after the last step."""
-    stopped_by: int = 0
-    """The signal that stopped the run before its last step; 0 for none."""
 
     def median_step_time_s(self, *, without: int = 0) -> float | None:
         """Return the median time of a usual step other than the first and ``without``, or None."""
@@ -120,44 +118,32 @@ class RunReport:
         for index, rank in enumerate(ranks):
             for key in rank:
                 if key.startswith("peak_") and rank[key] is not None:
-                    found = (getattr(step.ranks[index], key) for step in steps)
-                    # A run that was resumed may not have measured from its first step on.
-                    rank[key] = max(value for value in found if value is not None)
+                    rank[key] = max(getattr(step.ranks[index], key) for step in steps)
         return ranks
 
 
-def read_steps(folder: Path, last: int | None = None) -> list[StepRecord]:
-    """Read the lines of ``steps.jsonl`` up to step ``last``, or all whole ones.
-
-    What comes after may be anything.
-    """
+def read_steps(folder: Path) -> list[StepRecord]:
+    """Read the lines of ``steps.jsonl``, but for one that a run is about to write."""
     path = folder / LOG_NAME
     records: list[StepRecord] = []
     if not os.path.lexists(path):
         return []
     with open_regular(path) as file:
-        while last is None or not records or records[-1].step < last:
-            line = file.readline()
+        for line in file:
             if not line.endswith(b"\n"):
-                if last is None:
-                    break  # the end, or a line that a run is about to write
-                raise ConfigError(
-                    f"{path} ends at step {records[-1].step if records else 0}, but the checkpoint "
-                    f"is of step {last}; move the file elsewhere to go on with a new one"
-                )
+                break
             source = f"{path} line {len(records) + 1}"
             record = StepRecord.from_json(line, source)
-            is_past = last is not None and record.step > last
-            if is_past or (records and record.step != records[-1].step + 1):
+            if record.step != len(records) + 1:
                 raise ConfigError(f"{source} is of step {record.step}, which does not follow")
             records.append(record)
     return records
 
 
-def open_log(folder: Path, kept: Iterable[StepRecord] = ()) -> TextIO:
-    """Open ``steps.jsonl`` for more lines behind those that are kept; the rest is gone."""
+def open_log(folder: Path) -> TextIO:
+    """Open ``steps.jsonl`` for lines; what an earlier run has written there is gone."""
     path = folder / LOG_NAME
-    replace_text(path, "".join(record.to_json() + "\n" for record in kept))
+    replace_text(path, "")
     return path.open("a", encoding="utf-8", buffering=1)
 
 

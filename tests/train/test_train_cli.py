@@ -10,7 +10,6 @@ import torch
 from megatron_offload.cli import main as cli
 from megatron_offload.cli import train as train_command
 from megatron_offload.cli.compare import _variant
-from megatron_offload.errors import ConfigError
 from megatron_offload.train import launch
 from megatron_offload.train.config import check_ranks
 
@@ -77,21 +76,6 @@ def test_bad_input_is_status_2_and_starts_nothing(file, words, expected, capsys)
     assert cli.main(["train", "--config", str(file), *words]) == 2
     assert expected in capsys.readouterr().err
     assert not (file.parent / "out").exists()
-
-
-def test_resume_is_a_flag_of_train_alone(file):
-    assert config_of("train", "--config", str(file), "--resume").run.resume
-    assert not config_of("train", "--config", str(file)).run.resume
-    with pytest.raises(ConfigError, match="unrecognized arguments: --resume"):
-        config_of("compare", "--config", str(file), "--resume")
-
-
-def test_compare_takes_whole_runs_whatever_the_file_says(file):
-    words = ["--set", "run.resume=true", "run.checkpoint_interval=1"]
-    config = config_of("compare", "--config", str(file), *words)
-    for folder in ("without_offload", "with_offload"):
-        run = _variant(config, folder).run
-        assert (run.resume, run.checkpoint_interval) == (False, 0)
 
 
 def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, capsys):

@@ -65,8 +65,3 @@ def test_text_files_are_read_in_their_order(tmp_path):
         {"model": {"sequence_length": 8}, "data": {"text": [tmp_path / "b", tmp_path / "a"]}}
     )
     assert TextSource(config).tokens(1, 0, 0).tolist() == [list(b"bbbb\naaaa")]
-
-
-def test_the_digest_is_of_the_text_and_not_of_how_it_is_cut(source):
-    assert source(1).digest == source(2).digest
-    assert source(text=TEXT[:-1]).digest != source().digest

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -38,20 +40,7 @@ def test_a_run_that_diverged_is_still_read():
     assert math.isnan(found.ranks[1].loss)
 
 
-def test_lines_are_read_up_to_a_step(tmp_path):
-    lines = [record(step).to_json() + "\n" for step in (1, 2, 3)]
-    (tmp_path / "steps.jsonl").write_text("".join(lines) + '{"step": 4, "lo')
-    assert read_steps(tmp_path, 2) == [record(1), record(2)]
-    assert len(read_steps(tmp_path, 3)) == 3
-    with pytest.raises(ConfigError, match="ends at step 3, but the checkpoint is of step 4"):
-        read_steps(tmp_path, 4)
-
-
-def test_peaks_of_a_run_that_measured_only_in_its_second_part():
-    first, second = record(1), record(2)
-    unmeasured = replace(first.ranks[0], peak_live_activation_bytes=None)
-    report = RunReport([replace(first, ranks=(unmeasured, first.ranks[1])), second])
-    assert report.peaks()[0]["peak_live_activation_bytes"] == 7
+def test_a_run_without_a_step_has_no_peaks():
     assert RunReport().peaks() == []
 
 
@@ -60,9 +49,35 @@ def test_without_an_end_all_whole_lines_are_read(tmp_path):
     path = tmp_path / "steps.jsonl"
     path.write_text("".join(lines) + '{"step": 4, "lo')
     assert read_steps(tmp_path) == [record(1), record(2), record(3)]
-    assert read_steps(tmp_path / "none", 5) == []
+    assert read_steps(tmp_path / "none") == []
     path.write_text(lines[0] + lines[2])
     with pytest.raises(ConfigError, match="step 3, which does not follow"):
+        read_steps(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda lines: [lines[0], *lines], "line 2 is of step 1"),
+        (lambda lines: [b"{}\n", *lines], "line 1: 'step' is required"),
+        (lambda lines: [b"[1, 2]\n", *lines], "line 1 must hold a mapping"),
+        (lambda lines: [b"\xff\n", *lines], "line 1 is not plain JSON"),
+        (lambda lines: [lines[0].replace(b'"step": 1', b'"step": "x"')], "line 1: 'step'"),
+        (lambda lines: [lines[0].replace(b'"loss": ', b'"loss": "z", "x": ')], "'loss'"),
+        (lambda lines: [lines[0].replace(b'"ranks": [', b'"ranks": [7, ')], "'ranks.0'"),
+        (lambda lines: [b"[" * 1000 + b"]" * 1000 + b"\n"], "recursion limit"),
+    ],
+)
+def test_a_broken_log_is_refused(tmp_path, change, expected):
+    lines = [record(step).to_json().encode() + b"\n" for step in (1, 2)]
+    (tmp_path / "steps.jsonl").write_bytes(b"".join(change(lines)))
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        read_steps(tmp_path)
+
+
+def test_a_log_that_is_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "steps.jsonl")
+    with pytest.raises(ConfigError, match="not a regular file"):
         read_steps(tmp_path)
 
 
