@@ -129,10 +129,6 @@ SMALLER: dict[str, tuple[dict[str, str], str]] = {
     "torchrun --nproc-per-node 8 ... -m megatron_offload.run": (_JOBS, _JOB),
     "torchrun --nproc-per-node 1 -m megatron_offload.run --offload-policy modules": (_JOBS, _JOB),
     "megatron-offload compare --config h200_x4": ({}, f"--set {_FOR_A_GPU}/compared"),
-    "torchrun --nproc-per-node 4 --max-restarts 3 -m megatron_offload train": (
-        {"torchrun ": "torchrun --standalone ", "-node 4": "-node 2"},
-        f"{_FOR_A_GPU}/restarted",
-    ),
     "torchrun --nnodes 2 --nproc-per-node 4 ... -m megatron_offload train": (
         {"-node 4 ...": "-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:$MASTER_PORT"},
         f"--set {_FOR_A_GPU}/two",
