@@ -296,7 +296,7 @@ class Learner:
         at_once = self.is_steady and self._num_fits_left > 0
         if not at_once and len(peaks) < (peaks.maxlen or 0):
             return
-        keep_bytes = peaks[-1] if at_once else max(peaks)
+        keep_bytes = pool.pinned_for(peaks[-1] if at_once else max(peaks))
         pinned_bytes = pool.stats.slab_bytes_total - pool.bytes_of_graphs
         surplus_bytes = pinned_bytes - keep_bytes
         is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * pinned_bytes

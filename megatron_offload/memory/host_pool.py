@@ -200,6 +200,8 @@ class HostPool:
         self._free: defaultdict[int, deque[_Piece]] = defaultdict(deque)
         self._may_coalesce = False
         self._num_reads = 0
+        # What of the pinned bytes was in use when they were last too few: pieces waste some.
+        self._full_share = 1.0
         # The smallest slab that could not be pinned: nothing as large is tried again.
         self._unpinnable_bytes: int | None = None
         self._warned_of: set[bool] = set()
@@ -292,6 +294,10 @@ class HostPool:
                 self.stats.slab_bytes_total = left_bytes
         self._unpinnable_bytes = None
         return before_bytes - self.stats.slab_bytes_total
+
+    def pinned_for(self, in_use_bytes: int) -> int:
+        """Return what has to be pinned for so much in use, as far as this pool has seen."""
+        return int(in_use_bytes / self._full_share)
 
     def forget_events(self) -> None:
         """Wait for no copy out of here any more: when all are over, and a capture begins."""
@@ -400,6 +406,8 @@ class HostPool:
         room_bytes -= room_bytes % ALIGNMENT_BYTES
         if size_bytes > room_bytes:
             return False
+        pinned_bytes = self.stats.slab_bytes_total - self.bytes_of_graphs
+        self._full_share = (self.stats.in_use_bytes + size_bytes) / (pinned_bytes + size_bytes)
         largest_bytes = max(size_bytes, min(self.slab_bytes, room_bytes))
         return self._pin(largest_bytes) or self._pin(size_bytes)
 

@@ -412,3 +412,21 @@ def test_a_recovery_keeps_what_is_owned_and_frees_the_rest(backend):
     assert pool.stats.in_use_bytes == 0
     assert pool.allocate(64 * KIB) is not None, "all free pieces are one again"
     assert pool.stats.slab_bytes_total == 64 * KIB
+
+
+def test_what_pieces_waste_of_their_slabs_stays_pinned_with_them(backend):
+    pool = make(backend, slab=8 * KIB)
+
+    def lend_and_free():
+        regions = [pool.allocate(5 * KIB) for _ in range(8)]
+        used_bytes = pool.stats.in_use_bytes
+        for region in regions:
+            pool.free(region, None)
+        return used_bytes
+
+    used_bytes = lend_and_free()
+    assert pool.stats.slab_bytes_total == 8 * 8 * KIB, "no two fit into one"
+    assert pool.shrink(pool.pinned_for(used_bytes)) == 0
+    lend_and_free()
+    assert pool.stats.slab_bytes_total == 8 * 8 * KIB
+    assert pool.shrink(pool.pinned_for(used_bytes // 2)) >= 3 * 8 * KIB
