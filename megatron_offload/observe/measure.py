@@ -42,18 +42,16 @@ class ComputeTimer(Observer, ABC):
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._empty: tuple[Any, Any] | None = None
-        self._remaking: list[tuple[OffloadGroup, str]] = []
-        self.turns: list[Turn] = []
+        self.restart()
 
     @abstractmethod
     def where(self) -> Place:
         """Return where the program is."""
 
     def restart(self) -> None:
-        """Forget all turns."""
-        self.turns.clear()
-        self._remaking.clear()
+        """Begin without turns."""
+        self.turns: list[Turn] = []
+        self._remaking: list[tuple[OffloadGroup, str]] = []
         self._empty = self.now(), self.now()
 
     def turn(self) -> None:
@@ -85,7 +83,7 @@ class ComputeTimer(Observer, ABC):
         It is counted less what two events take anyway.
         """
         elapsed_us = self._backend.sync_elapsed_us
-        least_us = elapsed_us(*self._empty) if self._empty is not None else 0.0
+        least_us = elapsed_us(*self._empty)
         return [
             max(0.0, elapsed_us(since.time, until.time) - least_us) if since.lost_by else 0.0
             for since, until in pairwise(turns)
@@ -96,15 +94,26 @@ class ComputeTimer(Observer, ABC):
         return self._backend.timestamp(self._backend.compute_stream())
 
 
+class Copy(NamedTuple):
+    """A copy whose times are still to be read."""
+
+    direction: Direction
+    label: str
+    start: Any
+    end: Any
+    num_bytes: int
+
+
 class BoundaryTimer(ComputeTimer):
-    """Tells `passed` of every boundary too, in the order of the program.
+    """Tells `passed` of every boundary too, in the order of the program, and times all copies.
 
     Of a group whose start needs no gradient nobody says that backward leaves it: the next boundary
     outside the group counts as its end.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend)
+    def restart(self) -> None:
+        super().restart()
+        self.copies: list[Copy] = []
         self.open: list[tuple[Literal["forward", "backward"], OffloadGroup]] = []
         """The passes and groups that the program is in, innermost last."""
 
@@ -145,6 +154,18 @@ class BoundaryTimer(ComputeTimer):
             )
             if kind == "backward" and not is_around:
                 self.backward_leaves(group)
+
+    def copy_starts(self, direction: Direction) -> None:
+        self._copies_since = self._now_on(direction)
+
+    def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
+        num_bytes = sum(destination.nbytes for destination, _ in pairs)
+        since, end = self._copies_since, self._now_on(direction)
+        self.copies.append(Copy(direction, group.label, since, end, num_bytes))
+
+    def _now_on(self, direction: Direction) -> Any:
+        backend = self._backend
+        return backend.timestamp(backend.d2h_stream if direction == "d2h" else backend.h2d_stream)
 
 
 class MeasuredStep(NamedTuple):
@@ -248,47 +269,9 @@ class StepTimer(ComputeTimer):
             self._meter.restore_peak(self._earlier_peak_bytes)
         lost_us = [[0.0, 0.0] for _ in range(self._num_chunks)]
         turns = self.turns[: self._num_turns]
-        for (_, (place, group), lost_by, _), us in zip(
-            turns, self.read_lost_us(turns), strict=False
-        ):
-            if lost_by and group is not None:
-                lost_us[group.key.chunk][place == "backward"] += us
+        for turn, us in zip(turns, self.read_lost_us(turns), strict=False):
+            kind, group = turn.place
+            if group is not None:
+                lost_us[group.key.chunk][kind == "backward"] += us
         idle_share = self._num_idle / max(1, self._num_boundaries)
         return MeasuredStep(step_us, lost_us, self._copied_bytes, reserved_bytes, idle_share)
-
-
-class Copy(NamedTuple):
-    """A copy whose times are still to be read."""
-
-    direction: Direction
-    label: str
-    start: Any
-    end: Any
-    num_bytes: int
-
-
-class CopyTimer(Observer):
-    """Times what is copied to the host and back while it observes a manager."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._since: Any = None
-        self.copies: list[Copy] = []
-
-    def copy_starts(self, direction: Direction) -> None:
-        self._since = self._now(direction)
-
-    def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
-        num_bytes = sum(destination.nbytes for destination, _ in pairs)
-        end = self._now(direction)
-        self.copies.append(Copy(direction, group.label, self._since, end, num_bytes))
-
-    def read_gbps(self, direction: Direction) -> float:
-        """Wait for the copies of one direction; return what they got, or 0 if none did."""
-        copies = [copy for copy in self.copies if copy.direction == direction]
-        us = sum(self._backend.sync_elapsed_us(copy.start, copy.end) for copy in copies)
-        return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0
-
-    def _now(self, direction: Direction) -> Any:
-        backend = self._backend
-        return backend.timestamp(backend.d2h_stream if direction == "d2h" else backend.h2d_stream)

@@ -28,7 +28,7 @@ from megatron_offload.engine.observer import Direction
 from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
 from megatron_offload.observe.live_bytes import meter_of
-from megatron_offload.observe.measure import Boundary, BoundaryTimer, CopyTimer, Turn
+from megatron_offload.observe.measure import Boundary, BoundaryTimer, Turn
 
 _Identity: TypeAlias = tuple[GroupKey, int]
 
@@ -83,17 +83,19 @@ class _Recorder(BoundaryTimer):
         super().__init__(manager.backend)
         self._manager = manager
         self._run = run
-        self._copies = CopyTimer(manager.backend)
-        self._saved = _SavedBytes()
         # Where the device doesn't tell its memory, what the manager's meter counts.
         tells = manager.backend.memory() is not None
         self._source = manager.backend if tells else meter_of(manager)
-        self._most_memory = DeviceMemory(0, 0)
-        self._most_with_away_bytes = 0
         self._num_turns = 0
-        self._marks: dict[OffloadGroup, dict[Boundary, int]] = {}
         self._learned: StepProfile | None = None
         self._offloaded_bytes = 0
+
+    def restart(self) -> None:
+        super().restart()
+        self._saved = _SavedBytes()
+        self._most_memory = DeviceMemory(0, 0)
+        self._most_with_away_bytes = 0
+        self._marks: dict[OffloadGroup, dict[Boundary, int]] = {}
 
     def look(self) -> None:
         """Note when it is, and the most memory until now."""
@@ -117,7 +119,9 @@ class _Recorder(BoundaryTimer):
 
     def group_starts(self, group: OffloadGroup) -> None:
         if group.key == (0, 0) and self._learned is None:
-            self._restart()
+            began = self.turns[-1].time
+            self.restart()  # what was passed so far, such as an evaluation, is no part of a step
+            self.turns.append(Turn(began, ("other", None)))
         super().group_starts(group)
 
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
@@ -132,12 +136,9 @@ class _Recorder(BoundaryTimer):
             with self._backend.uncounted():
                 self._saved.enter_backward(group)
 
-    def copy_starts(self, direction: Direction) -> None:
-        self._copies.copy_starts(direction)
-
     def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
         if self._learned is None:
-            self._copies.copy_issued(direction, pairs, group)
+            super().copy_issued(direction, pairs, group)
 
     def step_ended(self, profile: StepProfile) -> None:
         if self._learned is None:
@@ -145,17 +146,6 @@ class _Recorder(BoundaryTimer):
             self.look()
             self._learned, self._num_turns = profile, len(self.turns)
             self._offloaded_bytes = self._manager.last_step.offloaded_bytes
-
-    def _restart(self) -> None:
-        """Begin anew: what was passed so far, such as an evaluation, is no part of a step."""
-        began = self.turns[-1].time
-        self.restart()
-        self.turns.append(Turn(began, ("other", None)))
-        self._most_memory, self._most_with_away_bytes = DeviceMemory(0, 0), 0
-        self._marks.clear()
-        self.open.clear()
-        self._copies = CopyTimer(self._backend)
-        self._saved.begin_step()
 
     # The profile
 
@@ -191,7 +181,7 @@ class _Recorder(BoundaryTimer):
         # Of what is reserved, what the allocator can't use is taken to be as much.
         return replace(
             learned,
-            groups=tuple(_timed(self._saved.fill(group), remade_us) for group in learned.groups),
+            groups=tuple(self._saved.fill(group, remade_us) for group in learned.groups),
             backward_order=tuple(backwards),
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
@@ -201,16 +191,16 @@ class _Recorder(BoundaryTimer):
             run=self._run or learned.run,
             offloaded_bytes=self._offloaded_bytes,
             waited_us=waited_us,
-            d2h_gbps=self._copies.read_gbps("d2h"),
-            h2d_gbps=self._copies.read_gbps("h2d"),
+            d2h_gbps=self._read_gbps("d2h"),
+            h2d_gbps=self._read_gbps("h2d"),
             counts_what_moved=True,
         )
 
-
-def _timed(group: GroupProfile, remade_us: Mapping[tuple[GroupKey, str], float]) -> GroupProfile:
-    """Return a group with what making its units again has taken."""
-    units = (unit._replace(us=remade_us.get((group.key, unit.unit), 0.0)) for unit in group.remade)
-    return group._replace(remade=tuple(units))
+    def _read_gbps(self, direction: Direction) -> float:
+        """Wait for the copies of one direction; return what they got, or 0 if none did."""
+        copies = [copy for copy in self.copies if copy.direction == direction]
+        us = sum(self._backend.sync_elapsed_us(copy.start, copy.end) for copy in copies)
+        return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0
 
 
 def _times_of(mark: Mapping[Boundary, int], at_us: Sequence[float]) -> GroupTimes:
@@ -228,10 +218,6 @@ class _SavedBytes:
     """
 
     def __init__(self) -> None:
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Count from zero."""
         self._saved: dict[GroupKey, dict[_Identity, int]] = {}
         self._counted: dict[_Identity, int] = {}
         self._kept: set[_Identity] = set()
@@ -256,13 +242,17 @@ class _SavedBytes:
             if is_held is not None:
                 (self._kept.add if is_held else self._kept.discard)(block.identity)
 
-    def fill(self, group: GroupProfile) -> GroupProfile:
-        """Return the group with its bytes that can move, and those that something else keeps."""
-        saved = self._saved.get(group.key, {})
+    def fill(
+        self, group: GroupProfile, remade_us: Mapping[tuple[GroupKey, str], float]
+    ) -> GroupProfile:
+        """Return the group with its bytes that can move or are kept, and its units with times."""
+        key, units = group.key, group.remade
+        saved = self._saved.get(key, {})
         kept_bytes = sum(size for identity, size in saved.items() if identity in self._kept)
-        remade_bytes = sum(unit.num_bytes for unit in group.remade if unit.is_remade)
+        remade_bytes = sum(unit.num_bytes for unit in units if unit.is_remade)
         return group._replace(
             num_bytes=sum(saved.values()) - kept_bytes - remade_bytes,
             elsewhere_bytes=kept_bytes,
             shared_bytes=0,
+            remade=tuple(one._replace(us=remade_us.get((key, one.unit), 0.0)) for one in units),
         )

@@ -17,7 +17,7 @@ from megatron_offload.core.trace import STREAMS, ByteCount, Counter, Span, StepT
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
-from megatron_offload.observe.measure import Boundary, BoundaryTimer, CopyTimer
+from megatron_offload.observe.measure import Boundary, BoundaryTimer
 
 
 @contextmanager
@@ -42,7 +42,6 @@ class _Tracer(BoundaryTimer):
         self._budget = manager.budget
         self._live_bytes: dict[GroupKey, int] = {}
         self._inflight: Tally[OffloadGroup] = Tally()
-        self._copies = CopyTimer(manager.backend)
         self._samples: list[tuple[str, Any, float]] = []
         self._last_values: dict[str, float] = {}
         self.turn()
@@ -76,12 +75,12 @@ class _Tracer(BoundaryTimer):
     def copy_starts(self, direction: Direction) -> None:
         if direction == "h2d":  # else the host's memory is taken, and nothing is in it yet
             self._sample()
-        self._copies.copy_starts(direction)
+        super().copy_starts(direction)
 
     def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
-        self._copies.copy_issued(direction, pairs, group)
+        super().copy_issued(direction, pairs, group)
         if direction == "d2h":
-            self._inflight[group] += self._copies.copies[-1].num_bytes
+            self._inflight[group] += self.copies[-1].num_bytes
 
     def wait_starts(self) -> None:
         super().wait_starts()
@@ -121,7 +120,7 @@ class _Tracer(BoundaryTimer):
         self.turn()
         origin = self.turns[0].time
         times = [turn.time for turn in self.turns] + [time for _, time, _ in self._samples]
-        times += [time for copy in self._copies.copies for time in (copy.start, copy.end)]
+        times += [time for copy in self.copies for time in (copy.start, copy.end)]
         # The record keeps the keys' objects alive.
         at_us = {id(time): self._backend.sync_elapsed_us(origin, time) for time in times}
         first_us = min(at_us.values())  # a copy stream may have been ahead at the start
@@ -139,7 +138,7 @@ class _Tracer(BoundaryTimer):
             kind = {"": place, "wait": "stall", "remake": "remake"}[turn.lost_by]
             wait, label = turn.detail if kind == "stall" else "", group.label if group else ""
             add("compute", turn.time, until.time, kind, label, wait=wait)
-        for stream, label, start, end, num_bytes in self._copies.copies:
+        for stream, label, start, end, num_bytes in self.copies:
             add(stream, start, end, stream, label, num_bytes=num_bytes)
         trace.counters = [
             Counter(name, at_us[id(time)] - first_us, value) for name, time, value in self._samples
