@@ -37,8 +37,20 @@ exit status: 0 fine, 1 other bits, a failed rank or a target that can't be kept,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default this process's; return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        # Inside, as an interrupt may come while they are imported.
+        from megatron_offload.report.console import console
+
+        try:
+            if not words or words[0].startswith("-"):
+                sys.stdout.write(_about(words))
+                return 0
+            command, given = read_command(words)
+            status: int | Callable[[], object] = command.run(given)
+        except OffloadError as error:
+            console(stderr=True).print(f"megatron-offload: {error}")
+            return error.exit_status
     except KeyboardInterrupt:
         sys.stderr.write("megatron-offload: interrupted\n")
         return 130
@@ -61,22 +73,6 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
         return module, module.read(parser, more)
     add_flags(parser, module.Given)
     return module, read_options(module.Given, parser, more)
-
-
-def _run(words: list[str]) -> int | Callable[[], object]:
-    # Inside, as an interrupt may come while they are imported.
-    from megatron_offload.report.console import console
-
-    try:
-        if words and not words[0].startswith("-"):
-            command, given = read_command(words)
-            status: int | Callable[[], object] = command.run(given)
-            return status
-        sys.stdout.write(_about(words))
-        return 0
-    except OffloadError as error:
-        console(stderr=True).print(f"megatron-offload: {error}")
-        return error.exit_status
 
 
 def _about(words: Sequence[str]) -> str:
