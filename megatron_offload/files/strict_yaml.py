@@ -102,18 +102,10 @@ class _StrictLoader(yaml.SafeLoader):
         return value
 
 
-_StrictLoader.yaml_implicit_resolvers = {  # all other plain words are text
-    first: [
-        (tag, pattern)
-        for tag, pattern in resolvers
-        if tag.endswith((":null", ":bool", ":int", ":float"))
-    ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _kind, _construct in (
-    ("map", _StrictLoader.mapping),
-    ("str", _StrictLoader.text),
-    ("int", _StrictLoader.number),
-    ("float", _StrictLoader.number),
+for _construct, *_kinds in (
+    (_StrictLoader.mapping, "map"),
+    (_StrictLoader.text, "str", "timestamp", "value", "merge"),
+    (_StrictLoader.number, "int", "float"),
 ):
-    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)
+    for _kind in _kinds:
+        _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)
