@@ -76,32 +76,28 @@ def examine(
 
     ``optimizer_bytes`` is what optimizer offload is to keep on the host for a GPU.
     """
-    findings = []
     names: Sequence[str] = ()
+    profile = None
     try:
         names = visible_devices()
+        findings = [check_devices(names)]
     except RuntimeError as error:
-        first_line = str(error).strip().split("\n")[0]
-        findings.append(
-            Finding("error", "CUDA", f"it can't be started: {first_line}", "see nvidia-smi")
-        )
-    else:
-        findings.append(check_devices(names))
-    profile = None
+        found = "it can't be started: " + str(error).strip().split("\n")[0]
+        findings = [Finding("error", "CUDA", found, "see nvidia-smi")]
     if names and bandwidth:
         try:
             profile = MachineProfile(measured_at=datetime.now(UTC), gpus=measure_gpus(len(names)))
+            findings += [check_rates(i, gpu, len(names)) for i, gpu in enumerate(profile.gpus)]
         except BandwidthError as error:
             advice = "see that the GPUs are free, and what the findings on host memory say"
             findings.append(Finding("error", "bandwidth", str(error), advice))
-        else:
-            findings += [check_rates(i, gpu, len(names)) for i, gpu in enumerate(profile.gpus)]
+    num_ranks = max(1, len(names))
     if optimizer_bytes:
         rates = profile.gpus if profile else ()
-        findings.append(check_optimizer(max(1, len(names)), optimizer_bytes, rates, root=root))
+        findings.append(check_optimizer(num_ranks, optimizer_bytes, rates, root=root))
     versions = ", ".join(f"{name} {version}" for name, version in found_versions().items())
     findings += [
-        check_host_memory(max(1, len(names)), OffloadConfig().host_slab_bytes, root=root),
+        check_host_memory(num_ranks, OffloadConfig().host_slab_bytes, root=root),
         *check_environment(environ),
         Finding("ok", "versions", versions),
     ]
