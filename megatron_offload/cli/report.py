@@ -89,7 +89,7 @@ def read_report(folder: Path) -> Report:
     A missing file is a gap that the page names; a damaged one is a `ConfigError`.
     """
     main = main_folder(folder)
-    offloaded, plain, comparison = RunReport(read_steps(main)), None, None
+    offloaded, plain, comparison = RunReport(read_steps(main)), RunReport(), None
     if not offloaded.steps:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
     if main != folder:
@@ -105,11 +105,8 @@ def read_report(folder: Path) -> Report:
     # Only a GPU has memory to reserve.
     is_simulated = facts.is_simulated if facts else ranks[0]["peak_reserved_bytes"] is None
     traced_step = config.traced_step if config else 0
-    times = Pair(
-        plain.median_step_time_s(without=traced_step) if plain else None,
-        offloaded.median_step_time_s(without=traced_step),
-    )
-    memory = memory_kinds(plain.peaks() if plain else None, ranks)
+    times = Pair(*(run.median_step_time_s(without=traced_step) for run in (plain, offloaded)))
+    memory = memory_kinds(plain.peaks(), ranks)
     plan, is_followed = _plan(main, folder)
     return Report(
         title=folder.resolve().name,
@@ -141,7 +138,7 @@ def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:
 
 
 def memory_kinds(
-    without: Sequence[dict[str, Any]] | None, offloaded: Sequence[dict[str, Any]]
+    without: Sequence[dict[str, Any]], offloaded: Sequence[dict[str, Any]]
 ) -> list[MemoryKind]:
     """Return each rank's peaks, of each kind of memory that was measured."""
     found = []
@@ -162,11 +159,10 @@ def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) 
     given = read_model(TradeOff, path) if path.exists() else None
     name = given.memory if given else memory[0].name if memory else ""
     points = [*given.points] if given else []
-    peaks = next((kind.highest for kind in memory if kind.name == name), ())
-    for label, peak, share in zip(("no offload", "this run"), peaks, (0.0, change), strict=False):
-        if peak is not None and change is not None:
-            percent = 100 * (share or 0.0)
-            points.append(
-                TradeOffPoint(label=label, peak_bytes=int(peak), step_time_percent=percent)
-            )
+    peaks = next((kind.highest for kind in memory if kind.name == name), Pair(None, None))
+    percents = (0.0, 100 * change) if change is not None else ()
+    for label, peak, percent in zip(("no offload", "this run"), peaks, percents, strict=False):
+        if peak is not None:
+            size = int(peak)
+            points.append(TradeOffPoint(label=label, peak_bytes=size, step_time_percent=percent))
     return TradeOff(memory=name, points=tuple(points)) if points else None

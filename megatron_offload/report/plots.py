@@ -19,7 +19,8 @@ from megatron_offload.errors import require
 from megatron_offload.report.console import printable
 from megatron_offload.report.tables import TradeOff
 
-NEEDED = ("altair", "vl_convert")
+require("altair", "vl_convert")
+import altair as alt  # noqa: E402 - what is missing was said
 
 # Okabe and Ito's colours, and greys that no colour vision takes for one of them.
 _KINDS = {
@@ -60,7 +61,7 @@ def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
 
     Its axis ends at ``end_us``, such as `last_us` of all ranks; the more there are, the coarser.
     """
-    alt, rank, end_us = _altair(), trace.rank, end_us or 1.0
+    rank, end_us = trace.rank, end_us or 1.0
     scale, unit = (1e3, "ms") if end_us >= 2000 else (1.0, "µs")
     domain = alt.Scale(domain=[0, end_us / scale], nice=False)
     column_us = end_us / (_COLUMNS // max(1, num_ranks // 16))
@@ -98,7 +99,7 @@ def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
 
 def overview_chart(traces: Sequence[StepTrace], end_us: float) -> Any:
     """Return a chart of what every rank's compute stream did, a lane each."""
-    alt, end_us = _altair(), end_us or 1.0
+    end_us = end_us or 1.0
     height = max(6.0, min(24.0, 640 / len(traces)))
     kinds = {
         name: color for kind, (color, name) in _KINDS.items() if kind not in ("other", *STREAMS)
@@ -129,7 +130,6 @@ def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> A
     Numbers count from 1 by memory, the least first.
     ``measured_bytes`` is drawn as a line: what a run took whose time says nothing.
     """
-    alt = _altair()
     scale, unit = byte_unit(max(point.peak_bytes for point in tradeoff.points))
     rows, least = [], dict.fromkeys(_POINTS, math.inf)
     for number, point in enumerate(tradeoff.by_memory, start=1):
@@ -173,18 +173,10 @@ def last_us(traces: Iterable[StepTrace]) -> float:
     return max((span.end_us for trace in traces for span in trace.spans), default=0.0)
 
 
-def _altair() -> Any:
-    """Return the module, which takes a while to import."""
-    require(*NEEDED)
-    import altair
-
-    return altair
-
-
 def _chart(rows: Sequence[Mapping[str, Any]], **properties: Any) -> Any:
     # A tuple, which Altair doesn't copy at every step, in a mapping, which it doesn't check by row.
     safe = tuple({key: _safe(value) for key, value in row.items()} for row in rows)
-    return _altair().Chart({"values": safe}, **properties)
+    return alt.Chart({"values": safe}, **properties)
 
 
 def _safe(value: Any) -> Any:
@@ -196,7 +188,6 @@ def _safe(value: Any) -> Any:
 
 def _by(channel: str, name: str, values: Mapping[str, Any], **legend: Any) -> Any:
     """Return a channel that a field's values decide, with a legend of them below, or with none."""
-    alt = _altair()
     shown = {"orient": "bottom", "title": None, "symbolSize": 250, "symbolOpacity": 1}
     key = None if "legend" in legend else alt.Legend(**shown | legend)
     scale = alt.Scale(domain=list(values), range=list(values.values()))
@@ -205,7 +196,7 @@ def _by(channel: str, name: str, values: Mapping[str, Any], **legend: Any) -> An
 
 def _zoom(name: str) -> Any:
     """Return what a wheel and a drag do to a chart: time alone."""
-    return _altair().selection_interval(name=name, bind="scales", encodings=["x"])
+    return alt.selection_interval(name=name, bind="scales", encodings=["x"])
 
 
 def _rows(trace: StepTrace, end_us: float, column_us: float) -> list[dict[str, Any]]:

@@ -23,10 +23,9 @@ from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.files.text import read_text
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.report import plots
 from megatron_offload.report.tables import TradeOff, plan_rows
 
-NEEDED = ("jinja2", *plots.NEEDED)
+NEEDED = ("jinja2", "altair", "vl_convert")
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -114,6 +113,8 @@ def render_report(report: Report) -> str:
     """Return a report as HTML. ConfigError: jinja2 or Altair is not installed."""
     require(*NEEDED)
     import jinja2
+
+    from megatron_offload.report import plots
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),

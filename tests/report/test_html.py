@@ -17,7 +17,6 @@ from reports import GIB, HOSTILE, bare_report, gpu_report, many_ranks, trace
 
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.report import plots
 from megatron_offload.report.report import MemoryKind, Pair, render_report
 
 pytest.importorskip("jinja2")
@@ -143,7 +142,7 @@ def test_what_is_missing_is_named_with_the_way_to_get_it():
 
 
 def test_too_many_timelines_are_said_and_not_drawn(monkeypatch):
-    monkeypatch.setattr(plots, "MOST_TIMELINES", 2)
+    monkeypatch.setattr("megatron_offload.report.plots.MOST_TIMELINES", 2)
     text = render_report(gpu_report(traces=[trace(rank) for rank in range(5)]))
     assert text.count('<figure class="timeline"') == text.count("<option") == 2
     assert "3 more ranks" in text
