@@ -24,13 +24,13 @@ from megatron_offload.cli.source import Recorded
 from megatron_offload.config import load_yaml
 from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.core.trace import read_traces
-from megatron_offload.errors import ConfigError, require
+from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
 from megatron_offload.planning.files import load_plan
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.report.console import console
-from megatron_offload.report.report import NEEDED, MemoryKind, Pair, Report, render_report
+from megatron_offload.report.report import MemoryKind, Pair, Report, render_report
 from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import (
@@ -76,7 +76,6 @@ def run(given: Given) -> int:
 def write_page(folder: Path, output: Path | None = None) -> Path:
     """Write the report of a folder; return its path. Raises what `read_report` does."""
     path = output or folder / "report.html"
-    require(*NEEDED)
     page = render_report(read_report(folder))
     with writing(path):
         replace_text(path, page)
@@ -84,10 +83,7 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_report(folder: Path) -> Report:
-    """Read what ``run.output`` of a ``train`` or a ``compare`` holds.
-
-    A missing file is a gap that the page names; a damaged one is a `ConfigError`.
-    """
+    """Read what ``run.output`` of a ``train`` or a ``compare`` holds; ConfigError: damaged."""
     main = main_folder(folder)
     offloaded, plain, comparison = RunReport(read_steps(main)), RunReport(), None
     if not offloaded.steps:

@@ -30,7 +30,12 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     In a pipe or a file tables are plain ASCII and as wide as what is in them, whatever ``COLUMNS``
     says. In a terminal they fold to its width, as long as their words fit.
     """
-    return _Output(stderr=stderr, quiet=quiet)
+    out = _Output(
+        stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False, soft_wrap=True
+    )
+    if not out.file.isatty():
+        out.size = ConsoleDimensions(_WIDEST, _WIDEST)
+    return out
 
 
 def plain_table(
@@ -54,18 +59,10 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 class _Output(Console):
     """Strings that reach it, in tables too, are printed as they are."""
 
-    def __init__(self, *, stderr: bool, quiet: bool) -> None:
-        super().__init__(
-            stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False, soft_wrap=True
-        )
-        self._is_tty = self.file.isatty()
-        if not self._is_tty:
-            self.size = ConsoleDimensions(_WIDEST, _WIDEST)
-
     @property
     def encoding(self) -> str:
         """What rich draws lines for: nothing but ASCII where no terminal shows them."""
-        return super().encoding if self._is_tty else "ascii"
+        return super().encoding if self.file.isatty() else "ascii"
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Make text of a string; rich calls it for all that is printed, cells and titles too."""
@@ -73,7 +70,7 @@ class _Output(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print; a table whose words are too long for the terminal is as wide as they need."""
-        if self._is_tty:
+        if self.file.isatty():
             unbound = self.options.update(width=_WIDEST)
             for table in (one for one in objects if isinstance(one, Table)):
                 least = Measurement.get(self, unbound, table).minimum

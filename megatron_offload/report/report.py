@@ -25,8 +25,6 @@ from megatron_offload.files.text import read_text
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.report.tables import TradeOff, plan_rows
 
-NEEDED = ("jinja2", "altair", "vl_convert")
-
 _TEMPLATES = Path(__file__).parent / "templates"
 
 _DONE = {
@@ -111,7 +109,7 @@ class Report:
 
 def render_report(report: Report) -> str:
     """Return a report as HTML. ConfigError: jinja2 or Altair is not installed."""
-    require(*NEEDED)
+    require("jinja2", "altair", "vl_convert")
     import jinja2
 
     from megatron_offload.report import plots
