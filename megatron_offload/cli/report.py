@@ -32,6 +32,7 @@ from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.report.console import console
 from megatron_offload.report.report import MemoryKind, Pair, Report, render_report
 from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint
+from megatron_offload.train import run_folder
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import (
     COMPARISON_NAME,
@@ -39,14 +40,6 @@ from megatron_offload.train.records import (
     Comparison,
     RunReport,
     read_steps,
-)
-from megatron_offload.train.run_folder import (
-    CONFIG_NAME,
-    FACTS_NAME,
-    PLAN_NAME,
-    RunFacts,
-    main_folder,
-    rank_files,
 )
 
 _MEMORY = {
@@ -84,7 +77,7 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 
 def read_report(folder: Path) -> Report:
     """Read what ``run.output`` of a ``train`` or a ``compare`` holds; ConfigError: damaged."""
-    main = main_folder(folder)
+    main = run_folder.main_folder(folder)
     offloaded, plain, comparison = RunReport(read_steps(main)), RunReport(), None
     if not offloaded.steps:
         raise ConfigError(f"{main} holds no whole step of a run; give run.output of one")
@@ -94,9 +87,9 @@ def read_report(folder: Path) -> Report:
         if len(before) < num_steps:
             raise ConfigError(f"{folder / FOLDERS[0]} ends at step {len(before)} of {num_steps}")
         plain = RunReport(before[:num_steps])
-    path, facts_path = folder / CONFIG_NAME, main / FACTS_NAME
+    path, facts_path = folder / run_folder.CONFIG_NAME, main / run_folder.FACTS_NAME
     config = validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
-    facts = read_model(RunFacts, facts_path) if facts_path.exists() else None
+    facts = read_model(run_folder.RunFacts, facts_path) if facts_path.exists() else None
     ranks = offloaded.peaks()
     # Only a GPU has memory to reserve.
     is_simulated = facts.is_simulated if facts else ranks[0]["peak_reserved_bytes"] is None
@@ -116,7 +109,7 @@ def read_report(folder: Path) -> Report:
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
         findings=comparison.findings if comparison else None,
-        traces=[one for path in rank_files(main, "trace") for one in read_traces(path)],
+        traces=[one for path in run_folder.rank_files(main, "trace") for one in read_traces(path)],
         plan=plan,
         plan_is_followed=is_followed,
         tradeoff=_tradeoff(folder, memory, None if is_simulated else times.change),
@@ -125,7 +118,7 @@ def read_report(folder: Path) -> Report:
 
 def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:
     """Return the plan beside the curve, or else the run's, and whether the run followed it."""
-    recorded, path, followed = Recorded.read(main), folder / PLAN_NAME, None
+    recorded, path, followed = Recorded.read(main), folder / run_folder.PLAN_NAME, None
     policy = recorded.policy if recorded else None
     if isinstance(policy, PlanFileConfig) and Path(policy.path).exists():
         followed = load_plan(policy.path)

@@ -26,6 +26,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
+from megatron_offload.planning import profiled_job
 from megatron_offload.planning.description import (
     Budgets,
     JobDescription,
@@ -36,22 +37,9 @@ from megatron_offload.planning.files import load_profile
 from megatron_offload.planning.job import LIMITS, Job, RankSettings
 from megatron_offload.planning.plan import check_profiles
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
-from megatron_offload.planning.profiled_job import (
-    FROM_COPIES,
-    job_of,
-    profiles_of,
-    schedule_of,
-    slowest_link,
-)
 from megatron_offload.planning.simulate import Simulation, settings_of
 from megatron_offload.report.console import console
-from megatron_offload.train.run_folder import (
-    CONFIG_NAME,
-    FACTS_NAME,
-    PLAN_NAME,
-    main_folder,
-    rank_files,
-)
+from megatron_offload.train import run_folder
 
 
 @dataclass(frozen=True)
@@ -65,7 +53,7 @@ class Recorded:
     @classmethod
     def read(cls, folder: Path) -> Recorded | None:
         """Return what a run's folder has of them, if it has."""
-        path = folder / CONFIG_NAME
+        path = folder / run_folder.CONFIG_NAME
         if not path.exists():
             return None
         return cls(path, validate(OffloadConfig, load_yaml(path).get("offload") or {}, str(path)))
@@ -73,7 +61,7 @@ class Recorded:
     @property
     def own_plan(self) -> Path | None:
         """The file of the plan that the run made and followed, if it came to that."""
-        path = self.path.parent / PLAN_NAME
+        path = self.path.parent / run_folder.PLAN_NAME
         return path if self.offload.tuned_policy is not None and path.exists() else None
 
     @property
@@ -230,34 +218,34 @@ def _described(path: Path, given: SourceOptions) -> Source:
     described = load_description(path, given.set, machine=machine)
     job = described.job()
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
-    profiles = tuple(profiles_of(job))
+    profiles = tuple(profiled_job.profiles_of(job))
     return Source(path.stem, job, profiles, described, "reserved memory", origin)
 
 
 def _profiled(folder: Path, given: SourceOptions) -> Source:
-    place = main_folder(folder)
-    paths = rank_files(place, "profile")
+    place = run_folder.main_folder(folder)
+    paths = run_folder.rank_files(place, "profile")
     if not paths:
         raise ConfigError(
             f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
         )
     seen = [load_profile(path) for path in paths]
     profiles = check_profiles({one.run.pp_rank: one for one in reversed(seen)}.values())
-    facts = place / FACTS_NAME
+    facts = place / run_folder.FACTS_NAME
     data = read_json(facts) if facts.exists() else None
     is_simulated = isinstance(data, dict) and data.get("is_simulated") is True
-    machine = slowest_link(seen)
+    machine = profiled_job.slowest_link(seen)
     if given.machine is not None:
         section, origin = _read_machine(given.machine), str(given.machine)
     elif machine is not None:
-        section, origin = machine.model_dump(exclude_unset=True), FROM_COPIES
+        section, origin = machine.model_dump(exclude_unset=True), profiled_job.FROM_COPIES
     else:
         section = {}
         origin = "the defaults, measured with four H200s; --machine FILE takes others"
     around = validate(Surroundings, apply_overrides({"machine": section}, given.set), "--set")
     return Source(
         title=folder.resolve().name,
-        job=job_of(profiles, schedule_of(profiles), around.machine),
+        job=profiled_job.job_of(profiles, profiled_job.schedule_of(profiles), around.machine),
         profiles=profiles,
         around=around,
         memory="saved activations" if is_simulated else "reserved memory",

@@ -15,13 +15,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from megatron_offload.backends.base import DeviceMemory, Pair
-from megatron_offload.core.profile import (
-    GroupKey,
-    GroupProfile,
-    GroupTimes,
-    RunShape,
-    StepProfile,
-)
+from megatron_offload.core.profile import GroupKey, GroupProfile, GroupTimes, RunShape, StepProfile
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
