@@ -63,12 +63,7 @@ if TYPE_CHECKING:
 
         def __set__(self, instance: object, value: _Given) -> None: ...
 else:
-
-    class Converted:
-        """For pydantic, which converts by itself, the first type alone."""
-
-        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
-            return types[0]
+    Converted = Annotated  # pydantic converts by itself, and sees the first type alone
 
 
 BytesField = Converted[Bytes, int | str]
