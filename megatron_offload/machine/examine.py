@@ -39,16 +39,14 @@ _SLOW = {
 }
 """Variables that make offload slow, and how."""
 
-Level = Literal["ok", "note", "warning", "error"]
-"""``note``: worth knowing; ``warning``: offload works and costs more than it should; ``error``: it
-can't work."""
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that was looked at."""
 
-    level: Level
+    level: Literal["ok", "note", "warning", "error"]
+    """``note``: worth knowing; ``warning``: offload works and costs more than it should; ``error``:
+    it can't work."""
     title: str
     found: str
     """What was found, with the numbers."""
