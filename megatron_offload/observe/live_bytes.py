@@ -58,10 +58,6 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
         """Start a new peak at what is alive now."""
         self.peak_bytes = self.live_bytes
 
-    def restore_peak(self, num_bytes: int) -> None:
-        """Count a peak that came by before someone called `reset_peak` for a look of his own."""
-        self.peak_bytes = max(self.peak_bytes, num_bytes)
-
     def observe(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` until it is freed; parameters are not activations."""
         if isinstance(tensor, torch.nn.Parameter):

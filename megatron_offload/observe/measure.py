@@ -266,7 +266,8 @@ class StepTimer(ComputeTimer):
         if self._meter is not None:
             if reserved_bytes is None:
                 reserved_bytes = self._meter.peak_bytes
-            self._meter.restore_peak(self._earlier_peak_bytes)
+            # As if nobody had looked.
+            self._meter.peak_bytes = max(self._meter.peak_bytes, self._earlier_peak_bytes)
         lost_us = [[0.0, 0.0] for _ in range(self._num_chunks)]
         turns = self.turns[: self._num_turns]
         for turn, us in zip(turns, self.read_lost_us(turns), strict=False):

@@ -65,7 +65,7 @@ def test_a_profile_of_a_step_that_moved_is_that_of_one_that_did_not(gbps):
 
 def test_where_the_device_says_nothing_the_meter_does_and_its_peak_is_put_back():
     job = VirtualJob(SLOW).warmed_up()
-    job.meter.restore_peak(10**9)
+    job.meter.peak_bytes = 10**9
     assert 0 < measured(job).reserved_bytes < 10**6
     assert job.meter.peak_bytes == 10**9
     job.backend.reserved_bytes = lambda: 7
