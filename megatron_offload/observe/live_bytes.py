@@ -45,7 +45,6 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that are alive now."""
         self._measure(self._seen)
         return self._live_bytes
 

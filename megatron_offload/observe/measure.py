@@ -210,7 +210,6 @@ class StepTimer(ComputeTimer):
 
     @property
     def has_ended(self) -> bool:
-        """Whether a step has."""
         return self._ended is not None
 
     def where(self) -> Place:

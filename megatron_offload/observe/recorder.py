@@ -82,7 +82,6 @@ class _Recorder(BoundaryTimer):
         self._source = manager.backend if tells else meter_of(manager)
         self._num_turns = 0
         self._learned: StepProfile | None = None
-        self._offloaded_bytes = 0
 
     def restart(self) -> None:
         super().restart()
@@ -138,8 +137,9 @@ class _Recorder(BoundaryTimer):
         if self._learned is None:
             self.leave_backwards()
             self.look()
-            self._learned, self._num_turns = profile, len(self.turns)
-            self._offloaded_bytes = self._manager.last_step.offloaded_bytes
+            offloaded_bytes = self._manager.last_step.offloaded_bytes
+            self._learned = replace(profile, offloaded_bytes=offloaded_bytes)
+            self._num_turns = len(self.turns)
 
     # The profile
 
@@ -183,7 +183,6 @@ class _Recorder(BoundaryTimer):
             peak_allocated_bytes=most_bytes,
             peak_reserved_bytes=max(most_bytes, reserved_bytes + most_bytes - allocated_bytes),
             run=self._run or learned.run,
-            offloaded_bytes=self._offloaded_bytes,
             waited_us=waited_us,
             d2h_gbps=self._read_gbps("d2h"),
             h2d_gbps=self._read_gbps("h2d"),
