@@ -100,8 +100,6 @@ class _Usage(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
-
     def __init__(self, **settings: Any) -> None:
         super().__init__(
             formatter_class=_Usage, conflict_handler="resolve", allow_abbrev=False, **settings

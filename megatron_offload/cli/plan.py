@@ -112,7 +112,6 @@ def make(
 
 
 def _rank_table(source: Source, plan: OffloadPlan, without: Simulation, step: Simulation) -> Table:
-    """Return a line for each rank: what becomes of its bytes, and its peaks."""
     rows = []
     ranks = zip(plan.ranks, without.ranks, step.ranks, strict=True)
     for index, (rank, before, after) in enumerate(ranks):

@@ -140,10 +140,7 @@ def memory_kinds(
 
 
 def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) -> TradeOff | None:
-    """Return the points of the folder's file, and those that the run has measured.
-
-    ``change`` says how much longer a step took, as a share; None where that was not measured.
-    """
+    """Return the folder's points, and the run's where a step's ``change``, a share, is known."""
     path = folder / TRADEOFF_NAME
     given = read_model(TradeOff, path) if path.exists() else None
     name = given.memory if given else memory[0].name if memory else ""

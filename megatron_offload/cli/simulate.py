@@ -67,7 +67,6 @@ def run(given: Given) -> int:
 
 
 def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Iterator[Table]:
-    """Yield a table of times and one of memory, a line for each rank."""
     times, memory = [], []
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls = (rank.stall_us[cause] for cause in (PIPELINE, RELEASE, RELOAD))

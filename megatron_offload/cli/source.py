@@ -166,7 +166,6 @@ class Source:
         )
 
     def _misfits(self, step: Simulation) -> Iterator[str]:
-        """Yield what of a step doesn't fit into a GPU or a node."""
         device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
         held = [rank.peak_host_bytes for rank in step.ranks]
         if own := self.job.optimizer_host_bytes:

@@ -163,7 +163,6 @@ def _section_at(model: Any, path: Sequence[int | str]) -> Any:
 
 
 def _fields_of(section: Any) -> dict[str, Any]:
-    """Return the types of a section's keys."""
     if issubclass(section, BaseModel):
         fields = section.model_fields.items()
         return {field.alias or name: field.annotation for name, field in fields}

@@ -200,7 +200,6 @@ def _zoom(name: str) -> Any:
 
 
 def _rows(trace: StepTrace, end_us: float, column_us: float) -> list[dict[str, Any]]:
-    """Return a rank's spans as they are drawn."""
     scale = 1e3 if end_us >= 2000 else 1.0
     return [
         {
@@ -217,7 +216,6 @@ def _rows(trace: StepTrace, end_us: float, column_us: float) -> list[dict[str, A
 
 
 def _kind(span: Span) -> str:
-    """Return what a stretch is drawn as."""
     kind = PIPELINE_WAIT if span.wait == PIPELINE_WAIT else span.kind
     return kind if kind in _KINDS else "other"
 

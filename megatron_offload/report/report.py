@@ -160,5 +160,4 @@ def _script() -> str:
 
 
 def _format_percent(share: float | None) -> str:
-    """Return a change in percent with its sign; ``-`` for None."""
     return "-" if share is None else f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}")
