@@ -222,25 +222,21 @@ class StepTimer(ComputeTimer):
             self.restart()  # what was passed so far, such as an evaluation, is no part of it
             self._began = self.now()
             self._num_boundaries = self._num_idle = 0
-        self._look()
-
-    def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
-        self._look()
+        self._look(group)
 
     def backward_enters(self, group: OffloadGroup) -> None:
         self._at = "backward", group
-        self._look()
+        self._look(group)
 
-    def backward_leaves(self, group: OffloadGroup) -> None:
-        self._look()
-
-    def _look(self) -> None:
+    def _look(self, group: OffloadGroup, *, is_delayed: bool = False) -> None:
         """See at a boundary whether the device has come to the one before already."""
         if not self.has_ended:
             if self._boundary is not None:
                 self._num_boundaries += 1
                 self._num_idle += self._backend.has_passed(self._boundary)
             self._boundary = self.now()
+
+    group_commits = backward_leaves = _look
 
     def step_ended(self, profile: StepProfile) -> None:
         if self._began is not None and not self.has_ended:
