@@ -77,9 +77,7 @@ class _Recorder(BoundaryTimer):
         super().__init__(manager.backend)
         self._manager = manager
         self._run = run
-        # Where the device doesn't tell its memory, what the manager's meter counts.
-        tells = manager.backend.memory() is not None
-        self._source = manager.backend if tells else meter_of(manager)
+        self._meter = meter_of(manager)
         self._num_turns = 0
         self._learned: StepProfile | None = None
 
@@ -94,7 +92,8 @@ class _Recorder(BoundaryTimer):
         """Note when it is, and the most memory until now."""
         with self._backend.uncounted():
             self.turn()
-            found = self._source and self._source.memory()
+            # Where the device doesn't tell its memory, what the manager's meter counts.
+            found = self._backend.memory() or (self._meter and self._meter.memory())
             if found:
                 self._most_memory = DeviceMemory(*map(max, self._most_memory, found))
                 away_bytes = self._manager.host_pool.alone.total_bytes

@@ -93,7 +93,8 @@ def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
         tooltip=["what:N", alt.Tooltip("size:Q", title=size_unit, format=".2f")],
     )
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that both zoom as one
-        both = alt.vconcat(lanes, memory, spacing=6).add_params(_zoom(f"zoom{rank}"))
+        zoom = alt.selection_interval(name=f"zoom{rank}", bind="scales", encodings=["x"])
+        both = alt.vconcat(lanes, memory, spacing=6).add_params(zoom)
     return both.resolve_scale(x="shared", color="independent", strokeDash="independent")
 
 
@@ -121,7 +122,7 @@ def overview_chart(traces: Sequence[StepTrace], end_us: float) -> Any:
         size=alt.Size("thickness:Q", scale=None),
         tooltip=["rank:O", "group:N", "what:N", "time:N"],
     )
-    return chart.add_params(_zoom("zoom"))
+    return chart.interactive(name="zoom", bind_y=False)
 
 
 def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> Any:
@@ -192,11 +193,6 @@ def _by(channel: str, name: str, values: Mapping[str, Any], **legend: Any) -> An
     key = None if "legend" in legend else alt.Legend(**shown | legend)
     scale = alt.Scale(domain=list(values), range=list(values.values()))
     return getattr(alt, channel)(f"{name}:N", scale=scale, legend=key)
-
-
-def _zoom(name: str) -> Any:
-    """Return what a wheel and a drag do to a chart: time alone."""
-    return alt.selection_interval(name=name, bind="scales", encodings=["x"])
 
 
 def _rows(trace: StepTrace, end_us: float, column_us: float) -> list[dict[str, Any]]:
