@@ -90,6 +90,8 @@ class StrictModel(BaseModel):
 
 T = TypeVar("T")
 
+_adapter_of = functools.cache(TypeAdapter)
+
 _MOST_ISSUES = 20
 """So many of a configuration's errors are said one by one."""
 
@@ -114,11 +116,6 @@ def validate(model: type[T], data: Any, source: str) -> T:
         if len(issues) > _MOST_ISSUES:
             lines.append(f"and {len(issues) - _MOST_ISSUES} more")
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
-
-
-@functools.cache
-def _adapter_of(model: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(model)
 
 
 def read_model(model: type[T], path: Path) -> T:
