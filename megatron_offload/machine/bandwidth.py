@@ -88,8 +88,7 @@ def median_rates(
         for link in links:
             link.start(*names)
         rounds.append([link.finish() for link in links])
-    medians: list[list[float]] = np.median(rounds, axis=0).tolist()
-    return medians
+    return np.median(rounds, axis=0).tolist()
 
 
 class Link:
@@ -139,11 +138,9 @@ def gbps_while_all_copy(ends_us: Sequence[Sequence[float]], block_bytes: int) ->
     start_us, end_us = max(ends[0] for ends in ends_us), min(ends[-1] for ends in ends_us)
     if start_us >= end_us:
         start_us, end_us = min(ends[0] for ends in ends_us), max(ends[-1] for ends in ends_us)
-    rates = []
-    for ends in ends_us:
-        copied = np.interp([start_us, end_us], ends, np.arange(len(ends)) * block_bytes)
-        rates.append(float(copied[1] - copied[0]) / (end_us - start_us) / 1e3)
-    return rates
+    span_us = [start_us, end_us]
+    copied = [np.diff(np.interp(span_us, ends, np.arange(len(ends)))) for ends in ends_us]
+    return [float(blocks[0]) * block_bytes / (end_us - start_us) / 1e3 for blocks in copied]
 
 
 if __name__ == "__main__":
