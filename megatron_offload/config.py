@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from megatron_offload.core.policy_config import (
     AutoConfig,
@@ -44,15 +44,7 @@ MEGATRON_MODULES: tuple[str, ...] = (
 """Names that Megatron-core's own call sites mark, and its checkpoints where it is installed into.
 """
 
-EXTRA_MODULES: tuple[str, ...] = (
-    "mlp_fc1",
-    "mlp_act",
-    "mlp_fc2",
-    "expert_fc2",
-    "shared_experts",
-    "router",
-    "layer",
-)
+EXTRA_MODULES = ("mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc2", "shared_experts", "router", "layer")
 """Names that this package adds, reached by module hooks (`megatron_offload.frontends.modules`)."""
 
 MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
@@ -71,7 +63,8 @@ RECOMPUTE_UNITS: tuple[str, ...] = (
 """What backward can make again by name, other than modules (docs/recompute.md); ``mlp_fc1`` only
 where a plan says so."""
 
-_AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
+AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
+"""What plain PyTorch's operations can tell of."""
 
 _STAYING = ("fraction", "delta_bytes_across_pp_ranks")
 """Keys by which groups stay on the device."""
@@ -187,21 +180,15 @@ class OffloadConfig(StrictModel):
 
     simulated: SimulatedConfig = SimulatedConfig()
 
-    @field_validator("modules")
-    @classmethod
-    def _known_modules(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        split_modules(names)
-        return names
-
     @field_validator("recompute", mode="before")
     @classmethod
     def _auto_units(cls, names: Any) -> Any:
-        return _AUTO_UNITS if names == "auto" else names
+        return AUTO_UNITS if names == "auto" else names
 
-    @field_validator("recompute")
+    @field_validator("modules", "recompute")
     @classmethod
-    def _known_units(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        recompute_patterns(names)
+    def _known_names(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        (split_modules if info.field_name == "modules" else recompute_patterns)(names)
         return names
 
     def model_post_init(self, _: Any, /) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_offload.config import OffloadConfig, recompute_patterns
+from megatron_offload.config import AUTO_UNITS, OffloadConfig, recompute_patterns
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
@@ -35,13 +35,12 @@ _UNFOLLOWED: dict[str, dict[str, str]] = {
 """By door the settings that it can't follow, and what says the same there; all others take effect.
 A manager by hand, `offload_modules`, megatron-core's call sites and the trainer follow all."""
 
-_OPERATIONS = ("norm", "mlp_act", "pointwise", "cast", "layout")
 _BY_NAME = "*"
 _MEGATRON = ("norm", "mlp_act", "mlp_fc1", "rope", "mla_up", "moe_permute", _BY_NAME)
 _RECOMPUTED = {
-    "OffloadActivations": _OPERATIONS,
-    "CPUOffload": _OPERATIONS,
-    "offload_pipeline": (*_OPERATIONS, _BY_NAME),
+    "OffloadActivations": AUTO_UNITS,
+    "CPUOffload": AUTO_UNITS,
+    "offload_pipeline": (*AUTO_UNITS, _BY_NAME),
     "operation_groups": (),
     "offload_modules": ("norm", "mlp_act", "mlp_fc1", _BY_NAME),
     "megatron_core.install()": _MEGATRON,
