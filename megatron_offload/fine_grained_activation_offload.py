@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_offload.backends.base import Event, Stream
-from megatron_offload.engine import manager as engine_manager
 from megatron_offload.engine.boundary import Tensors, commit_group, start_group
+from megatron_offload.engine.manager import PipelineOffloadManager as Engine
 from megatron_offload.frontends.megatron_manager import ChunkOffloadHandler as ChunkOffloadHandler
 from megatron_offload.frontends.megatron_manager import PipelineOffloadManager
+from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.memory.tensor_pool import GPUTensorPool as GPUTensorPool
 from megatron_offload.memory.tensor_pool import OffloadTensorPool as OffloadTensorPool
 from megatron_offload.report.tables import (
@@ -34,13 +34,13 @@ DEBUG_RANK = 0
 
 def debug_rank(message: str) -> None:
     """Print ``message`` if `DEBUG` is set and this is rank `DEBUG_RANK`."""
-    if DEBUG:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        if rank == DEBUG_RANK:
-            sys.stdout.write(f"{message}\n")
+    if DEBUG and rank_in() == DEBUG_RANK:
+        sys.stdout.write(f"{message}\n")
 
 
-_engine = engine_manager.PipelineOffloadManager.get_instance
+_Forced = Sequence[torch.Tensor] | None
+
+_engine = Engine.get_instance
 _manager = PipelineOffloadManager.get_instance
 
 
@@ -124,7 +124,7 @@ class FineGrainedOffloadingGroupStartFunction(_Boundary):
         """Return an alias of ``tensor`` that is no view."""
         with torch.enable_grad():
             ctx.group = cpu_offload_handler.on_group_start_forward(name)
-        ctx.passes = cpu_offload_handler.leave_backward
+        ctx.passes = cpu_offload_handler.manager.engine.leave_backward
         return tensor.detach()
 
 
@@ -137,7 +137,7 @@ class FineGrainedOffloadingGroupCommitFunction(_Boundary):
         tensor: torch.Tensor,
         cur_forward_chunk: Any,
         name: str,
-        forced_released_tensors: Sequence[torch.Tensor] | None = None,
+        forced_released_tensors: _Forced = None,
         delay_offload: bool = False,
     ) -> torch.Tensor:
         """Return an alias of ``tensor`` that is no view."""
@@ -175,10 +175,7 @@ def fine_grained_offloading_group_start(tensor: Tensors, name: str | None = None
 
 
 def fine_grained_offloading_group_commit(
-    tensor: Tensors,
-    name: str,
-    forced_released_tensors: Sequence[torch.Tensor] | None = None,
-    delay_offload: bool = False,
+    tensor: Tensors, name: str, forced_released_tensors: _Forced = None, delay_offload: bool = False
 ) -> Tensors:
     """Mark the end of a layer group and issue its copies; outside a chunk this is the identity.
 
@@ -199,10 +196,7 @@ group_commit = fine_grained_offloading_group_commit
 
 
 def fine_grained_offloading_group_offload(
-    tensor: Tensors,
-    name: str,
-    forced_released_tensors: Sequence[torch.Tensor] | None = None,
-    delay_offload: bool = False,
+    tensor: Tensors, name: str, forced_released_tensors: _Forced = None, delay_offload: bool = False
 ) -> Tensors:
     """`fine_grained_offloading_group_commit` in its later form: delays only in a graph's replay."""
     delay = delay_offload and _manager().in_replay
@@ -253,7 +247,7 @@ class FineGrainedActivationOffloadingInterface:
         self.offload = offload
         self.tensor = tensor
         self.name = name
-        self._engine: engine_manager.PipelineOffloadManager | None = None
+        self._engine: Engine | None = None
 
     def __enter__(self) -> Any:
         if self.offload:
@@ -270,10 +264,7 @@ class FineGrainedActivationOffloadingInterface:
             engine.__exit__(*exception)
 
     def group_offload(
-        self,
-        tensor: Any,
-        forced_released_tensors: Sequence[torch.Tensor] | None = None,
-        delay_offload: bool = False,
+        self, tensor: Any, forced_released_tensors: _Forced = None, delay_offload: bool = False
     ) -> Any:
         """Mark the group's end; see `fine_grained_offloading_group_offload`."""
         if not self.offload:

@@ -20,15 +20,14 @@ from megatron_offload.backends.base import Backend, Event, Stream, Wait
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine import chunk as engine_chunk
-from megatron_offload.engine import manager as engine_manager
+from megatron_offload.engine.chunk import ChunkOffloadHandler as Chunk
 from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.manager import PipelineOffloadManager as Engine
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import StateError
 from megatron_offload.memory.tensor_pool import GPUTensorPool, HostTensorPool
 from megatron_offload.report.tables import print_offload_summary_table
 
-Engine = engine_manager.PipelineOffloadManager
 HostState = tuple[torch.device, torch.Tensor, bool]
 
 _AWAY = (GroupState.OFFLOADING, GroupState.ON_HOST)
@@ -114,11 +113,11 @@ class ChunkOffloadHandler:
     """
 
     manager: PipelineOffloadManager
-    chunk: engine_chunk.ChunkOffloadHandler
+    chunk: Chunk
     _pool: GPUTensorPool | None
     _in_backward: list[OffloadGroup]
     _last_pass: list[OffloadGroup]
-    _first: int
+    _earlier: list[OffloadGroup]
 
     def __new__(cls, *_: Any, **__: Any) -> ChunkOffloadHandler:
         """Make what answers questions about tensors without ``__init__`` too, as the original."""
@@ -126,12 +125,10 @@ class ChunkOffloadHandler:
         return cls._of(manager, manager.engine.new_chunk())
 
     @classmethod
-    def _of(
-        cls, manager: PipelineOffloadManager, chunk: engine_chunk.ChunkOffloadHandler
-    ) -> ChunkOffloadHandler:
+    def _of(cls, manager: PipelineOffloadManager, chunk: Chunk) -> ChunkOffloadHandler:
         handler = object.__new__(cls)
         handler.manager, handler.chunk, handler._pool = manager, chunk, None
-        handler._in_backward, handler._last_pass, handler._first = [], [], 0
+        handler._in_backward, handler._last_pass, handler._earlier = [], [], []
         return handler
 
     def __init__(
@@ -276,16 +273,12 @@ class ChunkOffloadHandler:
         """Backward has left the group that `on_group_commit_backward` entered last."""
         if not self._in_backward:
             raise StateError("no group's backward is under way: call on_group_commit_backward")
-        self.leave_backward(self._in_backward.pop())
+        self.manager.engine.leave_backward(self._in_backward.pop())
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached the end of a group, for the first time or once more."""
         self.manager.engine.enter_backward(group)
         self.manager._take_up(self)
-
-    def leave_backward(self, group: OffloadGroup) -> None:
-        """Backward has left a group."""
-        self.manager.engine.leave_backward(group)
 
     def _waiting(self) -> list[OffloadGroup]:
         """Return the groups whose forward is over and whose backward isn't begun, newest first."""
@@ -334,14 +327,12 @@ class ChunkOffloadHandler:
     def reset(self) -> None:
         """Begin another pass over the same groups; what was not committed stays on the device."""
         self._last_pass = self._this_pass() or self._last_pass
-        self._first = len(self.chunk.groups)
+        self._earlier = list(self.chunk.groups)
         self.chunk.open_groups.clear()
         self._in_backward.clear()
 
     def _this_pass(self) -> list[OffloadGroup]:
-        if self._first > len(self.chunk.groups):  # the step is over, and its groups are forgotten
-            self._first = 0
-        return self.chunk.groups[self._first :]
+        return [group for group in self.chunk.groups if group not in self._earlier]
 
     def find_next_group(self, name: str | None = None) -> OffloadGroup | None:
         """Return the group of this name that the last pass had next, or None."""
@@ -364,9 +355,7 @@ class _Order:
     """What callers by hand have queued in one step of the engine."""
 
     step_number: int
-    handlers: dict[engine_chunk.ChunkOffloadHandler, ChunkOffloadHandler] = field(
-        default_factory=dict
-    )
+    handlers: dict[Chunk, ChunkOffloadHandler] = field(default_factory=dict)
     queue: deque[ChunkOffloadHandler] = field(default_factory=deque)
     staged: list[list[ChunkOffloadHandler]] = field(default_factory=list)
     delayed: list[Callable[[], Any]] = field(default_factory=list)
@@ -386,10 +375,7 @@ class _OneInProcess(type):
 
         May be set: to another, or to None for a new one of the same configuration.
         """
-        engine, last = Engine.instance, _OneInProcess._last
-        if engine is not None and (last is None or last.engine is not engine):
-            last = _OneInProcess._last = PipelineOffloadManager(engine=engine)
-        return None if engine is None else last
+        return None if Engine.instance is None else PipelineOffloadManager.get_instance()
 
     @OFFLOAD_MGR.setter
     def OFFLOAD_MGR(cls, manager: PipelineOffloadManager | None) -> None:  # noqa: N802
@@ -425,9 +411,9 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """Return the process's manager, made at the first call; a view of the engine's."""
-        Engine.get_instance()
-        manager = PipelineOffloadManager.OFFLOAD_MGR
-        assert manager is not None
+        engine, manager = Engine.get_instance(), _OneInProcess._last
+        if manager is None or manager.engine is not engine:
+            manager = _OneInProcess._last = PipelineOffloadManager(engine=engine)
         return manager
 
     @classmethod
@@ -519,7 +505,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
                 self.push(order.handlers[chunk])
         return self._by_hand
 
-    def _handler_of(self, chunk: engine_chunk.ChunkOffloadHandler) -> ChunkOffloadHandler:
+    def _handler_of(self, chunk: Chunk) -> ChunkOffloadHandler:
         handlers = self._order.handlers
         if chunk not in handlers:
             handlers[chunk] = ChunkOffloadHandler._of(self, chunk)

@@ -113,9 +113,7 @@ def offload_modules(
     return result
 
 
-def _kind_of(
-    name: str, modules: Sequence[Mapping[str, nn.Module]], is_part: bool = False
-) -> _Kind | None:
+def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]], is_part: bool) -> _Kind | None:
     """Return what a name stands for in these model chunks; a child's own name counts last."""
     own = _Kind((name,))
     for kind in (_NAMED.get(name, own), own):
