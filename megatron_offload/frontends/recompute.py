@@ -166,12 +166,8 @@ def recompute_modules(
 
     The hooks of an earlier call on the same modules go. What isn't known to do nothing but compute
     is watched when it runs for the first time, in training and in evaluation; where it can't be
-    made again it is left as it is, and a warning says why.
-
-    Args:
-        modules: by their dotted names.
-        units: as in `OffloadConfig.recompute`; patterns go before kinds.
-        find_manager: returns whose forward it is when one of them has run; None: nobody's.
+    made again it is left as it is, and a warning says why. ``find_manager`` returns whose forward
+    it is when one of them has run; None: nobody's.
     """
     patterns = {pattern: expression_of(pattern) for pattern in recompute_patterns(units)}
     for pattern, expression in patterns.items():
@@ -320,20 +316,15 @@ def tell(
     *,
     holds_constants: bool = False,
 ) -> None:
-    """Tell a manager how an output was made, if it is one plain tensor.
+    """Tell a manager how an output was made, if it is one plain tensor and grad is on.
 
-    Args:
-        manager: is told.
-        output: what the call has returned.
-        function: what makes it again.
-        args: of the call; those that hold tensors are taken apart.
-        kwargs: likewise.
-        unit: the kind of recipe.
-        reads: what the function reads besides.
-        holds_constants: keep what needs no gradient until backward, as what is shared by layers;
-            otherwise it is made use of where autograd saves it, like any other tensor.
+    Arguments that hold tensors are taken apart. ``holds_constants`` keeps what needs no gradient
+    until backward, as what is shared by layers; otherwise it is made use of where autograd saves
+    it, like any other tensor.
     """
-    if type(output) is not torch.Tensor or kind_of(unit) not in manager.config.recompute:
+    if type(output) is not torch.Tensor or not torch.is_grad_enabled():
+        return
+    if kind_of(unit) not in manager.config.recompute:
         return
     if kwargs or any(type(x) in (list, tuple, dict) and _holds_tensor(x) for x in args):
         args, spec = pytree.tree_flatten((args, kwargs or {}))
@@ -419,9 +410,7 @@ def _is_compiled(output: Any, inputs: Sequence[Any]) -> bool:
 class RecomputeFunctions(TorchFunctionMode):
     """While it is entered, torch's functions tell a manager how they made their outputs.
 
-    Args:
-        manager: is told.
-        units: by functions the unit that each belongs to.
+    ``units`` are by functions the unit that each belongs to.
     """
 
     def __init__(
@@ -437,7 +426,7 @@ class RecomputeFunctions(TorchFunctionMode):
         if unit is None or type(output) is not torch.Tensor or torch.compiler.is_compiling():
             return output
         is_new = output._base is None and not any(output is x for x in args)
-        if is_new and output.requires_grad and torch.is_grad_enabled():
+        if is_new and output.requires_grad:
             tell(self._manager, output, func, args, kwargs, unit)
         return output
 
@@ -447,9 +436,7 @@ def recompute_functions(
 ) -> AbstractContextManager[Any]:
     """Return what lets functions be made again while it is entered, where any should be.
 
-    Args:
-        manager: whose forward runs inside.
-        besides_modules: whether `recompute_modules` serves the kinds of modules.
+    ``besides_modules`` says that `recompute_modules` serves the kinds of modules.
     """
     wanted = set(manager.config.recompute) - ({"norm", "mlp_act"} if besides_modules else set())
     units = {function: unit for function, unit in _FUNCTIONS.items() if unit in wanted}

@@ -45,6 +45,4 @@ class OffloadCallback(Callback):
         """Give all memory back, and leave the trainer as it was."""
         self._exchanged.undo()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Likewise."""
-        self._exchanged.undo()
+    on_exception = teardown

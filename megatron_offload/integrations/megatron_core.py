@@ -10,7 +10,7 @@ import importlib
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,8 +24,10 @@ from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, IntegrationError
+from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
-from megatron_offload.integrations.megatron_recompute import hook_model, stand_ins, wrap_methods
+from megatron_offload.frontends.recompute import named_modules, recompute_modules
+from megatron_offload.integrations.megatron_recompute import stand_ins, wrap_methods
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
@@ -81,7 +83,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
         exchanged.on_undo(_marked.clear)
         tell_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
         exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
-        exchanged.on_undo(_forget_wish)
+        exchanged.on_undo(functools.partial(setattr, PipelineOffloadManager, "at_first_use", None))
     its = PipelineOffloadManager
     if config is not None or its.at_first_use is None:
         its.at_first_use = functools.partial(_begin, config, tuner)
@@ -95,15 +97,11 @@ def _begin(
     config: OffloadConfig | None, tuner: MeasuredLoop | None, manager: PipelineOffloadManager
 ) -> None:
     """Configure the process's manager, on the device that is current now."""
-    _forget_wish()
+    PipelineOffloadManager.at_first_use = None
     if config is not None:
         manager.configure(config)
     manager.tuner = tuner or manager.tuner
     tune(manager)
-
-
-def _forget_wish() -> None:
-    PipelineOffloadManager.at_first_use = None
 
 
 def exchange_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
@@ -118,10 +116,8 @@ def exchange_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
 uninstall = exchanged.undo
 """Puts megatron-core's own implementation back; without `install` it does nothing."""
 
-
-def is_installed() -> bool:
-    """Whether `install` is in effect."""
-    return bool(exchanged)
+is_installed = exchanged.__bool__
+"""Whether `install` is in effect."""
 
 
 def _put_back_copies(back: dict[int, Any]) -> None:
@@ -209,7 +205,9 @@ def _marking(theirs: Callable[[Any], None], self: Any) -> None:
         marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
         exchanged.on_undo(marked.remove)
         if manager.config.enabled:
-            marked.remove_later(hook_model(self, manager))
+            refuse_unserved("megatron_core.install()", manager.config)
+            units, find_manager = manager.config.recompute, PipelineOffloadManager.get_instance
+            marked.remove_later(recompute_modules(named_modules(self), units, find_manager))
         _marked[self] = manager.config, marked
 
 
@@ -233,12 +231,6 @@ def import_from_megatron(name: str) -> types.ModuleType:
         ) from error
 
 
-def megatron_version() -> str:
-    """Return the version of the megatron-core that is loaded, or words for the lack of one."""
-    return str(getattr(sys.modules["megatron.core"], "__version__", "of unknown version"))
-
-
-def _loaded_modules() -> Iterator[types.ModuleType]:
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and module is not facade:
-            yield module
+def _loaded_modules() -> list[types.ModuleType]:
+    loaded = list(sys.modules.values())
+    return [one for one in loaded if isinstance(one, types.ModuleType) and one is not facade]

@@ -7,17 +7,16 @@ current CUDA device is the CPU.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed
 
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Exchanges, around
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
 _CPU = torch.device("cpu")
@@ -46,9 +45,7 @@ def cpu_bridges() -> Iterator[None]:
                 exchanged.replace(module, "torch", view)
         exchanged.replace(random_module, "_get_cuda_rng_state", _get_rng_state)
         exchanged.replace(random_module, "_set_cuda_rng_state", _set_rng_state)
-        exchanged.replace(
-            optimizer_module, "clip_grad_by_total_norm_fp32", _clip_grad_by_total_norm
-        )
+        exchanged.replace(optimizer_module, "clip_grad_by_total_norm_fp32", _clip_grads)
         exchanged.replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
         yield
 
@@ -107,21 +104,16 @@ def _cpu_view_of_torch() -> _View:
         distributed=_View(torch.distributed, isend=_isend),
         get_rng_state=lambda: torch.empty(0, dtype=torch.uint8),
         set_rng_state=lambda new_state: None,
-        **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES},
+        **{name: around(getattr(torch, name), _on_cpu) for name in _FACTORIES},
     )
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a tensor factory: ``device="cuda"`` means the CPU."""
-
-    @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = _CPU
-        return factory(*args, **kwargs)
-
-    return make
+def _on_cpu(factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call a tensor factory, for which ``device="cuda"`` means the CPU."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        kwargs["device"] = _CPU
+    return factory(*args, **kwargs)
 
 
 def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
@@ -132,22 +124,15 @@ def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(new_state)
 
 
-def _isend(
-    tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0
-) -> torch.distributed.Work | None:
+def _isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.distributed.Work | None:
     """Send an alias of ``tensor``, which keeps its storage for as long as the request lives.
 
     The schedules empty an output right after they posted its send, and gloo holds only the tensor.
     """
-    return torch.distributed.isend(tensor.detach(), dst, group=group, tag=tag)
+    return torch.distributed.isend(tensor.detach(), *args, **kwargs)
 
 
-def _clip_grad_by_total_norm(
-    parameters: Iterable[torch.Tensor] | torch.Tensor,
-    max_norm: float,
-    total_norm: float,
-    use_decoupled_grad: bool = False,
-) -> None:
+def _clip_grads(parameters: Any, max_norm: float, total_norm: float, *_: Any, **__: Any) -> None:
     """Scale gradients in place to ``max_norm``; megatron-core's own insists on CUDA tensors."""
     norm = torch.tensor(total_norm, dtype=torch.float64)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -6,6 +6,7 @@ shape follows from the inputs' shapes, with the bits, shapes and strides of Mega
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 
 from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.errors import IntegrationError
-from megatron_offload.integrations.megatron_core import import_from_megatron, megatron_version
+from megatron_offload.integrations.megatron_core import import_from_megatron
 
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
 _CLASS = "_DeepepManager"
@@ -109,8 +110,9 @@ class _IndicesToMultihot(torch.autograd.Function):
 
 def _check_same(theirs: Callable[..., Any]) -> None:
     """Compare both steps on three tokens: a version that isn't known may have changed its own."""
+    version = getattr(sys.modules["megatron.core"], "__version__", "of unknown version")
     wrong = (
-        f"{_CLASS}.{_METHOD} of megatron-core {megatron_version()} is not the one that this stands "
+        f"{_CLASS}.{_METHOD} of megatron-core {version} is not the one that this stands "
         "in for, that of 0.16 to 0.19; leave out install()"
     )
     try:

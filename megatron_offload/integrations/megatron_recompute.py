@@ -14,18 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import LAYER_INPUT
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.exchanges import Exchanges, around
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.recompute import (
     RecomputeFunctions,
     functions_of_torch,
-    named_modules,
-    recompute_modules,
     tell,
     told_by_integrations,
 )
@@ -103,8 +99,7 @@ def _module(name: str) -> Any:
 
 def _telling(unit: str, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     output = theirs(*args, **kwargs)
-    if torch.is_grad_enabled():
-        tell(_manager(), output, theirs, args, kwargs, unit, holds_constants=True)
+    tell(_manager(), output, theirs, args, kwargs, unit, holds_constants=True)
     return output
 
 
@@ -119,7 +114,7 @@ def _permuting(
     **kwargs: Any,
 ) -> Any:
     result = theirs(tokens, routing_map, probs, num_out_tokens, fused, *args, **kwargs)
-    if torch.is_grad_enabled() and not fused:
+    if not fused:
         again, rows = torch.index_select, result[2]
         tell(_manager(), result[0], again, (tokens, 0, rows), {}, "moe_permute")
     return result
@@ -138,15 +133,8 @@ def _sorting(
         return theirs(chunks, split_sizes, sorted_idxs, None, *args, **kwargs)[0]
 
     result = theirs(input, split_sizes, sorted_idxs, probs, *args, **kwargs)
-    if torch.is_grad_enabled():
-        tell(_manager(), result[0], sort_again, (input,), {}, "moe_permute")
+    tell(_manager(), result[0], sort_again, (input,), {}, "moe_permute")
     return result
-
-
-def hook_model(model: nn.Module, manager: PipelineOffloadManager) -> list[RemovableHandle]:
-    """Let what a model's modules make be made again; return their hooks."""
-    refuse_unserved("megatron_core.install()", manager.config)
-    return recompute_modules(named_modules(model), manager.config.recompute, _manager)
 
 
 def _by_segments(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +197,13 @@ def _projecting(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 
     def project(_: Any, run_function: Callable[..., Any], *inputs: Any) -> Any:
         outputs = run_function(*inputs)
-        again = _Shared(run_function)
+        made: dict[int, torch.Tensor] = {}
+
+        def again(place: int, *args: Any) -> torch.Tensor:
+            if place not in made:  # one run makes all of them
+                made.update(enumerate(run_function(*args)))
+            return made.pop(place)
+
         for place, output in enumerate(outputs):
             function = partial(again, place)
             tell(manager, output, function, inputs, {}, "mla_up", reads, holds_constants=True)
@@ -223,16 +217,3 @@ def _projecting(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
         exchanged.replace(self, "recompute_up_proj", True)
         exchanged.replace(self, "qkv_up_checkpoint", None)
         return theirs(self, *args, **kwargs)
-
-
-class _Shared:
-    """A function of several outputs, run once for all of them."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._made: dict[int, torch.Tensor] = {}
-
-    def __call__(self, place: int, *args: Any) -> torch.Tensor:
-        if place not in self._made:
-            self._made = dict(enumerate(self._function(*args)))
-        return self._made.pop(place)

@@ -10,7 +10,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -132,31 +132,29 @@ def install() -> None:
             f"{_FUSER} has no {', '.join(missing)}: settings of fused operations are known to work "
             "with TransformerEngine 2.20"
         )
-    new_context, prepare = fuser.OperationContext, fuser.prepare_for_saving
-    run = fuser.OperationFuser.__call__
 
-    def noted_context(*args: Any, **kwargs: Any) -> Any:
-        context = new_context(*args, **kwargs)
+    def noted_context(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        context = theirs(*args, **kwargs)
         if (settings := _in_thread.runs[-1]) is not None:
             settings.contexts.append(context)
         return context
 
-    def decided_prepare(*tensors: Any) -> Any:
+    def decided_prepare(theirs: Callable[..., Any], *tensors: Any) -> Any:
         settings = _in_thread.runs[-1]
-        return prepare(*tensors) if settings is None else settings.prepare(prepare, tensors)
+        return theirs(*tensors) if settings is None else settings.prepare(theirs, tensors)
 
-    def settled_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def settled_run(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = _settings_of(self._basic_ops)
         _in_thread.runs.append(settings)
         try:
             with settings or nullcontext():
-                return run(self, *args, **kwargs)
+                return theirs(self, *args, **kwargs)
         finally:
             _in_thread.runs.pop()
 
-    _exchanged.replace(fuser, "OperationContext", noted_context)
-    _exchanged.replace(fuser, "prepare_for_saving", decided_prepare)
-    _exchanged.replace(fuser.OperationFuser, "__call__", settled_run)
+    _exchanged.wrap(fuser, "OperationContext", noted_context)
+    _exchanged.wrap(fuser, "prepare_for_saving", decided_prepare)
+    _exchanged.wrap(fuser.OperationFuser, "__call__", settled_run)
     members = {
         "set_activation_offloading": set_activation_offloading,
         "activation_offloading": property(activation_offloading, set_activation_offloading),
@@ -237,8 +235,8 @@ class _InThread(threading.local):
     """What this thread is in."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[nn.Module, Callable[[], None] | None]] = []
-        """Which settings are in force: the module, and how to leave it."""
+        self.entered: list[tuple[nn.Module, ExitStack]] = []
+        """Which settings are in force: the module, and what leaves it."""
         self.runs: list[_FusedRun | None] = [None]
         """Fused runs, the innermost last; None for one without settings."""
 
@@ -313,17 +311,14 @@ def _settings_of(operations: list[nn.Module]) -> _FusedRun | None:
 
 @graph_break
 def _enter(module: nn.Module, args: Any) -> None:
-    setting = activation_offloading(module)
-    left: Callable[[], None] | None = None
-    records = is_recording()
-    if setting is False and records:
-        hooks = NoOpManager()
-        hooks.__enter__()
-        left = hooks.__exit__
-    elif setting is True and records and not _moves_all():
+    setting = activation_offloading(module) if is_recording() else None
+    left = ExitStack()
+    if setting is False:
+        left.enter_context(NoOpManager())
+    elif setting is True and not _moves_all():
         groups = operation_groups()
         groups.begin()
-        left = groups.end
+        left.callback(groups.end)
     _in_thread.entered.append((module, left))
 
 
@@ -331,6 +326,4 @@ def _enter(module: nn.Module, args: Any) -> None:
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     stack = _in_thread.entered
     if stack and stack[-1][0] is module:  # else another hook raised before ours ran
-        _, left = stack.pop()
-        if left is not None:
-            left()
+        stack.pop()[1].close()
