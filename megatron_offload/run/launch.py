@@ -92,15 +92,11 @@ def prepare(given: Mapping[str, Any]) -> None:
 
     utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
     bind = getattr(utils, "set_ideal_affinity_for_current_gpu", None)
-    megatron_core.exchange_everywhere(
-        (function, around(function, call))
-        for function, call in (
-            (theirs.add_megatron_arguments, add_megatron_arguments),
-            (theirs.validate_args, validate_args),
-            (bind, _going_on),
-        )
-        if function is not None
-    )
+    calls: dict[Any, Any] = {theirs.add_megatron_arguments: add_megatron_arguments}
+    calls[theirs.validate_args] = validate_args
+    if bind is not None:
+        calls[bind] = _going_on
+    megatron_core.exchange_everywhere((their, around(their, call)) for their, call in calls.items())
 
 
 def _going_on(bind: Callable[[], None]) -> None:
@@ -114,8 +110,7 @@ def _going_on(bind: Callable[[], None]) -> None:
 class ToldLoop(MeasuredLoop):
     """Says once on the first rank what is on, when that is settled.
 
-    Args:
-        report: where every rank leaves what one step showed; None for nowhere.
+    Every rank leaves in ``report`` what one step showed.
     """
 
     def __init__(self, report: Path | None = None) -> None:
