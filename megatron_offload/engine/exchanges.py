@@ -8,8 +8,11 @@ from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
+Call = Callable[..., Any]
+"""A function, method or class that is called."""
 
-def around(theirs: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+
+def around(theirs: Call, call: Call) -> Call:
     """Return what stands in for a function: ``call``, given that function before the arguments."""
 
     @wraps(theirs)
@@ -37,7 +40,7 @@ class Exchanges:
         self.on_undo(put_back or partial(delattr, owner, name))
         setattr(owner, name, value)
 
-    def wrap(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+    def wrap(self, owner: Any, name: str, call: Call) -> None:
         """Set a function of a module, class or object to `around` it."""
         stand_in = around(getattr(owner, name), call)
         is_static = isinstance(vars(owner).get(name), staticmethod)

@@ -6,7 +6,7 @@ A *span* between two modules reaches functions that are no modules.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from megatron_offload.autotune.loop import tune
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.frontends.around import engine_of, refuse_unserved
@@ -195,7 +195,7 @@ def _outputs(args: Any, output: Any) -> Sequence[Any]:
 
 
 def _region(
-    manager: PipelineOffloadManager, name: str, first: Callable[..., Any], last: Callable[..., Any]
+    manager: PipelineOffloadManager, name: str, first: Call, last: Call
 ) -> tuple[ModuleHook, ModuleHook, ModuleHook]:
     """Return hooks that begin a group, end it, and end all that are open."""
     num_open = 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback
 
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
 
 
@@ -30,7 +29,7 @@ class OffloadCallback(Callback):
         offload: Any = get_act_offloading_ctx_manager(pl_module, **self._options)
         self.offload = offload
 
-        def offloaded(training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def offloaded(training_step: Call, *args: Any, **kwargs: Any) -> Any:
             with offload:
                 return training_step(*args, **kwargs)
 

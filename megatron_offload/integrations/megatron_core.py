@@ -20,7 +20,7 @@ from torch import nn
 import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import EXTRA_MODULES, LAYER_INPUT, OffloadConfig, split_modules
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, IntegrationError
@@ -129,9 +129,7 @@ def _put_back_copies(back: dict[int, Any]) -> None:
                     setattr(module, name, back[id(value)])
 
 
-def _keeping_outputs(
-    theirs: Callable[..., Any], self: Any, run_function: Callable[..., Any], *args: Any
-) -> Any:
+def _keeping_outputs(theirs: Call, self: Any, run_function: Call, *args: Any) -> Any:
     """Keep the outputs of a ``CheckpointWithoutOutput``, which Megatron empties in place."""
     outputs = theirs(self, run_function, *args)
     manager = PipelineOffloadManager.get_instance()
@@ -141,9 +139,7 @@ def _keeping_outputs(
     return outputs
 
 
-def _saving_arguments(
-    theirs: Callable[..., Any], ctx: Any, run_function: Callable[..., Any], owner: Any, *args: Any
-) -> Any:
+def _saving_arguments(theirs: Call, ctx: Any, run_function: Call, owner: Any, *args: Any) -> Any:
     """Let a ``CheckpointWithoutOutput`` save its arguments, not detached copies as up to 0.19.
 
     Autograd keeps such leaves, whatever the hooks of saved tensors do, so that nothing would be

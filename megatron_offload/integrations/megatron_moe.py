@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations.megatron_core import import_from_megatron
 
@@ -47,7 +46,7 @@ uninstall = _exchanged.undo
 
 
 def _without_waits(
-    theirs: Callable[..., Any], self: Any, indices: torch.Tensor, probs: torch.Tensor
+    theirs: Call, self: Any, indices: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return indices_to_multihot(indices, probs, self.num_local_experts)
 
@@ -108,7 +107,7 @@ class _IndicesToMultihot(torch.autograd.Function):
         return None, (picked + 0.0).masked_fill(indices == -1, 0.0), None
 
 
-def _check_same(theirs: Callable[..., Any]) -> None:
+def _check_same(theirs: Call) -> None:
     """Compare both steps on three tokens: a version that isn't known may have changed its own."""
     version = getattr(sys.modules["megatron.core"], "__version__", "of unknown version")
     wrong = (
@@ -123,7 +122,7 @@ def _check_same(theirs: Callable[..., Any]) -> None:
         raise IntegrationError(wrong)
 
 
-def _outcome(step: Callable[..., Any]) -> tuple[Any, ...]:
+def _outcome(step: Call) -> tuple[Any, ...]:
     """Return the bits that a step makes of three tokens, and of a gradient."""
     manager = types.SimpleNamespace(num_local_experts=3)
     indices = torch.tensor([[2, -1], [-1, -1], [0, 1]], device="cpu")

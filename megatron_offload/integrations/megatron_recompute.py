@@ -8,7 +8,7 @@ its first forward on; what TransformerEngine fuses, by `megatron_offload.engine.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_offload.config import LAYER_INPUT
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.engine.exchanges import Exchanges, around
+from megatron_offload.engine.exchanges import Call, Exchanges, around
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.recompute import (
     RecomputeFunctions,
@@ -51,7 +51,7 @@ _manager = PipelineOffloadManager.get_instance
 def stand_ins() -> Iterator[tuple[Any, Any]]:
     """Yield functions of megatron-core's, each with the one that stands in for it."""
     activation = partial(_telling, "mlp_act")
-    calls: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    calls: tuple[tuple[str, str, Call], ...] = (
         *((module, name, activation) for module, names in _FUSED.items() for name in names),
         ("models.common.embeddings.rope_utils", "apply_rotary_pos_emb", partial(_telling, "rope")),
         ("tensor_parallel.random", "checkpoint", _grouping),
@@ -66,7 +66,7 @@ def stand_ins() -> Iterator[tuple[Any, Any]]:
             yield theirs, around(theirs, call)
 
 
-def wrap_methods(exchanged: Exchanges, preparing: Callable[..., Any]) -> None:
+def wrap_methods(exchanged: Exchanges, preparing: Call) -> None:
     """Put calls that tell, or let others tell, around methods of megatron-core's classes.
 
     ``preparing`` is for what a model calls before each forward.
@@ -97,14 +97,14 @@ def _module(name: str) -> Any:
 # What is called in the place of megatron-core's functions: each is given its own first.
 
 
-def _telling(unit: str, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _telling(unit: str, theirs: Call, *args: Any, **kwargs: Any) -> Any:
     output = theirs(*args, **kwargs)
     tell(_manager(), output, theirs, args, kwargs, unit, holds_constants=True)
     return output
 
 
 def _permuting(
-    theirs: Callable[..., Any],
+    theirs: Call,
     tokens: torch.Tensor,
     routing_map: torch.Tensor,
     probs: Any = None,
@@ -121,7 +121,7 @@ def _permuting(
 
 
 def _sorting(
-    theirs: Callable[..., Any],
+    theirs: Call,
     input: torch.Tensor,  # noqa: A002 - as theirs
     split_sizes: torch.Tensor,
     sorted_idxs: torch.Tensor,
@@ -137,7 +137,7 @@ def _sorting(
     return result
 
 
-def _by_segments(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _by_segments(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let the checkpoints of full recompute be told from those of parts of a layer."""
     on = self.config.fine_grained_activation_offloading
     if not on or LAYER_INPUT not in self.config.offload_modules:
@@ -149,7 +149,7 @@ def _by_segments(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: An
         _in_segments.pop()
 
 
-def _grouping(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _grouping(theirs: Call, *args: Any, **kwargs: Any) -> Any:
     """Make a group of the hidden states that a checkpoint of whole layers keeps, and of no more."""
     if not (_in_segments and torch.is_grad_enabled()):
         return theirs(*args, **kwargs)
@@ -166,9 +166,7 @@ def _grouping(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return commit_group(manager, outputs, LAYER_INPUT, received)
 
 
-def _letting_functions_tell(
-    theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _letting_functions_tell(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     manager, config = _manager(), self.config
     is_fused = config.bias_activation_fusion or config.use_te_activation_func
     if is_fused or "mlp_act" not in manager.config.recompute or not manager.records():
@@ -186,7 +184,7 @@ def _letting_functions_tell(
         return theirs(self, *args, **kwargs)
 
 
-def _projecting(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _projecting(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let the place where Megatron's own ``mla_up_proj`` would be checkpointed tell instead."""
     manager, config = _manager(), self.config
     is_told = "mla_up" in manager.config.recompute and not self.recompute_up_proj
@@ -195,7 +193,7 @@ def _projecting(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
     if not is_told or not manager.records() or has_state or communicates:
         return theirs(self, *args, **kwargs)
 
-    def project(_: Any, run_function: Callable[..., Any], *inputs: Any) -> Any:
+    def project(_: Any, run_function: Call, *inputs: Any) -> Any:
         outputs = run_function(*inputs)
         made: dict[int, torch.Tensor] = {}
 

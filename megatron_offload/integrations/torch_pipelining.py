@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from megatron_offload.autotune.loop import tune
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
@@ -49,15 +48,13 @@ class PipelineOffload(Exchanges):
 
 
 def _run_forward(
-    stage: Any, context: AroundForwards, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    stage: Any, context: AroundForwards, forward: Call, *args: Any, **kwargs: Any
 ) -> Any:
     with context if stage.has_backward else nullcontext():
         return forward(*args, **kwargs)
 
 
-def _run_step(
-    schedule: Any, groups: AutomaticGroups, step: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _run_step(schedule: Any, groups: AutomaticGroups, step: Call, *args: Any, **kwargs: Any) -> Any:
     with groups.step() if schedule._has_backward else nullcontext():
         return step(*args, **kwargs)
 

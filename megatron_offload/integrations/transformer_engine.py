@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.chunk import READY_MARK, ChunkOffloadHandler
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -133,17 +132,17 @@ def install() -> None:
             "with TransformerEngine 2.20"
         )
 
-    def noted_context(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def noted_context(theirs: Call, *args: Any, **kwargs: Any) -> Any:
         context = theirs(*args, **kwargs)
         if (settings := _in_thread.runs[-1]) is not None:
             settings.contexts.append(context)
         return context
 
-    def decided_prepare(theirs: Callable[..., Any], *tensors: Any) -> Any:
+    def decided_prepare(theirs: Call, *tensors: Any) -> Any:
         settings = _in_thread.runs[-1]
         return theirs(*tensors) if settings is None else settings.prepare(theirs, tensors)
 
-    def settled_run(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    def settled_run(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = _settings_of(self._basic_ops)
         _in_thread.runs.append(settings)
         try:
@@ -268,7 +267,7 @@ class _FusedRun:
         if self._own is not None:
             self._own.end(has_failed=kind is not None)
 
-    def prepare(self, original: Callable[..., Any], tensors: tuple[Any, ...]) -> tuple[Any, Any]:
+    def prepare(self, original: Call, tensors: tuple[Any, ...]) -> tuple[Any, Any]:
         """Do what the fuser's ``prepare_for_saving`` does, and decide about each part."""
         if len(self.contexts) != len(self._settings):
             raise IntegrationError(

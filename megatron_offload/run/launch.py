@@ -17,7 +17,7 @@ from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
-from megatron_offload.engine.exchanges import Exchanges, around
+from megatron_offload.engine.exchanges import Call, Exchanges, around
 from megatron_offload.engine.learning import read_policy
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import StateError, is_installed
@@ -57,14 +57,14 @@ def prepare(given: Mapping[str, Any]) -> None:
     except ImportError:  # another trainer's job, whose flags are its own
         return
 
-    def add_megatron_arguments(add: Callable[..., Any], parser: ArgumentParser) -> Any:
+    def add_megatron_arguments(add: Call, parser: ArgumentParser) -> Any:
         parser = add(parser)
         for action in parser._actions:  # in 0.19 a bare % in one of them ends --help
             action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
         add_flags(parser.add_argument_group("activation offload (megatron-offload)"), given)
         return parser
 
-    def validate_args(validate: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
+    def validate_args(validate: Call, args: Any, *more: Any, **named: Any) -> Any:
         config = install_by_flags({**given, **vars(args)})
         if config.enabled:
             usual = _MODULES + (_MOE if getattr(args, "num_experts", None) else _DENSE)
