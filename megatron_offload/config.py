@@ -41,8 +41,7 @@ MEGATRON_MODULES: tuple[str, ...] = (
     "fused_group_mlp",
     LAYER_INPUT,
 )
-"""Names that Megatron-core's own call sites mark, and its checkpoints where it is installed into.
-"""
+"""Names that Megatron-core's own call sites mark, and the last its checkpoints, once installed."""
 
 EXTRA_MODULES = ("mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc2", "shared_experts", "router", "layer")
 """Names that this package adds, reached by module hooks (`megatron_offload.frontends.modules`)."""

@@ -529,8 +529,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         staged = self._order.staged
         if len({len(handlers) for handlers in staged}) == 1:
             for handlers in reversed(staged[:-1]):
-                for handler in handlers:
-                    self.push(handler)
+                self._order.queue.extend(handlers)
             for handlers in staged:
                 handlers.clear()
 

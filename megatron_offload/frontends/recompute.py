@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.config import recompute_patterns
 from megatron_offload.core.profile import kind_of
 from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.exchanges import Call
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -40,7 +41,7 @@ _ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Hardswish, nn.LeakyRe
 """Those whose backward saves their input; one that saves its output would need more, not less."""
 
 
-def functions_of_torch(units: Mapping[str, str]) -> dict[Callable[..., Any], str]:
+def functions_of_torch(units: Mapping[str, str]) -> dict[Call, str]:
     """Return torch's own functions and methods of these names, each with the unit of its name."""
     homes = torch, nn.functional, torch._C._nn, *torch.Tensor.__mro__[:2]
     named = [(f, getattr(f, "__name__", "")) for home in homes for f in vars(home).values()]
@@ -308,7 +309,7 @@ def _lasting(tensor: torch.Tensor) -> torch.Tensor:
 def tell(
     manager: PipelineOffloadManager,
     output: Any,
-    function: Callable[..., Any],
+    function: Call,
     args: Any,
     kwargs: Any,
     unit: str,
@@ -341,7 +342,7 @@ def _constant(argument: Any) -> Any:
     return None if is_input and not is_parameter(argument) else (_argument(argument),)
 
 
-def _fill_in(function: Callable[..., Any], constants: Sequence[Any], *inputs: Any) -> Any:
+def _fill_in(function: Call, constants: Sequence[Any], *inputs: Any) -> Any:
     rest = iter(inputs)
     return function(*(next(rest) if one is None else one[0] for one in constants))
 
@@ -355,7 +356,7 @@ def _argument(argument: Any) -> Any:
     return _lasting(argument) if is_tensor and is_parameter(argument) else argument
 
 
-def _call(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:
+def _call(function: Call, spec: Any, *leaves: Any) -> Any:
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return function(*args, **kwargs)
 
@@ -408,14 +409,9 @@ def _is_compiled(output: Any, inputs: Sequence[Any]) -> bool:
 
 
 class RecomputeFunctions(TorchFunctionMode):
-    """While it is entered, torch's functions tell a manager how they made their outputs.
+    """While it is entered, torch's functions tell a manager how they made their outputs."""
 
-    ``units`` are by functions the unit that each belongs to.
-    """
-
-    def __init__(
-        self, manager: PipelineOffloadManager, units: Mapping[Callable[..., Any], str]
-    ) -> None:
+    def __init__(self, manager: PipelineOffloadManager, units: Mapping[Call, str]) -> None:
         super().__init__()
         self._manager = manager
         self._units = units

@@ -92,9 +92,8 @@ class OffloadActivations(AroundForwards):
         self.use_pin_memory = settle("use_pin_memory", use_pin_memory, True, "pin_memory")
         self.use_streams = settle("use_streams", use_streams, True, "copy_streams")
         self.max_fwd_stash_size = max_fwd_stash_size
-        self.min_tensor_size_bytes = int(
-            settle("min_offload_size", min_offload_size, 1024, "min_tensor_bytes")
-        )
+        least = settle("min_offload_size", min_offload_size, 1024, "min_tensor_bytes")
+        self.min_tensor_size_bytes = int(least)
         # On the compute stream a copy is done before what comes next, so that nothing need be held.
         sizes = self.min_tensor_size_bytes, max_fwd_stash_size if self.use_streams else 0
         if manager is not None:
