@@ -506,10 +506,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         return self._by_hand
 
     def _handler_of(self, chunk: Chunk) -> ChunkOffloadHandler:
-        handlers = self._order.handlers
-        if chunk not in handlers:
-            handlers[chunk] = ChunkOffloadHandler._of(self, chunk)
-        return handlers[chunk]
+        return self._order.handlers.setdefault(chunk, ChunkOffloadHandler._of(self, chunk))
 
     # Chunks in backward, for callers who step through them by hand
 
@@ -530,8 +527,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         if len({len(handlers) for handlers in staged}) == 1:
             for handlers in reversed(staged[:-1]):
                 self._order.queue.extend(handlers)
-            for handlers in staged:
-                handlers.clear()
+            staged.clear()
 
     def push(self, handler: ChunkOffloadHandler) -> None:
         """Queue a chunk for backward."""

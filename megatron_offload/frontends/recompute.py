@@ -327,7 +327,8 @@ def tell(
         return
     if kind_of(unit) not in manager.config.recompute:
         return
-    if kwargs or any(type(x) in (list, tuple, dict) and _holds_tensor(x) for x in args):
+    containers = [x for x in args if type(x) in (list, tuple, dict)]
+    if kwargs or (containers and any(map(torch.is_tensor, pytree.tree_leaves(containers)))):
         args, spec = pytree.tree_flatten((args, kwargs or {}))
         function = partial(_call, function, spec)
     if holds_constants:
@@ -345,10 +346,6 @@ def _constant(argument: Any) -> Any:
 def _fill_in(function: Call, constants: Sequence[Any], *inputs: Any) -> Any:
     rest = iter(inputs)
     return function(*(next(rest) if one is None else one[0] for one in constants))
-
-
-def _holds_tensor(container: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(container))
 
 
 def _argument(argument: Any) -> Any:
