@@ -10,16 +10,21 @@ import contextlib
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed
 
-from megatron_offload.engine.exchanges import Exchanges, around
+from megatron_offload.engine.exchanges import Call, Exchanges, around
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
 _CPU = torch.device("cpu")
+_STATES: dict[str, Call] = {
+    "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+    "set_rng_state": lambda new_state, *_, **__: torch.set_rng_state(new_state),
+}
+"""What stands for CUDA's functions, whatever device these are asked about."""
 
 
 @contextlib.contextmanager
@@ -43,8 +48,8 @@ def cpu_bridges() -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and vars(module).get("torch") is torch:
                 exchanged.replace(module, "torch", view)
-        exchanged.replace(random_module, "_get_cuda_rng_state", _get_rng_state)
-        exchanged.replace(random_module, "_set_cuda_rng_state", _set_rng_state)
+        exchanged.replace(random_module, "_get_cuda_rng_state", _STATES["get_rng_state"])
+        exchanged.replace(random_module, "_set_cuda_rng_state", _STATES["set_rng_state"])
         exchanged.replace(optimizer_module, "clip_grad_by_total_norm_fp32", _clip_grads)
         exchanged.replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
         yield
@@ -87,11 +92,10 @@ def _cpu_view_of_torch() -> _View:
     What megatron-core takes for the CPU's own generator stands still, so that it neither warns that
     it moved nor restores it over the GPU's.
     """
-    states = {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}
     cuda = _View(
         torch.cuda,
-        **states,
-        random=_View(torch.cuda.random, **states),
+        **_STATES,
+        random=_View(torch.cuda.random, **_STATES),
         current_device=lambda: _CPU,
         manual_seed=torch.manual_seed,
         # Asked for, but waited on only where a CUDA graph left an event.
@@ -108,20 +112,12 @@ def _cpu_view_of_torch() -> _View:
     )
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+def _on_cpu(factory: Call, *args: Any, **kwargs: Any) -> Any:
     """Call a tensor factory, for which ``device="cuda"`` means the CPU."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "cuda":
         kwargs["device"] = _CPU
     return factory(*args, **kwargs)
-
-
-def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(new_state)
 
 
 def _isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.distributed.Work | None:

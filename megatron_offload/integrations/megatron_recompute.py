@@ -188,9 +188,8 @@ def _projecting(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let the place where Megatron's own ``mla_up_proj`` would be checkpointed tell instead."""
     manager, config = _manager(), self.config
     is_told = "mla_up" in manager.config.recompute and not self.recompute_up_proj
-    has_state = config.fp8 or config.fp4
-    communicates = config.sequence_parallel
-    if not is_told or not manager.records() or has_state or communicates:
+    has_more = config.fp8 or config.fp4 or config.sequence_parallel  # state, communication
+    if not is_told or has_more or not manager.records():
         return theirs(self, *args, **kwargs)
 
     def project(_: Any, run_function: Call, *inputs: Any) -> Any:
