@@ -45,9 +45,7 @@ uninstall = _exchanged.undo
 """Puts megatron-core's own step back; without `install` it does nothing."""
 
 
-def _without_waits(
-    theirs: Call, self: Any, indices: torch.Tensor, probs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_waits(theirs: Call, self: Any, indices: torch.Tensor, probs: torch.Tensor) -> Any:
     return indices_to_multihot(indices, probs, self.num_local_experts)
 
 
