@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Exchanges, around, imported
 from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
 
 _MODULES = tuple(
@@ -34,25 +33,18 @@ def tell_of_fused_outputs() -> None:
 
     Only what isn't quantised is told of: a quantiser's scales may change with every call.
     """
-    if _exchanged or _MODULES[-1] not in sys.modules:
-        return
-    modules = [sys.modules[name] for name in _MODULES if name in sys.modules]
-    if len(modules) < len(_MODULES) or not hasattr(modules[-1], "LayerNormMLP"):
-        return  # it is being imported
+    modules = [] if _exchanged else imported(_MODULES, last="LayerNormMLP")
     for module in modules:
         normalize = getattr(module, "apply_normalization", None)
         if normalize is not None and _takes(normalize, _NORM_TAKES):
-            _exchanged.replace(module, "apply_normalization", _normalizing(normalize))
-    mlp = modules[-1]
-    if hasattr(mlp, "_act_func"):
-        _exchanged.replace(mlp, "_act_func", _finding_activation(mlp._act_func))
-    if hasattr(mlp, "bias_gelu_fused"):
-        _exchanged.replace(mlp, "bias_gelu_fused", _activating(mlp.bias_gelu_fused))
+            _exchanged.wrap(module, "apply_normalization", _normalize)
+    for name, call in (("_act_func", _find_activation), ("bias_gelu_fused", _activate)):
+        if modules and hasattr(modules[-1], name):
+            _exchanged.wrap(modules[-1], name, call)
 
 
-def uninstall() -> None:
-    """Put back what `tell_of_fused_outputs` found; the next chunk exchanges it again."""
-    _exchanged.undo()
+uninstall = _exchanged.undo
+"""Puts back what `tell_of_fused_outputs` found; the next chunk exchanges it again."""
 
 
 def _tell(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) -> None:
@@ -69,37 +61,24 @@ def _takes(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
     return tuple(inspect.signature(function).parameters)[: len(names)] == names
 
 
-def _normalizing(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def again(*args: Any) -> torch.Tensor:
-        made: torch.Tensor = theirs(*args)[0]
-        return made
-
-    @functools.wraps(theirs)
-    def apply_normalization(*args: Any, **kwargs: Any) -> Any:
-        result = theirs(*args, **kwargs)
-        if len(args) > 5 and not kwargs and args[1] is None and args[5] is None:
-            _tell(result[0], again, *args, unit="norm")
-        return result
-
-    return apply_normalization
+def _normalize(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = theirs(*args, **kwargs)
+    if len(args) > 5 and not kwargs and args[1] is None and args[5] is None:
+        _tell(result[0], lambda *again: theirs(*again)[0], *args, unit="norm")
+    return result
 
 
-def _finding_activation(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    telling = functools.cache(_activating)
-
-    @functools.wraps(theirs)
-    def find(*args: Any, **kwargs: Any) -> Any:
-        forward, *backward = theirs(*args, **kwargs)
-        return (telling(forward), *backward)
-
-    return find
+def _find_activation(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward, *backward = theirs(*args, **kwargs)
+    return (_telling(forward), *backward)
 
 
-def _activating(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def activate(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = theirs(x, *args, **kwargs)
-        _tell(made, functools.partial(theirs, **kwargs), x, *args, unit="mlp_act")
-        return made
+@functools.cache
+def _telling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return around(forward, _activate)
 
-    return activate
+
+def _activate(theirs: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    made = theirs(x, *args, **kwargs)
+    _tell(made, functools.partial(theirs, **kwargs), x, *args, unit="mlp_act")
+    return made

@@ -8,19 +8,17 @@ chunk, because the library may be imported at any time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from megatron_offload.engine.exchanges import Exchanges
+from megatron_offload.engine.exchanges import Exchanges, imported
 from megatron_offload.engine.marks import mark_everywhere
 
-_BASE = "transformer_engine.pytorch.module.base"
 _MODULES = tuple(
     f"transformer_engine.pytorch.module.{name}"
-    for name in ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
+    for name in ("base", "linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
 )
 
 _exchanged = Exchanges()
@@ -48,17 +46,18 @@ def keep_quantised_weights() -> None:
 
     A second call changes nothing, and one before TransformerEngine's import costs a look.
     """
-    if _exchanged or _BASE not in sys.modules:
+    found = [] if _exchanged else imported(_MODULES, last="GroupedLinear")
+    if not found:
         return
-    modules = [sys.modules[name] for name in _MODULES if name in sys.modules]
-    if len(modules) < len(_MODULES) or not hasattr(modules[-1], "GroupedLinear"):
-        return  # it is being imported
-    grouped = getattr(modules[-1], "_GroupedLinear", None)
-    base = getattr(sys.modules[_BASE], "TransformerEngineBaseModule", None)
+    base, *modules = found
     for owner, name in (
         *((module, "quantize_weight") for module in modules),
-        (grouped, "_prepare_weights_for_grouped_tensor_gemm"),
-        (base, "get_weight_workspace"),  # in earlier versions a method of all modules
+        (
+            getattr(modules[-1], "_GroupedLinear", None),
+            "_prepare_weights_for_grouped_tensor_gemm",
+        ),
+        # In earlier versions a method of all modules.
+        (getattr(base, "TransformerEngineBaseModule", None), "get_weight_workspace"),
     ):
         if owner is not None and name in vars(owner):
             _exchanged.wrap(owner, name, _quantize)
