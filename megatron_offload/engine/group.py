@@ -235,11 +235,6 @@ class Rules:
     recompute: frozenset[str] | None = None
     """The units of recipes by which tensors are made again; None for all but dear ones."""
 
-    @property
-    def bounds_flight(self) -> bool:
-        """Whether groups or blocks in flight are counted."""
-        return self.max_inflight_groups is not None or self.max_inflight_blocks is not None
-
 
 class OffloadGroup(Group):
     """One layer group of one chunk.

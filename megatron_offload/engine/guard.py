@@ -21,13 +21,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.errors import OffloadError, StateError
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _logger = logging.getLogger(__name__)
 
@@ -96,33 +95,27 @@ class Guard:
             _logger.exception("the copies under way can't be waited for")
 
 
-class Guarded(Protocol):
-    """Whoever has a guard."""
+def guarded(method: F) -> F:
+    """Make a method an entry of the engine, by its object's ``guard``.
 
-    guard: Guard
-
-
-G = TypeVar("G", bound=Guarded)
-
-
-def guarded(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
-    """Make a method an entry of the engine; its arguments are positional, which is quicker."""
+    Its arguments are positional, which is quicker.
+    """
 
     @functools.wraps(method)
     @graph_break
-    def entry(self: G, *args: Any) -> R:
-        guard = self.guard
+    def entry(self: Any, *args: Any) -> Any:
+        guard: Guard = self.guard
         if guard.is_mine():
             guard.refuse_nesting(method.__name__)
         with guard.lock:
             try:
                 if guard.put_off:
                     guard.catch_up()
-                return method(self, *args)  # type: ignore[call-arg]
+                return method(self, *args)
             except OffloadError:
                 raise
             except BaseException:
                 guard.fail()
                 raise
 
-    return cast("Callable[Concatenate[G, P], R]", entry)
+    return cast("F", entry)

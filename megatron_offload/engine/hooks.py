@@ -65,16 +65,13 @@ def owner_of(pack: Callable[..., Any]) -> Any:
 
 
 class HookStack:
-    """The hooks of one manager, in the order of its ``with`` blocks.
+    """The hooks of one manager, whose ``transfers`` their owners have, in order of ``with`` blocks.
 
     After `clear` none of them is in force, whatever cut short the code that was to take them off.
-
-    Args:
-        is_mine: whether the owner of a pack hook is this manager's.
     """
 
-    def __init__(self, is_mine: Callable[[Any], bool]) -> None:
-        self._is_mine = is_mine
+    def __init__(self, transfers: object) -> None:
+        self._transfers = transfers
         self._are_in_force: list[bool] = []
 
     def __len__(self) -> int:
@@ -97,5 +94,5 @@ class HookStack:
     def clear(self) -> None:
         """Take this manager's hooks off the top of autograd's, whoever was to do that."""
         self._are_in_force.clear()
-        while self._is_mine(owner_of_hooks()):
+        while getattr(owner_of_hooks(), "transfers", None) is self._transfers:
             _pop_saved_tensors_default_hooks()

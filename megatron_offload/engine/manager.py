@@ -158,7 +158,7 @@ class PipelineOffloadManager:
         if config.checking:
             self.observers.append(Checker())
         self.do_offload = config.enabled
-        self._hooks = HookStack(partial(_is_of, self.transfers))
+        self._hooks = HookStack(self.transfers)
         self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
         self._chunk: ChunkOffloadHandler | None = None
         self._entered: list[ChunkOffloadHandler] = []
@@ -290,8 +290,7 @@ class PipelineOffloadManager:
         refuse_mutable_saves()
         self.guard.refuse_other_threads()
         if chunk.position is None:
-            chunk.position = self.enter_chunk(chunk)
-            self._entered.append(chunk)
+            self.enter_chunk(chunk)
         group = chunk.open_group(name)
         for observer in self.observers:
             observer.group_starts(group)
@@ -299,7 +298,7 @@ class PipelineOffloadManager:
         return group
 
     @guarded
-    def enter_chunk(self, chunk: ChunkOffloadHandler) -> int:
+    def enter_chunk(self, chunk: ChunkOffloadHandler) -> None:
         """Give a chunk its position in the step, now that it has a group.
 
         Forwards that are over without any backward (an evaluation with grad on) are no part of the
@@ -311,15 +310,16 @@ class PipelineOffloadManager:
             self.host_pool.forget_events()  # of steps before; whoever captures has waited for them
             self.tensor_pool.clear()
         is_unused = bool(step.committed) and not step.num_backwards
-        if (is_unused or step.num_chunks >= _MOST_CHUNKS) and step.is_idle():
+        if (is_unused or len(self._entered) >= _MOST_CHUNKS) and step.is_idle():
             if not is_unused:
-                self._say_once(_NO_END, step.num_chunks)
+                self._say_once(_NO_END, len(self._entered))
                 self._last_step = step.finish(names_leaks=False)
                 self._learn()
             since = self._begun_at_backward
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
-        return step.add_chunk()
+        self._entered.append(chunk)
+        chunk.position = len(self._entered) - 1
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
@@ -742,7 +742,3 @@ class PipelineOffloadManager:
             "bytes in flight": self.budget.inflight_bytes,
             "prefetched bytes": self.budget.held_bytes,
         }
-
-
-def _is_of(transfers: Transfers, owner: object) -> bool:
-    return isinstance(owner, ChunkOffloadHandler) and owner.transfers is transfers

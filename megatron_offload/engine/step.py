@@ -27,11 +27,10 @@ _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 
 
 class Step(StepDecisions[OffloadGroup]):
-    """The step of one manager, with ``num_chunks`` with a group so far; `begin` makes the next."""
+    """The step of one manager; `begin` makes the next."""
 
     def __init__(self, transfers: Transfers, learner: Learner) -> None:
         super().__init__(transfers, transfers.window, transfers.budget)
-        self.num_chunks = 0
         self._transfers = transfers
         self._learner = learner
 
@@ -40,15 +39,8 @@ class Step(StepDecisions[OffloadGroup]):
         for group in self.groups():
             if group.leaf_hook is not None and not group.blocks():
                 group.unhook()
-        self.num_chunks = 0
         self._transfers.begin_step()
         self.begin_step(self._learner.profile)
-
-    def add_chunk(self) -> int:
-        """Count a chunk that has got its first group; return its position."""
-        position = self.num_chunks
-        self.num_chunks += 1
-        return position
 
     @property
     def num_backwards(self) -> int:
@@ -125,7 +117,8 @@ class Step(StepDecisions[OffloadGroup]):
             block.forced_by = named
         rules = group.rules
         must_move = must_move or rules.should_offload is not None
-        is_alone = rules.bounds_flight or bool(forced)
+        most_inflight = rules.max_inflight_groups, rules.max_inflight_blocks
+        is_alone = most_inflight != (None, None) or bool(forced)
         self.commit(group, stays_because, must_move=must_move, is_alone=is_alone)
         for block in forced:
             if block.flight is None:  # it stays, whoever moves it later
