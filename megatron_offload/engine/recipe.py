@@ -56,7 +56,7 @@ class Input(SavedTensor):
         recipe: FunctionRecipe | None,
     ) -> None:
         super().__init__(tensor, unit, int(tensor.storage_offset()))
-        self._high = self.offset * tensor.itemsize + _span_bytes(tensor)
+        self._high = self.offset * tensor.itemsize + span_bytes(tensor)
         self._blocks: Mapping[int, BlockRef] | None = blocks
         storage = tensor.untyped_storage()
         self.storage_key: int = storage._cdata
@@ -92,11 +92,11 @@ class Input(SavedTensor):
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device for this."""
         block = self.block
-        recipe = self.recipe if block is None else block.recipe
-        is_made = recipe is not None and (block is None or block.released)
-        if recipe is not None and is_made:
-            return recipe.needs()
-        return set() if block is None else {block.group.key}
+        if block is None:
+            return set() if self.recipe is None else self.recipe.needs()
+        if block.recipe is not None and block.released:
+            return block.recipe.needs()
+        return {block.group.key}
 
     def unpack(self) -> torch.Tensor:
         """Return the input, made again or reloaded where it has to be."""
@@ -170,7 +170,7 @@ class FunctionRecipe:
         self._random_states = random_states
         self._device_type = output.device.type
         self._autocast = _autocast_state(self._device_type)
-        if output.storage_offset() or storage.nbytes() > _span_bytes(output):
+        if output.storage_offset() or storage.nbytes() > span_bytes(output):
             refusal = refusal or "its storage holds more"
         if depth > _MOST_IN_A_ROW:
             refusal = refusal or f"more than {_MOST_IN_A_ROW} recipes in a row"
@@ -264,7 +264,3 @@ def _autocast_state(device_type: str) -> tuple[bool, torch.dtype | None, bool] |
     if not torch.is_autocast_enabled(device_type):
         return None
     return True, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor)

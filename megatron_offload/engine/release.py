@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from weakref import ref
 
 import torch
@@ -24,22 +25,18 @@ from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.tensor_pool import num_owners
 
 
+@dataclass(eq=False, repr=False)
 class Sources:
     """The sources of one manager's copies, released by group, in the order of issue."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        host_pool: HostPool,
-        budget: DeviceBudget,
-        observers: Sequence[Observer],
-    ) -> None:
-        self._backend = backend
-        self._host_pool = host_pool
-        self.budget = budget
-        self._observers = observers
+    _backend: Backend
+    _host_pool: HostPool
+    budget: DeviceBudget
+    _observers: Sequence[Observer]
+
+    def __post_init__(self) -> None:
         self._held: deque[Flight] = deque()
-        self._empty = backend.empty_device(0)
+        self._empty = self._backend.empty_device(0)
 
     def hold(self, flight: Flight, num_bytes: int) -> None:
         """Hold the sources of copies that were issued, and count their bytes in flight."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import groupby, repeat
 from typing import Any
 
 import torch
@@ -37,42 +38,30 @@ _SLAB_SHARE = 16
 larger is lent piece by piece, which fills slabs better, and copying it takes longer than that."""
 
 
+@dataclass(eq=False, repr=False)
 class Transfers:
     """Moves blocks between device and host for all groups of one manager.
 
-    Args:
-        backend: streams, events and copies.
-        host_pool: where offloaded bytes live.
-        tensor_pool: where reloaded bytes live.
-        budget: counts what is in flight.
+    Attributes:
         guard: held by whoever calls; `keep_source`, `target_of` and `free` take it themselves.
         observers: are told of copies and waits.
-
-    Attributes:
         sources: what is being copied to the host, of the groups in ``window``.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        host_pool: HostPool,
-        tensor_pool: TensorPool,
-        budget: DeviceBudget,
-        guard: Guard,
-        observers: Sequence[Observer],
-    ) -> None:
-        self.backend = backend
-        self.guard = guard
-        self.host_pool = host_pool
-        self.tensor_pool = tensor_pool
-        self.budget = budget
-        self.sources = Sources(backend, host_pool, budget, observers)
-        self.window: InFlightWindow[OffloadGroup] = InFlightWindow(self.sources.release, budget)
+    backend: Backend
+    host_pool: HostPool
+    tensor_pool: TensorPool
+    budget: DeviceBudget
+    guard: Guard
+    observers: Sequence[Observer]
+
+    def __post_init__(self) -> None:
+        self.sources = Sources(self.backend, self.host_pool, self.budget, self.observers)
+        self.window = InFlightWindow[OffloadGroup](self.sources.release, self.budget)
         self.stats = StepStats()
-        self.observers = observers
         self.owners = ForeignOwners()
-        self.takes_targets = tensor_pool.keeps or backend.observes
-        self._shared_bytes = host_pool.slab_bytes // _SLAB_SHARE
+        self.takes_targets = self.tensor_pool.keeps or self.backend.observes
+        self._shared_bytes = self.host_pool.slab_bytes // _SLAB_SHARE
 
     # Device to host
 
@@ -353,22 +342,17 @@ class Transfers:
         for observer in observers:
             observer.copy_issued("h2d", pairs, group)
         reload = Reload(event, backend.compute_stream())
-        read: HostRegion | None = None
-        num_parts = 0
+        read: list[HostRegion] = []
         by_name = self.stats.by_name
         for block, target in zip(blocks, targets, strict=True):
-            region = block.region
+            assert block.region is not None
+            read.append(block.region)
             block.reload = reload
             block.target = target  # from here on this is the copy that counts
             block.host = block.region = None
-            if region is not read:
-                if read is not None:
-                    self.host_pool.free(read, event, num_parts)
-                read, num_parts = region, 0
-            num_parts += 1
             by_name[block.mover.name].reloaded_bytes += block.num_bytes
-        if read is not None:
-            self.host_pool.free(read, event, num_parts)
+        for region, parts in groupby(read):
+            self.host_pool.free(region, event, len(list(parts)))
 
     def _revive(self, block: Block) -> bool:
         """Take a block's bytes from its source where something else has kept that alive.
@@ -554,7 +538,8 @@ class Transfers:
         """Return the counters of the step so far."""
         stats, pool = self.stats, self.host_pool
         stats.peak_host_bytes = pool.stats.peak_in_use_bytes
-        stats.peak_away_bytes, stats.peak_away_bytes_by_name = pool.alone.peak()
+        stats.peak_away_bytes = pool.alone.peak_bytes
+        stats.peak_away_bytes_by_name = pool.alone.peak_by_name
         return stats
 
     def abandon(self, groups: Iterable[OffloadGroup]) -> None:

@@ -8,9 +8,9 @@ on how far the device has come, except `shrink`. The pool serves one thread.
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -30,43 +30,28 @@ _logger = logging.getLogger(__name__)
 class Ledger:
     """Bytes by name: now, and when there were most of them."""
 
-    __slots__ = ("_is_at_peak", "_peak_by_name", "by_name", "peak_bytes", "total_bytes")
+    __slots__ = ("by_name", "peak_by_name", "peak_bytes", "total_bytes")
 
     def __init__(self) -> None:
-        self._is_at_peak = False
         self.clear()
         self.restart_peak()
 
     def clear(self) -> None:
         """Count from zero; the peak stays."""
-        self._keep_peak()
-        self.by_name: Counter[str] = Counter()
+        self.by_name: dict[str, int] = {}
         self.total_bytes = 0
 
     def restart_peak(self) -> None:
         """Let the peak begin with what there is now."""
         self.peak_bytes = self.total_bytes
-        self._is_at_peak = True
-
-    def peak(self) -> tuple[int, dict[str, int]]:
-        """Return the most bytes since the peak was restarted, and those by name."""
-        self._keep_peak()
-        return self.peak_bytes, self._peak_by_name
-
-    def _keep_peak(self) -> None:
-        if self._is_at_peak:
-            self._is_at_peak = False
-            self._peak_by_name = dict(self.by_name)
+        self.peak_by_name = self.by_name.copy()
 
     def add(self, name: str, num_bytes: int) -> None:
         """Count bytes, or count them no more where ``num_bytes`` is negative."""
-        if num_bytes < 0 and self._is_at_peak:
-            self._keep_peak()
-        self.by_name[name] += num_bytes
+        self.by_name[name] = self.by_name.get(name, 0) + num_bytes
         self.total_bytes += num_bytes
         if self.total_bytes > self.peak_bytes:
-            self.peak_bytes = self.total_bytes
-            self._is_at_peak = True
+            self.restart_peak()
 
 
 @dataclass(slots=True)
@@ -85,6 +70,7 @@ class HostPoolStats:
     """Requests for which the cap had room, but whose memory could not be pinned."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Piece:
     """A stretch of a slab, free without a ``region``; ``views`` are those of its last one.
 
@@ -92,20 +78,17 @@ class _Piece:
     after each line, but for ``num_bytes``.
     """
 
-    __slots__ = ("base", "event", "next", "num_bytes", "offset", "parts", "region", "turn", "views")
-
-    def __init__(self, base: torch.Tensor, offset: int, num_bytes: int) -> None:
-        self.base = base
-        self.offset = offset
-        self.num_bytes = num_bytes
-        self.next: _Piece | None = None
-        self.event: Event | None = None
-        self.turn = 0
-        """Which of the pool's events that is: a later one stands for those before it. -1 where a
-        graph has the bytes."""
-        self.region: HostRegion | None = None
-        self.parts: list[Part] = []
-        self.views: list[torch.Tensor] = []
+    base: torch.Tensor
+    offset: int
+    num_bytes: int
+    next: _Piece | None = None
+    event: Event | None = None
+    turn: int = 0
+    """Which of the pool's events that is: a later one stands for those before it. -1 where a graph
+    has the bytes."""
+    region: HostRegion | None = None
+    parts: list[Part] = field(default_factory=list)
+    views: list[torch.Tensor] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[_Piece]:
         piece: _Piece | None = self
@@ -127,9 +110,9 @@ class _Piece:
 
     def cut(self, num_bytes: int) -> _Piece:
         """Keep so many bytes; return the rest."""
-        rest = _Piece(self.base, self.offset + num_bytes, self.num_bytes - num_bytes)
-        rest.event, rest.turn = self.event, self.turn
-        rest.next = self.next
+        rest_bytes = self.num_bytes - num_bytes
+        start = self.offset + num_bytes
+        rest = _Piece(self.base, start, rest_bytes, self.next, self.event, self.turn)
         self.next = rest
         self.num_bytes = num_bytes
         self.parts = []

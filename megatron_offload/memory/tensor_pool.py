@@ -257,6 +257,8 @@ def num_owners(storage: torch.UntypedStorage) -> int:
 
 def span_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last, in its storage."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     span = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         span += int((size - 1) * stride)
