@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, BlockRef, OffloadGroup, Rules
+from megatron_offload.engine.group import (
+    ALIGNMENT_BYTES,
+    Block,
+    BlockRef,
+    OffloadGroup,
+    Recipe,
+    Rules,
+)
 from megatron_offload.engine.marks import Marks, is_parameter
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.recipe import FunctionRecipe, Input
@@ -27,34 +35,25 @@ READY_MARK = "_offload_ready"
 """The attribute of a tensor that holds its version and the event behind its producer, once told."""
 
 
+@dataclass(eq=False, repr=False)
 class ChunkOffloadHandler:
-    """The groups of one forward of one model chunk.
+    """The groups of one forward of one model chunk."""
 
-    Args:
-        transfers: moves what is saved.
-        marks: what stays because somebody said so.
-        rules: what moves, and how much of it may be in flight.
-        vp_stage: virtual pipeline stage, 0 without virtual stages.
-
-    Attributes:
-        position: among the chunks of the step; None until it has a group, so that passes that save
-            nothing (evaluation) shift no keys.
-    """
-
-    def __init__(
-        self, transfers: Transfers, marks: Marks, rules: Rules, *, vp_stage: int = 0
-    ) -> None:
-        self.transfers = transfers
-        self.marks = marks
-        self.rules = rules
-        self.vp_stage = vp_stage
-        self.position: int | None = None
-        self.groups: list[OffloadGroup] = []
-        self.open_groups: list[OffloadGroup] = []
-        self._blocks: dict[int, BlockRef] = {}
-        self._small_keys: set[int] = set()
-        self._recipes: dict[int, FunctionRecipe] = {}
-        """By the storage that was made; of those that nobody has saved yet."""
+    transfers: Transfers
+    marks: Marks
+    """What stays because somebody said so."""
+    rules: Rules
+    vp_stage: int
+    """Virtual pipeline stage, 0 without virtual stages."""
+    position: int | None = field(default=None, init=False)
+    """Among the chunks of the step; None until it has a group, so that passes that save nothing
+    (evaluation) shift no keys."""
+    groups: list[OffloadGroup] = field(default_factory=list, init=False)
+    open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
+    _blocks: dict[int, BlockRef] = field(default_factory=dict, init=False)
+    _small_keys: set[int] = field(default_factory=set, init=False)
+    _recipes: dict[int, FunctionRecipe] = field(default_factory=dict, init=False)
+    """By the storage that was made; of those that nobody has saved yet."""
 
     def open_group(self, name: str) -> OffloadGroup:
         """Open a group; a chunk outside any step calls its position -1."""
@@ -103,7 +102,9 @@ class ChunkOffloadHandler:
             return SavedTensor(tensor, group.name)
         rules = self.rules
         if (rules.min_tensor_bytes or rules.min_tensor_elements) and self._is_small(tensor):
-            group.small_bytes += self._small_bytes(storage_key, tensor.nbytes)
+            if storage_key not in self._small_keys and self._find_block(storage_key) is None:
+                self._small_keys.add(storage_key)  # else it was counted, or moves
+                group.small_bytes += tensor.nbytes
             return SavedTensor(tensor, group.name)
         offset = int(tensor.storage_offset())
         record = SavedTensor(tensor, group.name, offset)
@@ -171,7 +172,7 @@ class ChunkOffloadHandler:
             if is_tensor and is_parameter(given):
                 constants.append(given)
             elif is_tensor:
-                part, block, recipe = self._input_of(given, unit)
+                part, made = self._input_of(given, unit)
                 if part is None:
                     constants.append(given)
                     part = given.detach()  # to hold a graph from one of its records is a cycle
@@ -179,7 +180,6 @@ class ChunkOffloadHandler:
                         refusal = "an input is made of several tensors"
                 elif part.storage_key == key:
                     refusal = "it is a view of an input"
-                made = recipe if block is None else block.recipe
                 if made is not None and made.depth >= depth:
                     depth = made.depth + 1
             parts.append(part)
@@ -192,10 +192,8 @@ class ChunkOffloadHandler:
         elif block.is_before_copy:
             block.recipe = recipe
 
-    def _input_of(
-        self, tensor: torch.Tensor, unit: str
-    ) -> tuple[Input | None, Block | None, FunctionRecipe | None]:
-        """Return a tensor as a recipe's input, with its block or its own recipe; None: it stays."""
+    def _input_of(self, tensor: torch.Tensor, unit: str) -> tuple[Input | None, Recipe | None]:
+        """Return a tensor as a recipe's input, with how it was made itself; None: it stays."""
         block = recipe = None
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
             key = tensor.untyped_storage()._cdata
@@ -206,10 +204,10 @@ class ChunkOffloadHandler:
         if block is None and recipe is None:
             stays = self.marks.activation_storage(tensor, self.transfers.backend) is None
             if stays or self._is_small(tensor):
-                return None, None, None
+                return None, None
         part = Input(tensor, unit, self._blocks, recipe)
         self.transfers.sources.empty(part.alias)
-        return part, block, recipe
+        return part, recipe if block is None else block.recipe
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
         rules = self.rules
@@ -220,10 +218,3 @@ class ChunkOffloadHandler:
         reference = self._blocks.get(storage_key)
         block = reference() if reference is not None else None
         return block if block is not None and block.storage_key == storage_key else None
-
-    def _small_bytes(self, storage_key: int, num_bytes: int) -> int:
-        """Return the bytes of a small activation; 0 where its storage was asked for, or moves."""
-        if storage_key in self._small_keys or self._find_block(storage_key) is not None:
-            return 0
-        self._small_keys.add(storage_key)
-        return num_bytes

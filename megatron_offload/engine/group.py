@@ -237,13 +237,7 @@ class Rules:
 
 
 class OffloadGroup(Group):
-    """One layer group of one chunk.
-
-    Args:
-        key: position in the step, a hint for prefetch and planning only.
-        name: the module's name; see `Group`.
-        budget: where its bytes count.
-        rules: of its chunk.
+    """One layer group of one chunk, whose ``rules`` it has.
 
     Attributes:
         elsewhere_bytes: bytes besides that something else keeps; set at commit.

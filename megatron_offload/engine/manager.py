@@ -277,7 +277,7 @@ class PipelineOffloadManager:
         rules = Rules(min_tensor_bytes, min_tensor_elements)
         rules.recompute = self.learner.recompute(vp_stage)
         rules.configured = self.config.recompute
-        return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage=vp_stage)
+        return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
 
     @graph_break
     def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
@@ -524,15 +524,10 @@ class PipelineOffloadManager:
         unit: str,
         reads: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Let backward make a tensor again that exists already; see `recomputable`.
+        """Let backward make an output again that ``function(*inputs)`` has made, drawing nothing.
 
-        Args:
-            output: what ``function(*inputs)`` has made, drawing nothing.
-            function: as there.
-            *inputs: as there.
-            unit: as there.
-            reads: tensors that the function reads besides, such as its module's parameters: a
-                change of one before the backward raises `InPlaceModificationError`.
+        See `recomputable`. What the function ``reads`` besides, such as its module's parameters, is
+        given too: a change of one before the backward raises `InPlaceModificationError`.
         """
         chunk = self._chunk_of_recipes()
         if chunk is not None:

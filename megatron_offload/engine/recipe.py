@@ -37,11 +37,8 @@ _MOST_IN_A_ROW = 3
 class Input(SavedTensor):
     """A tensor that a recipe needs, as it was when the recipe was noted.
 
-    Args:
-        tensor: the input.
-        unit: of the recipe, for messages.
-        blocks: those of its chunk, by storage; asked when the recipe is bound.
-        recipe: how the input itself is made, where no block has taken that.
+    When the recipe is bound, its block is found among its chunk's ``blocks``, by storage. Its own
+    ``recipe`` is how it is made itself, where no block has taken that; ``unit`` is for messages.
 
     The alias is the caller's to empty: what counts of it is the version.
     """

@@ -47,8 +47,7 @@ class Sources:
     def release(self, group: OffloadGroup) -> None:
         """Make what was computed on wait for a group's copies, and free their sources.
 
-        Args:
-            group: the one whose copies were issued first; one wait covers all before it.
+        It is the one whose copies were issued first; one wait covers all before it.
         """
         flight, backend = self._held[0], self._backend
         assert flight.group is group
@@ -78,7 +77,7 @@ class Sources:
             while aliases:
                 aliases.pop().data = empty
             is_sole_owner = num_owners(storage) == 1  # the Python handle
-            if observes and not self._is_copied(storage):
+            if observes:
                 self._note_freed(storage, group.label, stream, is_sole_owner=is_sole_owner)
             if block is None:
                 continue
@@ -104,11 +103,6 @@ class Sources:
         if group.state is OFFLOADING:
             group.advance(ON_HOST)
 
-    def _is_copied(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a copy in flight reads a storage, whose parts different groups may have saved."""
-        flights = (aliases for flight in self._held for _, aliases, _ in flight.parts if aliases)
-        return any(aliases[0].untyped_storage()._cdata == storage._cdata for aliases in flights)
-
     def drop(self, block: Block, label: str) -> None:
         """Drop the source of a block that is made again, without a copy."""
         storage = block.aliases[0].untyped_storage()
@@ -120,7 +114,7 @@ class Sources:
             alias.data = self._empty
         block.aliases.clear()
         is_sole_owner = num_owners(storage) == 1  # the Python handle
-        if self._backend.observes and not self._is_copied(storage):
+        if self._backend.observes:
             self._note_freed(storage, label, block.stream, is_sole_owner=is_sole_owner)
         if is_sole_owner:
             block.storage_key = 0
@@ -130,6 +124,10 @@ class Sources:
     def _note_freed(
         self, storage: torch.UntypedStorage, label: str, stream: Stream, *, is_sole_owner: bool
     ) -> None:
+        """Note that a storage is free, unless a copy of another part of it is in flight."""
+        copied = (aliases[0] for one in self._held for _, aliases, _ in one.parts if aliases)
+        if any(alias.untyped_storage()._cdata == storage._cdata for alias in copied):
+            return
         region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         with self._backend.computing_on(stream):
             self._backend.note_produced(region, label)  # all of it, though parts alone are copied
