@@ -116,7 +116,7 @@ class SimulatedStream:
     """A queue of waits (events) and copies, with its vector clock and its virtual time."""
 
     def __init__(
-        self, name: str, backend: SimulatedBackend, *, is_lazy: bool, us_per_byte: float
+        self, name: str, backend: SimulatedBackend, is_lazy: bool = False, us_per_byte: float = 0.0
     ) -> None:
         self.name = name
         self._backend = weakref.proxy(backend)  # which holds it: no circle to be collected
@@ -163,14 +163,14 @@ class SimulatedBackend(Backend):
     def __init__(self, config: SimulatedConfig | None = None) -> None:
         self.config = config = config if config is not None else SimulatedConfig()
         timing = config.copy_timing
-        self._compute = SimulatedStream("compute", self, is_lazy=False, us_per_byte=0.0)
-        self.side_stream = SimulatedStream("side", self, is_lazy=False, us_per_byte=0.0)
+        self._compute = SimulatedStream("compute", self)
+        self.side_stream = SimulatedStream("side", self)
         """Another that a program may compute on, with memory of its own."""
         self._readers: dict[int, set[SimulatedStream]] = {}
 
         def copy_stream(name: str, gbps: float) -> SimulatedStream:
             is_lazy = timing in ("late", "random") or f"late_{name}" in timing
-            return SimulatedStream(name, self, is_lazy=is_lazy, us_per_byte=1e-3 / gbps)
+            return SimulatedStream(name, self, is_lazy, us_per_byte=1e-3 / gbps)
 
         self.d2h_stream = copy_stream("d2h", config.d2h_gbps)
         self.h2d_stream = copy_stream("h2d", config.h2d_gbps)

@@ -32,13 +32,8 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
 
     Backward has left the group when the gradient of the first tensor that needs one is complete.
 
-    Args:
-        manager: whose current chunk gets the group.
-        tensors: the group's inputs: one tensor, a tuple or list of anything, or None.
-        name: the group's name.
-
     Returns:
-        ``tensors`` itself.
+        ``tensors`` itself, the group's inputs: one tensor, a tuple or list of anything, or None.
     """
     chunk = manager.chunk_to_record(name)
     if chunk is None or not manager.records():
@@ -109,8 +104,7 @@ def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tens
     if type(tensors) is torch.Tensor:  # much the most frequent, and no parameter
         return tensors if tensors.requires_grad else None
     for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors or ():
-        if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
-            continue
-        if not is_parameter(tensor):
+        is_tensor = isinstance(tensor, torch.Tensor)
+        if is_tensor and tensor.requires_grad and not is_parameter(tensor):
             return tensor
     return None

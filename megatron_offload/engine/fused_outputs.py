@@ -36,7 +36,8 @@ def tell_of_fused_outputs() -> None:
     modules = [] if _exchanged else imported(_MODULES, last="LayerNormMLP")
     for module in modules:
         normalize = getattr(module, "apply_normalization", None)
-        if normalize is not None and _takes(normalize, _NORM_TAKES):
+        takes = () if normalize is None else inspect.signature(normalize).parameters
+        if tuple(takes)[: len(_NORM_TAKES)] == _NORM_TAKES:
             _exchanged.wrap(module, "apply_normalization", _normalize)
     for name, call in (("_act_func", _find_activation), ("bias_gelu_fused", _activate)):
         if modules and hasattr(modules[-1], name):
@@ -57,10 +58,6 @@ def _tell(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) ->
         chunk.add_recipe(output, function, inputs, unit)
 
 
-def _takes(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
-    return tuple(inspect.signature(function).parameters)[: len(names)] == names
-
-
 def _normalize(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = theirs(*args, **kwargs)
     if len(args) > 5 and not kwargs and args[1] is None and args[5] is None:
@@ -73,12 +70,10 @@ def _find_activation(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return (_telling(forward), *backward)
 
 
-@functools.cache
-def _telling(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return around(forward, _activate)
-
-
 def _activate(theirs: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     made = theirs(x, *args, **kwargs)
     _tell(made, functools.partial(theirs, **kwargs), x, *args, unit="mlp_act")
     return made
+
+
+_telling = functools.cache(functools.partial(around, call=_activate))

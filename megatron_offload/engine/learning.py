@@ -13,10 +13,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.policy_config import (
-    PlanFileConfig,
-    RatioConfig,
-)
+from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.stats import StepStats
@@ -134,11 +131,8 @@ class Learner:
         """Do what a plan of all pipeline ranks says, as soon as this rank's place is known.
 
         It is compared with the run when the step is over. Limits that the user set stay. None
-        follows the rules again.
-
-        Args:
-            plan: what is followed.
-            is_own: it was made from steps of this run, so that one that differs is no error.
+        follows the rules again. One that ``is_own`` was made from steps of this run, so that one
+        that differs is no error.
 
         Raises:
             ConfigError: the plan has no such rank.

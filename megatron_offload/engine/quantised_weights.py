@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron_offload.engine.exchanges import Exchanges, imported
 from megatron_offload.engine.marks import mark_everywhere
@@ -52,10 +53,7 @@ def keep_quantised_weights() -> None:
     base, *modules = found
     for owner, name in (
         *((module, "quantize_weight") for module in modules),
-        (
-            getattr(modules[-1], "_GroupedLinear", None),
-            "_prepare_weights_for_grouped_tensor_gemm",
-        ),
+        (getattr(modules[-1], "_GroupedLinear", None), "_prepare_weights_for_grouped_tensor_gemm"),
         # In earlier versions a method of all modules.
         (getattr(base, "TransformerEngineBaseModule", None), "get_weight_workspace"),
     ):
@@ -69,13 +67,5 @@ uninstall = _exchanged.undo
 
 def _quantize(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = theirs(*args, **kwargs)
-    mark_not_offload(*_flat(result))
+    mark_not_offload(*tree_leaves(result))
     return result
-
-
-def _flat(result: Any) -> Iterator[Any]:
-    if isinstance(result, (tuple, list)):
-        for part in result:
-            yield from _flat(part)
-    else:
-        yield result

@@ -21,11 +21,7 @@ def are_captured(devices: Iterable[str]) -> bool:
 
 
 class RandomStates:
-    """The states as they are when this is made: the host's, these devices', and the tracker's.
-
-    Args:
-        devices: types of devices.
-    """
+    """The states as they are when this is made: the host's, these devices', and the tracker's."""
 
     def __init__(self, devices: Iterable[str] = ()) -> None:
         self._states = {kind: _module(kind).get_rng_state() for kind in {"cpu", *devices}}
@@ -33,8 +29,8 @@ class RandomStates:
 
     def are_current(self) -> bool:
         """Whether nothing was drawn since."""
-        now = RandomStates(self._states)
-        return _are_same(now._states, self._states) and _are_same(now._tracked, self._tracked)
+        now, then = RandomStates(self._states).tensors(), self.tensors()
+        return now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -86,9 +82,3 @@ def _bits(state: torch.Tensor | torch.Generator) -> torch.Tensor:
 
 def _like(state: torch.Tensor | torch.Generator, bits: torch.Tensor) -> Any:
     return state.clone_state().set_state(bits) if isinstance(state, torch.Generator) else bits
-
-
-def _are_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    return some.keys() == others.keys() and all(
-        torch.equal(state, others[name]) for name, state in some.items()
-    )

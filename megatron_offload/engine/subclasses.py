@@ -35,12 +35,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 class SavedWrapper:
-    """The record that stands for a saved wrapper in the autograd graph.
-
-    Args:
-        tensor: the wrapper.
-        pack: makes a record of a part.
-    """
+    """The record that stands for a saved wrapper in the autograd graph; ``pack`` records a part."""
 
     __slots__ = ("_context", "_kind", "_others", "_parts", "_size", "_stride")
 

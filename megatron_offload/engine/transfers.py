@@ -254,15 +254,7 @@ class Transfers:
     # Host to device
 
     def reload(self, group: OffloadGroup, *, is_late: bool) -> bool:
-        """Issue the reload of a group that is on the host.
-
-        Args:
-            group: what comes back.
-            is_late: backward is there already; else it may stay on the host where the device has no
-                memory for it.
-
-        Returns:
-            Whether it comes back.
+        """Issue the reload of a group that is on the host; see `Actions.reload`.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for it, and it is late.

@@ -69,8 +69,6 @@ class TensorPool:
         It was allocated on that one. Where it is not kept, whoever holds it decides how long it
         lives.
         """
-        if not self.keeps:
-            return
         num_bytes = tensor.nbytes
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
         if is_lone and self.retained_bytes + num_bytes <= self._limit_bytes:
