@@ -15,14 +15,7 @@ import torch
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import (
-    ALIGNMENT_BYTES,
-    Block,
-    BlockRef,
-    OffloadGroup,
-    Recipe,
-    Rules,
-)
+from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipe, Rules
 from megatron_offload.engine.marks import Marks, is_parameter
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.recipe import FunctionRecipe, Input
@@ -50,7 +43,7 @@ class ChunkOffloadHandler:
     (evaluation) shift no keys."""
     groups: list[OffloadGroup] = field(default_factory=list, init=False)
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
-    _blocks: dict[int, BlockRef] = field(default_factory=dict, init=False)
+    _blocks: dict[int, weakref.ref[Block]] = field(default_factory=dict, init=False)
     _small_keys: set[int] = field(default_factory=set, init=False)
     _recipes: dict[int, FunctionRecipe] = field(default_factory=dict, init=False)
     """By the storage that was made; of those that nobody has saved yet."""

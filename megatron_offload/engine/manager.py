@@ -248,13 +248,13 @@ class PipelineOffloadManager:
             self.pass_by()
             return None
         chunk, since = self._chunk, self._begun_at_backward
-        is_over = since is not None and since != self.decisions.num_backwards
+        is_over = since is not None and since != len(self.decisions.backward_order)
         if (chunk is None or (is_over and not chunk.open_groups)) and self.records():
             if not self._is_in_step:
                 self._say_once(_NO_CHUNK, name)
                 return None
             chunk = self.begin_chunk()
-            self._begun_at_backward = self.decisions.num_backwards
+            self._begun_at_backward = len(self.decisions.backward_order)
         return chunk
 
     def _say_once(self, message: str, value: object) -> None:
@@ -309,7 +309,7 @@ class PipelineOffloadManager:
         if not self._entered and self.backend.is_capturing():
             self.host_pool.forget_events()  # of steps before; whoever captures has waited for them
             self.tensor_pool.clear()
-        is_unused = bool(step.committed) and not step.num_backwards
+        is_unused = bool(step.committed) and not step.backward_order
         if (is_unused or len(self._entered) >= _MOST_CHUNKS) and step.is_idle():
             if not is_unused:
                 self._say_once(_NO_END, len(self._entered))
@@ -392,7 +392,7 @@ class PipelineOffloadManager:
             self._last_step.is_captured = True
             if self.decisions.committed:  # else an evaluation
                 self._leave_to_graph()
-        elif self.decisions.num_backwards:
+        elif self.decisions.backward_order:
             self._learn()
         elif self.is_passing:
             for observer in self.observers:

@@ -42,11 +42,6 @@ class Step(StepDecisions[OffloadGroup]):
         self._transfers.begin_step()
         self.begin_step(self._learner.profile)
 
-    @property
-    def num_backwards(self) -> int:
-        """Groups that a backward has reached, so far."""
-        return len(self.backward_order)
-
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
         groups = list(self.groups())  # another thread may ask, and be refused
