@@ -141,9 +141,7 @@ class CudaBackend(Backend):
         self.h2d_stream.synchronize()
 
     def timestamp(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
+        return stream.record_event(torch.cuda.Event(enable_timing=True))
 
     def has_passed(self, point: torch.cuda.Event) -> bool:
         return bool(point.query())
