@@ -26,7 +26,7 @@ from typing import NamedTuple
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
-from megatron_offload.core.step import Forecast, StepDecisions, forecast_of
+from megatron_offload.core.step import StepDecisions, forecast_of
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.errors import OffloadError
 from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings, StageWork
@@ -202,7 +202,7 @@ class RankWork:
         self.vp_stages: list[int] = []
         self._own_stages = job.schedule.stages_of(rank)
         places: dict[tuple[int, int], tuple[_Place, ...]] = {}
-        self._passes: list[_PassWork] = []
+        self.passes: list[_PassWork] = []
         pending = PendingMessages(job, rank)
         for one in job.schedule.ranks[rank]:
             stage = job.stages[one.stage]
@@ -210,10 +210,10 @@ class RankWork:
                 places[one.stage, one.microbatch] = self._places(one.stage)
             here = places[one.stage, one.microbatch]
             messages = self._message(one, sends=False), self._message(one, sends=True)
-            self._passes.append(_PassWork(one, stage, here, pending.num_bytes, *messages))
+            self.passes.append(_PassWork(one, stage, here, pending.num_bytes, *messages))
             pending.add_pass(one)
         self.profile = self._learn()
-        self._forecast: Forecast | None = None
+        self.forecast = forecast_of(self.profile)
 
     def replay(self, settings: RankSettings, *, records: bool = False) -> RankProgram:
         """Return what the rank's streams do in a steady step.
@@ -222,20 +222,17 @@ class RankWork:
             settings: what it keeps and may hold; its units are those of the work.
             records: keep labels, memory over the program, and its pieces.
         """
-        if self._forecast is None:
-            self._forecast = forecast_of(self.profile)
-        return _Replay(self, self._passes, self._forecast, settings, records).run()
+        return _Replay(self, settings, records).run()
 
     def tell(self, budget: DeviceBudget, kept: Collection[GroupKey] = ()) -> None:
         """Let a budget know the step, as if it had come by with these groups kept."""
         budget.begin_step()
-        for passed in self._passes:
-            for key, work, _ in passed.places:
-                if work.is_marked and passed.one.kind is not PassKind.FORWARD:
-                    budget.drop_saved(work.num_bytes)
-                elif work.is_marked:
-                    moving_bytes = 0 if key in kept else work.num_bytes
-                    budget.add_saved(work.num_bytes, moving_bytes, is_learned=True)
+        for (key, work, _), is_forward in self._boundaries():
+            if is_forward:
+                moving_bytes = 0 if key in kept else work.num_bytes
+                budget.add_saved(work.num_bytes, moving_bytes, is_learned=True)
+            else:
+                budget.drop_saved(work.num_bytes)
 
     def _places(self, stage: int) -> tuple[_Place, ...]:
         """Return the groups of the next chunk."""
@@ -248,26 +245,27 @@ class RankWork:
             self.vp_stages.append(self._own_stages.index(stage))
         return tuple(places)
 
+    def _boundaries(self) -> Iterator[tuple[_Place, bool]]:
+        """Yield the groups that the engine sees, by pass, and whether the pass is a forward."""
+        for passed in self.passes:
+            is_forward = passed.one.kind is PassKind.FORWARD
+            for place in passed.places if is_forward else reversed(passed.places):
+                if place.work.is_marked:
+                    yield place, is_forward
+
     def _learn(self) -> StepProfile:
         groups: list[GroupProfile] = []
-        order: list[GroupKey] = []
-        at_bytes: list[int] = []
+        needed_at_bytes: dict[GroupKey, int] = {}
         passed_bytes = 0
-        for passed in self._passes:
-            marked = [place for place in passed.places if place.work.is_marked]
-            if passed.one.kind is PassKind.FORWARD:
-                for key, work, _ in marked:
-                    units = tuple(_units_of(key, work))
-                    groups.append(
-                        GroupProfile(key, work.name, work.num_bytes, passed_bytes, remade=units)
-                    )
-                    passed_bytes += work.num_bytes
+        for (key, work, _), is_forward in self._boundaries():
+            if is_forward:
+                sizes = work.num_bytes, passed_bytes
+                units = tuple(_units_of(key, work))
+                groups.append(GroupProfile(key, work.name, *sizes, remade=units))
             else:
-                for key, work, _ in reversed(marked):
-                    order.append(key)
-                    at_bytes.append(passed_bytes)
-                    passed_bytes += work.num_bytes
-        return StepProfile(tuple(groups), tuple(order), tuple(at_bytes))
+                needed_at_bytes[key] = passed_bytes
+            passed_bytes += work.num_bytes
+        return StepProfile(tuple(groups), tuple(needed_at_bytes), tuple(needed_at_bytes.values()))
 
     def _message(self, one: Pass, *, sends: bool) -> int | None:
         """Return what a pass sends to another rank, or receives from it, if it does."""
@@ -294,7 +292,7 @@ def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False
 class WorkGroup(Group):
     """A group with its work, and the indices of its copies in the program."""
 
-    is_alive = True
+    is_spent = False
     is_in_window = False
     offload = reload = -1
 
@@ -304,26 +302,14 @@ class WorkGroup(Group):
         self.num_bytes = work.num_bytes
         self.work = work
 
-    @property
-    def is_spent(self) -> bool:
-        """Whether its graph is gone."""
-        return not self.is_alive
-
 
 class _Replay:
     """One rank's step, pass by pass; the `Actions` of `StepDecisions`, on paper."""
 
-    def __init__(
-        self,
-        rank: RankWork,
-        passes: list[_PassWork],
-        forecast: Forecast,
-        settings: RankSettings,
-        records: bool,
-    ) -> None:
+    def __init__(self, rank: RankWork, settings: RankSettings, records: bool) -> None:
         static_bytes = rank.job.static_bytes[rank.rank]
         self.program = RankProgram(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
-        self._passes = passes
+        self._rank = rank
         self._settings = settings
         self._records = records
         self._slowness = {
@@ -331,20 +317,18 @@ class _Replay:
             for stage in rank.job.schedule.stages_of(rank.rank)
         }
         self._chunks: dict[tuple[int, int], list[WorkGroup]] = {}
-        self._pending_bytes = 0
+        self._pending_bytes = self._host_bytes = self._peak_temp_bytes = 0
         self._static_bytes = self._device_bytes = static_bytes
-        self._host_bytes = self._peak_temp_bytes = 0
-        self._unused_bytes = rank.job.unused_bytes
         self._budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
         self._window: InFlightWindow[WorkGroup] = InFlightWindow(self._release, self._budget)
         self._decisions = StepDecisions(self, self._window, self._budget)
         if settings.offloads:
             if None in (settings.max_inflight_bytes, settings.prefetch_bytes):
                 rank.tell(self._budget, settings.kept)
-            self._decisions.begin_step(rank.profile, forecast)
+            self._decisions.begin_step(rank.profile, rank.forecast)
 
     def run(self) -> RankProgram:
-        for index, passed in enumerate(self._passes):
+        for index, passed in enumerate(self._rank.passes):
             check_time()
             self._pending_bytes = passed.pending_bytes
             if passed.received is not None:
@@ -357,7 +341,18 @@ class _Replay:
                 self._add(OpKind.COMPUTE, self._settings.lost_us[index])
             if passed.sent is not None:
                 self._add(OpKind.SEND, passed.sent)
-        return self._finish()
+        self._window.drain()
+        budget, program = self._budget, self.program
+        left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
+        assert (*left, self._device_bytes) == (0, 0, 0, self._static_bytes), left
+        unused_bytes = self._rank.job.unused_bytes
+        if unused_bytes is not None:  # it was measured
+            program.peak_reserved_bytes = program.peak_taken_bytes + unused_bytes
+        else:
+            reserved_bytes = program.peak_taken_bytes + self._peak_temp_bytes
+            program.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
+        del self._window, self._decisions  # which hold this: no circle of so many groups
+        return program
 
     def _forward(self, passed: _PassWork) -> None:
         one, budget, settings = passed.one, self._budget, self._settings
@@ -365,7 +360,7 @@ class _Replay:
         for place in passed.places:
             group, work = WorkGroup(place, budget), place.work
             chunk.append(group)
-            self._count_device(work.num_bytes + work.kept_bytes)  # what it leaves there
+            self._count(work.num_bytes + work.kept_bytes)  # what it leaves there
             self._compute(passed, group, work.forward_us, work.forward_temp_bytes)
             if work.is_marked and settings.offloads:
                 self._decisions.start(group)
@@ -385,9 +380,9 @@ class _Replay:
             sizes = work.backward_temp_bytes, work.backward_block_bytes
             self._compute(passed, group, work.backward_us, *sizes)
             # Its memory goes with its graph, unless a copy still reads it.
-            group.is_alive = False
+            group.is_spent = True
             is_read = (group.lead or group).is_in_window
-            self._count_device(-work.kept_bytes - (0 if is_read else work.num_bytes))
+            self._count(-work.kept_bytes - (0 if is_read else work.num_bytes))
             if is_seen:
                 self._decisions.leave_backward(group)
 
@@ -421,40 +416,22 @@ class _Replay:
     def _add(
         self, kind: OpKind, argument: float, label: str = "", *, is_backward: bool = False
     ) -> None:
-        """Write what the compute stream comes by next."""
         self.program.kinds.append(kind)
         self.program.arguments.append(argument)
         if self._records:
             self.program.labels.append((label, is_backward))
 
-    def _finish(self) -> RankProgram:
-        """Return the program, now that all of it is written."""
-        self._window.drain()
-        budget = self._budget
-        left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
-        assert (*left, self._device_bytes) == (0, 0, 0, self._static_bytes), left
-        reserved_bytes = self.program.peak_taken_bytes
-        if self._unused_bytes is not None:  # it was measured
-            self.program.peak_reserved_bytes = reserved_bytes + self._unused_bytes
-        else:
-            num_segments = -(-(reserved_bytes + self._peak_temp_bytes) // _SEGMENT_BYTES)
-            self.program.peak_reserved_bytes = num_segments * _SEGMENT_BYTES
-        del self._window, self._decisions  # which hold this: no circle of so many groups
-        return self.program
-
     # Actions
 
     def stay(self, group: WorkGroup, reason: str) -> None:
-        """Leave a group on the device."""
         group.advance(GroupState.RESIDENT)
 
     def offload(self, group: WorkGroup) -> None:
-        """Write the issue of a copy to the host."""
         group.advance(GroupState.OFFLOADING)
         group.offload = self._issue(OpKind.OFFLOAD, group)
         self.program.offloaded_bytes += group.batch_bytes
         self.program.moved += [one.key for one in (*group.followers, group)]
-        self._use_host(group.batch_bytes)
+        self._count(host_bytes=group.batch_bytes)
         self._budget.inflight_bytes += group.batch_bytes
         group.is_in_window = True
         self._window.add(group)
@@ -466,28 +443,26 @@ class _Replay:
         if group.state is GroupState.OFFLOADING:
             self._budget.inflight_bytes -= group.batch_bytes
             group.advance(GroupState.ON_HOST)
-            self._count_device(-group.batch_bytes)
+            self._count(-group.batch_bytes)
             return
         for one in (*group.followers, group):
-            if not one.is_alive:
-                self._count_device(-one.num_bytes)
+            if one.is_spent:
+                self._count(-one.num_bytes)
 
     def cancel(self, group: WorkGroup, *, is_late: bool) -> None:
-        """Leave a group on the device whose copy is under way; its place on the host is free."""
         group.advance(GroupState.RESIDENT)
         self._budget.inflight_bytes -= group.batch_bytes
-        self._use_host(-group.batch_bytes)
+        self._count(host_bytes=-group.batch_bytes)
         self.program.returned_bytes += group.batch_bytes
 
     def reload(self, group: WorkGroup, *, is_late: bool) -> bool:
-        """Write the issue of a copy to the device."""
         self.program.num_late += is_late
         group.advance(GroupState.RELOADING)
-        self._count_device(group.batch_bytes)
+        self._count(group.batch_bytes)
         self._note_peaks(0)
         group.reload = self._issue(OpKind.RELOAD, group)
         self.program.reloaded_bytes += group.batch_bytes
-        self._use_host(-group.batch_bytes)
+        self._count(host_bytes=-group.batch_bytes)
         return True
 
     def _await_reload(self, group: WorkGroup) -> None:
@@ -511,18 +486,17 @@ class _Replay:
         self._add(kind, len(copies) - 1, label)
         return len(copies) - 1
 
-    def _count_device(self, num_bytes: int) -> None:
-        self._device_bytes += num_bytes
-        if self._records:
-            self._note_memory()
-
-    def _use_host(self, num_bytes: int) -> None:
-        """Take memory for a copy; below 0 give it back."""
-        self._host_bytes += num_bytes
+    def _count(self, device_bytes: int = 0, host_bytes: int = 0) -> None:
+        """Take memory; below 0 give it back."""
+        self._device_bytes += device_bytes
+        self._host_bytes += host_bytes
         if self._host_bytes > self.program.peak_host_bytes:
             self.program.peak_host_bytes = self._host_bytes
         if self._records:
-            self._note_memory()
+            budget, position = self._budget, len(self.program.kinds)
+            saved_bytes = self._device_bytes - self._static_bytes
+            counts = (saved_bytes, budget.inflight_bytes, budget.held_bytes, self._host_bytes)
+            self.program.memory.append(MemoryCounts(position, *counts))
 
     def _note_peaks(self, temp_bytes: int) -> None:
         """Look at what is taken; where it only falls, nobody needs to."""
@@ -531,9 +505,3 @@ class _Replay:
             program.peak_device_bytes = device_bytes
         if device_bytes + self._pending_bytes > program.peak_taken_bytes:
             program.peak_taken_bytes = device_bytes + self._pending_bytes
-
-    def _note_memory(self) -> None:
-        budget, position = self._budget, len(self.program.kinds)
-        saved_bytes = self._device_bytes - self._static_bytes
-        counts = (saved_bytes, budget.inflight_bytes, budget.held_bytes, self._host_bytes)
-        self.program.memory.append(MemoryCounts(position, *counts))
