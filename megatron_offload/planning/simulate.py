@@ -194,19 +194,16 @@ class _Streams:
         self.awaited: tuple[int, simpy.Event] | None = None
         self._memory = deque(program.memory if records else ())
 
-    def note(self, span: Span) -> None:
-        """Keep a span, if spans are kept."""
-        if self.result.trace is not None:
-            self.result.trace.spans.append(span)
-
     def stalled(self, cause: str, position: int, since_us: float, until_us: float) -> None:
         """Count what was lost at an op of the program."""
         if until_us <= since_us:
             return
-        self.result.stall_us[cause] += until_us - since_us
+        lost_us = until_us - since_us
+        self.result.stall_us[cause] += lost_us
         if self.result.trace is not None:
             label = self.program.labels[position][0]
-            self.note(Span("compute", "stall", label, since_us, until_us - since_us, wait=cause))
+            span = Span("compute", "stall", label, since_us, lost_us, wait=cause)
+            self.result.trace.spans.append(span)
 
     def came_to(self, position: int, now_us: float) -> None:
         """Note what memory is taken from an op on, if that is kept."""
@@ -245,17 +242,17 @@ class _Step:
         self, rank: _Streams, node: list[_Streams]
     ) -> Generator[simpy.Event, None, None]:
         environment, program = self.environment, rank.program
-        num_ops, joined_us, records = len(program.kinds), 0.0, rank.result.trace is not None
+        num_ops, joined_us, trace = len(program.kinds), 0.0, rank.result.trace
         for position, kind in enumerate(program.kinds):
             now_us, argument = environment.now, program.arguments[position]
-            if records:
+            if trace:
                 rank.came_to(position, now_us)
             if kind == OpKind.COMPUTE:
                 rank.result.compute_us += argument
-                if records:
+                if trace:
                     label, is_backward = program.labels[position]
                     what = "other" if not label else "backward" if is_backward else "forward"
-                    rank.note(Span("compute", what, label, now_us, argument))
+                    trace.spans.append(Span("compute", what, label, now_us, argument))
                 elif position + 1 < num_ops and program.kinds[position + 1] == OpKind.COMPUTE:
                     joined_us += argument  # nobody looks in between
                     continue
@@ -313,9 +310,9 @@ class _Step:
         rank.is_over[copy] = True
         if rank.result.trace is not None:
             stream, program = "d2h" if queue.is_d2h else "h2d", rank.program
-            label, num_bytes = program.copy_labels[copy], program.copy_bytes[copy]
-            duration_us = now_us - queue.start_us
-            rank.note(Span(stream, stream, label, queue.start_us, duration_us, num_bytes))
+            what = program.copy_labels[copy], queue.start_us, now_us - queue.start_us
+            span = Span(stream, stream, *what, program.copy_bytes[copy])
+            rank.result.trace.spans.append(span)
         self._begin_copy(queue)
         self._share_anew(node)
         if rank.awaited is not None and rank.awaited[0] == copy:
