@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import cycle, pairwise, product
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from megatron_offload.core.machine import Machine, MachineConfig
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
-from megatron_offload.core.profile import GroupKey, StepProfile, is_cheap
+from megatron_offload.core.profile import GroupKey, RemadeUnit, StepProfile, is_cheap, merge_units
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.footprint import Footprint
@@ -33,7 +34,7 @@ from megatron_offload.planning.plan import (
     rank_plan,
 )
 from megatron_offload.planning.policy import plan_by_rule
-from megatron_offload.planning.replay import RankProgram, RankWork, half_the_time, replay
+from megatron_offload.planning.replay import RankWork, half_the_time
 from megatron_offload.planning.simulate import (
     RELEASE,
     RELOAD,
@@ -166,6 +167,8 @@ class Chooser:
             )
         self._job = job
         self._limits = limits
+        given = {name: getattr(limits, name) for name in LIMITS}
+        self._user_limits = {name: size for name, size in given.items() if size is not None}
         self._slow_job = replace(job, machine=_with_slow_link(job.machine, link_share))
         self._has_slow_link = link_share < 1
         kinds = _kinds_of(job)
@@ -178,12 +181,15 @@ class Chooser:
         boundaries = sum(
             2 * len(job.stages[one.stage].groups) for passes in job.schedule.ranks for one in passes
         )
-        self._most_candidates = max(12, _MOST_BOUNDARIES // max(1, boundaries))
         self._most_changes = _MOST_BOUNDARIES // max(1, boundaries)
-        self._bare_steps: dict[_Recompute, Simulation] = {}
-        self._works: dict[tuple[int, _Recompute], RankWork] = {}
-        self._lives: dict[tuple[int, _Recompute], Footprint] = {}
-        self._programs: dict[tuple[int, RankSettings], RankProgram] = {}
+        self._most_candidates = max(12, self._most_changes)
+        # None of these holds this: no circle of so many programs.
+        self._bare_step = bare_step = cache(partial(_bare_step, job))
+        self._work = work = cache(partial(RankWork, job))
+        self._rank = cache(
+            lambda rank, made: Footprint(work(rank, made).profile, bare_step(made).ranks[rank])
+        )
+        self._program = cache(lambda rank, one: work(rank, one.recompute).replay(one))
         self._steps: dict[tuple[bool, _Settings], Simulation] = {}
         self.without = self._simulate((NO_OFFLOAD,) * num_ranks)
         self._least_bytes = [
@@ -431,22 +437,13 @@ class Chooser:
                 return settings
             live = self._rank(change.rank, settings.recompute or ())
             both = dict.fromkeys(LIMITS, 2 * live.largest_bytes)
-            settings = self._limited(kept=live.keys, recompute=settings.recompute, **both)
+            limits = both | self._user_limits
+            settings = RankSettings(kept=live.keys, recompute=settings.recompute, **limits)
         limits = {
             name: int(share * (getattr(settings, name) or 0))
             for name, share in zip(LIMITS, change.shares, strict=True)
         }
-        kept = settings.kept ^ change.keys
-        return self._limited(kept=kept, recompute=settings.recompute, **limits)
-
-    def _limited(self, **changed: Any) -> RankSettings:
-        """Return settings of a rank that moves something; the user's limits go over all."""
-        free = {
-            name: value
-            for name, value in changed.items()
-            if name not in LIMITS or getattr(self._limits, name) is None
-        }
-        return replace(self._limits, **free)
+        return replace(settings, kept=settings.kept ^ change.keys, **limits | self._user_limits)
 
     # Candidates
 
@@ -496,41 +493,9 @@ class Chooser:
         growth = max(1.0, live.saved_bytes / least)
         room_bytes = round(least * growth ** (one.room / (_NUM_ROOMS - 1)))
         prefetch_bytes = int(room_bytes * one.split)
-        return self._limited(
-            kept=frozenset(live.keys.difference(moved)),
-            recompute=recompute,
-            max_inflight_bytes=room_bytes - prefetch_bytes,
-            prefetch_bytes=prefetch_bytes,
-        )
-
-    def _rank(self, index: int, recompute: _Recompute) -> Footprint:
-        key = index, recompute
-        if key not in self._lives:
-            without = self._bare_step(recompute).ranks[index]
-            self._lives[key] = Footprint(self._work(index, recompute).profile, without)
-        return self._lives[key]
-
-    def _work(self, index: int, recompute: _Recompute) -> RankWork:
-        key = index, recompute
-        if key not in self._works:
-            self._works[key] = RankWork(self._job, index, recompute)
-        return self._works[key]
-
-    def _bare_step(self, recompute: _Recompute) -> Simulation:
-        """Return the step that moves nothing: no other with so much made again is quicker."""
-        if recompute not in self._bare_steps:
-            settings = replace(NO_OFFLOAD, recompute=recompute)
-            self._bare_steps[recompute] = simulate(self._job, settings, record=True)
-        return self._bare_steps[recompute]
-
-    def _program(self, rank: int, settings: RankSettings) -> RankProgram:
-        key = rank, settings
-        if key not in self._programs:
-            if settings.recompute is None:
-                self._programs[key] = replay(self._job, rank, settings)
-            else:
-                self._programs[key] = self._work(rank, settings.recompute).replay(settings)
-        return self._programs[key]
+        limits = dict(zip(LIMITS, (room_bytes - prefetch_bytes, prefetch_bytes), strict=True))
+        limits |= self._user_limits
+        return RankSettings(kept=live.keys.difference(moved), recompute=recompute, **limits)
 
     def _peak(self, rank: int, settings: RankSettings) -> int:
         return self._program(rank, settings).peak_reserved_bytes
@@ -547,8 +512,14 @@ class Chooser:
         """Return the plan of what ranks do, for what is wanted of each, in words."""
         plans = []
         for index, (settings, what) in enumerate(zip(chosen, wanted, strict=True)):
-            profile = self._remaking(index, settings.recompute)
-            live = self._rank(index, settings.recompute or ()).keys
+            recompute, vp_stages = settings.recompute or (), self._work(index, ()).vp_stages
+            units = dict(enumerate(recompute))
+            groups = (
+                group.making_again(units.get(vp_stages[group.key.chunk], ()))
+                for group in self._profiles[index].groups
+            )
+            profile = replace(self._profiles[index], groups=tuple(groups))
+            live = self._rank(index, recompute).keys
             moved = live.difference(settings.kept) if settings.offloads else frozenset()
             kept = {
                 group.key: f"not needed for {what}" if group.key in live else "has no backward"
@@ -562,22 +533,10 @@ class Chooser:
                     f"moves for {what}",
                     max_inflight_bytes=settings.max_inflight_bytes if moved else None,
                     prefetch_bytes=settings.prefetch_bytes if moved else None,
-                    units=tuple(_unit_choices(profile, self._work(index, ()).vp_stages)),
+                    units=tuple(_unit_choices(profile, vp_stages)),
                 )
             )
         return self._predicted(plan_of(kind, self._profiles, plans))
-
-    def _remaking(self, rank: int, recompute: Sequence[Collection[str]] | None) -> StepProfile:
-        """Return the profile of a rank, with units made again as `RankSettings` says."""
-        profile, stages = self._profiles[rank], self._work(rank, ()).vp_stages
-        chosen = dict(enumerate(recompute or ()))
-        groups = (
-            group.making_again(
-                None if recompute is None else chosen.get(stages[group.key.chunk], ())
-            )
-            for group in profile.groups
-        )
-        return replace(profile, groups=tuple(groups))
 
     def _predicted(self, plan: OffloadPlan) -> OffloadPlan:
         """Return a plan with what its step would be written in."""
@@ -588,6 +547,11 @@ class Chooser:
             for rank, peak_bytes in zip(plan.ranks, peaks, strict=True)
         )
         return replace(plan, ranks=tuple(ranks))
+
+
+def _bare_step(job: Job, recompute: _Recompute) -> Simulation:
+    """Return the step that moves nothing: no other with so much made again is quicker."""
+    return simulate(job, replace(NO_OFFLOAD, recompute=recompute), record=True)
 
 
 def _kinds_of(job: Job) -> list[tuple[str, int]]:
@@ -609,14 +573,12 @@ def _kinds_of(job: Job) -> list[tuple[str, int]]:
 
 def _unit_choices(profile: StepProfile, stages: Sequence[int]) -> Iterator[UnitChoice]:
     """Yield what becomes of each unit of each virtual stage, in a step."""
-    sums: dict[tuple[int, str], tuple[int, float, bool]] = {}
+    units: dict[int, list[RemadeUnit]] = defaultdict(list)
     for group in profile.groups:
-        for unit in group.remade:
-            kind = stages[group.key.chunk], unit.unit
-            num_bytes, us, _ = sums.get(kind, (0, 0.0, False))
-            sums[kind] = num_bytes + unit.num_bytes, us + unit.us, unit.is_remade
-    for (stage, name), (num_bytes, us, is_remade) in sorted(sums.items()):
-        yield UnitChoice(stage, name, num_bytes, us, is_remade)
+        units[stages[group.key.chunk]] += group.remade
+    for stage, found in sorted(units.items()):
+        for name, num_bytes, us, _, is_remade in sorted(merge_units(found)):
+            yield UnitChoice(stage, name, num_bytes, us, is_remade)
 
 
 def _with_slow_link(machine: Machine, share: float) -> Machine:

@@ -15,13 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import (
-    GroupProfile,
-    GroupTimes,
-    RunShape,
-    StepProfile,
-    is_cheap,
-)
+from megatron_offload.core.profile import GroupProfile, GroupTimes, RunShape, StepProfile, is_cheap
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork, UnitWork
