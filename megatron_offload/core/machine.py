@@ -15,8 +15,8 @@ _Bandwidth = Annotated[float, Field(gt=0)]
 _Rate = Annotated[float, Field(gt=0, le=1e6)]
 
 
-class MachineConfig(StrictModel):
-    """What copies get, in 10^9 bytes a second; the defaults were measured with four H200s.
+class Machine(StrictModel):
+    """What copies and messages get, in 10^9 bytes a second; defaults: measured with four H200s.
 
     A host whose directions differ gives less one way: four H200s that all copy to the host get 41
     GB/s each, to the device 55, and 25.6 each way when both run, which no single limit explains.
@@ -43,10 +43,6 @@ class MachineConfig(StrictModel):
     gpus_per_node: int = Field(default=4, ge=1)
     """GPUs that share what a node's copies get: those of pipeline ranks in order, and of each rank
     all that do the same at the same time, such as a tensor-parallel group."""
-
-
-class Machine(MachineConfig):
-    """What copies and messages get."""
 
     p2p_gbps: _Bandwidth = 100.0
     """Between neighbouring stages, in 10^9 bytes a second; messages don't slow each other down."""
@@ -87,9 +83,9 @@ class MachineProfile(StrictModel):
     gpus: tuple[CopyRates, ...] = Field(max_length=64)
     """Those that the process could use, in CUDA's order."""
 
-    def machine(self) -> MachineConfig:
+    def machine(self) -> Machine:
         """Return what every rank of a job can count on: of GPUs that differ the slowest counts."""
-        return MachineConfig(
+        return Machine(
             d2h_gbps=min(gpu.d2h_gbps for gpu in self.gpus),
             h2d_gbps=min(gpu.h2d_gbps for gpu in self.gpus),
             both_gbps=min(min(gpu.both_d2h_gbps, gpu.both_h2d_gbps) for gpu in self.gpus),

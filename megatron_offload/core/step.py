@@ -122,21 +122,11 @@ class StepDecisions(Generic[G]):
     def __init__(self, actions: Actions[G], window: InFlightWindow[G], budget: DeviceBudget):
         self.window = window
         self.budget = budget
-        self.committed: list[G] = []
-        self.backward_order: list[GroupKey] = []
-        self.backward_at_bytes: list[int] = []
         self._actions = actions
         self._groups: dict[GroupKey, G] = {}
-        self._batch: list[G] = []
-        self._batch_bytes = 0
-        self._in_use: G | None = None
         self._profile: StepProfile | None = None
         self._forecast = _NOTHING_SEEN
-        self._order: Sequence[GroupKey] = ()
-        """What is followed: the order foretold, until backward comes to a group outside of it."""
-        self._position: dict[GroupKey, int] = {}
-        self._reached_at_bytes = 0
-        self._next = 0
+        self.begin_step(None)
 
     def begin_step(self, profile: StepProfile | None, forecast: Forecast | None = None) -> None:
         """Forget the last step and predict along one that was seen to its end, if one was.
@@ -149,10 +139,12 @@ class StepDecisions(Generic[G]):
             group.held_bytes = 0
             group.followers = ()  # who know their lead: no circle
         self._groups.clear()
-        self._batch, self._batch_bytes = [], 0
-        self.committed, self.backward_order, self.backward_at_bytes = [], [], []
-        self._in_use = None
-        self._reached_at_bytes = 0
+        self._batch: list[G] = []
+        self.committed: list[G] = []
+        self.backward_order: list[GroupKey] = []
+        self.backward_at_bytes: list[int] = []
+        self._in_use: G | None = None
+        self._batch_bytes = self._reached_at_bytes = self._next = 0
         self.window.begin_step()
         self.budget.begin_step(is_learned=profile is not None)
         if profile is None:
@@ -160,8 +152,9 @@ class StepDecisions(Generic[G]):
         elif profile is not self._profile:
             self._forecast = forecast or forecast_of(profile)
         self._profile = profile
-        self._order, self._position = self._forecast.order, self._forecast.position
-        self._next = 0
+        self._order: Sequence[GroupKey] = self._forecast.order
+        """What is followed: the order foretold, until backward comes to a group outside of it."""
+        self._position = self._forecast.position
 
     def start(self, group: G) -> None:
         """Take note of a group whose forward has begun."""

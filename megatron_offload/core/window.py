@@ -77,25 +77,22 @@ class InFlightWindow(Generic[G]):
         """Release from the oldest on until at most ``num_groups`` of this name are in flight."""
         num_over = sum(group.name == name for group, _, _ in self._entries) - num_groups
         while num_over > 0:
-            num_over -= self._release_oldest().name == name
+            num_over -= self._release_oldest()[0].name == name
 
     def limit_blocks(self, num_blocks: int) -> None:
         """Release from the oldest on until at most ``num_blocks`` blocks are in flight."""
         num_over = sum(count for _, count, _ in self._entries) - num_blocks
         while num_over > 0:
-            num_over -= self._entries[0][1]
-            self._release_oldest()
+            num_over -= self._release_oldest()[1]
 
     def drain(self) -> None:
         """Release everything in flight, in order."""
         while self._entries:
             self._release_oldest()
 
-    def _release_oldest(self) -> G:
-        group = self._entries[0][0]
-        self._release(group)
-        self._entries.popleft()
-        return group
+    def _release_oldest(self) -> tuple[G, int, int]:
+        self._release(self._entries[0][0])
+        return self._entries.popleft()
 
     def abandon(self) -> None:
         """Forget everything in flight: after a failed step, when no copy is under way."""

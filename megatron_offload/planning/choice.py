@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_offload.core.machine import Machine, MachineConfig
+from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.profile import GroupKey, RemadeUnit, StepProfile, is_cheap, merge_units
 from megatron_offload.core.units import format_bytes
@@ -583,6 +583,5 @@ def _unit_choices(profile: StepProfile, stages: Sequence[int]) -> Iterator[UnitC
 
 def _with_slow_link(machine: Machine, share: float) -> Machine:
     """Return a machine whose copies have less; messages between ranks keep what they have."""
-    rates = {name: getattr(machine, name) for name in MachineConfig.model_fields if "gbps" in name}
-    slow = {name: rate and rate * share for name, rate in rates.items()}
-    return machine.model_copy(update=slow)
+    rates = {name: rate for name, rate in machine if "gbps" in name and name != "p2p_gbps"}
+    return machine.model_copy(update={name: rate and rate * share for name, rate in rates.items()})

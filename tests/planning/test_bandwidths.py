@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from megatron_offload.core.machine import CopyRates, MachineConfig, MachineProfile
+from megatron_offload.core.machine import CopyRates, Machine, MachineProfile
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.planning.profiled_job import slowest_link
 
@@ -17,7 +17,7 @@ def machine(*gpus):
 
 def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
     found = machine((50, 54, 45, 44, 20, 30), (49, 55, 46, 47, 21, 29))
-    assert found == MachineConfig(
+    assert found == Machine(
         d2h_gbps=49,
         h2d_gbps=54,
         both_gbps=44,
