@@ -67,12 +67,10 @@ class RecordFiles(Generic[T]):
 def _to_data(record: Any) -> Any:
     if is_dataclass(record):
         names = [each.name for each in fields(record)]
-    elif isinstance(record, tuple):
-        if not hasattr(record, "_fields"):
-            return list(map(_to_data, record))
-        names = list(record._fields)
+    elif hasattr(record, "_fields"):
+        names = record._fields
     else:
-        return record
+        return list(map(_to_data, record)) if isinstance(record, tuple) else record
     return {name: _to_data(getattr(record, name)) for name in names}
 
 

@@ -58,9 +58,8 @@ class LayerCosts:
         self.scores_bytes = 4 * self.tokens * model.heads // model.tensor_parallel
         self.logits_bytes = 4 * self.tokens * model.vocabulary // model.tensor_parallel
         # What sequence parallelism gathers from the other GPUs in front of a linear layer.
-        self.gathered_bytes = self.hidden_bytes * model.tensor_parallel
-        if model.tensor_parallel == 1:
-            self.gathered_bytes = 0
+        num_gathered = model.tensor_parallel if model.tensor_parallel > 1 else 0
+        self.gathered_bytes = self.hidden_bytes * num_gathered
         self._product_us = 0.0
         self._slowness = 1.0
         groups = self._layer(model.layers - 1)
@@ -95,16 +94,17 @@ class LayerCosts:
         residual_bytes: int = 0,
         gathered_bytes: int = 0,
         units: tuple[UnitWork, ...] = (),
-        copies: int = 1,
         num_experts: int | None = None,
     ) -> GroupWork:
         """Return a linear layer's group, in bytes of each tensor that it saves.
 
         ``norm_bytes`` is of the input of a norm that is part of it, ``residual_bytes`` of what is
         added to its output, ``gathered_bytes`` of the input of all GPUs together. A GPU has
-        ``num_experts`` of them, whole ones, and each token comes in so many ``copies``.
+        ``num_experts`` of them, whole ones, and each token comes in a copy for each of its own.
         """
-        model, flop = self.model, 2.0 * copies * self.tokens * inputs * outputs
+        model = self.model
+        copies = 1 if num_experts is None else model.experts_per_token
+        flop = 2.0 * copies * self.tokens * inputs * outputs
         least_us = _PRODUCT_US * (num_experts or 1)
         product_us, again_us, weight_us = (least_us + self._product(flop) for _ in range(3))
         weight_bytes = self._weight_bytes(inputs, outputs)
@@ -267,7 +267,6 @@ class LayerCosts:
                 width,
                 (routed,),
                 units=(permuted,) if model.expert_parallel == 1 else (),
-                copies=copies,
                 num_experts=num_experts,
             ),
             replace(activation, kept_bytes=activation.kept_bytes + num_choices * model.value_bytes),
@@ -277,7 +276,6 @@ class LayerCosts:
                 model.hidden,
                 (act_bytes,),
                 units=(UnitWork("moe_act", act_bytes, activation.forward_us),),
-                copies=copies,
                 num_experts=num_experts,
             ),
         ]
