@@ -21,7 +21,7 @@ import itertools
 import json
 import logging
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_offload.autotune.agree import Ranks
@@ -42,7 +42,7 @@ from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profiled_job import FROM_COPIES, job_of, schedule_of, slowest_link
 from megatron_offload.planning.replay import ending_after
-from megatron_offload.planning.schedule import Pass, PassKind
+from megatron_offload.planning.schedule import PassKind
 from megatron_offload.planning.simulate import simulate
 
 _MOST_PROGRAMS = 3
@@ -310,24 +310,16 @@ def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCo
     """
     settings = []
     for rank, passes in enumerate(job.schedule.ranks):
-        steps = shown.get(rank)
+        steps, chunks = shown.get(rank), job.schedule.chunks_of(rank)
         lost_us: tuple[float, ...] = ()
         if steps and all(step.lost_us for step in steps):
             slowest = max(steps, key=lambda step: sum(map(sum, step.lost_us)))
             slowed_us = slowest.copied_bytes / _COPIES_GBPS / 1e3 / len(passes)
-            lost_us = tuple(us + slowed_us for us in _by_pass(passes, slowest.lost_us))
+            lost_us = tuple(
+                slowest.lost_us[chunks[one.stage, one.microbatch]][one.kind is PassKind.BACKWARD]
+                + slowed_us
+                for one in passes
+            )
         settings.append(replace(NO_OFFLOAD, lost_us=lost_us))
     step_us = max(step.step_us for steps in shown.values() for step in steps)
     return MeasuredCost(step_us, simulate(job, settings).step_us - simulate(job).step_us)
-
-
-def _by_pass(passes: Sequence[Pass], lost_us: Sequence[Sequence[float]]) -> Iterator[float]:
-    """Yield what each pass has lost; the chunks of a step are its forwards, in their order."""
-    chunks: dict[tuple[int, int], Sequence[float]] = {}
-    by_chunk = iter(lost_us)
-    for one in passes:
-        place = one.stage, one.microbatch
-        is_forward = one.kind is PassKind.FORWARD
-        if is_forward:
-            chunks[place] = next(by_chunk)
-        yield chunks[place][not is_forward]

@@ -213,7 +213,5 @@ class StepProfile:
 
     def has_groups_of(self, other: StepProfile) -> bool:
         """Whether both steps had the same groups in the same places, of whatever sizes."""
-        if len(self.groups) != len(other.groups):
-            return False
-        pairs = zip(self.groups, other.groups, strict=True)
-        return all(one.key == two.key and one.name == two.name for one, two in pairs)
+        places, others = ([(one.key, one.name) for one in it.groups] for it in (self, other))
+        return places == others

@@ -58,9 +58,8 @@ def job_from_profiles(
 
 
 def _stages_of(rank: int, profile: StepProfile, schedule: Schedule) -> dict[int, StageWork]:
-    passes = schedule.ranks[rank]
-    chunks = _chunks_of(rank, profile, passes)
-    before_us = _least_before(passes, chunks)
+    chunks = _chunks_of(rank, profile, schedule)
+    before_us = _least_before(schedule.ranks[rank], chunks)
     stages = {}
     for stage in schedule.stages_of(rank):
         alike = [chunk for one, chunk in chunks.items() if one[0] == stage]
@@ -81,7 +80,7 @@ def _stages_of(rank: int, profile: StepProfile, schedule: Schedule) -> dict[int,
 
 
 def _chunks_of(
-    rank: int, profile: StepProfile, passes: Sequence[Pass]
+    rank: int, profile: StepProfile, schedule: Schedule
 ) -> dict[tuple[int, int], _Timed]:
     """Return the timed groups of each stage and microbatch."""
     if len(profile.times) != len(profile.groups):
@@ -92,12 +91,12 @@ def _chunks_of(
     by_chunk: dict[int, _Timed] = defaultdict(list)
     for group, times in zip(profile.groups, profile.times, strict=True):
         by_chunk[group.key.chunk].append((group, times))
-    forwards = [one for one in passes if one.kind is PassKind.FORWARD]
-    if sorted(by_chunk) != list(range(len(forwards))):
+    chunks = schedule.chunks_of(rank)
+    if by_chunk.keys() != set(chunks.values()):
         raise ConfigError(
-            f"rank {rank}: the profile has {len(by_chunk)} chunks, the schedule {len(forwards)}"
+            f"rank {rank}: the profile has {len(by_chunk)} chunks, the schedule {len(chunks)}"
         )
-    return {(one.stage, one.microbatch): by_chunk[index] for index, one in enumerate(forwards)}
+    return {place: by_chunk[chunk] for place, chunk in chunks.items()}
 
 
 def _least_before(
@@ -155,16 +154,11 @@ def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator
     """
     names = dict.fromkeys(unit.unit for group in groups for unit in group.remade)
     for name in names:
-        alike = [
-            (group.key.order, unit)
-            for group in groups
-            for unit in group.remade
-            if unit.unit == name
-        ]
-        order, first = alike[0]
-        num_bytes = statistics.median_low(unit.num_bytes for _, unit in alike)
-        us = statistics.median(unit.us for _, unit in alike)
-        own = [key.order for key in first.needs if key.chunk == groups[0].key.chunk]
+        alike = [unit for group in groups for unit in group.remade if unit.unit == name]
+        num_bytes = statistics.median_low(unit.num_bytes for unit in alike)
+        us = statistics.median(unit.us for unit in alike)
+        chunk, order = groups[0].key
+        own = [key.order for key in alike[0].needs if key.chunk == chunk]
         if not us and not is_cheap(name):
             timed = (chunk[place][1] for chunk in chunks for place in own)
             us = sum(one.committed_us - one.started_us for one in timed) / len(chunks)
@@ -242,8 +236,7 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
             "interleaved", run.pp_size, run.num_microbatches, run.vp_size, size
         )
         for rank, (found, passes) in enumerate(zip(seen, schedule.ranks, strict=True)):
-            forwards = [one for one in passes if one.kind is PassKind.FORWARD]
-            chunks = {(one.stage, one.microbatch): chunk for chunk, one in enumerate(forwards)}
+            chunks = schedule.chunks_of(rank)
             wanted = [
                 (chunks[one.stage, one.microbatch], one.kind is PassKind.FORWARD) for one in passes
             ]
@@ -293,7 +286,7 @@ def profiles_of(job: Job) -> list[StepProfile]:
     for rank, result in enumerate(step.ranks):
         work = RankWork(job, rank)
         times = Footprint(work.profile, result).times_us
-        num_virtual = len(schedule.stages_of(rank))
+        sizes = schedule.num_ranks, len(schedule.stages_of(rank))
         profiles.append(
             replace(
                 work.profile,
@@ -301,9 +294,7 @@ def profiles_of(job: Job) -> list[StepProfile]:
                 step_us=step.step_us,
                 peak_allocated_bytes=result.peak_reserved_bytes,
                 peak_reserved_bytes=result.peak_reserved_bytes,
-                run=RunShape(
-                    schedule.num_microbatches, rank, schedule.num_ranks, num_virtual, rank
-                ),
+                run=RunShape(schedule.num_microbatches, rank, *sizes, rank),
             )
         )
     return profiles
