@@ -234,13 +234,9 @@ class PendingMessages:
         A forward is the last to need what it sends. A backward is so of its input, of the gradient
         that has come and of that which it sends.
         """
-        own_bytes = self._message_bytes(one.stage, 1)
-        is_forward = one.kind is PassKind.FORWARD
-        return own_bytes if is_forward else own_bytes + 2 * self._message_bytes(one.stage, -1)
-
-    def _message_bytes(self, stage: int, step: int) -> int:
-        """Return what a stage exchanges with the one before, or behind; 0 on the same rank."""
-        other = stage + step
-        if not 0 <= other < len(self._stages) or other in self._own_stages:
-            return 0
-        return self._stages[min(stage, other)].output_bytes
+        stage, num_bytes = one.stage, 0
+        num_inputs = 0 if one.kind is PassKind.FORWARD else 2
+        for other, number in ((stage + 1, 1), (stage - 1, num_inputs)):
+            if 0 <= other < len(self._stages) and other not in self._own_stages:
+                num_bytes += number * self._stages[min(stage, other)].output_bytes
+        return num_bytes

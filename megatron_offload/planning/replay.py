@@ -77,15 +77,9 @@ class OpKind(IntEnum):
     AWAIT = 3
     """Waits for this copy."""
     SEND = 4
-    """This message leaves; see `message_of`."""
+    """This message leaves: the one with this number."""
     RECEIVE = 5
     """Waits for this message."""
-
-
-def message_of(one: Pass, num_stages: int) -> int:
-    """Return the number of what a pass sends to the stage behind it, or back to the one before."""
-    is_forward = one.kind is PassKind.FORWARD
-    return (one.microbatch * num_stages + one.stage) * 2 + is_forward
 
 
 class MemoryCounts(NamedTuple):
@@ -268,12 +262,12 @@ class RankWork:
         return StepProfile(tuple(groups), tuple(needed_at_bytes), tuple(needed_at_bytes.values()))
 
     def _message(self, one: Pass, *, sends: bool) -> int | None:
-        """Return what a pass sends to another rank, or receives from it, if it does."""
-        num_stages = self.job.schedule.num_stages
-        other = one.stage + (1 if sends == (one.kind is PassKind.FORWARD) else -1)
+        """Return the number of what a pass sends to another rank, or receives, if it does."""
+        num_stages, is_forward = self.job.schedule.num_stages, one.kind is PassKind.FORWARD
+        other = one.stage + (1 if sends == is_forward else -1)
         if not 0 <= other < num_stages or other in self._own_stages:
             return None
-        return message_of(one if sends else Pass(other, one.kind, one.microbatch), num_stages)
+        return (one.microbatch * num_stages + (one.stage if sends else other)) * 2 + is_forward
 
 
 def _units_of(key: GroupKey, work: GroupWork) -> Iterator[RemadeUnit]:

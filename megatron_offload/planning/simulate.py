@@ -227,8 +227,7 @@ class _Step:
         self._rates = functools.cache(functools.partial(fair_rates, machine, gpus_per_rank))
         us_per_byte = 1e-3 / machine.p2p_gbps
         output_us = [machine.p2p_latency_us + s.output_bytes * us_per_byte for s in job.stages]
-        # By `message_of`, less the microbatch. A gradient is as large as what the stage before
-        # has sent.
+        # By number, less the microbatch. A gradient is as large as what the stage before has sent.
         self._transfer_us = [
             us for stage in range(len(output_us)) for us in (output_us[stage - 1], output_us[stage])
         ]
