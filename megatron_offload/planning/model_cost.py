@@ -94,22 +94,22 @@ class LayerCosts:
         residual_bytes: int = 0,
         gathered_bytes: int = 0,
         units: tuple[UnitWork, ...] = (),
-        num_experts: int | None = None,
+        experts: int | None = None,
     ) -> GroupWork:
         """Return a linear layer's group, in bytes of each tensor that it saves.
 
         ``norm_bytes`` is of the input of a norm that is part of it, ``residual_bytes`` of what is
-        added to its output, ``gathered_bytes`` of the input of all GPUs together. A GPU has
-        ``num_experts`` of them, whole ones, and each token comes in a copy for each of its own.
+        added to its output, ``gathered_bytes`` of the input of all GPUs together. A GPU has so many
+        ``experts``, whole ones, and each token comes in a copy for each of its own.
         """
         model = self.model
-        copies = 1 if num_experts is None else model.experts_per_token
+        copies = 1 if experts is None else model.experts_per_token
         flop = 2.0 * copies * self.tokens * inputs * outputs
-        least_us = _PRODUCT_US * (num_experts or 1)
+        least_us = _PRODUCT_US * (experts or 1)
         product_us, again_us, weight_us = (least_us + self._product(flop) for _ in range(3))
         weight_bytes = self._weight_bytes(inputs, outputs)
-        if num_experts is not None:
-            weight_bytes = num_experts * inputs * outputs * model.value_bytes
+        if experts is not None:
+            weight_bytes = experts * inputs * outputs * model.value_bytes
         gradient_bytes = 0 if model.fused_gradients else weight_bytes
         weight_us += self._traffic(3 * gradient_bytes)
         token_bytes = copies * self.token_bytes
@@ -210,21 +210,15 @@ class LayerCosts:
         return groups + (self._experts() if has_experts else self._mlp(model.ffn, saved, before))
 
     def _mlp(self, ffn: int, saved: tuple[int, ...], before: dict[str, Any]) -> list[GroupWork]:
-        model, ffn_bytes = self.model, ffn * self.token_bytes
-        width = ffn * (2 if model.gated_mlp else 1)
+        hidden, ffn_bytes = self.model.hidden, ffn * self.token_bytes
+        width = ffn * (2 if self.model.gated_mlp else 1)
+        fc1 = self._linear("mlp_fc1", hidden, width, saved, **before)
         activation = self._activation("mlp_act", width * self.token_bytes, ffn_bytes)
-        return [
-            self._linear("mlp_fc1", model.hidden, width, saved, **before),
-            activation,
-            self._linear(
-                "mlp_fc2",
-                ffn,
-                model.hidden,
-                (ffn_bytes,),
-                residual_bytes=self.hidden_bytes,
-                units=(UnitWork("mlp_act", ffn_bytes, activation.forward_us),),
-            ),
-        ]
+        behind: dict[str, Any] = {
+            "residual_bytes": self.hidden_bytes,
+            "units": (UnitWork("mlp_act", ffn_bytes, activation.forward_us),),
+        }
+        return [fc1, activation, self._linear("mlp_fc2", ffn, hidden, (ffn_bytes,), **behind)]
 
     def _experts(self) -> list[GroupWork]:
         """Return the router with a shared expert, which no group marks, and the experts."""
@@ -235,7 +229,7 @@ class LayerCosts:
             copies * each * self.token_bytes for each in (model.hidden, width, ffn)
         )
         num_tokens = self.tokens // model.tensor_parallel
-        num_choices, num_experts = num_tokens * copies, model.experts // model.expert_parallel
+        num_choices, experts = num_tokens * copies, model.experts // model.expert_parallel
         # Each way tokens are copied for their experts, and what experts made is added up.
         moved_us = self._traffic(2 * (hidden + routed))
         router = self._linear("router", model.hidden, model.experts, (), residual_bytes=hidden)
@@ -255,30 +249,19 @@ class LayerCosts:
             replace(group, name=f"shared {group.name}", units=(), is_marked=False)
             for group in shared
         ]
+        permuted = (UnitWork("moe_permute", routed, self._traffic(hidden + routed)),)
         # Where tokens come from other GPUs, copying them again would communicate.
-        permuted = UnitWork("moe_permute", routed, self._traffic(hidden + routed))
-        activation = self._activation("moe_act", fc1_bytes, act_bytes)
-        return [
-            replace(router, is_marked=False),
-            *unmarked,
-            self._linear(
-                "expert_fc1",
-                model.hidden,
-                width,
-                (routed,),
-                units=(permuted,) if model.expert_parallel == 1 else (),
-                num_experts=num_experts,
-            ),
-            replace(activation, kept_bytes=activation.kept_bytes + num_choices * model.value_bytes),
-            self._linear(
-                "expert_fc2",
-                ffn,
-                model.hidden,
-                (act_bytes,),
-                units=(UnitWork("moe_act", act_bytes, activation.forward_us),),
-                num_experts=num_experts,
-            ),
-        ]
+        units = permuted if model.expert_parallel == 1 else ()
+        fc1 = self._linear(
+            "expert_fc1", model.hidden, width, (routed,), units=units, experts=experts
+        )
+        act = self._activation("moe_act", fc1_bytes, act_bytes)
+        units = (UnitWork("moe_act", act_bytes, act.forward_us),)
+        fc2 = self._linear(
+            "expert_fc2", ffn, model.hidden, (act_bytes,), units=units, experts=experts
+        )
+        act = replace(act, kept_bytes=act.kept_bytes + num_choices * model.value_bytes)
+        return [replace(router, is_marked=False), *unmarked, fc1, act, fc2]
 
     def embedding(self) -> GroupWork:
         """Return what the first stage does before its layers."""
@@ -296,15 +279,9 @@ class LayerCosts:
 
     def loss(self) -> list[GroupWork]:
         """Return the last norm, the head, and the cross entropy in fp32."""
-        model, logits = self.model, self.logits_bytes
-        head = self._linear(
-            "head",
-            model.hidden,
-            model.vocabulary,
-            (self.hidden_bytes, self.hidden_bytes),
-            norm_bytes=self.hidden_bytes,
-            gathered_bytes=self.gathered_bytes,
-        )
+        model, logits, hidden = self.model, self.logits_bytes, self.hidden_bytes
+        before: dict[str, Any] = {"norm_bytes": hidden, "gathered_bytes": self.gathered_bytes}
+        head = self._linear("head", model.hidden, model.vocabulary, (hidden, hidden), **before)
         entropy = GroupWork(
             "loss",
             0,
