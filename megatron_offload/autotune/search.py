@@ -76,10 +76,6 @@ class PlanSearch(ABC):
         ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
         self.plan = replace(self.plan, ranks=ranks, measured=cost)
         self._is_host_bound |= is_host_bound
-        self._measured()
-
-    def _measured(self) -> None:
-        """Go on from the plan that was measured."""
         self._tried.append(self.plan)
         self._go_on()
 
@@ -150,17 +146,6 @@ class CostSearch(PlanSearch):
         self._bare: OffloadPlan | None = None
         """Under which nothing moves; with its cost once that is known."""
 
-    def _measured(self) -> None:
-        """As with any search; what was measured may be the step without offload."""
-        if self._bare is not None and self._bare.measured is None:
-            self._bare = self.plan
-            self._tried = [self._beside_bare(plan) for plan in self._tried]
-            self.plan = self._tried[-1]
-            super()._go_on()
-        else:
-            self.plan = self._beside_bare(self.plan)
-            super()._measured()
-
     def _beside_bare(self, plan: OffloadPlan) -> OffloadPlan:
         """Return a plan whose cost has what its step takes longer than one without offload."""
         cost, bare = plan.measured, None if self._bare is None else self._bare.measured
@@ -170,6 +155,10 @@ class CostSearch(PlanSearch):
         return replace(plan, measured=cost._replace(lost_us=max(cost.lost_us, longer_us)))
 
     def _go_on(self) -> None:
+        if self._bare is not None and self._bare.measured is None:
+            self._bare = self._tried.pop()
+        self._tried = [self._beside_bare(plan) for plan in self._tried]
+        self.plan = self._tried[-1]
         spare_bytes = self._chooser.highest_bytes // _SPARE_SHARE
         may_look = self._is_host_bound and self._bare is None and self._num_left > 0
         if may_look and self._fits_without(spare_bytes):
@@ -325,20 +314,17 @@ def _cost(plan: OffloadPlan) -> float:
 
 def _what(plan: OffloadPlan) -> str:
     """Say what a plan does."""
-    sizes = [(rank.moved_bytes, rank.remade_bytes) for rank in plan.ranks]
+    moved = _sizes([rank.moved_bytes for rank in plan.ranks])
     kept = _sizes([rank.saved_bytes - rank.moved_bytes for rank in plan.ranks])
-    moved, remade = (_sizes(each) for each in zip(*sizes, strict=True))
+    remade = [rank.remade_bytes for rank in plan.ranks]
     stages = (stage for rank in plan.ranks for stage in rank.recompute or ())
     units = ", ".join(sorted({kind_of(unit) for stage in stages for unit in stage}))
     names = f" ({units})" if units else ""
-    again = (
-        f", {remade} are made again{names}" if any(rank.remade_bytes for rank in plan.ranks) else ""
-    )
+    again = f", {_sizes(remade)} are made again{names}" if any(remade) else ""
     return f"{moved} move{again} and {kept} stay"
 
 
 def _sizes(sizes: Sequence[int]) -> str:
     """Return one size where all are the same."""
-    return ", ".join(
-        format_bytes(size, 2) for size in (sizes if len(set(sizes)) > 1 else sizes[:1])
-    )
+    shown = sizes if len(set(sizes)) > 1 else sizes[:1]
+    return ", ".join(format_bytes(size, 2) for size in shown)

@@ -395,8 +395,7 @@ class Chooser:
         return starts
 
     def _keeps(self, targets: Sequence[int], settings: _Settings) -> bool:
-        peaks = map(self._peak, range(len(targets)), settings)
-        return all(peak <= target for peak, target in zip(peaks, targets, strict=True))
+        return all(self._peak(rank, one) <= targets[rank] for rank, one in enumerate(settings))
 
     def _changes(self, settings: _Settings, *, may_remake: bool) -> list[_Change]:
         """Return changes of each rank: of limits and kinds first, then of groups in a random order.
@@ -436,8 +435,7 @@ class Chooser:
             if not change.keys:
                 return settings
             live = self._rank(change.rank, settings.recompute or ())
-            both = dict.fromkeys(LIMITS, 2 * live.largest_bytes)
-            limits = both | self._user_limits
+            limits = dict.fromkeys(LIMITS, 2 * live.largest_bytes) | self._user_limits
             settings = RankSettings(kept=live.keys, recompute=settings.recompute, **limits)
         limits = {
             name: int(share * (getattr(settings, name) or 0))
