@@ -296,8 +296,11 @@ class StepDecisions(Generic[G]):
             behind.let_go()
         position = self._position.get(key)
         if position is None:
+            # Not foreseen: the backwards of the chunk's groups are expected, from the last on.
             chunk = [other for other in self.committed if other.key.chunk == key.chunk]
-            self._follow([(other.key, other.needs) for other in reversed(chunk)])
+            self._order = _in_order_of_need((one.key, one.needs) for one in reversed(chunk))
+            self._position = {one: index for index, one in enumerate(self._order)}
+            self._next = 0
             position = self._position.get(key)
         if position is None:
             return has_more_room
@@ -307,12 +310,6 @@ class StepDecisions(Generic[G]):
         else:
             self._next = position + 1
         return has_more_room or not was_foreseen
-
-    def _follow(self, backwards: Iterable[tuple[GroupKey, Iterable[GroupKey]]]) -> None:
-        """Expect the backwards of a chunk's groups, each with what it needs."""
-        self._order = _in_order_of_need(backwards)
-        self._position = {key: index for index, key in enumerate(self._order)}
-        self._next = 0
 
     def is_needed_soon(self, group: G, num_bytes: int) -> bool:
         """Whether what a group leads would have to come back at once if it were offloaded now.
